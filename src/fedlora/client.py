@@ -1,0 +1,146 @@
+"""The whole client side of the protocol: complete what was received, strip what stays home. No method is known here.
+
+mine = receive(download, kept)      train mine      send(mine, roles) -> Upload      keep(mine, roles) -> kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedlora.errors import HyperparameterError, KeptStateError
+from fedlora.linalg import gauge_fix, rank_tolerance
+from fedlora.lora import Adapter, LoRA
+from fedlora.method import Role, Roles
+
+Form = Literal["factors", "subspace"]
+
+
+@dataclass(frozen=True)
+class Client:
+    """A participant. rank: one r for all modules, or module -> r for the modules that it holds."""
+
+    id: str
+    rank: int | Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise HyperparameterError(f"a client id is a non-empty string; got {self.id!r}.")
+        ranks = self.rank.values() if isinstance(self.rank, Mapping) else [self.rank]
+        if not all(isinstance(r, int) and not isinstance(r, bool) and r >= 1 for r in ranks):
+            raise HyperparameterError(f"client {self.id!r}: ranks are integers >= 1; got {self.rank!r}.")
+
+    def ranks(self, modules: Mapping[str, object]) -> dict[str, int]:
+        """Module -> r, for those of `modules` that this client holds."""
+        if isinstance(self.rank, int):
+            return dict.fromkeys(modules, self.rank)
+        return {name: self.rank[name] for name in modules if name in self.rank}
+
+
+@dataclass(frozen=True, eq=False)
+class Upload:
+    """What a client sends back: shared factors and heads only, the others absent (None, or not there).
+
+    num_examples: how many it trained on; sets its weight. 0 abstains. form: "factors" (B_i, A_i) of the client's
+    rank, or "subspace" (U_i, Ahat_i) of rank <= r_i, as Algorithm 1 sends; the server gets the same from either.
+    """
+
+    client: Client
+    num_examples: float
+    adapter: Adapter
+    form: Form = "factors"
+
+
+@dataclass(frozen=True, eq=False)
+class Download:
+    """What a client receives.
+
+    adapter: shared and frozen parts, of the client's ranks. start: what local parts begin as, for a client that has
+    kept nothing yet; one that has may be sent this without it. base_delta: change of the base weights since
+    pre-training, cumulative, or None; base_version: the round that last changed it (0: none).
+    """
+
+    client: Client
+    round: int
+    adapter: Adapter
+    roles: Roles
+    start: Adapter
+    base_delta: Mapping[str, LoRA] | None
+    base_version: int
+
+
+def receive(download: Download, kept: Adapter | None) -> Adapter:
+    """The complete adapter to train: what came, with local parts from `kept` (from the start, where nothing is kept).
+
+    Raises:
+        KeptStateError: what was kept has other modules or another rank than what came.
+    """
+    have = kept or Adapter({}, {})
+    ranks = download.start.ranks | download.adapter.ranks
+    modules = {}
+    for name, rank in ranks.items():
+        came = download.adapter.modules.get(name)
+        parts = came.tensors() if came else {}
+        for factor in ("B", "A"):
+            if factor not in parts:
+                parts[factor] = _local_factor(name, factor, have, download.start, rank)
+        modules[name] = LoRA(parts["B"], parts["A"])
+    heads = dict(download.adapter.heads)
+    for name, start in download.start.heads.items():
+        heads[name] = have.heads.get(name, start)
+    return Adapter(modules, heads)
+
+
+def _local_factor(module: str, factor: str, kept: Adapter, start: Adapter, rank: int) -> Tensor:
+    source = kept if module in kept.modules else start
+    mine = source.modules[module].tensors().get(factor) if module in source.modules else None
+    if mine is None:
+        raise KeptStateError(
+            f"factor {factor} of module {module!r} is local: it was neither sent nor kept. "
+            f"Keep `client.keep(adapter, roles)` after each round and pass it to `receive`."
+        )
+    held = mine.shape[1] if factor == "B" else mine.shape[0]
+    if held != rank:
+        raise KeptStateError(
+            f"kept factor {factor} of module {module!r} has rank {held}, but the server now sends rank {rank}. "
+            f"A client with local factors cannot change its rank; register it under a new id to start afresh."
+        )
+    return mine
+
+
+def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
+    """What of `adapter` travels to the server: the shared parts.
+
+    form "subspace" sends (U_i, Ahat_i) instead of (B_i, A_i), where both factors are shared (paper Algorithm 1, lines
+    7-9): the same update in a canonical gauge, in at most as many bytes.
+    """
+    heads = adapter.heads if roles.heads == "shared" else {}
+    if form == "subspace":
+        if (roles.B, roles.A) != ("shared", "shared"):
+            raise HyperparameterError(f"the subspace form needs both factors shared; the roles are {roles}.")
+        return Adapter({name: _subspace(lora) for name, lora in adapter.modules.items()}, heads)
+    return _only(adapter, roles, ("shared",), heads)
+
+
+def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
+    """What the client holds back for its next `receive`: the local parts. None where there are none."""
+    local = _only(adapter, roles, ("local",), adapter.heads if roles.heads == "local" else {})
+    return local if local.modules or local.heads else None
+
+
+def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mapping[str, Tensor]) -> Adapter:
+    modules = {}
+    if roles.B in wanted or roles.A in wanted:
+        for name, lora in adapter.modules.items():
+            B, A = lora.factors
+            modules[name] = LoRA(B if roles.B in wanted else None, A if roles.A in wanted else None)
+    return Adapter(modules, heads)
+
+
+def _subspace(lora: LoRA) -> LoRA:
+    B, A = lora.factors
+    U, Ahat = gauge_fix(B, A, tolerance=rank_tolerance(B.dtype))
+    return LoRA(U.to(B), Ahat.to(A))

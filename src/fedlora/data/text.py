@@ -1,0 +1,447 @@
+"""Text examples as plain values: read them from JSONL or CSV, select, join, fingerprint and split them.
+
+No tokens and no tensors here: that is the trainer's work.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import hashlib
+import io
+import json
+import math
+import operator
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlora.errors import DataError
+from fedlora.seeds import derive_seed
+
+MAX_LABELS = 10_000  # more classes than this is a column of ids or free text, not of labels
+_WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class TextData:
+    """N text examples for one task: sentences (or sentence pairs) with a class each, or prompts with a response each.
+
+    Use the readers below for files; build it by hand for anything else. Lists are turned into tuples.
+
+    Args:
+        kind: "classification" (then `labels` and `label_names`) or "instruction" (then `responses`).
+        text: N strings: the sentence, or the prompt.
+        pair: N strings, the second sentence of a pair task (NLI, paraphrase); classification only.
+        labels: N class indices, each below len(label_names).
+        responses: N strings, the wanted answer to each prompt.
+        label_names: the classes, by index.
+
+    Raises:
+        DataError: lengths differ, a label is no index into label_names, or fields that do not belong to `kind`.
+    """
+
+    kind: Literal["classification", "instruction"]
+    text: tuple[str, ...]
+    pair: tuple[str, ...] | None = None
+    labels: tuple[int, ...] | None = None
+    responses: tuple[str, ...] | None = None
+    label_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("text", "pair", "responses", "label_names"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(value))
+        if self.labels is not None:
+            object.__setattr__(self, "labels", tuple(operator.index(label) for label in self.labels))
+        present = {name: getattr(self, name) for name in ("pair", "labels", "responses")}
+        lengths = {"text": len(self.text)} | {name: len(v) for name, v in present.items() if v is not None}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"every field of TextData needs one entry per example; got lengths {lengths}.")
+        if self.kind == "classification":
+            if self.labels is None or self.responses is not None or not self.label_names:
+                raise DataError("classification data has labels and label_names, and no responses.")
+            wrong = next((i for i, y in enumerate(self.labels) if not 0 <= y < len(self.label_names)), None)
+            if wrong is not None:
+                raise DataError(
+                    f"example {wrong} has label {self.labels[wrong]}, but there are {len(self.label_names)} "
+                    f"label_names, so labels are 0..{len(self.label_names) - 1}."
+                )
+        elif self.kind == "instruction":
+            if self.responses is None or self.labels is not None or self.pair is not None or self.label_names:
+                raise DataError("instruction data has text (the prompts) and responses, and no pair, labels or names.")
+        else:
+            raise DataError(f"kind is 'classification' or 'instruction'; got {self.kind!r}.")
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def select(self, indices: Sequence[int] | NDArray[np.integer]) -> TextData:
+        """The examples at `indices`, in that order; repeats are kept.
+
+        Use it to take a client's part of a partition.
+
+        Args:
+            indices: (n,) whole numbers in [0, N). Not a boolean mask.
+
+        Raises:
+            DataError: an index outside [0, N), or something that is no list of whole numbers.
+        """
+        index = np.asarray(indices)
+        if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
+            raise DataError(
+                f"select takes a list of whole numbers; got {index.dtype} of shape {index.shape}. "
+                f"For a boolean mask use np.flatnonzero(mask)."
+            )
+        if index.size and not (index.min() >= 0 and index.max() < len(self)):
+            raise DataError(
+                f"select was asked for examples {index.min()}..{index.max()} of {len(self)}, whose indices are "
+                f"0..{len(self) - 1}. Was the partition made for another split of the data?"
+            )
+        chosen: list[int] = index.tolist()
+        return replace(
+            self,
+            text=tuple(self.text[i] for i in chosen),
+            pair=None if self.pair is None else tuple(self.pair[i] for i in chosen),
+            labels=None if self.labels is None else tuple(self.labels[i] for i in chosen),
+            responses=None if self.responses is None else tuple(self.responses[i] for i in chosen),
+        )
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the content: kind, label names, then every example; their order counts.
+
+        Use it to record with a result which data it was computed on. It hashes one JSON line per item (ASCII-escaped):
+        [kind, label_names], then [text, pair, label, response] with null for what the task does not have.
+        """
+        hasher = hashlib.sha256((json.dumps([self.kind, self.label_names]) + "\n").encode())
+        absent = (None,) * len(self)
+        rows = zip(self.text, self.pair or absent, self.labels or absent, self.responses or absent, strict=True)
+        for row in rows:
+            hasher.update((json.dumps(row) + "\n").encode())
+        return hasher.hexdigest()
+
+    @staticmethod
+    def concat(parts: Sequence[TextData]) -> TextData:
+        """All examples of `parts`, one part after the other.
+
+        Use it to pool what several clients hold. All parts must be of one task.
+
+        Raises:
+            DataError: no part, or parts that differ in kind, label_names, or whether they have pairs.
+        """
+        if not parts:
+            raise DataError("concat needs at least one part; got none.")
+        tasks = {(part.kind, part.label_names, part.pair is not None) for part in parts}
+        if len(tasks) > 1:
+            raise DataError(
+                f"concat needs parts of one task; got {len(tasks)} different (kind, label_names, has pairs): "
+                f"{sorted(tasks)}. Read all files with the same label_names."
+            )
+        first = parts[0]
+        return replace(
+            first,
+            text=tuple(x for part in parts for x in part.text),
+            pair=None if first.pair is None else tuple(x for part in parts for x in part.pair or ()),
+            labels=None if first.labels is None else tuple(x for part in parts for x in part.labels or ()),
+            responses=None if first.responses is None else tuple(x for part in parts for x in part.responses or ()),
+        )
+
+
+def read_classification(
+    path: str | os.PathLike[str],
+    *,
+    text: str,
+    label: str,
+    pair: str | None = None,
+    label_names: Sequence[str] | None = None,
+) -> TextData:
+    """Read a classification task, one example per row, from JSONL (.jsonl, .json) or CSV (.csv, .tsv).
+
+    Use it for your own data. Give `label_names` whenever you read more than one file of a task: without it each file
+    numbers the classes it happens to contain.
+
+    Labels are names, or whole numbers. Without label_names: if all are whole numbers they are the class indices and the
+    names "0".."max"; otherwise the classes are the sorted names. With label_names: a label is looked up as a name;
+    a whole number is taken as an index, unless some label name is itself a number (then only names count).
+
+    Args:
+        path: a UTF-8 file. JSONL has one object per line; CSV and TSV have a header row and Excel's quoting.
+        text: the column of the sentence.
+        label: the column of the class.
+        pair: the column of the second sentence, if the task has one.
+        label_names: the classes, by index.
+
+    Raises:
+        DataError: no such file, unknown suffix, not UTF-8, malformed row, missing column, missing or empty value,
+            unknown label, no rows. The message names row and line.
+    """
+    columns = [text, label] if pair is None else [text, label, pair]
+    rows = read_table(path, columns)
+    labels, names = _decode_labels(path, [(where, values[label]) for where, values in rows], label_names)
+    return TextData(
+        kind="classification",
+        text=tuple(_string(path, where, text, values[text]) for where, values in rows),
+        pair=None if pair is None else tuple(_string(path, where, pair, values[pair]) for where, values in rows),
+        labels=labels,
+        label_names=names,
+    )
+
+
+def read_instructions(path: str | os.PathLike[str], *, prompt: str, response: str) -> TextData:
+    """Read prompts and their wanted responses from JSONL (.jsonl, .json) or CSV (.csv, .tsv).
+
+    Use it for instruction tuning. The prompt is taken as it stands: apply a template before, if the model wants one.
+
+    Args:
+        path: a UTF-8 file, as for `read_classification`.
+        prompt: the column of what the model reads.
+        response: the column of what it should answer.
+
+    Raises:
+        DataError: as `read_classification`.
+    """
+    rows = read_table(path, [prompt, response])
+    return TextData(
+        kind="instruction",
+        text=tuple(_string(path, where, prompt, values[prompt]) for where, values in rows),
+        responses=tuple(_string(path, where, response, values[response]) for where, values in rows),
+    )
+
+
+def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple[TextData, TextData, TextData]:
+    """Split into (train, validation, test) at random, without leaks: copies of one input all go to the same part.
+
+    Use it when the data comes without official splits. Two examples are copies if their text (and pair) agree after
+    case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly) the
+    proportions of the whole; a group of copies counts as the class of its first example. Each part is in random order.
+
+    The shuffled groups are dealt class by class, each to the part that is furthest behind its share. Without copies
+    every size is then within 4/3 of its share, and within 2 for each class; groups of copies cannot be cut.
+
+    Args:
+        data: N examples, N >= 1.
+        validation: fraction of N in [0, 1). 0 gives an empty part.
+        test: fraction of N in [0, 1), validation + test < 1. 0 gives an empty part.
+        seed: the run's seed; the stream is `derive_seed(seed, "split")`.
+
+    Raises:
+        DataError: impossible fractions, or a part that was asked for and would come out empty.
+    """
+    bad = [f for f in (validation, test) if not (math.isfinite(f) and 0 <= f < 1)]
+    if bad or validation + test >= 1:
+        raise DataError(
+            f"validation and test are fractions >= 0 whose sum is below 1, so that training keeps some; got "
+            f"validation={validation}, test={test}. For 10 % write 0.1."
+        )
+    groups: dict[tuple[str, str], list[int]] = {}
+    for i, text in enumerate(data.text):
+        other = "" if data.pair is None else data.pair[i]
+        groups.setdefault((_normalised(text), _normalised(other)), []).append(i)
+    strata: dict[int, list[list[int]]] = {}
+    for members in groups.values():
+        strata.setdefault(0 if data.labels is None else data.labels[members[0]], []).append(members)
+
+    rng = np.random.default_rng(derive_seed(seed, "split"))
+    shares = (1.0 - validation - test, validation, test)
+    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+    dealt = 0
+    for _, stratum in sorted(strata.items()):
+        for g in rng.permutation(len(stratum)).tolist():
+            members = stratum[g]
+            dealt += len(members)
+            behind = [
+                share * dealt - len(part) if share > 0 else -math.inf for share, part in zip(shares, parts, strict=True)
+            ]
+            parts[behind.index(max(behind))].extend(members)
+    for name, share, part in zip(("train", "validation", "test"), shares, parts, strict=True):
+        if share > 0 and not part:
+            raise DataError(
+                f"the {name} part would be empty: its share is {share:.4g} of {len(data)} examples, which are "
+                f"{len(groups)} distinct inputs. Ask for a larger share, for 0, or bring more data."
+            )
+    train, val, tst = (data.select(rng.permutation(np.array(part, dtype=np.int64))) for part in parts)
+    return train, val, tst
+
+
+def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> list[tuple[str, dict[str, object]]]:
+    """The rows of a JSONL or CSV file as (where, {column: value}), with no value of `columns` missing.
+
+    Use it under a reader of your own; `where` ("row 3, line 4") is for error messages.
+
+    Args:
+        path: a UTF-8 file (a byte order mark is dropped), .jsonl / .json / .csv / .tsv.
+        columns: the columns that every row must have; others come along unchecked.
+
+    Raises:
+        DataError: as `read_classification`, but for types of values and labels.
+    """
+    file = Path(path)
+    suffix = file.suffix.lower()
+    if suffix not in (".jsonl", ".json", ".csv", ".tsv"):
+        raise DataError(
+            f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv or .tsv."
+        )
+    if not file.is_file():
+        what = "is a folder, not a file" if file.is_dir() else "does not exist"
+        raise DataError(f"{file} {what}. Relative paths start at the working directory, {Path.cwd()}.")
+    try:
+        content = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}. Convert it, for "
+            f"example with `iconv -f cp1252 -t utf-8`."
+        ) from error
+    rows = _json_rows(file, content) if suffix in (".jsonl", ".json") else _csv_rows(file, content, suffix)
+    if not rows:
+        raise DataError(f"{file} holds no rows ({len(content)} characters). Was it written to the end?")
+    present = list(dict.fromkeys(name for _, row in rows for name in row))
+    for column in columns:
+        if column not in present:
+            near = difflib.get_close_matches(column, present, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise DataError(f"{file} has no column {column!r}; it has {present}.{hint}")
+    for where, row in rows:
+        for column in columns:
+            value = row.get(column)
+            if value is None or (isinstance(value, str) and not value.strip()):
+                state = "missing" if value is None else "empty"
+                raise DataError(f"{file}, {where}: {column!r} is {state}. Fill it in, or drop the row.")
+    return rows
+
+
+def _json_rows(file: Path, content: str) -> list[tuple[str, dict[str, object]]]:
+    rows: list[tuple[str, dict[str, object]]] = []
+    for number, line in enumerate(content.split("\n"), start=1):  # not splitlines(): U+2028, U+0085 may stand in a text
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line, parse_constant=_no_constant)
+        except ValueError as error:
+            array = content.lstrip().startswith("[")
+            advice = (
+                "The file is one JSON array: convert it with `jq -c '.[]'`." if array else "Mend or drop that line."
+            )
+            raise DataError(f"{file}, line {number} is not a JSON object on one line: {error}. {advice}") from error
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{file}, line {number} holds a JSON {type(value).__name__}, not an object. Each line must be one "
+                f'example such as {{"text": "...", "label": 0}}; `jq -c \'.[]\'` makes that of an array.'
+            )
+        rows.append((f"row {len(rows) + 1}, line {number}", value))
+    return rows
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _csv_rows(file: Path, content: str, suffix: str) -> list[tuple[str, dict[str, object]]]:
+    rows: list[tuple[str, dict[str, object]]] = []
+    header: list[str] | None = None
+    previous = csv.field_size_limit(2**31 - 1)  # a setting of the process, so it is put back
+    try:
+        source = io.StringIO(content, newline="")
+        reader = csv.reader(source, dialect="excel-tab" if suffix == ".tsv" else "excel", strict=True)
+        line = 1
+        for fields in reader:
+            if fields and header is None:
+                header = fields
+                twice = sorted({name for name in header if header.count(name) > 1})
+                if twice:
+                    raise DataError(f"{file}: the header names {twice} more than once: {header}. Rename one of them.")
+            elif fields and header is not None:
+                where = f"row {len(rows) + 1}, line {line}"
+                if len(fields) > len(header):
+                    raise DataError(
+                        f"{file}, {where} has {len(fields)} fields, but the header has {len(header)}: {header}. "
+                        f"A field that contains the separator must stand in double quotes."
+                    )
+                rows.append((where, dict(zip_longest(header, fields))))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{file}, row starting at line {line}: {error}. A field that begins with a double quote must end with one, "
+            f"and quotes inside it are doubled. Is this a file without quoting, as GLUE's .tsv are? Write it as .jsonl."
+        ) from error
+    finally:
+        csv.field_size_limit(previous)
+    return rows
+
+
+def _string(path: str | os.PathLike[str], where: str, column: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{path}, {where}: {column!r} must be a string; got {type(value).__name__} {value!r}.")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{path}, {where}: {column!r} holds half of a surrogate pair at character {error.start}, which no "
+                f"tokeniser can read. The text was cut inside an emoji or the like: mend the row."
+            ) from error
+    return value
+
+
+def _decode_labels(
+    path: str | os.PathLike[str], cells: Sequence[tuple[str, object]], label_names: Sequence[str] | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Class indices and names, by the rule in `read_classification`."""
+    raw: list[str] = []
+    for where, value in cells:
+        if not isinstance(value, str | int | float):
+            raise DataError(f"{path}, {where}: a label is a name or a whole number; got {value!r}.")
+        raw.append(str(value).lower() if isinstance(value, bool) else str(value).strip())
+    if label_names is None:
+        for (where, _), value in zip(cells, raw, strict=True):
+            if _NUMBER.fullmatch(value) and not value.lstrip("+-").isdecimal():
+                raise DataError(
+                    f"{path}, {where}: label {value} is not a whole number. Classes are 0, 1, 2, ... or names; scores "
+                    f"to regress on (STS-B) are not supported. If it is a name, pass label_names."
+                )
+        if all(_WHOLE.fullmatch(value) for value in raw):
+            low = min(range(len(raw)), key=lambda i: int(raw[i]))
+            if int(raw[low]) < 0:
+                raise DataError(
+                    f"{path}, {cells[low][0]}: label {raw[low]} is negative. GLUE marks the unlabelled rows of its "
+                    f"test sets with -1: use the validation set. If -1 is a class, pass label_names=('-1', '0', '1')."
+                )
+            count = max(int(value) for value in raw) + 1
+            names = tuple(str(k) for k in range(min(count, MAX_LABELS + 1)))
+        else:
+            names = tuple(sorted(set(raw)))
+            count = len(names)
+        if count > MAX_LABELS:
+            raise DataError(
+                f"{path}: the label column would make {count} classes (limit {MAX_LABELS}); first value {raw[0]!r}. "
+                f"Is it a column of ids or of text? If it is right, pass label_names."
+            )
+    else:
+        names = tuple(label_names)
+        if not names or len(set(names)) < len(names):
+            raise DataError(f"label_names must be different names, at least one; got {names}.")
+    lookup = {name: k for k, name in enumerate(names)}
+    by_index = label_names is None or not any(_WHOLE.fullmatch(name) for name in names)
+    labels: list[int] = []
+    for (where, _), value in zip(cells, raw, strict=True):
+        k = lookup.get(value)
+        if k is None and by_index and _WHOLE.fullmatch(value) and 0 <= int(value) < len(names):
+            k = int(value)
+        if k is None:
+            raise DataError(
+                f"{path}, {where}: label {value!r} is not among the {len(names)} label_names {list(names[:20])}"
+                f"{', ...' if len(names) > 20 else ''}. Add it to label_names, or drop the row."
+            )
+        labels.append(k)
+    return tuple(labels), names
+
+
+def _normalised(text: str) -> str:
+    return " ".join(text.split()).casefold()

@@ -1,0 +1,76 @@
+"""The errors of fedlora. Each leaf is also a `ValueError`, so plain Python code can catch it without importing us.
+
+A message says what happened, with numbers; the likely cause; and what to do.
+"""
+
+from __future__ import annotations
+
+
+class FedLoRAError(Exception):
+    """Base of every error that fedlora raises on purpose."""
+
+
+class ShapeError(FedLoRAError, ValueError):
+    """Factors whose shapes do not make a LoRA update B (d_out, r) @ A (r, d_in)."""
+
+
+class HyperparameterError(FedLoRAError, ValueError):
+    """A method, server or trainer was given an impossible value, or a name that nobody knows."""
+
+
+class FactorNotShared(FedLoRAError, ValueError):
+    """A factor was asked for that, by its role, did not travel."""
+
+
+class RankMismatch(FedLoRAError, ValueError):
+    """A method that needs one common rank met several, or a rank that it cannot serve."""
+
+
+class RankTie(FedLoRAError, ValueError):
+    """GLoRA with tie='error': the rank budget R cuts a block of equal consensus eigenvalues."""
+
+
+class UploadRefused(FedLoRAError, ValueError):
+    """One client's upload cannot be used. Carries `client` and `reason`."""
+
+    def __init__(self, client: str, reason: str) -> None:
+        super().__init__(f"upload of client {client!r} refused: {reason}")
+        self.client = client
+        self.reason = reason
+
+
+class QuorumNotMet(FedLoRAError, ValueError):
+    """Too few uploads were accepted for the round to count."""
+
+
+class NoGlobalModel(FedLoRAError, ValueError):
+    """The method keeps no global model (FedSA-LoRA), and one was asked for."""
+
+
+class KeptStateError(FedLoRAError, ValueError):
+    """What a client kept back earlier does not fit what the server sent now."""
+
+
+class AdapterFormatError(FedLoRAError, ValueError):
+    """A PEFT adapter that cannot be read, or that means something other than W0 + s B A."""
+
+
+class CheckpointError(FedLoRAError, ValueError):
+    """A checkpoint is damaged, of another run, or cannot be written."""
+
+
+class ConfigError(FedLoRAError, ValueError):
+    """A configuration that cannot be run as written."""
+
+
+class DataError(FedLoRAError, ValueError):
+    """Training or test data that cannot be read or partitioned as asked."""
+
+
+class ClientFailed(FedLoRAError):
+    """A client's local work failed. Carries `client` and `round`; the cause is chained."""
+
+    def __init__(self, client: str, round: int, why: str) -> None:
+        super().__init__(f"client {client!r} failed in round {round}: {why}")
+        self.client = client
+        self.round = round

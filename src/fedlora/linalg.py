@@ -1,0 +1,275 @@
+"""Numerical primitives on thin matrices: gauge fixing, the consensus subspace, the SVD of a sum of products.
+
+No function here forms a d_out x d_in matrix. Two rules, from measurements (docs/decisions/0002-numerics.md):
+
+* the small problems - a Gram matrix, its eigenvectors, every rank decision - are float64; the tall products keep the
+  dtype of the data;
+* a rank is decided relative to the unit roundoff u of the dtype in which the factors were *stored*, because that is
+  the size of the noise that their rounding left in directions that are not there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fedlora.errors import RankTie
+from fedlora.shapes import Float, Tensor
+
+Canonical = Literal["product", "B"]
+Tie = Literal["energy", "paper", "error"]
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """u, the largest relative error of rounding to `dtype`: 1.1e-16 (float64), 6e-8 (float32), 3.9e-3 (bfloat16)."""
+    return torch.finfo(dtype).eps / 2
+
+
+def rank_tolerance(dtype: torch.dtype) -> float:
+    """The relative size under which a singular value of factors stored in `dtype` counts as rounding noise.
+
+    u itself for the narrow types; 1e-11 for float64, whose factors often come through a gauge of condition up to 1e3
+    that multiplied their noise. Calibrated by benchmarks/rank_tolerance.py; see docs/decisions/0003-rank-tolerance.md.
+    """
+    return max(unit_roundoff(dtype), 1e-11)
+
+
+def tie_tolerance(dtype: torch.dtype) -> float:
+    """The relative gap under which two consensus eigenvalues count as equal: sqrt(u).
+
+    A cut inside a gap g moves by about u / g, so under sqrt(u) it would keep less than half of the digits.
+    """
+    return math.sqrt(unit_roundoff(dtype))
+
+
+# ---------------------------------------------------------------------------------------------------- primitives
+
+
+def right_svd(X: Float[Tensor, "d n"]) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
+    """Singular values (descending) and right singular vectors V of a tall X (d >= n, else of either shape), in float64.
+
+    X = (X V s^-1) s V^T; the left factor is for the caller to form, of only those columns that it keeps.
+
+    float32 data go through the Gram matrix X^T X in float64: its round-off, 1e-16 s_1^2, leaves singular values right
+    down to 1e-8 s_1, which is below the float32 noise in X itself. float64 data go through QR and the SVD of R.
+    """
+    if X.dtype == torch.float64:
+        _, s, Vh = torch.linalg.svd(torch.linalg.qr(X, mode="r").R, full_matrices=False)
+        return s, Vh.mH
+    X = X.double()
+    eigenvalues, V = torch.linalg.eigh(X.mH @ X)
+    return eigenvalues.flip(0).clamp(min=0).sqrt(), V.flip(1)
+
+
+def _count_above(s: Tensor, floor: float) -> int:
+    return int((s > floor).sum())
+
+
+# -------------------------------------------------------------------------------------------------- gauge fixing
+
+
+def gauge_fix(
+    B: Float[Tensor, "d_out r"],
+    A: Float[Tensor, "r d_in"],
+    *,
+    tolerance: float,
+    canonical: Canonical = "product",
+) -> tuple[Float[Tensor, "d_out k"], Float[Tensor, "k d_in"]]:
+    """(U, Ahat) with U^T U = I and U @ Ahat = B @ A: what of (B, A) does not depend on the gauge.
+
+    Args:
+        B, A: one client's factors, any dtype.
+        tolerance: relative size of rounding noise, see `rank_tolerance`.
+        canonical: "product": U spans col(B A), a function of the update alone, and its columns are the left singular
+            vectors. "B": U spans col(B), as the paper writes; the same unless A is rank deficient.
+
+    Returns:
+        U (d_out, k) and Ahat (k, d_in) in float64, with k the numerical rank, 0 for a zero update.
+
+    Source: paper section 4.1, Eq. (gauge fixing), with its footnote: a rank-deficient B gives rank(B) columns. A plain
+    QR would complete them with arbitrary ones, which then enter the consensus with full weight.
+    """
+    B, A = B.double(), A.double()
+    # Columns of B to a norm in [1, 2) by powers of two (exact), the inverse on the rows of A: a diagonal gauge is gone.
+    norms = torch.linalg.vector_norm(B, dim=0)
+    scale = torch.where(norms > 0, torch.exp2(-torch.floor(torch.log2(norms))), 1.0)
+    B, A = B * scale, A / scale[:, None]
+
+    s, V = right_svd(B)
+    k = _count_above(s, tolerance * float(torch.linalg.vector_norm(s)))
+    T = s[:k, None] * V[:, :k].mH
+    U, Ahat = B @ (V[:, :k] / s[:k]), T @ A
+    if canonical == "B" or k == 0:
+        return U, Ahat
+
+    # Directions of col(B) that A never uses. What rounding of B and A leaves there is bounded row by row.
+    noise = tolerance * float(torch.linalg.vector_norm(T.abs() @ torch.linalg.vector_norm(A, dim=1)))
+    s, O = right_svd(Ahat.mH)
+    O = O[:, : _count_above(s, noise)]
+    return U @ O, O.mH @ Ahat
+
+
+# ---------------------------------------------------------------------------------------------- consensus subspace
+
+
+@dataclass(frozen=True, eq=False)
+class Consensus:
+    """The server's low-rank state (U_ref, Z_g) and what is worth knowing about how it was cut.
+
+    basis: U_ref (d_out, R'), orthonormal. coordinates: Z_g (R', d_in). R' = min(R, union rank).
+    eigenvalues: of K, descending, those above noise, float64; union_rank: how many they are.
+    gap: (lambda_R - lambda_R+1) / lambda_R at the cut; inf where nothing was cut.
+    tied: the cut went through a block of eigenvalues equal within tolerance.
+    captured: ||Delta W_g||^2 / ||M N||^2, the share of the mean update's energy that survives the projection.
+    """
+
+    basis: Tensor
+    coordinates: Tensor
+    eigenvalues: Tensor
+    gap: float
+    tied: bool
+    captured: float
+
+    @property
+    def union_rank(self) -> int:
+        return len(self.eigenvalues)
+
+
+def consensus(
+    M: Float[Tensor, "d_out S"],
+    N: Float[Tensor, "S d_in"],
+    R: int,
+    *,
+    tolerance: float,
+    tie_tolerance: float,
+    tie: Tie = "energy",
+) -> Consensus:
+    """The top-R eigenspace of K = M M^T and the projection of M @ N on it.
+
+    With M = [sqrt(p_i) U_i] and N = [sqrt(p_i) Ahat_i], K = sum p_i U_i U_i^T and M N = sum p_i Delta W_i. From the
+    thin SVD M = W s V^T: U_ref = M V_R s_R^-1 and Z_g = U_ref^T M N = s_R V_R^T N. No loop over clients is left.
+
+    Args:
+        M, N: in the compute dtype. R: the rank budget, >= 1.
+        tolerance: relative noise of M's singular values. tie_tolerance: relative, on K's eigenvalues.
+        tie: where R cuts a block of equal eigenvalues TopEig_R is not unique. "energy": keep those directions of the
+            block that hold most of the mean update (unique again, and of least error). "paper": whatever the
+            eigensolver returns. "error": raise `RankTie`.
+
+    Source: paper Eqs. (subspace covariance), (consensus basis), (key identity); docs/decisions/0004-ties.md.
+    """
+    thin = M.shape[1] <= M.shape[0]
+    # U_ref = M @ left (thin; else left itself) and Z_g = right^T @ N, column by column of the eigenvectors.
+    if thin:
+        s, V = right_svd(M)
+        left, right = V / s, V * s
+    else:  # K itself (d_out x d_out) is the smaller problem
+        s, left = right_svd(M.mH)
+        right = M.double().mH @ left
+    union = _count_above(s, tolerance * float(s[0])) if len(s) else 0
+    eigenvalues = s[:union].square()
+
+    keep, gap, tied, energy = min(R, union), math.inf, False, None
+    if keep < union:
+        energy = float(torch.sum((right.mH @ (N @ N.mH).double()) * right.mH))  # ||M N||^2 without M N
+        at_cut = float(eigenvalues[keep - 1])
+        gap = (at_cut - float(eigenvalues[keep])) / at_cut
+        tied = gap <= tie_tolerance
+        if tied and tie == "error":
+            raise RankTie(
+                f"the rank budget R = {R} cuts a block of equal consensus eigenvalues ({at_cut:.6g}, relative gap "
+                f"{gap:.1e}), so the top-{R} subspace is not unique. Raise R (the union of the client subspaces has "
+                f"rank {union}), or use tie='energy'."
+            )
+        if tied and tie == "energy":
+            inside = ((eigenvalues - at_cut).abs() <= tie_tolerance * at_cut).nonzero()
+            above, block = slice(int(inside[0])), slice(int(inside[0]), int(inside[-1]) + 1)
+            _, O = right_svd((right[:, block].mH.to(N) @ N).mH)
+            left = torch.cat([left[:, above], left[:, block] @ O], dim=1)
+            right = torch.cat([right[:, above], right[:, block] @ O], dim=1)
+    left, right = left[:, :keep], right[:, :keep]
+
+    basis = M @ left.to(M) if thin else left.to(M)
+    Z = right.mH.to(N) @ N
+    if thin and keep and float(eigenvalues[keep - 1]) < 1e-4 * float(eigenvalues[0]):
+        # M V s^-1 loses orthonormality as 1 / s: orthonormalise again, carrying Z along so that the product stays.
+        basis, T = torch.linalg.qr(basis)
+        Z = T @ Z
+    captured = float(Z.double().square().sum()) / energy if energy else 1.0
+    return Consensus(basis, Z, eigenvalues, gap, tied, min(captured, 1.0))
+
+
+def energy_consensus(
+    M: Float[Tensor, "d_out S"], N: Float[Tensor, "S d_in"], R: int, *, tolerance: float, tie_tolerance: float
+) -> Consensus:
+    """The same, with the top-R left singular vectors of M @ N itself as the basis: least error, unbounded influence.
+
+    `eigenvalues` are the squared singular values of M @ N. Source: named as future work in the paper's conclusion.
+    """
+    every = svd_of_product(M, N, tolerance=tolerance)
+    energy = every.s.double().square()
+    keep, gap = min(R, every.rank), math.inf
+    if keep < every.rank:
+        gap = float(1 - energy[keep] / energy[keep - 1])
+    captured = float(energy[:keep].sum() / energy.sum()) if every.rank else 1.0
+    kept = every.head(keep)
+    return Consensus(kept.U, kept.s[:, None] * kept.Vh, energy, gap, gap <= tie_tolerance, captured)
+
+
+# ------------------------------------------------------------------------------------------------- spectral form
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """An update in energy order: Delta W = U diag(s) Vh. U (d_out, l) and Vh (l, d_in) orthonormal, s (l,) > 0."""
+
+    U: Tensor
+    s: Tensor
+    Vh: Tensor
+
+    @property
+    def rank(self) -> int:
+        return len(self.s)
+
+    def head(self, rank: int) -> Spectrum:
+        """The `rank` strongest components: the best approximation of that rank (Eckart-Young)."""
+        return Spectrum(self.U[:, :rank], self.s[:rank], self.Vh[:rank])
+
+
+def _signed(U: Tensor, s: Tensor, Vh: Tensor) -> Spectrum:
+    """With canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it."""
+    if len(s) == 0:
+        return Spectrum(U, s, Vh)
+    sign = U.gather(0, U.abs().argmax(dim=0, keepdim=True)).sign()
+    return Spectrum(U * sign, s, Vh * sign.mT)
+
+
+def spectral_form(basis: Float[Tensor, "d_out R"], Z: Float[Tensor, "R d_in"], *, noise: float) -> Spectrum:
+    """The SVD of basis @ Z for an orthonormal basis, from the small side only.
+
+    Components of singular value up to `noise` (absolute) are rounding, whose directions mean nothing: they are dropped.
+
+    Source: paper Eq. (spectral readout), Z_g = O Sigma V^T and U_s = U_ref O.
+    """
+    s, O = right_svd(Z.mH)
+    rank = _count_above(s, noise)
+    s, O = s[:rank], O[:, :rank]
+    Vh = (O / s).mH.to(Z) @ Z
+    return _signed(basis @ O.to(Z), s.to(Z), Vh)
+
+
+def svd_of_product(B: Float[Tensor, "d_out S"], A: Float[Tensor, "S d_in"], *, tolerance: float) -> Spectrum:
+    """The SVD of B @ A by QR of B, QR of A^T and the SVD of the S x S core. Exact: nothing above noise is dropped.
+
+    Source: the thin exact SVD of docs/methods.md (FLoRIST's core). Householder QR is indifferent to column scales.
+    """
+    Q_B, R_B = torch.linalg.qr(B)
+    Q_A, R_A = torch.linalg.qr(A.mH)
+    O, s, Wh = torch.linalg.svd(R_B.double() @ R_A.double().mH, full_matrices=False)
+    # Rounding of the terms B_j A_j, which may cancel: relative to them, not to their sum.
+    terms = torch.linalg.vector_norm(B.double(), dim=0) * torch.linalg.vector_norm(A.double(), dim=1)
+    rank = _count_above(s, tolerance * float(torch.linalg.vector_norm(terms)))
+    return _signed(Q_B @ O[:, :rank].to(B), s[:rank].to(B), Wh[:rank].to(A) @ Q_A.mH)

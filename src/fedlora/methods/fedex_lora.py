@@ -1,0 +1,67 @@
+"""FedEx-LoRA: average the factors, and put what that got wrong into the base weight (Singhal et al., 2410.09432).
+
+    B <- sum_i p_i B_i     A <- sum_i p_i A_i     W0 <- W0 + ( sum_i p_i B_i A_i - B A )
+
+The server's update is exact and gauge-invariant, but the pair (B, A) that clients train on is not. One common rank.
+The residuals add up in `base_delta`, cumulative from the pre-trained weight and recompressed exactly each round (rank
+at most min(d_out, d_in)), so a client that missed rounds just applies it. Deviations from the authors' code: weights
+p_i instead of a uniform mean, and no transpose of the residual, which is wrong there for `nn.Linear`.
+Cost: the thin SVD of a stack of rank(base) + (n + 1) r columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedlora.linalg import rank_tolerance, svd_of_product
+from fedlora.lora import LoRA, revive, stack
+from fedlora.method import Readout, Roles, Update
+from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
+from fedlora.methods.spectral import whole
+
+
+@dataclass(frozen=True, eq=False)
+class FedExLoRAState:
+    """mean: the averaged pair. base: all residuals so far, W0 -> W0 + base; None while there is none."""
+
+    key: int
+    round: int
+    mean: LoRA
+    base: LoRA | None
+
+
+@dataclass(frozen=True)
+class FedExLoRA:
+    """Use it where exact aggregation matters, ranks are equal, and clients can take changes of the base weight."""
+
+    name: ClassVar[str] = "fedex-lora"
+    paper: ClassVar[str] = "arXiv 2410.09432"
+    State: ClassVar[type] = FedExLoRAState
+
+    def init(self, seed: LoRA, key: int) -> FedExLoRAState:
+        return FedExLoRAState(key, 0, seed, None)
+
+    def roles(self, state: FedExLoRAState) -> Roles:
+        return Roles()
+
+    def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:
+        require_one_rank("FedEx-LoRA", state.mean.rank, updates)
+        p = [u.weight for u in updates]
+        mean = LoRA(weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p))
+        before = [] if state.base is None else [state.base]
+        residual = stack([*before, *(u.lora for u in updates), mean], [*(1.0 for _ in before), *p, -1.0])
+        B, A = residual.factors
+        base = whole(svd_of_product(B, A, tolerance=rank_tolerance(B.dtype)))
+        return FedExLoRAState(state.key, state.round + 1, mean, base if base.rank else None)
+
+    def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> Readout:
+        require_readout_rank("FedEx-LoRA", state.mean.rank, client, rank)
+        return Readout(revive(state.mean, state.key, state.round, client or ""), base_delta=state.base)
+
+    def effective(self, state: FedExLoRAState) -> LoRA:
+        return state.mean if state.base is None else stack([state.base, state.mean], [1.0, 1.0])
+
+    def diagnostics(self, state: FedExLoRAState) -> Mapping[str, object]:
+        return {"rank": state.mean.rank, "base_rank": state.base.rank if state.base else 0}

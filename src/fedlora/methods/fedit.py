@@ -1,0 +1,58 @@
+"""FedIT: average each factor by itself (Zhang et al., "Towards Building the Federated GPT", 2305.05644).
+
+    B <- sum_i p_i B_i        A <- sum_i p_i A_i
+
+Not exact: (sum p_i B_i)(sum p_i A_i) holds cross terms B_i A_j. Not gauge-invariant: re-expressing one client's update
+as (B_i Q, Q^-1 A_i) changes the result. One common rank. Deviations from the Shepherd code: none in the rule.
+Cost: O(sum r_i (d_out + d_in)), one pass over the factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedlora.lora import LoRA, revive
+from fedlora.method import Readout, Roles, Update
+from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
+
+
+@dataclass(frozen=True, eq=False)
+class FedITState:
+    """mean: the averaged pair, B (d_out, r) and A (r, d_in)."""
+
+    key: int
+    round: int
+    mean: LoRA
+
+
+@dataclass(frozen=True)
+class FedIT:
+    """Use it as the plain baseline, with one rank for all clients."""
+
+    name: ClassVar[str] = "fedit"
+    paper: ClassVar[str] = "arXiv 2305.05644"
+    State: ClassVar[type] = FedITState
+
+    def init(self, seed: LoRA, key: int) -> FedITState:
+        return FedITState(key, 0, seed)
+
+    def roles(self, state: FedITState) -> Roles:
+        return Roles()
+
+    def aggregate(self, state: FedITState, updates: Sequence[Update]) -> FedITState:
+        require_one_rank("FedIT", state.mean.rank, updates)
+        p = [u.weight for u in updates]
+        mean = LoRA(weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p))
+        return FedITState(state.key, state.round + 1, mean)
+
+    def readout(self, state: FedITState, client: str | None, rank: int) -> Readout:
+        require_readout_rank("FedIT", state.mean.rank, client, rank)
+        return Readout(revive(state.mean, state.key, state.round, client or ""))
+
+    def effective(self, state: FedITState) -> LoRA:
+        return state.mean
+
+    def diagnostics(self, state: FedITState) -> Mapping[str, object]:
+        return {"rank": state.mean.rank}

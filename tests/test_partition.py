@@ -1,0 +1,205 @@
+"""Partitions: *property* (every index once, repeatable), *oracle* (the formula with plain lists), and the errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fedlora.data.partition import dirichlet, iid, label_counts
+from fedlora.errors import DataError
+from fedlora.seeds import derive_seed
+
+BALANCED = np.arange(3000) % 3
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def plain_dirichlet(labels: list[int], clients: int, alpha: float, seed: int, min_size: int) -> list[list[int]]:
+    """methods.md 12.2 with lists; int() of every cut, the last share takes what is left."""
+    rng = np.random.default_rng(derive_seed(seed, "partition", "dirichlet"))
+    while True:
+        held: list[list[int]] = [[] for _ in range(clients)]
+        for k in sorted(set(labels)):
+            indices = list(rng.permutation([i for i, y in enumerate(labels) if y == k]))
+            total, start = 0.0, 0
+            prop = rng.dirichlet([alpha] * clients)
+            for c in range(clients):
+                total += prop[c]
+                end = len(indices) if c == clients - 1 else int(total * len(indices))
+                held[c] += indices[start:end]
+                start = end
+        if min(map(len, held)) >= min_size:
+            return [list(rng.permutation(part)) for part in held]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=1, max_size=120),
+    clients=st.integers(1, 6),
+    alpha=st.sampled_from([0.05, 0.5, 1.0, 100.0]),
+    seed=st.integers(0, 2**40),
+)
+def test_dirichlet_deals_every_index_exactly_once_and_repeatably(labels, clients, alpha, seed):
+    parts = dirichlet(labels, clients, alpha, seed=seed, min_size=0)
+    assert len(parts) == clients
+    assert all(part.dtype == np.int64 for part in parts)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
+    assert same(parts, dirichlet(np.array(labels), clients, alpha, seed=seed, min_size=0))
+    counts = label_counts(labels, parts)
+    assert counts.sum(axis=1).tolist() == [len(part) for part in parts]
+    assert counts.sum(axis=0).tolist() == [labels.count(k) for k in range(max(labels) + 1)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**40), clients=st.integers(2, 5), min_size=st.integers(0, 12))
+def test_dirichlet_keeps_min_size(seed, clients, min_size):
+    parts = dirichlet(BALANCED[:300], clients, 0.5, seed=seed, min_size=min_size)
+    assert min(len(part) for part in parts) >= min_size
+
+
+@pytest.mark.parametrize(("alpha", "min_size"), [(0.1, 8), (0.5, 8), (0.5, 60), (10.0, 0)])
+def test_dirichlet_is_the_written_formula(alpha, min_size):
+    labels = [0] * 200 + [3] * 90 + [1] * 110  # unequal classes, 2 absent; rows 1 and 3 redraw at this seed
+    expected = plain_dirichlet(labels, 4, alpha, 10, min_size)
+    assert [part.tolist() for part in dirichlet(labels, 4, alpha, seed=10, min_size=min_size)] == expected
+
+
+def test_the_redraw_happens():
+    """At this seed the first draw leaves a client below 60, so the parts with min_size=60 are another draw."""
+    free, kept = (dirichlet(BALANCED[:400], 4, 0.5, seed=10, min_size=m) for m in (0, 60))
+    assert min(map(len, free)) < 60 <= min(map(len, kept))
+
+
+def test_seeds_give_different_partitions():
+    assert not same(dirichlet(BALANCED, 5, 0.5, seed=0), dirichlet(BALANCED, 5, 0.5, seed=1))
+    assert not same(iid(100, 5, seed=0), iid(100, 5, seed=1))
+
+
+def test_skew_grows_as_alpha_falls():
+    """Mean over clients and seeds of the largest class share: 1/3 means no skew, 1 one class per client."""
+
+    def skew(alpha: float) -> float:
+        shares = []
+        for seed in range(10):
+            counts = label_counts(BALANCED, dirichlet(BALANCED, 6, alpha, seed=seed, min_size=1))
+            shares.append((counts.max(axis=1) / counts.sum(axis=1)).mean())
+        return float(np.mean(shares))
+
+    skews = [skew(alpha) for alpha in (1000.0, 5.0, 0.5, 0.1)]
+    assert skews == sorted(skews)
+    assert skews[0] < 0.36
+    assert skews[-1] > 0.8
+
+
+def test_clients_examples_are_shuffled_over_classes():
+    part = dirichlet(np.repeat([0, 1], 500), 1, 1.0, seed=0)[0]
+    assert 200 < int((part[:500] < 500).sum()) < 300  # 250 expected, deviation 11
+
+
+def test_the_global_generator_is_neither_used_nor_moved():
+    np.random.seed(1)  # noqa: NPY002
+    before = np.random.get_state()[1].copy()  # noqa: NPY002
+    first = dirichlet(BALANCED, 5, 0.5, seed=3), iid(50, 3, seed=3)
+    assert np.array_equal(before, np.random.get_state()[1])  # noqa: NPY002
+    np.random.seed(2)  # noqa: NPY002
+    assert same(first[0], dirichlet(BALANCED, 5, 0.5, seed=3))
+    assert same(first[1], iid(50, 3, seed=3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 200), clients=st.integers(1, 20), seed=st.integers(0, 2**40))
+def test_iid_deals_every_index_once_in_equal_sizes(size, clients, seed):
+    assume(size >= clients)
+    parts = iid(size, clients, seed=seed)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(size))
+    sizes = [len(part) for part in parts]
+    assert len(sizes) == clients
+    assert max(sizes) - min(sizes) <= 1
+    assert same(parts, iid(size, clients, seed=seed))
+
+
+def test_iid_shuffles():
+    assert np.concatenate(iid(50, 3, seed=0)).tolist() != list(range(50))
+
+
+def test_label_counts_by_hand():
+    counts = label_counts([0, 2, 2, 0, 3], [np.array([0, 1, 2]), np.array([3, 4]), np.array([], dtype=np.int64)])
+    assert counts.tolist() == [[1, 0, 2, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
+    assert counts.dtype == np.int64
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_alpha(alpha):
+    with pytest.raises(DataError, match=r"alpha must be a finite number > 0; got"):
+        dirichlet(BALANCED, 3, alpha, seed=0)
+
+
+def test_alpha_beyond_float_range_is_noticed():
+    """Four gamma variates of 1e308 overflow their sum; numpy then returns shares of 0, silently."""
+    with pytest.raises(DataError, match=r"cannot draw Dir\(1e\+308\) for 4 clients"):
+        dirichlet(BALANCED, 4, 1e308, seed=0)
+
+
+@pytest.mark.parametrize("clients", [0, -2])
+def test_bad_clients(clients):
+    with pytest.raises(DataError, match=f"at least 1 client; got clients={clients}"):
+        dirichlet(BALANCED, clients, 0.5, seed=0)
+    with pytest.raises(DataError, match=f"at least 1 client; got clients={clients}"):
+        iid(10, clients, seed=0)
+
+
+def test_iid_with_fewer_examples_than_clients():
+    with pytest.raises(DataError, match="3 examples cannot give each of 4 clients one"):
+        iid(3, 4, seed=0)
+
+
+def test_impossible_min_size_says_what_is_possible():
+    with pytest.raises(
+        DataError, match=r"10 clients with at least 8 examples each need 80, .* only 50.*at most 6"
+    ) as e:
+        dirichlet(BALANCED[:50], 10, 0.5, seed=0)
+    assert "min_size <= 5" in str(e.value)
+    assert min(map(len, dirichlet(BALANCED[:50], 10, 100.0, seed=0, min_size=2))) >= 2
+
+
+def test_unreached_min_size_tells_the_best_draw():
+    with pytest.raises(DataError, match=r"none of 7 draws of Dir\(0.1\) gave each of 20 clients 100 examples") as e:
+        dirichlet(BALANCED, 20, 0.1, seed=0, min_size=100, max_draws=7)
+    best = int(str(e.value).split("smallest client ")[1].split()[0])
+    assert 0 <= best < 100
+    reached = dirichlet(BALANCED, 20, 0.1, seed=0, min_size=best, max_draws=7)  # the advice works
+    assert min(map(len, reached)) == best
+
+
+@pytest.mark.parametrize(("min_size", "max_draws"), [(-1, 10), (1, 0)])
+def test_bad_limits(min_size, max_draws):
+    with pytest.raises(DataError, match="min_size must be >= 0 and max_draws >= 1"):
+        dirichlet(BALANCED, 3, 0.5, seed=0, min_size=min_size, max_draws=max_draws)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([], "non-empty"),
+        ([[0, 1], [1, 0]], r"shape \(2, 2\)"),
+        ([0.0, 1.0], "whole numbers"),
+        (["a", "b"], "whole numbers"),
+        ([True, False], "whole numbers"),
+        ([0, 1, -1], "got -1 at example 2"),
+    ],
+)
+def test_bad_labels(labels, message):
+    with pytest.raises(DataError, match=message):
+        dirichlet(labels, 1, 0.5, seed=0, min_size=0)
+    with pytest.raises(DataError, match=message):
+        label_counts(labels, [np.array([0])])
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_label_counts_of_a_foreign_partition(index):
+    with pytest.raises(DataError, match="another split"):
+        label_counts([0, 1, 1], [np.array([0]), np.array([1, index])])
