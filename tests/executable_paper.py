@@ -60,7 +60,7 @@ def client_aware_readout(
 ) -> dict[str, tuple[Matrix, Matrix, list[int]]]:
     """client -> (B_init, A_init, selected components, ascending and zero-based): Algorithm 3, Eq. balanced_readout."""
     # Alg. 3, l. 1: Z_g = O Sigma V^T, thin (Eq. spectral_readout)
-    O, sigma, Vt = np.linalg.svd(Z_g, full_matrices=False)  # noqa: E741 (the paper's O)
+    O, sigma, Vt = np.linalg.svd(Z_g, full_matrices=False)
     # Reading: the paper's ell = min(R, d_in) counts components with sigma_j = 0, whose u_j is arbitrary. Only the real
     # ones are candidates, so fewer than r_i may come back (and no empty slot is refilled here).
     ell = int(np.sum(sigma > REAL_TOL * sigma[0]))

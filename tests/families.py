@@ -241,7 +241,8 @@ def family(name: str, seed: int = 0, d_out: int = 48, d_in: int = 40, dtype: DTy
 def regauge(case: Case, cond: float, seed: int, dtype: DTypeLike = np.float64) -> Case:
     """The same updates in other coordinates: every (B Q, Q^-1 A) with cond(Q) = cond, from the stored factors.
 
-    Storing the result in float32 moves the update itself by about 6e-8 * cond.
+    Storing the result in float32 moves the update itself by about 6e-8 * cond; in float64 by about 1e-16 * cond, except
+    for column_scales, where sums of columns of sizes 1e-6 and 1e3 already cost 1e-8.
     """
     # The key separates these gauges from the draws that made the case (and from the gauge_* families) at equal seeds.
     rng = np.random.default_rng([zlib.crc32(b"regauge"), seed])
@@ -262,7 +263,8 @@ def column_basis(B: np.ndarray) -> np.ndarray:
     """An orthonormal basis of col(B) by a dense float64 SVD, after every non-zero column is scaled to norm 1.
 
     The cut is relative: 1e-10 for float64 factors, 3e-7 for narrower ones, just above what float32 storage leaves of
-    an exact dependence. A true direction below it is dropped: a float32 gauge of condition 1e6 is beyond any such rule.
+    an exact dependence. True directions below the cut are dropped: float32 factors in gauges whose conditions multiply
+    to 1e7 lose some, and so does column_scales once it is regauged (mixing its columns undoes the scaling to norm 1).
     """
     tolerance = 1e-10 if B.dtype == np.float64 else 3e-7
     columns = B.astype(np.float64)

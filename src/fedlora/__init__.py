@@ -9,6 +9,7 @@ from fedlora.errors import FedLoRAError
 from fedlora.lora import Adapter, LoRA
 from fedlora.method import Method, Readout, Roles, Update
 from fedlora.methods import METHODS, build
+from fedlora.peft_io import AdapterSpec, read_adapter, write_adapter
 from fedlora.server import Server, ServerState
 
 __version__ = "0.1.0"
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "METHODS",
     "Adapter",
+    "AdapterSpec",
     "Client",
     "Download",
     "FedLoRAError",
@@ -29,6 +31,8 @@ __all__ = [
     "Upload",
     "build",
     "keep",
+    "read_adapter",
     "receive",
     "send",
+    "write_adapter",
 ]
