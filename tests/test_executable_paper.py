@@ -350,6 +350,15 @@ def test_a_readout_without_history_is_the_best_approximation_of_its_rank():
         assert np.linalg.norm(dense - B @ A) == pytest.approx(np.sqrt(np.sum(sigma[r:] ** 2)), rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_tied_scores_go_by_spectral_order_in_spite_of_round_off(seed):
+    # One client that comes back with the same span: every u_j lies in its history, so all scores are 1 up to round-off.
+    case = regauge(case64("one_client", seed), 10.0, seed)
+    history = paper.glora_round(case.uploads, case.weights, 1.0, 0.0, {}).history
+    result = paper.glora_round(case.uploads, case.weights, 1.0, 0.0, history, ranks={"c0": 3})
+    assert result.readouts["c0"][2] == [0, 1, 2]
+
+
 def test_only_real_components_are_read_out():
     # cancelling: R = 5 + 5 + 4 = 14 but the mean is p B2 A2 of rank 4; min(R, d_in) = 14 would add ten arbitrary pairs.
     case = case64("cancelling")
@@ -444,7 +453,7 @@ def test_bf16_values_are_torch_bfloat16_roundings_of_generic():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_promised_ties(dtype):
     # dominant_rank: 8 - (2 + 3) = 3 dimensions of c2's span are orthogonal to the others, whatever the stored numbers,
-    # so K has p_c2 three times; the five eigenvalues above it come from the principal pairs (p_c2 is the largest weight).
+    # so K has p_c2 three times; the five eigenvalues above come from the principal pairs (p_c2 is the largest weight).
     case = family("dominant_rank", dtype=dtype)
     np.testing.assert_allclose(aggregate(case, 1)[2][5:8], case.weights["c2"], atol=1e-14)
     # one_client: K is a projector of rank 6.

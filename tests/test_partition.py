@@ -167,11 +167,11 @@ def test_impossible_min_size_says_what_is_possible():
 
 
 def test_unreached_min_size_tells_the_best_draw():
-    with pytest.raises(DataError, match=r"none of 7 draws of Dir\(0.1\) gave each of 20 clients 100 examples") as e:
-        dirichlet(BALANCED, 20, 0.1, seed=0, min_size=100, max_draws=7)
+    with pytest.raises(DataError, match=r"none of 7 draws of Dir\(0.5\) gave each of 8 clients 300 examples") as e:
+        dirichlet(BALANCED, 8, 0.5, seed=0, min_size=300, max_draws=7)
     best = int(str(e.value).split("smallest client ")[1].split()[0])
-    assert 0 <= best < 100
-    reached = dirichlet(BALANCED, 20, 0.1, seed=0, min_size=best, max_draws=7)  # the advice works
+    assert 0 < best < 300
+    reached = dirichlet(BALANCED, 8, 0.5, seed=0, min_size=best, max_draws=7)  # the advice works
     assert min(map(len, reached)) == best
 
 

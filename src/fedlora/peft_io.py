@@ -35,33 +35,18 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 # Fields of adapter_config.json (peft 0.21) that leave the update alone, whatever their value.
-_HARMLESS = frozenset(
-    [
-        "auto_mapping",
-        "base_model_name_or_path",
-        "ensure_weight_tying",
-        "eva_config",
-        "exclude_modules",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_dropout",
-        "loftq_config",
-        "megatron_core",
-        "modules_to_save",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "target_modules",
-        "task_type",
-        "fan_in_fan_out",
-        "runtime_config",
-    ]
-)
+# fmt: off
+_HARMLESS = frozenset((
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "loftq_config", "megatron_core",
+    "modules_to_save", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
+    "fan_in_fan_out", "runtime_config",
+))
 # Fields that we apply ourselves.
-_APPLIED = frozenset(
-    ["peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"]
-)
+_APPLIED = frozenset((
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
+))
+# fmt: on
 # Fields that change the update or what it is relative to, with the way out.
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA's magnitudes are not linear in the update; merge it into the base model first",

@@ -257,9 +257,7 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
         for g in rng.permutation(len(stratum)).tolist():
             members = stratum[g]
             dealt += len(members)
-            behind = [
-                share * dealt - len(part) if share > 0 else -math.inf for share, part in zip(shares, parts, strict=True)
-            ]
+            behind = [share * dealt - len(part) for share, part in zip(shares, parts, strict=True)]
             parts[behind.index(max(behind))].extend(members)
     for name, share, part in zip(("train", "validation", "test"), shares, parts, strict=True):
         if share > 0 and not part:

@@ -1,0 +1,166 @@
+"""Save and load values made of tensors and frozen dataclasses: one safetensors file, its digest in its name.
+
+    round-00007.3f2a90c1d4e5b6a7.safetensors          tensors, and the tree around them as JSON in the metadata
+
+The file is written beside its final name, flushed to disk and renamed, so a crash leaves the whole file or none. The
+name carries SHA-256 of the content, so damage shows. The types come from the reader, never from the file: nothing in a
+checkpoint can name code to run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import types
+import typing
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fedlora.errors import CheckpointError
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"round-(\d{5})\.([0-9a-f]{16})\.safetensors")
+
+
+def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
+    """Write `value` as the checkpoint of `round`, and remove all but the newest `keep` ones.
+
+    Raises:
+        CheckpointError: the value holds something that cannot be stored, or the disk refuses; older ones stay.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _encode(value, "", tensors)
+    content = safetensors.torch.save(tensors, metadata={"tree": json.dumps(tree, sort_keys=True)})
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    path = directory / f"round-{round:05d}.{digest}.safetensors"
+    beside = path.with_suffix(".part")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        _sync_directory(directory)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
+            f"Earlier checkpoints are untouched; free some space and resume."
+        ) from error
+    for old in _listed(directory)[keep:]:
+        old.unlink()
+    return path
+
+
+def load_newest(directory: Path, kind: type[T], *extra: type) -> tuple[int, T] | None:
+    """(round, value) of the newest sound checkpoint, as a `kind`; None where there is none.
+
+    A damaged one is skipped with a warning, and the one before it used. `extra`: dataclasses that occur where the type
+    says only `Any` (a method's own state).
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is sound.
+    """
+    listed = _listed(directory)
+    for path in listed:
+        try:
+            return int(_NAME.fullmatch(path.name)[1]), _read(path, kind, extra)  # type: ignore[index]
+        except CheckpointError as error:
+            warnings.warn(f"{error} Trying the one before it.", stacklevel=2)
+    if listed:
+        raise CheckpointError(f"none of the {len(listed)} checkpoints in {directory} is sound; start the run afresh.")
+    return None
+
+
+def _listed(directory: Path) -> list[Path]:
+    """Newest first."""
+    return sorted((p for p in directory.glob("round-*.safetensors") if _NAME.fullmatch(p.name)), reverse=True)
+
+
+def _read(path: Path, kind: type[T], extra: tuple[type, ...]) -> T:
+    digest = _NAME.fullmatch(path.name)[2]  # type: ignore[index]
+    if hashlib.sha256(path.read_bytes()).hexdigest()[:16] != digest:
+        raise CheckpointError(f"checkpoint {path.name} is damaged: its content does not match its digest.")
+    try:
+        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            tree = json.loads(file.metadata()["tree"])
+        tensors = safetensors.torch.load_file(path)
+        known = {cls.__name__: cls for root in (kind, *extra) for cls in _dataclasses(root, set())}
+        value: T = _decode(tree, tensors, known)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
+    return value
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """JSON for `value`, its tensors moved to `tensors` under their path."""
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach().cpu().clone().contiguous()
+        return {"tensor": path}
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = {f.name: _encode(getattr(value, f.name), f"{path}/{f.name}", tensors) for f in fields(value)}
+        return {"dataclass": type(value).__name__, "fields": inside}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise CheckpointError(f"a mapping at {path or '/'} has keys that are no strings; it cannot be stored.")
+        return {"mapping": {key: _encode(item, f"{path}/{key}", tensors) for key, item in value.items()}}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(item, f"{path}/{k}", tensors) for k, item in enumerate(value)]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(f"a {type(value).__name__} at {path or '/'} cannot be stored in a checkpoint.")
+
+
+def _decode(tree: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    match tree:
+        case {"tensor": path}:
+            return tensors[path]
+        case {"dataclass": name, "fields": inside}:
+            return known[name](**{key: _decode(item, tensors, known) for key, item in inside.items()})
+        case {"mapping": items}:
+            return MappingProxyType({key: _decode(item, tensors, known) for key, item in items.items()})
+        case {"tuple": items}:
+            return tuple(_decode(item, tensors, known) for item in items)
+        case {"float": text}:
+            return float(text)
+    raise ValueError(f"unknown node {sorted(tree)}")
+
+
+def _dataclasses(hint: Any, seen: set[Any]) -> set[type]:
+    """Every dataclass that a type hint can hold, through unions, tuples, mappings and fields."""
+    if hint in seen:
+        return set()
+    seen.add(hint)
+    found: set[type] = set()
+    if isinstance(hint, type) and is_dataclass(hint) and not isinstance(hint, types.GenericAlias):
+        found.add(hint)
+        for inner in typing.get_type_hints(hint).values():
+            found |= _dataclasses(inner, seen)
+    for inner in typing.get_args(hint):
+        found |= _dataclasses(inner, seen)
+    return found
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
