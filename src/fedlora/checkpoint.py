@@ -95,7 +95,7 @@ def _read(path: Path, kind: type[T], extra: tuple[type, ...]) -> T:
     if hashlib.sha256(path.read_bytes()).hexdigest()[:16] != digest:
         raise CheckpointError(f"checkpoint {path.name} is damaged: its content does not match its digest.")
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="pt") as file:
             tree = json.loads(file.metadata()["tree"])
         tensors = safetensors.torch.load_file(path)
         known = {cls.__name__: cls for root in (kind, *extra) for cls in _dataclasses(root, set())}

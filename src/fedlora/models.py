@@ -1,0 +1,203 @@
+"""One base model in memory, with adapters of any rank swapped in and out.
+
+Knows transformers and peft; knows nothing of federation, data or optimisers. The base weights change in one place only,
+`AdaptedModel.activate`, which always starts from the pre-trained ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedlora.errors import ConfigError
+from fedlora.lora import Adapter, LoRA
+from fedlora.peft_io import AdapterSpec, load_into_model, read_model
+from fedlora.seeds import derive_seed
+
+Task = Literal["classification", "causal-lm"]
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """What every client's LoRA has in common.
+
+    targets: module names or suffixes, or "all-linear". scaling: alpha / r, the same for all ranks. dropout: on LoRA's
+    input. saved: further modules to train in full; a classification head is added by peft itself.
+    """
+
+    targets: Sequence[str] | str
+    scaling: float = 2.0
+    dropout: float = 0.0
+    saved: Sequence[str] = ()
+
+
+class AdaptedModel:
+    """A transformers model whose LoRA adapter can be replaced at once, whatever its ranks.
+
+    One peft adapter is made for each distinct set of ranks that is asked for, and reused: fifty clients of three ranks
+    cost three small adapters beside the one base model.
+    """
+
+    def __init__(self, base: nn.Module, tokenizer: Any, task: Task, settings: LoRASettings) -> None:
+        self.tokenizer = tokenizer
+        self.task = task
+        self.settings = settings
+        self._base = base
+        self._model: Any = None
+        self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
+        self._pristine: dict[str, Tensor] = {}
+        self._active = ""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        task: Task,
+        settings: LoRASettings,
+        *,
+        labels: Sequence[str] = (),
+        seed: int = 0,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        checkpointing: bool = False,
+    ) -> AdaptedModel:
+        """A model and its tokenizer from a local directory or a hub id; safetensors only.
+
+        A new classification head is drawn from `seed`, so that it is the same everywhere.
+
+        Raises:
+            ConfigError: the model cannot be loaded.
+        """
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+        extra = {"num_labels": len(labels)} if task == "classification" else {}
+        kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(seed, "head"))
+                base = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **extra)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
+                f"Give a directory with config.json, tokenizer and model.safetensors, or a hub id."
+            ) from error
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if base.config.get_text_config().pad_token_id is None:
+            base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        if labels:
+            base.config.id2label = dict(enumerate(labels))
+            base.config.label2id = {name: k for k, name in enumerate(labels)}
+        if checkpointing:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            base.enable_input_require_grads()
+        return cls(base.to(device), tokenizer, task, settings)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._base.parameters()).device
+
+    @property
+    def network(self) -> nn.Module:
+        """The module to call: base and active adapter."""
+        return self._model if self._model is not None else self._base
+
+    def seed_adapter(self, rank: int | Mapping[str, int], *, seed: int) -> tuple[Adapter, AdapterSpec]:
+        """A fresh adapter of `rank` as peft starts it (B = 0, A drawn from `seed`), the model's heads, and the spec."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "adapter"))
+            name = self._adapter_for(rank)
+        adapter, spec = read_model(self._model, name, scaling=self.settings.scaling)
+        return adapter.map(lambda t: t.cpu()), spec
+
+    def activate(self, adapter: Adapter, base_delta: Mapping[str, LoRA] | None = None) -> None:
+        """Make the model W0 + scaling * base_delta, adapted by `adapter`: whatever was active before is gone."""
+        ranks = adapter.ranks
+        distinct = set(ranks.values())
+        name = self._adapter_for(distinct.pop() if len(distinct) == 1 else ranks)
+        if name != self._active:
+            self._model.set_adapter(name)
+            self._active = name
+        load_into_model(self._model, adapter, name, scaling=self.settings.scaling)
+        self._set_base(base_delta or {})
+
+    def read(self) -> Adapter:
+        """The active adapter, as copies on the CPU."""
+        adapter, _ = read_model(self._model, self._active, scaling=self.settings.scaling)
+        return adapter.map(lambda t: t.cpu())
+
+    def trainable(self, *, B: bool = True, A: bool = True, heads: bool = True) -> list[nn.Parameter]:
+        """The active adapter's parameters that may train; the others are switched off."""
+        chosen = []
+        for path, parameter in self._model.named_parameters():
+            mine = path.endswith(f".{self._active}.weight") or f".modules_to_save.{self._active}." in path
+            kind = B if ".lora_B." in path else A if ".lora_A." in path else heads
+            parameter.requires_grad_(mine and kind)
+            if mine and kind:
+                chosen.append(parameter)
+        return chosen
+
+    def _adapter_for(self, rank: int | Mapping[str, int]) -> str:
+        from peft import LoraConfig, get_peft_model
+
+        key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
+        if key in self._names:
+            return self._names[key]
+        largest = rank if isinstance(rank, int) else max(rank.values())
+        patterns = {} if isinstance(rank, int) else {f"^{path}": r for path, r in rank.items() if r != largest}
+        targets = self.settings.targets
+        config = LoraConfig(
+            r=largest,
+            lora_alpha=self.settings.scaling * largest,
+            rank_pattern=patterns,
+            alpha_pattern={path: self.settings.scaling * r for path, r in patterns.items()},
+            lora_dropout=self.settings.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            modules_to_save=list(self.settings.saved) or None,
+            task_type="SEQ_CLS" if self.task == "classification" else "CAUSAL_LM",
+        )
+        name = f"ranks{len(self._names)}"
+        try:
+            if self._model is None:
+                self._model = get_peft_model(self._base, config, adapter_name=name)
+                self._active = name
+            else:
+                self._model.add_adapter(name, config)
+        except ValueError as error:
+            raise ConfigError(f"LoRA cannot be put on {targets!r}: {str(error).splitlines()[0]}") from error
+        self._names[key] = name
+        return name
+
+    def _set_base(self, delta: Mapping[str, LoRA]) -> None:
+        """The base weights as pre-trained, plus scaling * delta. The only place that changes them."""
+        for path, weight in self._pristine.items():
+            if path not in delta:
+                self._base_layer(path).weight.data.copy_(weight)
+        for path, lora in delta.items():
+            layer = self._base_layer(path)
+            weight = self._pristine.setdefault(path, layer.weight.detach().clone())
+            dense = self.settings.scaling * lora.map(_to(weight.device)).delta()
+            transposed = self._model.get_submodule(f"base_model.model.{path}").fan_in_fan_out
+            layer.weight.data.copy_(weight + (dense.T if transposed else dense).to(weight.dtype))
+
+    def _base_layer(self, path: str) -> Any:
+        return self._model.get_submodule(f"base_model.model.{path}").base_layer
+
+
+def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(device)
+
+
+def model_digests(path: str | os.PathLike[str]) -> dict[str, str]:
+    """File name -> SHA-256 of a local model's weights and tokenizer, for the manifest; empty for a hub id."""
+    folder = Path(path)
+    files = [*folder.glob("*.safetensors"), *folder.glob("tokenizer.json"), *folder.glob("config.json")]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}

@@ -1,0 +1,280 @@
+"""The in-process engine: all clients one after the other around one `Server`, as a generator over rounds.
+
+    for record in simulate(server, clients, trainer, start(server, seed_adapter), rounds=10):
+        record.state                      # all there is to store: a run continues from it, bit for bit
+        record.losses, record.metrics, record.seconds, record.bytes
+
+Knows no model and no data: `Trainer` and `Evaluator` are what it needs of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Protocol
+
+from fedlora.audit import padded_average_error
+from fedlora.client import Client, Download, Form, Upload, keep, receive, send
+from fedlora.errors import ClientFailed, FedLoRAError, QuorumNotMet, UploadRefused
+from fedlora.lora import Adapter, LoRA
+from fedlora.rounds import sample_clients
+from fedlora.server import OpenRound, Server, ServerState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What local training returns: the complete adapter, its examples, mean loss, and the new data position."""
+
+    adapter: Adapter
+    num_examples: int
+    loss: float
+    position: int
+
+
+class Trainer(Protocol):
+    """Runs one client's local work."""
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        """Train `adapter`, the complete one, from `position` in the client's data. A function of its arguments."""
+
+
+class Evaluator(Protocol):
+    """Measures a state, on whatever it was made for."""
+
+    def evaluate(self, server: Server, state: RunState) -> Mapping[str, float]:
+        """Metric name -> value."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClientMemory:
+    """What stays with a client between rounds: local parts of the adapter, and how far it has read its data."""
+
+    kept: Adapter | None = None
+    position: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class RunState:
+    """A whole run between two rounds: what a checkpoint holds. `round` rounds are done."""
+
+    round: int
+    server: ServerState
+    clients: Mapping[str, ClientMemory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one round over all its clients, as the tensors that travel; adapter and heads apart."""
+
+    up_adapter: int = 0
+    up_heads: int = 0
+    down_adapter: int = 0
+    down_heads: int = 0
+    down_base: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.up_adapter + self.up_heads + self.down_adapter + self.down_heads + self.down_base
+
+
+@dataclass(frozen=True, eq=False)
+class RoundRecord:
+    """One finished round.
+
+    round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i of those that counted.
+    refused: client -> why not (a refused upload or a failed client). seconds: by phase. server_rank: the mean over
+    modules of the state's rank. padded_error: the relative error that zero-padded factor averaging would have made on
+    this round's uploads; None where factors stay local. metrics: of the evaluator, {} where it did not run.
+    """
+
+    round: int
+    state: RunState
+    losses: Mapping[str, float]
+    weights: Mapping[str, float]
+    refused: Mapping[str, str]
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+    bytes: Traffic
+    server_rank: float
+    padded_error: float | None
+    uploads: tuple[Upload, ...]
+
+
+def start(server: Server, seed_adapter: Adapter) -> RunState:
+    """The state before the first round."""
+    return RunState(0, server.init(seed_adapter))
+
+
+def simulate(
+    server: Server,
+    clients: Sequence[Client],
+    trainer: Trainer,
+    state: RunState,
+    *,
+    rounds: int,
+    participation: float = 1.0,
+    seed: int = 0,
+    evaluator: Evaluator | None = None,
+    evaluate_every: int = 1,
+    form: Form = "factors",
+) -> Iterator[RoundRecord]:
+    """Run from `state` until `rounds` rounds are done, yielding each round's record.
+
+    Args:
+        participation: share of clients a round, at least one client. seed: of the client sampling.
+        evaluate_every: rounds between evaluations; the last round is always evaluated.
+        form: what clients upload, factors or their subspace form.
+
+    Raises:
+        ClientFailed: a client's work raised, and the server has no quorum. With one, the round goes on without it.
+        UploadRefused, QuorumNotMet: as `Server.aggregate`. The records yielded so far are unaffected.
+    """
+    by_id = {client.id: client for client in clients}
+    while state.round < rounds:
+        chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
+        record = _one_round(server, [by_id[c] for c in chosen], trainer, state, form)
+        state = record.state
+        if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
+            began = time.perf_counter()
+            metrics = evaluator.evaluate(server, state)
+            took = {**record.seconds, "evaluate": time.perf_counter() - began}
+            record = replace(record, metrics=metrics, seconds=took)
+        yield record
+
+
+def _one_round(server: Server, clients: Sequence[Client], trainer: Trainer, state: RunState, form: Form) -> RoundRecord:
+    opened = server.open(state.server)
+    memories = dict(state.clients)
+    clock = _Clock()
+    losses: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    uploads: list[Upload] = []
+    traffic = Traffic()
+    for client in clients:
+        memory = memories.get(client.id, ClientMemory())
+        with clock("download"):
+            download = server.download(state.server, client)
+            mine = receive(download, memory.kept)
+        traffic = _with_download(traffic, download, first=memory.kept is None)
+        with clock("train"):
+            trained = _train(trainer, download, mine, memory.position, server, failed)
+        if trained is None:
+            continue
+        losses[client.id] = trained.loss
+        with clock("upload"):
+            upload = Upload(client, trained.num_examples, send(trained.adapter, download.roles, form), form)
+            traffic = _with_upload(traffic, upload)
+            if _accepted(opened, upload, server):
+                uploads.append(upload)
+                memories[client.id] = ClientMemory(keep(trained.adapter, download.roles), trained.position)
+            else:  # its factors are unusable: what it keeps stays as it was, but its data stream moves on
+                memories[client.id] = replace(memory, position=trained.position)
+    with clock("aggregate"):
+        try:
+            after = opened.close()
+        except QuorumNotMet as error:
+            raise QuorumNotMet(f"{error} Failed clients: {failed or 'none'}.") from error
+    tally = after.tally
+    assert tally is not None  # close() always counts
+    roles = server.roles(state.server)
+    padded_error = None
+    if (roles.B, roles.A) == ("shared", "shared"):
+        with clock("diagnose"):
+            padded_error = padded_average_error(state.server, uploads, tally.weights)
+    return RoundRecord(
+        round=after.round,
+        state=RunState(after.round, after, MappingProxyType(memories)),
+        losses=losses,
+        weights=tally.weights,
+        refused={**tally.refused, **failed},
+        metrics={},
+        seconds=clock.seconds,
+        bytes=traffic,
+        server_rank=_mean_rank(server, after),
+        padded_error=padded_error,
+        uploads=tuple(uploads),
+    )
+
+
+def _train(
+    trainer: Trainer, download: Download, mine: Adapter, position: int, server: Server, failed: dict[str, str]
+) -> Trained | None:
+    client = download.client.id
+    try:
+        return trainer.train(download, mine, position)
+    except FedLoRAError:
+        raise
+    except Exception as error:
+        failure = ClientFailed(client, download.round + 1, f"{type(error).__name__}: {error}")
+        if server.quorum is None:
+            raise failure from error
+        log.warning("%s; the round goes on without it", failure)
+        failed[client] = f"{type(error).__name__}: {error}"
+        return None
+
+
+def _accepted(opened: OpenRound, upload: Upload, server: Server) -> bool:
+    try:
+        opened.add(upload)
+    except UploadRefused as refusal:
+        if server.quorum is None:
+            raise
+        log.warning("%s", refusal)
+        return False
+    return True
+
+
+class _Clock:
+    """Seconds by phase, added up over the clients of a round."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._phase, self._began = "", 0.0
+
+    def __call__(self, phase: str) -> _Clock:
+        self._phase = phase
+        return self
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        spent = time.perf_counter() - self._began
+        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + spent
+
+
+def _size(loras: Mapping[str, LoRA]) -> int:
+    return sum(t.numel() * t.element_size() for lora in loras.values() for t in lora.tensors().values())
+
+
+def _head_size(adapter: Adapter) -> int:
+    return sum(t.numel() * t.element_size() for t in adapter.heads.values())
+
+
+def _with_upload(traffic: Traffic, upload: Upload) -> Traffic:
+    return replace(
+        traffic,
+        up_adapter=traffic.up_adapter + _size(upload.adapter.modules),
+        up_heads=traffic.up_heads + _head_size(upload.adapter),
+    )
+
+
+def _with_download(traffic: Traffic, download: Download, *, first: bool) -> Traffic:
+    sent = [download.adapter, download.start] if first else [download.adapter]
+    return replace(
+        traffic,
+        down_adapter=traffic.down_adapter + sum(_size(a.modules) for a in sent),
+        down_heads=traffic.down_heads + sum(_head_size(a) for a in sent),
+        down_base=traffic.down_base + _size(download.base_delta or {}),
+    )
+
+
+def _mean_rank(server: Server, state: ServerState) -> float:
+    ranks = [facts["rank"] for facts in server.diagnostics(state).values() if isinstance(facts.get("rank"), int)]
+    return math.fsum(ranks) / len(ranks) if ranks else math.nan  # type: ignore[arg-type]
