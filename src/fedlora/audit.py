@@ -69,7 +69,7 @@ def regauge(upload: Upload, condition: float, *, seed: int = 0) -> Upload:
 
 
 def gauge_drift(server: Server, state: ServerState, uploads: Sequence[Upload], *, condition: float = 10.0) -> float:
-    """How far, relatively, the server's model moves when clients re-express their same updates in random coordinates."""
+    """How far, relatively, the server's model moves when clients re-express their updates in random coordinates."""
     plain = server.aggregate(state, [replace(u, adapter=u.adapter.map(lambda t: t.double())) for u in uploads])
     moved = server.aggregate(state, [regauge(u, condition) for u in uploads])
     return relative_difference(server.global_update(moved), server.global_update(plain))

@@ -54,10 +54,7 @@ class ModelEvaluator:
         """accuracy and loss (means over examples, or over clients), and for clients also worst and each client's."""
         if self._target == "server":
             return self.measure_server(server, state.server)
-        scores = {
-            c.id: self.measure_client(server, state.server, c, state.clients.get(c.id, ClientMemory()))
-            for c in self._clients
-        }
+        scores = self.measure_clients(server, state)
         accuracies = {client: score["accuracy"] for client, score in scores.items()}
         return {
             "accuracy": math.fsum(accuracies.values()) / len(accuracies),
@@ -75,6 +72,13 @@ class ModelEvaluator:
         }
         self._model.activate(Adapter(nothing, state.heads), update)
         return self._measure(self._data)
+
+    def measure_clients(self, server: Server, state: RunState) -> dict[str, dict[str, float]]:
+        """Client -> accuracy and loss of what it would start its next round with."""
+        return {
+            c.id: self.measure_client(server, state.server, c, state.clients.get(c.id, ClientMemory()))
+            for c in self._clients
+        }
 
     def measure_client(
         self, server: Server, state: ServerState, client: Client, memory: ClientMemory

@@ -66,24 +66,31 @@ class AdaptedModel:
         seed: int = 0,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        dropout: float | None = None,
         checkpointing: bool = False,
     ) -> AdaptedModel:
         """A model and its tokenizer from a local directory or a hub id; safetensors only.
 
-        A new classification head is drawn from `seed`, so that it is the same everywhere.
+        A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: replaces every
+        dropout rate of the model's own configuration where given. checkpointing: trade time for memory.
 
         Raises:
             ConfigError: the model cannot be loaded.
         """
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-        extra = {"num_labels": len(labels)} if task == "classification" else {}
+        extra: dict[str, Any] = {"num_labels": len(labels)} if task == "classification" else {}
         kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, **extra)
+            if dropout is not None:
+                rates = [k for k in config.to_dict() if "dropout" in k or k.endswith("pdrop")]
+                for name in rates:
+                    setattr(config, name, dropout)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(seed, "head"))
-                base = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **extra)
+                base = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, config=config)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "

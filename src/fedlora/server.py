@@ -178,6 +178,10 @@ class Server:
             updates[name] = effective
         return MappingProxyType(updates)
 
+    def has_global_model(self, state: ServerState) -> bool:
+        """Whether `global_update` has an answer."""
+        return self.method.effective(next(iter(state.modules.values()))) is not None
+
     def diagnostics(self, state: ServerState) -> Mapping[str, Mapping[str, object]]:
         """Module -> the method's own numbers: rank, server rank R, gap, tied, captured energy, singular values, ..."""
         return {name: self.method.diagnostics(s) for name, s in state.modules.items()}

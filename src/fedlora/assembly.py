@@ -1,0 +1,267 @@
+"""A configuration made real: the data read and dealt out, the model loaded, the server and its clients put together."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedlora.client import Client
+from fedlora.config import RunConfig
+from fedlora.data import (
+    TextData,
+    demo_data,
+    demo_model,
+    dirichlet,
+    iid,
+    label_counts,
+    read_classification,
+    read_instructions,
+    split,
+)
+from fedlora.errors import ConfigError, HyperparameterError
+from fedlora.evaluation import ModelEvaluator, Target
+from fedlora.lora import Adapter
+from fedlora.method import Method
+from fedlora.methods import METHODS, build
+from fedlora.models import AdaptedModel, LoRASettings, model_digests
+from fedlora.peft_io import AdapterSpec
+from fedlora.rounds import assign_ranks
+from fedlora.server import Server
+from fedlora.simulation import Trainer
+from fedlora.training import LocalTrainer, TrainSettings
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """All parts of a run, loaded and checked. parts: client -> its training data."""
+
+    config: RunConfig
+    server: Server
+    clients: tuple[Client, ...]
+    parts: Mapping[str, TextData]
+    trainer: Trainer
+    validation: ModelEvaluator | None
+    test: ModelEvaluator | None
+    target: Target
+    seed_adapter: Adapter
+    spec: AdapterSpec
+    manifest: Mapping[str, Any]
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Read the data, deal it out, load the model. Nothing is written.
+
+    Raises:
+        ConfigError, DataError, HyperparameterError: what cannot be run as written.
+    """
+    method = make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    parts, validation, test, own = _data(config)
+    clients = _clients(config, list(parts))
+    labels = next(iter(parts.values())).label_names
+    model = _model(config, labels)
+    largest = max(c.rank for c in clients if isinstance(c.rank, int))
+    seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
+    s = config.server
+    server = Server(
+        method, weighting=s.weighting, heads=s.heads, quorum=s.quorum, missing=s.missing, seed=config.run.seed
+    )
+    initial = server.init(seed_adapter)
+    for client in clients:  # a method that cannot serve these ranks says so now, not after the first round
+        server.download(initial, client)
+    target = config.evaluate.target
+    if target == "auto":
+        target = "server" if server.has_global_model(initial) else "clients"
+    settings = TrainSettings(
+        **config.train.model_dump(), rounds=config.run.rounds, max_length=config.data.max_length, bf16=config.model.bf16
+    )
+
+    def evaluator(data: TextData, own: Mapping[str, TextData]) -> ModelEvaluator | None:
+        e = config.evaluate
+        if not len(data):
+            return None
+        return ModelEvaluator(
+            model, data, clients, target=target, own=own, max_length=config.data.max_length, batch_size=e.batch_size
+        )
+
+    return Prepared(
+        config=config,
+        server=server,
+        clients=clients,
+        parts=parts,
+        trainer=LocalTrainer(model, parts, settings, seed=config.run.seed),
+        validation=evaluator(validation, own["validation"]),
+        test=evaluator(test, own["test"]),
+        target=target,
+        seed_adapter=seed_adapter,
+        spec=spec,
+        manifest=_manifest(config, parts, validation, test, clients, model) | {"evaluation_target": target},
+    )
+
+
+def make_method(name: str, preset: str | None = None, **hparams: Any) -> Method[Any]:
+    """A method by its name, or of a user's own class as "module:Class"."""
+    if name in METHODS or ":" not in name:
+        return build(name, preset=preset, **hparams)
+    module, _, cls = name.partition(":")
+    try:
+        method: Method[Any] = getattr(importlib.import_module(module), cls)(**hparams)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise HyperparameterError(f"the method {name!r} cannot be made: {error}.") from error
+    return method
+
+
+def _read(config: RunConfig, path: str) -> TextData:
+    d = config.data
+    if path == "demo":
+        return demo_data()
+    if config.model.task == "classification":
+        return read_classification(Path(path), text=d.text, label=d.label, pair=d.pair)
+    return read_instructions(Path(path), prompt=d.prompt, response=d.response)
+
+
+def _data(
+    config: RunConfig,
+) -> tuple[dict[str, TextData], TextData, TextData, dict[str, dict[str, TextData]]]:
+    """Client -> training data; the common validation and test sets; and each client's own ones, where it has some."""
+    d = config.data
+    shares = {
+        part: value if isinstance(value := getattr(d, part), float | int) else 0 for part in ("validation", "test")
+    }
+    own: dict[str, dict[str, TextData]] = {"validation": {}, "test": {}}
+    sources = {"": d.train} if d.train else dict(d.clients)
+    whole = {client: _read(config, path) for client, path in sources.items() if path}
+    names = {data.label_names for data in whole.values()}
+    if len(names) > 1:
+        raise ConfigError(
+            f"the clients' files have different label names: {sorted(names)}. Give each file every label."
+        )
+    pieces = {c: split(data, **shares, seed=config.run.seed) for c, data in whole.items()}
+    held = {"validation": [p[1] for p in pieces.values()], "test": [p[2] for p in pieces.values()]}
+    if d.clients:
+        own = {"validation": {c: p[1] for c, p in pieces.items()}, "test": {c: p[2] for c, p in pieces.items()}}
+    common = {}
+    for part in ("validation", "test"):
+        value = getattr(d, part)
+        common[part] = _read(config, value) if isinstance(value, str) else TextData.concat(held[part])
+        own[part] = {} if isinstance(value, str) else {c: data for c, data in own[part].items() if len(data)}
+    parts = {c: p[0] for c, p in pieces.items()} if d.clients else _dealt(config, pieces[""][0])
+    return parts, common["validation"], common["test"], own
+
+
+def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
+    """One file's training data, dealt out to site-1, site-2, ..."""
+    c = config.clients
+    count = c.count or (len(c.ranks) if not c.profile else 0)
+    if not count:
+        raise ConfigError("clients.count is missing: how many clients share data.train?")
+    if c.partition == "dirichlet" and data.labels is not None:
+        dealt = dirichlet(data.labels, count, c.alpha, seed=config.run.seed, min_size=c.min_size)
+    elif c.partition == "dirichlet" and "alpha" in c.model_fields_set:
+        raise ConfigError("a Dirichlet partition skews labels, and instruction data has none; use partition = 'iid'.")
+    else:
+        dealt = iid(len(data), count, seed=config.run.seed)
+    width = len(str(count))
+    return {f"site-{k + 1:0{width}d}": data.select(indices) for k, indices in enumerate(dealt)}
+
+
+def _clients(config: RunConfig, names: list[str]) -> tuple[Client, ...]:
+    c = config.clients
+    if c.profile is not None:
+        ranks = assign_ranks(names, c.ranks, c.profile, seed=config.run.seed)
+    elif len(c.ranks) == 1:
+        ranks = dict.fromkeys(names, c.ranks[0])
+    elif len(c.ranks) == len(names):
+        ranks = dict(zip(names, c.ranks, strict=True))
+    else:
+        raise ConfigError(
+            f"clients.ranks has {len(c.ranks)} entries for {len(names)} clients. Give one for each, or a single one, "
+            f"or name a clients.profile that distributes them."
+        )
+    return tuple(Client(name, ranks[name]) for name in names)
+
+
+def _model(config: RunConfig, labels: tuple[str, ...]) -> AdaptedModel:
+    m, lo = config.model, config.lora
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if m.device == "auto" else m.device
+    return AdaptedModel.load(
+        demo_model() if m.path == "demo" else m.path,
+        m.task,
+        LoRASettings(lo.targets, lo.scaling, lo.dropout, lo.saved),
+        labels=labels,
+        seed=config.run.seed,
+        device=device,
+        dropout=m.dropout,
+        checkpointing=m.checkpointing,
+    )
+
+
+def _manifest(
+    config: RunConfig,
+    parts: Mapping[str, TextData],
+    validation: TextData,
+    test: TextData,
+    clients: tuple[Client, ...],
+    model: AdaptedModel,
+) -> dict[str, Any]:
+    path = demo_model() if config.model.path == "demo" else Path(config.model.path)
+    first = next(iter(parts.values()))
+    counts = label_counts([y for p in parts.values() for y in p.labels or ()], _ranges(parts)) if first.labels else None
+    return {
+        "config_digest": config.digest(),
+        "versions": {name: _version(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "seed": config.run.seed,
+        "model": {"path": config.model.path, "sha256": model_digests(path)},
+        "data": {
+            "train": {c: {"examples": len(p), "sha256": p.digest()} for c, p in parts.items()},
+            "validation": {"examples": len(validation), "sha256": validation.digest()},
+            "test": {"examples": len(test), "sha256": test.digest()},
+            "labels": list(first.label_names),
+            "label_counts": dict(zip(parts, counts.tolist(), strict=True)) if counts is not None else None,
+        },
+        "clients": {c.id: c.rank for c in clients},
+        "method": repr(make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))),
+    }
+
+
+def _ranges(parts: Mapping[str, TextData]) -> list[NDArray[np.int64]]:
+    """Where each client's examples stand in all of them laid end to end."""
+    ends = np.cumsum([len(p) for p in parts.values()])
+    return [np.arange(end - len(p), end) for end, p in zip(ends, parts.values(), strict=True)]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> dict[str, Any] | None:
+    """The commit of the checkout that this code runs from, and whether it is clean; None outside one."""
+    here = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return {"id": git("rev-parse", "HEAD"), "clean": not git("status", "--porcelain", "--untracked-files=no")}
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,296 @@
+"""The command line: thin commands around `assembly`, `run` and `plots`. Bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedlora.assembly import Prepared, prepare
+from fedlora.client import Download
+from fedlora.config import MethodSection, RunConfig, load_config
+from fedlora.errors import FedLoRAError
+from fedlora.lora import Adapter
+from fedlora.methods import METHODS
+from fedlora.run import execute
+from fedlora.run_folder import RunFolder
+from fedlora.simulation import Trained, Trainer
+
+app = typer.Typer(
+    help="Federated LoRA: GLoRA and its baselines. PEFT adapters in and out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+notes = Console(stderr=True)
+
+Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
+Out = Annotated[Path | None, typer.Option(help="the run folder (default: runs/<config name>)")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in the folder")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the summary as JSON instead of tables")]
+
+
+@app.command()
+def run(config: Config, set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson = False) -> None:
+    """Run one federation from a config file."""
+    _run(load_config(config, set or []), RunFolder(out or Path("runs") / config.stem), resume, json)
+
+
+@app.command()
+def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson = False) -> None:
+    """GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores."""
+    config = load_config(Path(str(files("fedlora") / "demo.toml")), set or [])
+    _run(config, RunFolder(out or Path("runs") / "demo"), resume, json)
+
+
+@app.command()
+def compare(
+    config: Config,
+    methods: Annotated[str, typer.Option(help="names, separated by commas")] = "glora,flexlora,padded-average",
+    set: Sets = None,
+    out: Out = None,
+    resume: Resume = False,
+    json: AsJson = False,
+) -> None:
+    """Run several methods on the same clients, data and seeds: one table, one plot."""
+    base = load_config(config, set or [])
+    root = out or Path("runs") / f"{config.stem}-compare"
+    done: dict[str, RunFolder] = {}
+    refused: dict[str, str] = {}
+    for name in [part.strip() for part in methods.split(",") if part.strip()]:
+        changed = base if name == base.method.name else _with_method(base, name)
+        folder = RunFolder(root / name)
+        try:
+            if not (resume and folder.finished()):
+                _rounds(changed, folder, resume, label=name)
+        except FedLoRAError as error:
+            refused[name] = str(error)
+            continue
+        done[name] = folder
+    if not done:
+        raise typer.Exit(_complain("no method could run: " + "; ".join(f"{n}: {why}" for n, why in refused.items())))
+    if json:
+        results: dict[str, Any] = {name: folder.read_json("summary.json") for name, folder in done.items()}
+        _print_json({"methods": results, "refused": refused})
+    else:
+        console.print(_comparison_table(done, refused))
+    _plotted(lambda: [_import_plots().plot_comparison(done, root / "comparison.png")])
+
+
+@app.command("methods")
+def list_methods() -> None:
+    """List the methods with their papers and hyper-parameters."""
+    table = Table("method", "paper", "hyper-parameters", title="Methods")
+    for name, cls in METHODS.items():
+        defaults = {f: getattr(cls(), f) for f in getattr(cls, "__dataclass_fields__", {})}
+        table.add_row(name, cls.paper, ", ".join(f"{k}={v}" for k, v in defaults.items()) or "none")
+    console.print(table)
+
+
+def main() -> None:
+    """The entry point: errors of ours are one line and exit code 2."""
+    try:
+        app()
+    except FedLoRAError as error:
+        sys.exit(_complain(str(error)))
+    except KeyboardInterrupt:
+        notes.print("interrupted; what was finished is stored: go on with --resume")
+        sys.exit(130)
+
+
+# ------------------------------------------------------------------------------------------------------- running
+
+
+def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool) -> None:
+    if not (resume and folder.finished()):
+        _rounds(config, folder, resume, label=config.method.name)
+        _plotted(lambda: _import_plots().plot_run(folder))
+    if as_json:
+        _print_json(folder.read_json("summary.json"))
+    else:
+        _show(folder)
+
+
+def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str) -> None:
+    """All rounds, behind a progress bar."""
+    if folder.exists() and not resume:
+        raise typer.Exit(
+            _complain(f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out.")
+        )
+    _quiet_libraries()
+    with notes.status(f"{label}: reading data and model"):
+        prepared = prepare(config)
+    per_round = max(1, round(config.run.participation * len(prepared.clients)))
+    with _progress(label, config.run.rounds * per_round) as watch:
+        watched: Prepared = replace(prepared, trainer=_Watched(prepared.trainer, watch))
+        for record in execute(watched, folder, resume=resume):
+            watch.round_done(record.round, per_round, dict(record.metrics), dict(record.refused))
+
+
+class _Watch:
+    """The progress bar's state: client updates done, and the last round, loss and metric in words."""
+
+    def __init__(self, progress: Progress, task: Any) -> None:
+        self._progress, self._task = progress, task
+
+    def client_done(self, loss: float) -> None:
+        self._progress.update(self._task, advance=1, loss=f"loss {loss:.3f}")
+
+    def round_done(self, round: int, per_round: int, metrics: dict[str, float], refused: dict[str, str]) -> None:
+        shown: dict[str, Any] = {"metric": f"accuracy {metrics['accuracy']:.3f}"} if metrics else {}
+        self._progress.update(self._task, completed=round * per_round, round=f"round {round}", **shown)
+        for client, reason in refused.items():
+            self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow", markup=False)
+
+
+class _Watched:
+    """A trainer that ticks the bar after each client."""
+
+    def __init__(self, inner: Trainer, watch: _Watch) -> None:
+        self._inner, self._watch = inner, watch
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        trained = self._inner.train(download, adapter, position)
+        self._watch.client_done(trained.loss)
+        return trained
+
+
+@contextmanager
+def _progress(label: str, total: int) -> Iterator[_Watch]:
+    columns = (
+        TextColumn(f"[bold]{label}"), TextColumn("{task.fields[round]}"), BarColumn(bar_width=28), MofNCompleteColumn(),
+        TextColumn("clients"), TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[metric]}"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=notes) as progress:
+        task = progress.add_task(label, total=total, round="round 0", loss="", metric="")
+        yield _Watch(progress, task)
+
+
+def _with_method(config: RunConfig, name: str) -> RunConfig:
+    """The same run with another method at its defaults."""
+    return config.model_copy(update={"method": MethodSection(name=name)})
+
+
+def _quiet_libraries() -> None:
+    """transformers' own progress bars and reports would run through ours."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+
+
+# ------------------------------------------------------------------------------------------------------- showing
+
+
+def _show(folder: RunFolder) -> None:
+    """A finished run on one screen."""
+    s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
+    clients = Table("client", "rank", "examples", "by label", "last loss", "own readout, test", title="Clients")
+    last = folder.metrics()[-1]
+    counts = manifest["data"]["label_counts"] or {}
+    for client, rank in manifest["clients"].items():
+        at_end = s["clients_at_end"].get(client)
+        loss = last["losses"].get(client)
+        clients.add_row(
+            client,
+            str(rank),
+            str(manifest["data"]["train"][client]["examples"]),
+            " / ".join(str(n) for n in counts.get(client, [])),
+            "" if loss is None else f"{loss:.3f}",
+            f"{at_end['accuracy']:.3f}" if at_end else "",
+        )
+    if len(manifest["clients"]) <= 12:
+        console.print(clients)
+    table = Table("", "", title=f"{s['method']}, {s['rounds']} rounds, {s['clients']} clients", show_header=False)
+    for name in ("last", "best"):
+        score, test = s["validation"][name], s["test"][name]
+        if score and test:
+            when = f"round {s['best_round'] if name == 'best' else s['rounds']}"
+            table.add_row(
+                f"accuracy, {name} ({when})", f"validation {score['accuracy']:.3f}, test [bold]{test['accuracy']:.3f}"
+            )
+    if s["clients_at_end"]:
+        worst = min(s["clients_at_end"].items(), key=lambda item: item[1]["accuracy"])
+        table.add_row("worst client's own readout", f"{worst[0]}, {worst[1]['accuracy']:.3f}")
+    up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
+    table.add_row("sent up / down", f"{up / 1e6:.1f} MB / {(s['bytes']['total'] - up) / 1e6:.1f} MB")
+    table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
+    if s["server_rank"] is not None:
+        table.add_row("rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)")
+    if s["padded_error"] is not None:
+        table.add_row("zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the true mean")
+    for method, drift in (s["gauge_drift"] or {}).items():
+        table.add_row(f"gauge check: {method} moves by", f"{drift:.1e}" if drift < 1e-3 else f"[red]{drift:.1%}")
+    if s["refused"]:
+        table.add_row("client rounds left out", str(s["refused"]))
+    console.print(table)
+    if s["gauge_drift"]:
+        console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
+    made = [name for name in ("adapter", "best", "clients", "plots") if (folder.path / name).exists()]
+    console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True)
+
+
+def _comparison_table(done: dict[str, RunFolder], refused: dict[str, str]) -> Table:
+    table = Table(
+        "method", "target", "validation, best", "test, at best", "test, last", "MB up", "MB down", "aggregate s",
+        "gauge",
+        title="Same clients, data and seeds",
+    )  # fmt: skip
+    for name, folder in done.items():
+        s = folder.read_json("summary.json")
+        up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
+        drift = (s["gauge_drift"] or {}).get(name)
+        table.add_row(
+            name, s["target"], _score(s["validation"]["best"]), _score(s["test"]["best"]), _score(s["test"]["last"]),
+            f"{up / 1e6:.1f}", f"{(s['bytes']['total'] - up) / 1e6:.1f}", f"{s['seconds'].get('aggregate', 0):.2f}",
+            "" if drift is None else f"{drift:.1e}",
+        )  # fmt: skip
+    for name, reason in refused.items():
+        table.add_row(name, f"[yellow]not run: {reason}")
+    return table
+
+
+def _score(metrics: dict[str, float]) -> str:
+    return f"{metrics['accuracy']:.3f}" if metrics else ""
+
+
+def _import_plots() -> Any:
+    from fedlora import plots
+
+    return plots
+
+
+def _plotted(draw: Any) -> None:
+    try:
+        for path in draw():
+            notes.print(f"plot: {path}", soft_wrap=True, highlight=False)
+    except ImportError:
+        notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, sort_keys=True))
+
+
+def _complain(message: str) -> int:
+    notes.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

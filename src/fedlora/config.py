@@ -1,0 +1,258 @@
+"""A run's configuration: TOML in, one frozen value out, canonical JSON and a digest of it.
+
+Every key is a field below, with its default; an unknown one is an error that names the nearest. `--set a.b=c` on the
+command line sets the same key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedlora.client import Form
+from fedlora.errors import ConfigError
+from fedlora.evaluation import Target
+from fedlora.models import Task
+from fedlora.rounds import RankProfile
+from fedlora.server import Heads, Missing, Weighting
+from fedlora.training import Optimizer, Schedule
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """A table of the TOML file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    """How long, how wide, how reproducible. threads: of torch (0: its own default)."""
+
+    rounds: Positive = 10
+    participation: Share = 1.0
+    seed: int = 0
+    threads: Annotated[int, Field(ge=0)] = 0
+    checkpoint_every: Positive = 1
+    keep_checkpoints: Positive = 2
+    readouts: bool = False
+
+
+class ModelSection(Section):
+    """path: a local directory, a hub id, or "demo". dropout: overrides the model's own dropout where given."""
+
+    path: str
+    task: Task = "classification"
+    device: str = "auto"
+    bf16: bool = False
+    checkpointing: bool = False
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+
+
+class LoRASection(Section):
+    """What all clients' LoRA share. scaling: alpha / r, so alpha = scaling * r_i for a client of rank r_i."""
+
+    targets: list[str] | str = ["query", "value"]
+    scaling: Annotated[float, Field(gt=0)] = 2.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    saved: list[str] = []
+
+
+class MethodSection(Section):
+    """name: of `fedlora methods`, or "module:Class" of your own. Further keys are the method's hyper-parameters."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str = "glora"
+    preset: str | None = None
+
+
+class ServerSection(Section):
+    """As the arguments of `fedlora.Server`."""
+
+    weighting: Weighting = "examples"
+    heads: Heads | None = None
+    quorum: Positive | None = None
+    missing: Missing = "renormalise"
+    upload: Form = "factors"
+
+
+class ClientsSection(Section):
+    """Who takes part, with which rank, and how one data file is dealt out to them.
+
+    count: clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one for each client
+    in that order, or, with `profile`, the values that the profile distributes; one value serves everybody.
+    partition: "dirichlet" label skew of `alpha` with at least `min_size` examples each, or "iid".
+    """
+
+    count: Positive | None = None
+    ranks: list[Positive] = [8]
+    profile: RankProfile | None = None
+    partition: Literal["dirichlet", "iid"] = "dirichlet"
+    alpha: Annotated[float, Field(gt=0)] = 1.0
+    min_size: Positive = 8
+
+
+class DataSection(Section):
+    """Where the text is. Paths are relative to the config file.
+
+    train: one file, dealt out to the clients; or clients: id -> that client's own file. "demo" is built in.
+    text, pair, label: columns of a classification file. prompt, response: of an instruction file.
+    validation, test: a share to hold out (of each file), or a file of its own. Best is chosen on validation only.
+    """
+
+    train: str | None = None
+    clients: dict[str, str] = {}
+    text: str = "text"
+    pair: str | None = None
+    label: str = "label"
+    prompt: str = "prompt"
+    response: str = "response"
+    validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
+    test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
+    max_length: Positive = 128
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSection:
+        if (self.train is None) == (not self.clients):
+            raise ValueError("give either data.train (one file) or data.clients (a file for each client)")
+        return self
+
+
+class TrainSection(Section):
+    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    optimizer: Optimizer = "adam"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    steps: Annotated[int, Field(ge=0)] = 10
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    batch_size: Positive = 16
+    accumulation: Positive = 1
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    schedule: Schedule = "constant"
+
+
+class EvaluateSection(Section):
+    """target: what is measured, the "server" model or the "clients"; "auto" is the server where it has a model.
+
+    clients_at_end: also measure each client's own readout on the test set, once.
+    """
+
+    every: Positive = 1
+    target: Target | Literal["auto"] = "auto"
+    clients_at_end: bool = False
+    batch_size: Positive = 64
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    model: ModelSection
+    data: DataSection
+    run: RunSection = RunSection()
+    lora: LoRASection = LoRASection()
+    method: MethodSection = MethodSection()
+    server: ServerSection = ServerSection()
+    clients: ClientsSection = ClientsSection()
+    train: TrainSection = TrainSection()
+    evaluate: EvaluateSection = EvaluateSection()
+
+    def canonical(self) -> str:
+        """The same JSON for the same configuration: every field, sorted."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+
+    def digest(self) -> str:
+        """SHA-256 (first 16 hex digits) of `canonical()`."""
+        return hashlib.sha256(self.canonical().encode()).hexdigest()[:16]
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a TOML file, with `a.b=c` overrides applied; its data paths made absolute.
+
+    Raises:
+        ConfigError: no such file, no TOML, an unknown key, a wrong type or an impossible value: one line each.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the config {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config {path} is not TOML: {error}.") from error
+    for override in overrides:
+        _override(raw, override)
+    return _located(parse_config(raw), path.parent)
+
+
+def parse_config(raw: dict[str, Any]) -> RunConfig:
+    """A configuration from nested tables. Raises `ConfigError` with a line for each thing wrong."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [_line(e["loc"], e["type"], e["msg"], e.get("input")) for e in error.errors()]
+        raise ConfigError("; ".join(lines)) from error
+
+
+def _line(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    key = ".".join(str(part) for part in location)
+    if kind == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        return f"unknown key {key!r}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
+    if kind == "missing":
+        return f"key {key!r} is missing"
+    return f"{key}: {message[0].lower()}{message[1:]}; got {value!r}" if key else message
+
+
+def _known_keys(section: tuple[int | str, ...]) -> list[str]:
+    model: Any = RunConfig
+    for part in section:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    key, found, value = text.partition("=")
+    if not found or not all(key.split(".")):
+        raise ConfigError(f"--set takes KEY=VALUE with dots in KEY, such as run.rounds=5; got {text!r}.")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value  # a bare word is a string
+    *path, last = key.strip().split(".")
+    table = raw
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {text}: {part!r} is a value, not a table.")
+    table[last] = parsed
+
+
+def _located(config: RunConfig, folder: Path) -> RunConfig:
+    """With the paths of local files absolute, so that a run can be resumed from anywhere."""
+
+    def absolute(path: str) -> str:
+        return str((folder / path).resolve())
+
+    data, model = config.data, config.model
+    changes: dict[str, Any] = {"clients": {c: absolute(p) for c, p in data.clients.items()}}
+    if data.train and data.train != "demo":
+        changes["train"] = absolute(data.train)
+    for part in ("validation", "test"):
+        if isinstance(getattr(data, part), str):
+            changes[part] = absolute(getattr(data, part))
+    local = (folder / model.path).is_dir()
+    return config.model_copy(
+        update={
+            "data": data.model_copy(update=changes),
+            "model": model.model_copy(update={"path": absolute(model.path)}) if local else model,
+        }
+    )

@@ -1,0 +1,167 @@
+"""A run from start to end: go through the rounds and leave everything in its folder.
+
+`execute(prepared, folder)` is a generator of rounds that stores as it goes. Killed at any moment, `execute` on the same
+folder continues with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fedlora import checkpoint
+from fedlora.assembly import Prepared
+from fedlora.audit import gauge_drift
+from fedlora.card import model_card
+from fedlora.client import receive
+from fedlora.errors import CheckpointError
+from fedlora.lora import Adapter
+from fedlora.methods.padded_average import PaddedAverage
+from fedlora.peft_io import pad_rank, write_adapter
+from fedlora.run_folder import RunFolder
+from fedlora.server import Server
+from fedlora.simulation import ClientMemory, RoundRecord, RunState, simulate, start
+
+
+def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> Iterator[RoundRecord]:
+    """Run all rounds that are still to do, storing each; then write the adapters, the test result and the summary.
+
+    Raises:
+        CheckpointError: the folder holds a run and `resume` is off, or holds another configuration.
+        Whatever `simulate` raises; all finished rounds are stored by then.
+    """
+    config, server = prepared.config, prepared.server
+    state = _opened(prepared, folder, resume)
+    lines = folder.rewind(state.round)
+    best = max((line["metrics"]["accuracy"] for line in lines if line["metrics"]), default=-1.0)
+    rounds = simulate(
+        server,
+        prepared.clients,
+        prepared.trainer,
+        state,
+        rounds=config.run.rounds,
+        participation=config.run.participation,
+        seed=config.run.seed,
+        evaluator=prepared.validation,
+        evaluate_every=config.evaluate.every,
+        form=config.server.upload,
+    )
+    for record in rounds:
+        state = record.state
+        last = state.round == config.run.rounds
+        folder.append_metrics(describe(record, gauge=_gauge(prepared, record) if last else None))
+        if record.metrics and record.metrics["accuracy"] > best:
+            best = record.metrics["accuracy"]
+            checkpoint.save(folder.best_checkpoint, state.round, state, keep=1)
+        if last or state.round % config.run.checkpoint_every == 0:
+            checkpoint.save(folder.checkpoints, state.round, state, keep=config.run.keep_checkpoints)
+        yield record
+    _finish(prepared, folder, state)
+
+
+def describe(record: RoundRecord, gauge: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """A round as plain numbers: one line of metrics.jsonl."""
+    return {
+        "round": record.round,
+        "losses": dict(record.losses),
+        "weights": dict(record.weights),
+        "refused": dict(record.refused),
+        "metrics": dict(record.metrics),
+        "seconds": dict(record.seconds),
+        "bytes": {**asdict(record.bytes), "total": record.bytes.total},
+        "server_rank": record.server_rank,
+        "padded_error": record.padded_error,
+        "gauge_drift": dict(gauge) if gauge is not None else None,
+    }
+
+
+def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
+    """The state to go on from: the newest sound checkpoint, or a fresh start."""
+    fresh = start(prepared.server, prepared.seed_adapter)
+    if not folder.exists():
+        folder.create(prepared.config.canonical(), prepared.manifest)
+        return fresh
+    if not resume:
+        raise CheckpointError(
+            f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out."
+        )
+    theirs, ours = folder.read_json("manifest.json"), prepared.manifest
+    for what in ("config_digest", "data", "model", "threads"):
+        if theirs.get(what) != ours[what]:
+            raise CheckpointError(
+                f"{folder.path} holds a run with another {what.replace('_', ' ')}, so it cannot go on with this one. "
+                f"Resume with the same configuration, data and threads, or choose another --out."
+            )
+    loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State)
+    return loaded[1] if loaded else fresh
+
+
+def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, float] | None:
+    """The gauge check on this round's real uploads: this run's method beside zero-padded factor averaging."""
+    roles = prepared.server.roles(record.state.server)
+    if (roles.B, roles.A) != ("shared", "shared") or not record.uploads:
+        return None
+    padded = Server(PaddedAverage(), heads=prepared.server.heads)
+    return {
+        prepared.server.method.name: gauge_drift(prepared.server, record.state.server, record.uploads),
+        "padded-average": gauge_drift(padded, padded.init(prepared.seed_adapter), record.uploads),
+    }
+
+
+def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
+    """Adapters, the test result and the summary. The summary comes last: where it is, the run is complete."""
+    server, lines = prepared.server, folder.metrics()
+    scored = [line for line in lines if line["metrics"]]
+    best_line = max(scored, key=lambda line: line["metrics"]["accuracy"], default=None)
+    loaded = checkpoint.load_newest(folder.best_checkpoint, RunState, server.method.State) if best_line else None
+    states = {"adapter": state} | ({"best": loaded[1]} if loaded else {})
+    results = {}
+    for name, chosen in states.items():
+        results[name] = prepared.test.evaluate(server, chosen) if prepared.test else {}
+        if server.has_global_model(chosen.server):
+            adapter = global_adapter(server, chosen)
+            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name], prepared.spec)
+            write_adapter(folder.path / name, adapter, prepared.spec, card=card)
+    if prepared.config.run.readouts or not server.has_global_model(state.server):
+        for client in prepared.clients:
+            mine = receive(server.download(state.server, client), state.clients.get(client.id, ClientMemory()).kept)
+            write_adapter(folder.path / "clients" / client.id, mine, prepared.spec)
+    each = (
+        prepared.test.measure_clients(server, state)
+        if prepared.test and prepared.config.evaluate.clients_at_end
+        else {}
+    )
+    folder.write_json(
+        "summary.json",
+        {
+            "method": server.method.name,
+            "rounds": state.round,
+            "clients": len(prepared.clients),
+            "target": prepared.target,
+            "validation": {
+                "last": scored[-1]["metrics"] if scored else {},
+                "best": best_line["metrics"] if best_line else {},
+            },
+            "best_round": best_line["round"] if best_line else None,
+            "test": {"last": results["adapter"], "best": results.get("best", {})},
+            "clients_at_end": each,
+            "seconds": {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) for phase in _phases(lines)},
+            "bytes": {key: sum(line["bytes"][key] for line in lines) for key in (lines[0]["bytes"] if lines else ())},
+            "server_rank": lines[-1]["server_rank"] if lines else None,
+            "padded_error": lines[-1]["padded_error"] if lines else None,
+            "gauge_drift": lines[-1]["gauge_drift"] if lines else None,
+            "refused": sum(len(line["refused"]) for line in lines),
+            "diagnostics": server.diagnostics(state.server),
+        },
+    )
+
+
+def _phases(lines: list[dict[str, Any]]) -> list[str]:
+    return sorted({phase for line in lines for phase in line["seconds"]})
+
+
+def global_adapter(server: Server, state: RunState) -> Adapter:
+    """The server's model as one adapter: its whole update at full rank, base_delta included, and the averaged heads."""
+    update = server.global_update(state.server)
+    return Adapter({name: pad_rank(lora, 1) for name, lora in update.items()}, state.server.heads)
