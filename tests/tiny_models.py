@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -30,6 +32,13 @@ def bert() -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BertConfig(**_SIZES, **sizes, max_position_embeddings=16, num_labels=3)
     return _seeded(lambda: BertForSequenceClassification(config))
+
+
+def distilbert() -> nn.Module:
+    """A classifier of 3 labels with two modules behind the encoder, `pre_classifier` and `classifier`."""
+    sizes = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 2}
+    config = DistilBertConfig(**_SIZES, **sizes, max_position_embeddings=16, num_labels=3)
+    return _seeded(lambda: DistilBertForSequenceClassification(config))
 
 
 def gpt2() -> nn.Module:
