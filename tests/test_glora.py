@@ -25,15 +25,12 @@ every_family = pytest.mark.parametrize("name", families.FAMILIES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
+def pair(B: np.ndarray, A: np.ndarray) -> Adapter:
+    return Adapter({"m": LoRA(torch.from_numpy(B.copy()), torch.from_numpy(A.copy()))})
+
+
 def uploads(case: families.Case) -> list[Upload]:
-    return [
-        Upload(
-            Client(c, B.shape[1]),
-            case.weights[c],
-            Adapter({"m": LoRA(torch.from_numpy(B.copy()), torch.from_numpy(A.copy()))}),
-        )
-        for c, (B, A) in case.uploads.items()
-    ]
+    return [Upload(Client(c, B.shape[1]), case.weights[c], pair(B, A)) for c, (B, A) in case.uploads.items()]
 
 
 def aggregated(case: families.Case, **hparams: object) -> tuple[Server, ServerState]:
@@ -100,7 +97,8 @@ def test_a_cut_gives_the_papers_projection(name: str, R: int) -> None:
     fixed = [(*gauge_fix(B, A), case.weights[c]) for c, (B, A) in sorted(case.uploads.items())]
     U_ref, Z_g, _ = projected_aggregate([f for f in fixed if f[0].shape[1]], R)
     if facts["gap"] >= 1e-2:  # type: ignore[operator]
-        assert relative(dense(server, state), U_ref @ Z_g) <= 1e-9
+        # The stored factors of gauge_1e6 cancel in their product: any route, the oracle's too, loses u cond / gap.
+        assert relative(dense(server, state), U_ref @ Z_g) <= (1e-8 if name == "gauge_1e6" else 1e-9)
     assert glora_state(state).spectrum.rank <= R
     assert projector_error(case, R, state) <= 1e-9
 
@@ -110,16 +108,10 @@ def test_the_result_in_float32_is_that_of_float64_where_the_gap_allows(name: str
     """<= 1e-6 at a gap >= 1e-2; under it c u cond / gap, which these bounds state with c = 100 and cond = 1."""
     for R in (3, 5, 12):
         case = families.family(name, dtype=np.float32)
-        wide = families.Case(
-            case.name,
-            {c: (B.astype(float), A.astype(float)) for c, (B, A) in case.uploads.items()},
-            case.weights,
-            case.note,
-        )
-        (server, narrow), (_, exact) = (
-            aggregated(case, rank=R),
-            aggregated(wide, rank=R, rank_tol=rank_tolerance(torch.float32)),
-        )
+        widened = {c: (B.astype(float), A.astype(float)) for c, (B, A) in case.uploads.items()}
+        wide = families.Case(case.name, widened, case.weights, case.note)
+        server, narrow = aggregated(case, rank=R)
+        _, exact = aggregated(wide, rank=R, rank_tol=rank_tolerance(torch.float32))
         gap, tied = (server.diagnostics(narrow)["m"][k] for k in ("gap", "tied"))
         bound = 1e-6 if gap >= 1e-2 else 100 * unit_roundoff(torch.float32) / gap  # type: ignore[operator]
         if not tied:  # a tied block has its own test: the two dtypes may draw its border differently
@@ -127,7 +119,7 @@ def test_the_result_in_float32_is_that_of_float64_where_the_gap_allows(name: str
 
 
 def test_wrong_rank_rules_would_be_seen() -> None:
-    """The families catch what they were made for: a plain QR misses the mean at R = r_union (executable paper, naive)."""
+    """The families catch what they were made for: a plain QR misses the mean at R = r_union."""
     case = families.family("zero_padded", dtype=np.float64)
     naive = [(*gauge_fix(B, A, naive=True), case.weights[c]) for c, (B, A) in sorted(case.uploads.items())]
     U_ref, Z_g, _ = projected_aggregate(naive, families.union_rank(case))
@@ -148,10 +140,8 @@ def test_the_state_does_not_depend_on_the_gauge(name: str, cond: float, hparams:
     At a gap g in (sqrt(u), 1e-2) the bound is c u cond / g instead (numerics): no rule can do better.
     """
     case = families.family(name, dtype=np.float64)
-    (server, here), (_, there) = (
-        aggregated(case, **hparams),
-        aggregated(families.regauge(case, cond, seed=2), **hparams),
-    )
+    server, here = aggregated(case, **hparams)
+    _, there = aggregated(families.regauge(case, cond, seed=2), **hparams)
     gap, tied = (server.diagnostics(here)["m"][k] for k in ("gap", "tied"))
     assert server.diagnostics(there)["m"]["tied"] == tied
     bound = 1e-9 if gap >= 1e-2 or tied else max(1e-9, 100 * unit_roundoff(torch.float64) * cond**2 / gap)
@@ -179,7 +169,7 @@ def test_the_state_does_not_depend_on_the_gauge(name: str, cond: float, hparams:
     ("name", "R"), [("orthogonal_equal", 6), ("one_client", 3), ("dominant_rank", 6), ("dominant_rank", 7)]
 )
 def test_a_tied_cut_moves_with_the_gauge_only_under_the_papers_rule(name: str, R: int) -> None:
-    """tie="paper" takes whatever the eigensolver returns (drift 0.1 to 1, as the executable paper shows); "energy" not."""
+    """tie="paper" takes whatever the eigensolver returns (the executable paper moves by 0.1 to 1); "energy" does not."""
     case = families.family(name, dtype=np.float64)
     drift = {}
     for tie in ("energy", "paper"):
@@ -241,14 +231,11 @@ def test_the_paper_preset_is_algorithms_1_to_3_over_two_rounds(name: str, gamma:
             B, A, selected = paper.readouts[client]
             assert method.select(glora_state(state), client, rank).tolist() == selected
             lora = server.download(state, Client(client, rank)).adapter.modules["m"]
-            got_B, got_A = (
-                t.numpy()[..., : len(selected)] if k == 0 else t.numpy()[: len(selected)]
-                for k, t in enumerate(lora.factors)
-            )
+            full_B, full_A = lora.factors
+            got_B, got_A = full_B.numpy()[:, : len(selected)], full_A.numpy()[: len(selected)]
             np.testing.assert_allclose(got_B @ got_A, B @ A, atol=1e-9 * np.linalg.norm(B @ A))
-            np.testing.assert_allclose(
-                np.linalg.norm(got_B, axis=0), np.linalg.norm(got_A, axis=1), rtol=1e-9
-            )  # balanced
+            sizes = np.linalg.norm(got_B, axis=0), np.linalg.norm(got_A, axis=1)
+            np.testing.assert_allclose(*sizes, rtol=1e-9)  # balanced
 
 
 def test_history_lag_0_reads_out_by_the_round_just_aggregated() -> None:
@@ -267,7 +254,7 @@ def test_history_lag_0_reads_out_by_the_round_just_aggregated() -> None:
 
 
 def test_equal_alignment_scores_go_in_spectral_order() -> None:
-    """One client that reads out at half its rank: every score is 1 up to round-off, so the set must be the strongest."""
+    """One client that reads out at half its rank: every score is 1 up to round-off, so the strongest must be chosen."""
     for seed in range(5):
         case = families.family("one_client", seed=seed, dtype=np.float64)
         server, state = aggregated(families.regauge(case, 10.0, seed=seed), gamma=0.0)
@@ -328,10 +315,9 @@ def test_the_rank_budget_is_a_share_of_the_nominal_ranks_or_absolute() -> None:
     ):
         server, state = aggregated(case, **hparams)
         assert server.diagnostics(state)["m"]["server_rank"] == R
-    equal = families.Case(
-        "equal", dict.fromkeys(("a", "b", "c"), (np.ones((40, 10)), np.ones((10, 40)))), dict.fromkeys("abc", 1 / 3), ""
-    )
-    assert aggregated(equal, rho=0.1)[0].diagnostics(aggregated(equal, rho=0.1)[1])["m"]["server_rank"] == 3
+    tens = dict.fromkeys(("a", "b", "c"), (np.ones((40, 10)), np.ones((10, 40))))
+    server, state = aggregated(families.Case("tens", tens, dict.fromkeys("abc", 1 / 3), ""), rho=0.1)
+    assert server.diagnostics(state)["m"]["server_rank"] == 3
 
 
 def test_all_clients_zero_is_a_zero_update_that_can_train_on() -> None:
@@ -392,12 +378,7 @@ def test_the_subspace_form_gives_the_same_state() -> None:
     case = families.family("zero_padded", dtype=np.float64)
     server, factors = aggregated(case, rho=0.5)
     sent = [
-        Upload(
-            u.client,
-            u.num_examples,
-            Adapter({"m": LoRA(*(torch.from_numpy(x) for x in gauge_fix(*case.uploads[u.client.id])))}),
-            "subspace",
-        )
+        Upload(u.client, u.num_examples, pair(*gauge_fix(*case.uploads[u.client.id])), "subspace")
         for u in uploads(case)
     ]
     subspace = server.aggregate(server.init(factors.start), sent)
