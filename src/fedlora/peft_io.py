@@ -11,10 +11,8 @@ docs/decisions/0006-peft-boundary.md for the table.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,46 +25,22 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from fedlora.errors import AdapterFormatError
+from fedlora.errors import AdapterFormatError, ShapeError
 from fedlora.lora import Adapter, LoRA
+from fedlora.peft_config import (
+    alpha_for,
+    check_config,
+    check_scaling,
+    is_head,
+    module_rank,
+    relative_scaling,
+    saved_modules_for,
+    targets_for,
+)
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-
-# Fields of adapter_config.json (peft 0.21) that leave the update alone, whatever their value.
-# fmt: off
-_HARMLESS = frozenset((
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "loftq_config", "megatron_core",
-    "modules_to_save", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
-    "fan_in_fan_out", "runtime_config",
-))
-# Fields that we apply ourselves.
-_APPLIED = frozenset((
-    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
-))
-# fmt: on
-# Fields that change the update or what it is relative to, with the way out.
-_REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA's magnitudes are not linear in the update; merge it into the base model first",
-    "lora_bias": "it adds a bias to the update; train with lora_bias=False",
-    "target_parameters": "LoRA on bare parameters is not supported yet; target modules instead",
-    "trainable_token_indices": "token embeddings are trained beside the update; not supported yet",
-    "layer_replication": "the base model is another one than its name says; merge it first",
-    "use_qalora": "QALoRA pools the inputs of A; not an update B @ A",
-    "use_bdlora": "block-diagonal LoRA is not supported yet",
-    "alora_invocation_tokens": "aLoRA applies the update to part of the tokens only",
-    "arrow_config": "Arrow routes between adapters",
-    "kasa_config": "KaSA changes the base weights",
-    "monteclora_config": "MonteCLoRA samples its update",
-    "velora_config": "VeLoRA changes how the update is computed",
-    "corda_config": "CorDA changes the base weights; convert with peft's path_initial_model_for_weight_conversion",
-    "lora_ga_config": "LoRA-GA changes the base weights; convert with peft's path_initial_model_for_weight_conversion",
-    "megatron_config": "tensor-parallel layers are not supported",
-}
-# Initialisations that only choose where A and B start. Others (PiSSA, OLoRA, ...) change the base weights too.
-_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -101,6 +75,7 @@ def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> 
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that
             do not fit the config.
     """
+    check_scaling(scaling)
     directory = Path(directory)
     config = _read_config(directory)
     check_config(config, where=str(directory / CONFIG_FILE))
@@ -115,7 +90,7 @@ def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> 
         found = re.fullmatch(r"(.+)\.lora_([AB])\.weight", path)
         if found:
             pairs.setdefault(found[1], {})[found[2]] = tensor
-        elif _is_head(path, config):
+        elif is_head(path, config):
             heads[path] = tensor
         else:
             raise AdapterFormatError(
@@ -129,7 +104,10 @@ def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> 
     for name, pair in pairs.items():
         if set(pair) != {"A", "B"}:
             raise AdapterFormatError(f"{directory}: module {name!r} lacks lora_{'B' if 'A' in pair else 'A'}.")
-        modules[name] = _folded(name, LoRA(pair["B"], pair["A"]), config, scaling, directory)
+        lora, r = _pair(name, pair["B"], pair["A"]), module_rank(config, name)
+        if lora.rank != r:
+            raise AdapterFormatError(f"{directory}: module {name!r} has rank {lora.rank}, but its config says {r}.")
+        modules[name] = _scaled(lora, relative_scaling(config, name, scaling))
     return Adapter(modules, heads), _spec(config, scaling)
 
 
@@ -142,8 +120,10 @@ def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: Ada
     Raises:
         AdapterFormatError: a factor is missing, or values are not finite.
     """
+    check_scaling(spec.scaling)
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    if not adapter.modules:
+        raise AdapterFormatError(f"the adapter has no modules; nothing was written to {directory}.")
     tensors: dict[str, Tensor] = {}
     for name, lora in adapter.modules.items():
         B, A = lora.factors
@@ -160,17 +140,21 @@ def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: Ada
     other = {f"^{re.escape(name)}": r for name, r in ranks.items() if r != common}
     config = {
         **spec.config,
+        **targets_for(spec.config, adapter),
+        **saved_modules_for(spec.config, adapter),
         "peft_type": "LORA",
         "r": common,
-        "lora_alpha": _alpha(spec.scaling, common),
+        "lora_alpha": alpha_for(spec.scaling, common),
         "rank_pattern": other,
-        "alpha_pattern": {key: _alpha(spec.scaling, r) for key, r in other.items()},
+        "alpha_pattern": {key: alpha_for(spec.scaling, r) for key, r in other.items()},
         "use_rslora": False,
         "init_lora_weights": True,
         "bias": "none",
         "inference_mode": True,
     }
-    stored = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    # Clones, since modules may share one tensor, which safetensors does not store.
+    stored = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    directory.mkdir(parents=True, exist_ok=True)
     _replace(directory / WEIGHTS_FILE, safetensors.torch.save(stored, metadata={"format": "pt"}))
     _replace(directory / "README.md", (card or _plain_card(spec)).encode())
     _replace(directory / CONFIG_FILE, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
@@ -192,58 +176,60 @@ def read_model(model: nn.Module, name: str = "default", *, scaling: float = 1.0)
     Raises:
         AdapterFormatError: no such adapter, or one that is not W0 + s B A.
     """
+    check_scaling(scaling)
     config = _model_config(model, name)
     modules = {}
     for path, layer in _lora_layers(model, name):
-        B, A = layer.lora_B[name].weight.detach(), layer.lora_A[name].weight.detach()
-        fold = layer.scaling[name] / scaling
-        modules[path] = LoRA(B.clone() if fold == 1 else B * fold, A.clone())
-    heads = {path: parameter.detach().clone() for path, parameter in _head_parameters(model, name)}
+        lora = _pair(path, layer.lora_B[name].weight.detach(), layer.lora_A[name].weight.detach())
+        modules[path] = _scaled(lora, layer.scaling[name] / scaling).map(Tensor.clone)
+    heads = {path: tensor.detach().clone() for path, tensor in _head_tensors(model, name)}
     return Adapter(modules, heads), _spec(config, scaling)
 
 
 def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *, scaling: float = 1.0) -> None:
-    """Copy `adapter`, in units of `scaling`, into the adapter `name` of a peft model, in place.
+    """Copy `adapter`, in units of `scaling`, into the adapter `name` of a peft model, in place, all or nothing.
 
     Raises:
-        AdapterFormatError: modules, heads or shapes of the two differ.
+        AdapterFormatError: modules, heads or shapes of the two differ, or the model's adapter is not W0 + s B A.
     """
-    layers, heads = dict(_lora_layers(model, name)), dict(_head_parameters(model, name))
+    check_scaling(scaling)
+    _model_config(model, name)
+    layers, heads = dict(_lora_layers(model, name)), dict(_head_tensors(model, name))
     for what, have, want in (("modules", layers, adapter.modules), ("heads", heads, adapter.heads)):
         if set(have) != set(want):
             odd = sorted(set(have) ^ set(want))
             raise AdapterFormatError(f"adapter and model differ in {what}: {odd[:3]} ({len(odd)} in all).")
+    copies: list[tuple[str, Tensor, Tensor]] = []
+    for path, lora in adapter.modules.items():
+        layer = layers[path]
+        B, A = _scaled(lora, scaling / layer.scaling[name]).factors
+        copies += [(path, layer.lora_B[name].weight, B), (path, layer.lora_A[name].weight, A)]
+    copies += [(path, heads[path], head) for path, head in adapter.heads.items()]
+    for path, target, value in copies:
+        if target.shape != value.shape:
+            raise AdapterFormatError(
+                f"{path}: the model has shape {tuple(target.shape)}, the adapter {tuple(value.shape)}."
+            )
     with torch.no_grad():
-        for path, lora in adapter.modules.items():
-            B, A = lora.factors
-            layer = layers[path]
-            fold = scaling / layer.scaling[name]
-            _copy(path, layer.lora_B[name].weight, B if fold == 1 else B * fold)
-            _copy(path, layer.lora_A[name].weight, A)
-        for path, head in adapter.heads.items():
-            _copy(path, heads[path], head)
-
-
-def _copy(path: str, parameter: Tensor, value: Tensor) -> None:
-    if parameter.shape != value.shape:
-        raise AdapterFormatError(
-            f"{path}: the model has shape {tuple(parameter.shape)}, the adapter {tuple(value.shape)}."
-        )
-    parameter.copy_(value)
+        for _, target, value in copies:
+            target.copy_(value)
 
 
 def _lora_layers(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
+        if name in getattr(module, "lora_embedding_A", {}):
+            raise AdapterFormatError(f"{path}: LoRA on an embedding is not supported yet; target linear layers.")
         if name in getattr(module, "lora_A", {}):
             yield path.removeprefix(PREFIX), module
 
 
-def _head_parameters(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _head_tensors(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of the fully trained modules, as peft saves them."""
     for path, module in model.named_modules():
         saved = getattr(module, "modules_to_save", None)
         if isinstance(saved, nn.ModuleDict) and name in saved:
-            for key, parameter in saved[name].named_parameters():
-                yield f"{path.removeprefix(PREFIX)}.{key}", parameter
+            for key, tensor in saved[name].state_dict(keep_vars=True).items():
+                yield f"{path.removeprefix(PREFIX)}.{key}", tensor
 
 
 def _model_config(model: Any, name: str) -> dict[str, Any]:
@@ -255,72 +241,26 @@ def _model_config(model: Any, name: str) -> dict[str, Any]:
     return config
 
 
-# ------------------------------------------------------------------------------------------------------- the config
+def _pair(name: str, B: Tensor, A: Tensor) -> LoRA:
+    try:
+        return LoRA(B, A)
+    except ShapeError as error:
+        raise AdapterFormatError(f"module {name!r} is no LoRA of a linear layer: {error}") from error
 
 
-def check_config(config: Mapping[str, Any], *, where: str) -> None:
-    """Raises `AdapterFormatError` unless the config means W0 + s B A relative to the pre-trained weights.
-
-    An unknown field that is null, false or empty is warned about; any other is refused, since it may change the update.
-    """
-
-    def refuse(field: str, why: str) -> AdapterFormatError:
-        return AdapterFormatError(f"{where}: {field} = {config.get(field)!r} is not supported: {why}.")
-
-    if str(config.get("peft_type")).upper().removeprefix("PEFTTYPE.") != "LORA":
-        raise refuse("peft_type", "only LORA adapters can be combined")
-    for field, why in _REFUSED.items():
-        if config.get(field):
-            raise refuse(field, why)
-    if config.get("bias", "none") != "none":
-        raise refuse("bias", "trained biases are no part of B @ A; train with bias='none'")
-    if config.get("init_lora_weights", True) not in _PLAIN_INITS:
-        raise refuse(
-            "init_lora_weights",
-            "this initialisation changes the base weights, so the adapter is relative to another base; "
-            "save it with peft's path_initial_model_for_weight_conversion",
-        )
-    for field in ("r", "lora_alpha"):
-        value = config.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or not math.isfinite(value):
-            raise refuse(field, "it must be a positive number")
-    for field in sorted(set(config) - _HARMLESS - _APPLIED - set(_REFUSED)):
-        if config[field]:
-            raise refuse(field, "the field is unknown (a newer peft?) and may change the update")
-        warnings.warn(f"{where}: unknown field {field!r} = {config[field]!r} is ignored.", stacklevel=3)
-
-
-def _folded(name: str, lora: LoRA, config: Mapping[str, Any], scaling: float, directory: Path) -> LoRA:
-    """B times (the module's own scaling / the common one), after a check of the rank that the config promises."""
-    r = _by_pattern(config.get("rank_pattern") or {}, name, config["r"])
-    if lora.rank != r:
-        raise AdapterFormatError(f"{directory}: module {name!r} has rank {lora.rank}, but its config says {r}.")
-    alpha = _by_pattern(config.get("alpha_pattern") or {}, name, config["lora_alpha"])
-    own = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
-    B, A = lora.factors
-    return lora if own == scaling else LoRA((B * (own / scaling)).to(B.dtype), A)
-
-
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """PEFT's rule: keys are regular expressions for the end of the module path; the first match in file order wins."""
-    for key, value in patterns.items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        except re.error as error:
-            raise AdapterFormatError(f"pattern {key!r} is not a regular expression: {error}.") from error
-    return default
-
-
-def _is_head(path: str, config: Mapping[str, Any]) -> bool:
-    saved = config.get("modules_to_save") or []
-    return any(re.search(rf"(^|\.){re.escape(module)}\.(?!.*(lora_|base_layer))", path) for module in saved)
+def _scaled(lora: LoRA, factor: float) -> LoRA:
+    """B times `factor`; narrow types become float32 first, since rounding B again would move the update."""
+    if factor == 1:
+        return lora
+    B, A = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in lora.factors)
+    return LoRA(B * factor, A)
 
 
 def _spec(config: Mapping[str, Any], scaling: float) -> AdapterSpec:
     kept = {k: v for k, v in sorted(config.items()) if k not in ("r", "lora_alpha", "rank_pattern", "alpha_pattern")}
-    if isinstance(kept.get("target_modules"), list):
-        kept["target_modules"] = sorted(kept["target_modules"])  # a set in memory: any order on disk
+    for field in ("target_modules", "exclude_modules"):  # sets in memory: any order on disk
+        if isinstance(kept.get(field), list):
+            kept[field] = sorted(kept[field])
     return AdapterSpec(MappingProxyType(kept), scaling)
 
 
@@ -329,11 +269,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "value", value)
-
-
-def _alpha(scaling: float, r: int) -> float | int:
-    alpha = scaling * r
-    return int(alpha) if alpha == int(alpha) else alpha
 
 
 # ------------------------------------------------------------------------------------------------------------ files
@@ -355,9 +290,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _read_weights(directory: Path) -> dict[str, Tensor]:
     path = directory / WEIGHTS_FILE
     if not path.is_file():
-        pickled = [p.name for p in directory.glob("*.bin")]
-        why = f"only {pickled[0]}, a pickle, which can run code when read. Save it again with peft" if pickled else "no"
-        raise AdapterFormatError(f"{directory} has {why} {WEIGHTS_FILE}.")
+        if (directory / "adapter_model.bin").exists():
+            raise AdapterFormatError(
+                f"{directory} has only adapter_model.bin, a pickle, which can run code when it is read. "
+                f"Save it again with a current peft, which writes {WEIGHTS_FILE}."
+            )
+        raise AdapterFormatError(f"{directory} is no PEFT adapter: it has no {WEIGHTS_FILE}.")
     try:
         return safetensors.torch.load_file(path)
     except (SafetensorError, OSError) as error:
