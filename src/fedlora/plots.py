@@ -60,8 +60,11 @@ def _metric(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], rank
     left.plot(
         rounds, [line["metrics"]["accuracy"] for line in scored], marker="o", color=COLOURS[0], label="validation"
     )
-    if summary["test"]["last"]:
-        left.plot([lines[-1]["round"]], [summary["test"]["last"]["accuracy"]], "s", color=COLOURS[1], label="test")
+    ends = {"last": lines[-1]["round"], "best": summary["best_round"]}
+    for marker, (name, round) in zip("sD", ends.items(), strict=True):
+        if summary["test"][name]:
+            label = f"test, {name} round{' by validation' if name == 'best' else ''}"
+            left.plot([round], [summary["test"][name]["accuracy"]], marker, color=COLOURS[1], label=label)
     left.set(xlabel="round", ylabel="accuracy", title=f"{summary['method']}: held-out accuracy ({summary['target']})")
     left.legend()
     clients = sorted({client for line in lines for client in line["losses"]})
@@ -101,7 +104,7 @@ def _spectrum(summary: Mapping[str, Any]) -> Figure:
     right.set_yticks(places, names, fontsize=7)
     right.invert_yaxis()
     right.set(xlabel="rank", title="Rank by module")
-    right.legend(fontsize=8, loc="lower right")
+    right.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, -0.3), ncols=3, frameon=False)
     left.grid(alpha=0.3)
     return figure
 
@@ -118,7 +121,7 @@ def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
         base = [b + s for b, s in zip(base, size, strict=True)]
     axis.set(xlabel="round", ylabel="MB, all clients together", title="What travels (tensor bytes)")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, -0.28), ncols=len(parts), frameon=False)
     return figure
 
 

@@ -1,0 +1,81 @@
+"""Where does rounding noise end and signal begin? The calibration behind `linalg.rank_tolerance`.
+
+    python benchmarks/rank_tolerance.py [--draws 40] [--json FILE]
+
+Draws B (d, r) of known rank k (full, repeated columns, or random combinations), in a random gauge of given condition,
+with column scales or without, stores it in each dtype, and looks at the singular values after column scaling, relative
+to ||B||_F: the largest that is noise and the smallest that is signal. A tolerance is right where it lies between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from pathlib import Path
+
+import torch
+
+from fedlora.audit import random_gauge
+from fedlora.linalg import rank_tolerance, right_svd, unit_roundoff
+from measure import as_json, machine
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+CONDITIONS = (1.0, 1e1, 1e2, 1e3, 1e4)
+D, R = 256, 8
+
+
+def draw(kind: str, condition: float, scales: bool, seed: int) -> tuple[torch.Tensor, int]:
+    """B in float64, and its true rank."""
+    generator = torch.Generator().manual_seed(seed)
+    B = torch.randn(D, R, generator=generator, dtype=torch.float64)
+    rank = R
+    if kind == "repeated":
+        B[:, -1], B[:, -2], rank = B[:, 0], B[:, 1], R - 2
+    elif kind == "combined":
+        rank = 5
+        B = B[:, :rank] @ torch.randn(rank, R, generator=generator, dtype=torch.float64)
+    B = B @ random_gauge(R, condition, seed, kind)
+    if scales:
+        B = B * 10.0 ** (torch.rand(R, generator=generator, dtype=torch.float64) * 9 - 6)
+    return B, rank
+
+
+def relative_singular_values(B: torch.Tensor) -> torch.Tensor:
+    """As `gauge_fix` sees them: columns scaled to about 1 by powers of two, relative to the Frobenius norm."""
+    B = B.double()
+    norms = torch.linalg.vector_norm(B, dim=0)
+    s, _ = right_svd(B * torch.exp2(-torch.floor(torch.log2(norms))))
+    return s / torch.linalg.vector_norm(s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| stored as | gauge condition | largest noise | smallest signal | tolerance | right |")
+    print("|---|---:|---:|---:|---:|---:|")
+    rows = []
+    for (name, dtype), condition in itertools.product(DTYPES.items(), CONDITIONS):
+        tolerance = rank_tolerance(dtype)
+        noise, signal, right, total = 0.0, math.inf, 0, 0
+        for kind, scales, seed in itertools.product(("full", "repeated", "combined"), (False, True), range(args.draws)):
+            B, rank = draw(kind, condition, scales, seed)
+            s = relative_singular_values(B.to(dtype))
+            noise = max([noise, *s[rank:].tolist()])
+            signal = min(signal, float(s[rank - 1]))
+            right += int((s > tolerance).sum()) == rank
+            total += 1
+        rows.append({"dtype": name, "condition": condition, "noise": noise, "signal": signal, "right": right / total})
+        u = unit_roundoff(dtype)
+        print(
+            f"| {name} | {condition:g} | {noise:.1e} ({noise / u:.2g} u) | {signal:.1e} | {tolerance:.1e} | {right / total:.1%} |"
+        )
+    if args.json:
+        args.json.write_text(as_json({"machine": machine(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
