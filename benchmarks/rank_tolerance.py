@@ -70,8 +70,9 @@ def main() -> None:
             total += 1
         rows.append({"dtype": name, "condition": condition, "noise": noise, "signal": signal, "right": right / total})
         u = unit_roundoff(dtype)
+        share = right / total
         print(
-            f"| {name} | {condition:g} | {noise:.1e} ({noise / u:.2g} u) | {signal:.1e} | {tolerance:.1e} | {right / total:.1%} |"
+            f"| {name} | {condition:g} | {noise:.1e} ({noise / u:.2g} u) | {signal:.1e} | {tolerance:.1e} | {share:.1%} |"
         )
     if args.json:
         args.json.write_text(as_json({"machine": machine(), "rows": rows}))
