@@ -70,9 +70,9 @@ def main() -> None:
             total += 1
         rows.append({"dtype": name, "condition": condition, "noise": noise, "signal": signal, "right": right / total})
         u = unit_roundoff(dtype)
-        share = right / total
+        share, times = right / total, noise / u
         print(
-            f"| {name} | {condition:g} | {noise:.1e} ({noise / u:.2g} u) | {signal:.1e} | {tolerance:.1e} | {share:.1%} |"
+            f"| {name} | {condition:g} | {noise:.1e} ({times:.2g} u) | {signal:.1e} | {tolerance:.1e} | {share:.1%} |"
         )
     if args.json:
         args.json.write_text(as_json({"machine": machine(), "rows": rows}))

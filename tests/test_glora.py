@@ -169,7 +169,7 @@ def test_the_state_does_not_depend_on_the_gauge(name: str, cond: float, hparams:
     ("name", "R"), [("orthogonal_equal", 6), ("one_client", 3), ("dominant_rank", 6), ("dominant_rank", 7)]
 )
 def test_a_tied_cut_moves_with_the_gauge_only_under_the_papers_rule(name: str, R: int) -> None:
-    """tie="paper" takes what the eigensolver returns (the executable paper moves by 0.1 to 1); "energy" does not move."""
+    """tie="paper" takes what the eigensolver returns (the executable paper moves by 0.1 to 1); "energy" stays."""
     case = families.family(name, dtype=np.float64)
     drift = {}
     for tie in ("energy", "paper"):

@@ -269,7 +269,7 @@ def svd_of_product(B: Float[Tensor, "d_out S"], A: Float[Tensor, "S d_in"], *, t
     Q_B, R_B = torch.linalg.qr(B)
     Q_A, R_A = torch.linalg.qr(A.mH)
     O, s, Wh = torch.linalg.svd(R_B.double() @ R_A.double().mH, full_matrices=False)
-    # Rounding of the terms B_j A_j, which may cancel: relative to them, not to their sum.
+    # Rounding of the terms B_j A_j and of two QRs: relative to the terms, since their sum may cancel.
     terms = torch.linalg.vector_norm(B.double(), dim=0) * torch.linalg.vector_norm(A.double(), dim=1)
-    rank = _count_above(s, tolerance * float(torch.linalg.vector_norm(terms)))
+    rank = _count_above(s, 4 * tolerance * float(torch.linalg.vector_norm(terms)))
     return _signed(Q_B @ O[:, :rank].to(B), s[:rank].to(B), Wh[:rank].to(A) @ Q_A.mH)

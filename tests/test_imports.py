@@ -1,0 +1,36 @@
+"""What `import fedlora` costs, and that the version is one. Kind: structural."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import fedlora
+
+
+def test_import_fedlora_needs_torch_and_safetensors_only() -> None:
+    """In a fresh interpreter where everything optional fails to import."""
+    blocked = ["peft", "transformers", "flwr", "pydantic", "typer", "rich", "matplotlib", "jaxtyping", "accelerate"]
+    code = f"""
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+import fedlora, fedlora.simulation, fedlora.checkpoint, fedlora.audit
+assert not set({blocked!r}) & set(sys.modules)
+from fedlora import LoRA, Adapter, Client, Upload, Server, METHODS, build, read_adapter, write_adapter
+from fedlora.client import receive, send
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_version() -> None:
+    assert version("fedlora") == fedlora.__version__
+
+
+def test_everything_public_exists_and_is_documented() -> None:
+    for name in set(fedlora.__all__) - {"METHODS"}:
+        assert getattr(fedlora, name).__doc__, name

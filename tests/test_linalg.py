@@ -1,0 +1,152 @@
+"""The numerical primitives against dense numpy, and what they must never do. Kinds: oracle, structural."""
+
+from __future__ import annotations
+
+import math
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora.audit import padded_average_error
+from fedlora.linalg import (
+    consensus,
+    gauge_fix,
+    rank_tolerance,
+    right_svd,
+    spectral_form,
+    svd_of_product,
+    unit_roundoff,
+)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def orthonormality(U: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(U.mT.double() @ U.double() - torch.eye(U.shape[1], dtype=torch.float64)))
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest result of any torch operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["glora", "flexlora", "fedex-lora", "fedit", "padded-average"])
+def test_no_matrix_of_the_size_of_the_weight_is_ever_formed(name: str, dtype: torch.dtype) -> None:
+    """While sum r_i < min(d_out, d_in): init, aggregate, download, global update, diagnostics, every torch result."""
+    d_out, d_in, r = 300, 260, 4
+    seed = Adapter({"m": LoRA(torch.zeros(d_out, r, dtype=dtype), randn(r, d_in, dtype=dtype))})
+    pairs = {
+        c: LoRA(randn(d_out, r, seed=k, dtype=dtype), randn(r, d_in, seed=-k, dtype=dtype)) for k, c in enumerate("abc")
+    }
+    sent = [Upload(Client(c, r), 1, Adapter({"m": lora})) for c, lora in pairs.items()]
+    server = Server(build(name))
+    with _Largest() as largest:
+        state = server.aggregate(server.init(seed), sent)
+        server.download(state, Client("a", r))
+        server.global_update(state)
+        server.diagnostics(state)
+        padded_average_error(state, sent, {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3})
+    assert largest.numel < d_out * d_in / 4
+    with _Largest() as largest:  # the watch works
+        server.global_update(state)["m"].delta()
+    assert largest.numel == d_out * d_in
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_right_svd_is_numpys(dtype: torch.dtype) -> None:
+    X = randn(40, 7, dtype=dtype)
+    s, V = right_svd(X)
+    want = np.linalg.svd(X.double().numpy())
+    np.testing.assert_allclose(s.numpy(), want[1], rtol=1e-12 if dtype == torch.float64 else 1e-7)
+    np.testing.assert_allclose(np.abs((V.numpy() * want[2].T).sum(0)), 1, atol=1e-7)
+    assert s.dtype == V.dtype == torch.float64
+
+
+def test_gauge_fix_survives_what_breaks_a_float32_gram() -> None:
+    """A column at 1e-6 of the others is signal, not noise: found, orthonormal, product kept to float64 round-off."""
+    B, A = randn(50, 4), randn(4, 30, seed=1)
+    B[:, 2] *= 1e-6
+    for dtype in (torch.float32, torch.float64):
+        stored = B.to(dtype), A.to(dtype)
+        U, Ahat = gauge_fix(*stored, tolerance=rank_tolerance(dtype))
+        assert U.shape == (50, 4)
+        assert U.dtype == torch.float64
+        assert orthonormality(U) < 1e-11
+        want = stored[0].double() @ stored[1].double()
+        assert float(torch.linalg.matrix_norm(U @ Ahat - want) / torch.linalg.matrix_norm(want)) < 1e-14
+
+
+def test_gauge_fix_of_nothing_has_rank_zero() -> None:
+    zero_B, zero_A = (torch.zeros(9, 3), randn(3, 7)), (randn(9, 3), torch.zeros(3, 7))
+    for B, A in (zero_B, zero_A, (torch.zeros(9, 0), torch.zeros(0, 7))):
+        U, Ahat = gauge_fix(B.double(), A.double(), tolerance=1e-11)
+        assert U.shape == (9, 0)
+        assert Ahat.shape == (0, 7)
+
+
+def test_a_large_row_of_a_behind_a_zero_column_of_b_hides_nothing() -> None:
+    """A dead slot must not raise the noise level of the others: B tiny after a first step, one slot untouched."""
+    B, A = 1e-7 * randn(30, 4), randn(4, 20, seed=1)
+    B[:, 3] = 0
+    U, _ = gauge_fix(B.float(), A.float(), tolerance=rank_tolerance(torch.float32))
+    assert U.shape[1] == 3
+
+
+def test_consensus_of_near_equal_subspaces_stays_orthonormal_in_float32() -> None:
+    """lambda from 1 down to 1e-8: M V s^-1 alone would be off by 6e-8 / 1e-4; a second QR keeps U Z."""
+    base = torch.linalg.qr(randn(60, 5)).Q
+    pieces = [torch.linalg.qr(base + 1e-4 * randn(60, 5, seed=k)).Q for k in (1, 2, 3)]
+    M = torch.cat(pieces, dim=1).float() / math.sqrt(3)
+    N = randn(15, 40, seed=9).float()
+    c = consensus(M, N, 15, tolerance=rank_tolerance(torch.float32), tie_tolerance=0.0)
+    assert c.basis.shape[1] == 15
+    assert orthonormality(c.basis) < 1e-5
+    want = M.double() @ N.double()
+    assert float(torch.linalg.matrix_norm(c.basis.double() @ c.coordinates.double() - want) / want.norm()) < 1e-6
+
+
+def test_spectral_form_and_svd_of_product_agree_with_dense_svd() -> None:
+    B, A = randn(30, 6), randn(6, 25, seed=1)
+    U, s, Vt = np.linalg.svd((B @ A).numpy())
+    basis, T = torch.linalg.qr(B)
+    for got in (spectral_form(basis, T @ A, noise=1e-10), svd_of_product(B, A, tolerance=1e-11)):
+        np.testing.assert_allclose(got.s.numpy(), s[:6], rtol=1e-12)
+        np.testing.assert_allclose(((got.U * got.s) @ got.Vh).numpy(), (U[:, :6] * s[:6]) @ Vt[:6], atol=1e-11)
+        largest = got.U.gather(0, got.U.abs().argmax(0, keepdim=True))
+        assert bool((largest > 0).all())
+
+
+def test_svd_of_product_sees_cancellation_as_zero() -> None:
+    """[B, -B] @ [A; A] is zero up to rounding of its terms: rank 0, not noise of full rank."""
+    B, A = randn(30, 4).float(), randn(4, 20, seed=1).float()
+    assert svd_of_product(torch.cat([B, -B], 1), torch.cat([A, A]), tolerance=rank_tolerance(torch.float32)).rank == 0
+
+
+def test_unit_roundoff_is_half_the_spacing_at_one() -> None:
+    """2^-53, 2^-24, 2^-8, 2^-11: IEEE 754 and bfloat16, with 53, 24, 8 and 11 significand bits."""
+    bits = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+    assert all(unit_roundoff(dtype) == 2.0**-n for dtype, n in bits.items())
+
+
+def test_shapes_are_checked_in_tests() -> None:
+    """The jaxtyping hook (pyproject, addopts) is on: factors that share no S are an error of type, not a broadcast."""
+    with pytest.raises(jaxtyping.TypeCheckError):
+        consensus(torch.zeros(5, 3), torch.zeros(4, 2), 1, tolerance=1e-9, tie_tolerance=1e-8)

@@ -1,0 +1,87 @@
+"""The values: construction, what is refused, norms without products, stable fresh rows. Kinds: oracle, structural."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fedlora import Adapter, LoRA
+from fedlora.errors import FactorNotShared, FedLoRAError, ShapeError
+from fedlora.lora import fresh_rows, revive, stack
+
+
+@pytest.mark.parametrize(
+    ("B", "A"),
+    [
+        (None, None),
+        (torch.zeros(3), torch.zeros(1, 4)),
+        (torch.zeros(3, 2), torch.zeros(3, 4)),
+        (torch.zeros(2, 3, 1), None),
+    ],
+)
+def test_what_is_no_factor_pair_is_refused(B: torch.Tensor | None, A: torch.Tensor | None) -> None:
+    with pytest.raises(ShapeError):
+        LoRA(B, A)
+    with pytest.raises(ValueError):  # every error of ours is also a plain ValueError
+        LoRA(B, A)
+
+
+def test_an_absent_factor_says_so() -> None:
+    half = LoRA(None, torch.zeros(2, 4))
+    assert half.rank == 2
+    with pytest.raises(FactorNotShared, match="receive"):
+        _ = half.factors
+    assert issubclass(FactorNotShared, FedLoRAError)
+
+
+@pytest.mark.parametrize("cond", [1.0, 1e5])
+def test_the_norm_is_that_of_the_product_in_any_gauge(cond: float) -> None:
+    """Against the dense float64 norm; the trace form would be off by 2e-8 at condition 1e5."""
+    generator = torch.Generator().manual_seed(0)
+    B, A = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((20, 3), (3, 15)))
+    Q = torch.diag(torch.tensor([1.0, math.sqrt(cond), cond], dtype=torch.float64))
+    moved = LoRA(B @ Q, torch.linalg.solve(Q, A))
+    assert moved.norm() == pytest.approx(float(torch.linalg.matrix_norm(B @ A)), rel=1e-10)
+    assert LoRA(torch.zeros(5, 2), torch.zeros(2, 4)).norm() == 0
+
+
+def test_stack_is_the_weighted_sum() -> None:
+    pairs = [LoRA(torch.randn(6, r, dtype=torch.float64), torch.randn(r, 5, dtype=torch.float64)) for r in (1, 3)]
+    got = stack(pairs, [0.25, -2.0])
+    torch.testing.assert_close(got.delta(), 0.25 * pairs[0].delta() - 2 * pairs[1].delta())
+
+
+def test_fresh_rows_are_lora_rows_and_stable() -> None:
+    """Uniform on +-1/sqrt(d_in), as peft's kaiming_uniform(a = sqrt 5); pinned bits, for they must never change."""
+    rows = fresh_rows(200, 64, 7, 1, "site", like=torch.zeros(1, dtype=torch.float64))
+    assert float(rows.abs().max()) <= 1 / 8
+    assert float(rows.std()) == pytest.approx(1 / 8 / math.sqrt(3), rel=0.03)
+    assert torch.equal(rows[:2], fresh_rows(200, 64, 7, 1, "site", like=rows)[:2])
+    assert not torch.equal(rows, fresh_rows(200, 64, 7, 2, "site", like=rows))
+    assert fresh_rows(1, 2, 7, like=rows).tolist() == [PINNED]
+
+
+PINNED = [-0.45739693559074474, -0.5540262647800573]
+
+
+def test_revive_touches_dead_slots_only() -> None:
+    B, A = torch.ones(4, 3), torch.ones(3, 5)
+    B[:, 1] = 0  # B zero, A not: alive
+    assert revive(LoRA(B, A), 1) .factors[1] is A  # fmt: skip
+    A = A.clone()
+    A[1] = 0
+    revived = revive(LoRA(B, A), 1)
+    assert bool((revived.factors[1][1] != 0).all())
+    assert torch.equal(revived.factors[1][[0, 2]], A[[0, 2]])
+    torch.testing.assert_close(revived.delta(), B @ A)
+
+
+def test_an_adapter_is_sorted_and_read_only() -> None:
+    lora = LoRA(torch.zeros(2, 1), torch.zeros(1, 2))
+    adapter = Adapter({"b": lora, "a": lora}, {"z": torch.zeros(1), "y": torch.zeros(1)})
+    assert list(adapter.modules) == ["a", "b"]
+    assert list(adapter.heads) == ["y", "z"]
+    with pytest.raises(TypeError):
+        adapter.modules["c"] = lora  # type: ignore[index]
