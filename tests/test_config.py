@@ -1,0 +1,412 @@
+"""Configurations: TOML, overrides, defaults, digest. Kind of evidence: contract (of `config` and `assembly.make_method`).
+
+Expected values are what the test wrote into the file, or what the docstrings of `config` promise.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from fedlora.assembly import make_method
+from fedlora.config import RunConfig, TrainSection, load_config, parse_config
+from fedlora.errors import ConfigError, FedLoRAError, HyperparameterError
+from fedlora.methods import METHODS
+from fedlora.methods.fedit import FedIT
+from fedlora.methods.glora import GLoRA
+from fedlora.training import TrainSettings
+
+MINIMAL = '[model]\npath = "hub/model"\n[data]\ntrain = "train.jsonl"\n'
+
+
+def written(folder: Path, text: str = MINIMAL) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def parsed(**tables: Mapping[str, Any]) -> RunConfig:
+    """The smallest configuration, with tables merged over it."""
+    raw: dict[str, Any] = {"model": {"path": "hub/model"}, "data": {"train": "train.jsonl"}}
+    for name, table in tables.items():
+        raw[name] = {**raw.get(name, {}), **table}
+    return parse_config(raw)
+
+
+# ---- what is wrong is said by name -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "named", "nearest"),
+    [
+        ("run", "round", "run.round", "rounds"),
+        ("model", "pth", "model.pth", "path"),
+        ("train", "batchsize", "train.batchsize", "batch_size"),
+        ("evaluate", "clients_at_ends", "evaluate.clients_at_ends", "clients_at_end"),
+        ("clients", "rank", "clients.rank", "ranks"),
+    ],
+)
+def test_an_unknown_key_is_refused_and_the_nearest_named(table: str, key: str, named: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key '{named}'; did you mean '{nearest}'\?"):
+        parsed(**{table: {key: 1}})
+
+
+def test_an_unknown_table_is_refused_and_the_nearest_named() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'servr'; did you mean 'server'\?"):
+        parsed(servr={"quorum": 2})
+
+
+def test_an_unknown_key_with_no_near_one_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'server\.zzzz'; known: weighting, heads, quorum, missing"):
+        parsed(server={"zzzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "says"),
+    [
+        ("run", "rounds", "ten", r"run\.rounds: .*integer.*'ten'"),
+        ("run", "rounds", 2.5, r"run\.rounds: .*integer.*2\.5"),
+        ("clients", "ranks", 8, r"clients\.ranks: .*list.*8"),
+        ("clients", "ranks", [4, "x"], r"clients\.ranks\.1: .*integer.*'x'"),
+        ("model", "bf16", "maybe", r"model\.bf16: .*boolean.*'maybe'"),
+        ("data", "clients", ["a.csv"], r"data\.clients: .*dictionary.*a\.csv"),
+    ],
+)
+def test_a_wrong_type_names_the_key_and_the_value(table: str, key: str, value: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parsed(**{table: {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        ("run", "rounds", 0),
+        ("run", "participation", 0.0),
+        ("run", "participation", 1.1),
+        ("run", "threads", -1),
+        ("run", "checkpoint_every", 0),
+        ("model", "task", "regression"),
+        ("model", "dropout", 1.0),
+        ("lora", "scaling", 0.0),
+        ("lora", "dropout", -0.1),
+        ("server", "quorum", 0),
+        ("server", "weighting", "size"),
+        ("server", "heads", "global"),
+        ("server", "missing", "ignore"),
+        ("server", "upload", "dense"),
+        ("clients", "ranks", [4, 0]),
+        ("clients", "profile", "bell"),
+        ("clients", "partition", "random"),
+        ("clients", "alpha", 0.0),
+        ("data", "max_length", 0),
+        ("train", "lr", 0.0),
+        ("train", "lr", float("nan")),
+        ("train", "optimizer", "lion"),
+        ("train", "schedule", "step"),
+        ("train", "steps", -1),
+        ("train", "epochs", 0.0),
+        ("train", "accumulation", 0),
+        ("train", "clip", -1.0),
+        ("evaluate", "every", 0),
+        ("evaluate", "target", "unseen"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_key(table: str, key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^{table}\.{key}\b.*; got "):
+        parsed(**{table: {key: value}})
+
+
+@pytest.mark.parametrize("part", ["validation", "test"])
+@pytest.mark.parametrize("value", [1.0, -0.1, True])
+def test_a_share_that_is_none_is_refused_in_one_line(part: str, value: object) -> None:
+    """One thing is wrong, so one line, with the key as it stands in the file."""
+    with pytest.raises(ConfigError) as caught:
+        parsed(data={part: value})
+    assert str(caught.value).startswith(f"data.{part}: ")
+    assert str(caught.value).count("; got ") == 1
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^key 'model\.path' is missing$"):
+        parse_config({"model": {}, "data": {"train": "t.csv"}})
+    with pytest.raises(ConfigError, match=r"^key 'model' is missing; key 'data' is missing$"):
+        parse_config({})
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(run={"rounds": 0, "sed": 1}, train={"lr": -1.0})
+    message = str(caught.value)
+    assert "run.rounds" in message and "'run.sed'" in message and "train.lr" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("data", [{}, {"train": "t.csv", "clients": {"a": "a.csv"}}])
+def test_data_come_from_one_file_or_from_one_for_each_client(data: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"either data\.train .* or data\.clients"):
+        parse_config({"model": {"path": "m"}, "data": data})
+
+
+def test_either_source_of_data_is_accepted() -> None:
+    assert parse_config({"model": {"path": "m"}, "data": {"clients": {"a": "a.csv"}}}).data.train is None
+    assert parsed().data.clients == {}
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read: No such file") as caught:
+        load_config(tmp_path / "nowhere.toml")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"[model\npath = 1", b"[model]\npath = \xff\n", b"a = 1\na = 2\n"])
+def test_what_is_no_toml_is_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.toml is not TOML: ") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_data_paths_are_made_absolute_from_the_file_not_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "project"
+    (folder / "model").mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    text = '[model]\npath = "model"\n[data]\ntrain = "../t.csv"\nvalidation = "v.csv"\ntest = 0.2\n'
+    config = load_config(written(folder, text))
+    assert config.model.path == str(folder / "model")
+    assert config.data.train == str(tmp_path / "t.csv")
+    assert config.data.validation == str(folder / "v.csv")
+    assert config.data.test == 0.2
+
+    text = f'[model]\npath = "hub/model"\n[data.clients]\na = "a.csv"\nb = "{elsewhere}/b.csv"\n'
+    config = load_config(written(folder, text))
+    assert config.data.clients == {"a": str(folder / "a.csv"), "b": str(elsewhere / "b.csv")}
+    assert config.model.path == "hub/model", "no such directory: a hub id stays as it is"
+
+
+def test_a_relative_config_path_gives_absolute_paths_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("config.toml")).data.train == str(tmp_path / "train.jsonl")
+
+
+def test_demo_stays_a_word_and_no_path() -> None:
+    """The demo's config is as good as any other, and names what is built in."""
+    config = load_config(Path(str(files("fedlora") / "demo.toml")))
+    assert (config.model.path, config.data.train) == ("demo", "demo")
+    assert config.clients.ranks == [2, 4, 4, 8, 8, 16]
+    assert make_method(config.method.name, **(config.method.model_extra or {})) == GLoRA(rho=1.0, gamma=0.5)
+
+
+# ---- --set -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "table", "key", "value"),
+    [
+        ("run.rounds=7", "run", "rounds", 7),
+        ("run.rounds = 7", "run", "rounds", 7),
+        ("train.lr=5e-4", "train", "lr", 5e-4),
+        ("train.lr=1", "train", "lr", 1.0),
+        ("run.readouts=true", "run", "readouts", True),
+        ("train.optimizer=sgd", "train", "optimizer", "sgd"),
+        ('train.optimizer="sgd"', "train", "optimizer", "sgd"),
+        ("clients.ranks=[2, 4]", "clients", "ranks", [2, 4]),
+        ('lora.targets=["q", "v"]', "lora", "targets", ["q", "v"]),
+        ("lora.targets=all-linear", "lora", "targets", "all-linear"),
+        ("data.text=a=b", "data", "text", "a=b"),
+    ],
+)
+def test_set_reads_numbers_words_lists_and_truth_values(
+    tmp_path: Path, override: str, table: str, key: str, value: object
+) -> None:
+    assert getattr(getattr(load_config(written(tmp_path), [override]), table), key) == value
+
+
+def test_set_reaches_nested_tables_and_later_ones_win(tmp_path: Path) -> None:
+    text = '[model]\npath = "m"\n[data.clients]\na = "a.csv"\n'
+    config = load_config(written(tmp_path, text), ["data.clients.b=b.csv", "run.seed=1", "run.seed=2"])
+    assert list(config.data.clients) == ["a", "b"]
+    assert config.data.clients["b"] == str(tmp_path / "b.csv"), "a path given by --set is relative to the file as well"
+    assert config.run.seed == 2
+
+
+@pytest.mark.parametrize("override", ["run.rounds", "=5", "run.=5", ".rounds=5", "run..rounds=5"])
+def test_set_without_key_or_value_is_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set takes KEY=VALUE .*got "):
+        load_config(written(tmp_path), [override])
+
+
+def test_set_below_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--set model\.path\.x=1: 'path' is a value, not a table"):
+        load_config(written(tmp_path), ["model.path.x=1"])
+
+
+def test_set_is_checked_like_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'run\.round'; did you mean 'rounds'"):
+        load_config(written(tmp_path), ["run.round=5"])
+    with pytest.raises(ConfigError, match=r"run\.rounds: .*got 0"):
+        load_config(written(tmp_path), ["run.rounds=0"])
+
+
+# ---- digest ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_digest_is_the_same_for_the_same_run_however_it_was_written(tmp_path: Path) -> None:
+    """Order of tables, defaults written out, and --set instead of the file make no difference."""
+    a = load_config(written(tmp_path, MINIMAL + "[train]\nlr = 0.002\nsteps = 3\n"))
+    b = load_config(written(tmp_path, "[train]\nsteps = 3\nlr = 2e-3\n" + MINIMAL + "[run]\nrounds = 10\n"))
+    c = load_config(written(tmp_path), ["train.lr=0.002", "train.steps=3"])
+    assert a.digest() == b.digest() == c.digest()
+    assert a.canonical() == b.canonical()
+    assert len(a.digest()) == 16
+
+
+def test_the_canonical_json_holds_every_field_and_makes_the_same_run_again() -> None:
+    config = parsed(method={"name": "glora", "rho": 0.5}, data={"test": 0.3}, clients={"ranks": [2, 4]})
+    raw = json.loads(config.canonical())
+    assert set(raw) == set(RunConfig.model_fields)
+    assert raw["method"] == {"name": "glora", "preset": None, "rho": 0.5}
+    assert parse_config(raw) == config
+    assert parse_config(raw).digest() == config.digest()
+
+
+def other(key: str, value: Any) -> Any:
+    """Another legal value of the same kind."""
+    words = {
+        "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "schedule": "cosine",
+        "weighting": "uniform", "heads": "local", "missing": "zero", "upload": "subspace", "target": "clients",
+        "name": "fedit", "preset": "paper", "quorum": 2, "count": 3, "pair": "second", "dropout": 0.25,
+    }  # fmt: skip
+    if key in words:
+        return words[key]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value / 2 + 0.01
+    if isinstance(value, list):
+        return [*value, *(value or ["more"])]
+    if isinstance(value, str):
+        return value + "x"
+    raise AssertionError(f"no other value known for {key} = {value!r}")
+
+
+def test_the_digest_sees_every_key() -> None:
+    """Each field of each table, changed alone, changes it: a run cannot be resumed as another one by mistake."""
+    base = parsed()
+    digests = {base.digest()}
+    changed = 0
+    for table in RunConfig.model_fields:
+        section: BaseModel = getattr(base, table)
+        for key in type(section).model_fields:
+            if (table, key) == ("data", "clients"):
+                continue  # instead of data.train: below
+            digests.add(parsed(**{table: {key: other(key, getattr(section, key))}}).digest())
+            changed += 1
+    assert len(digests) == changed + 1
+    assert parsed(method={"rho": 0.5}).digest() != parsed(method={"rho": 0.25}).digest()
+    own = [parse_config({"model": {"path": "m"}, "data": {"clients": {"a": name}}}).digest() for name in ("x", "y")]
+    assert own[0] != own[1]
+
+
+def test_the_digest_sees_which_client_gets_which_rank() -> None:
+    """`clients.ranks` is "one for each client in that order", so the order of data.clients is part of the run."""
+    there, back = (
+        parse_config({"model": {"path": "m"}, "data": {"clients": clients}, "clients": {"ranks": [2, 8]}})
+        for clients in ({"a": "a.csv", "b": "b.csv"}, {"b": "b.csv", "a": "a.csv"})
+    )
+    assert there.digest() != back.digest()
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        parsed().run.rounds = 3  # type: ignore[misc]
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+
+
+def test_hyper_parameters_pass_through_to_the_method(tmp_path: Path) -> None:
+    text = MINIMAL + '[method]\nname = "glora"\nrho = 0.75\ntie = "error"\n'
+    config = load_config(written(tmp_path, text), ["method.gamma=0.25", "method.rank=6"])
+    method = make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))
+    assert method == GLoRA(rho=0.75, tie="error", gamma=0.25, rank=6)
+
+
+def test_a_preset_is_applied_and_single_keys_win_over_it() -> None:
+    """The values of the preset: GLoRA.PRESETS, which is the paper's table."""
+    m = parsed(method={"preset": "paper", "history_lag": 0}).method
+    method = make_method(m.name, m.preset, **(m.model_extra or {}))
+    assert method == GLoRA(**{**GLoRA.PRESETS["paper"], "history_lag": 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "hparams", "says"),
+    [
+        ("glora", {"gama": 0.5}, r"glora has no hyper-parameter 'gama'; did you mean 'gamma'\?"),
+        ("fedit", {"rho": 1.0}, r"fedit has no hyper-parameter 'rho'.* It has: none"),
+        ("gloro", {}, r"no method is called 'gloro'; did you mean 'glora'\? Known: "),
+        ("glora", {"preset": "papr"}, r"glora has no preset 'papr'; known presets: paper"),
+        ("glora", {"rho": 2.0}, r"glora: rho is a share .*got 2\.0"),
+        ("no_such_module:Method", {}, r"'no_such_module:Method' cannot be made: No module named"),
+        ("fedlora.methods.fedit:Nope", {}, r"'fedlora\.methods\.fedit:Nope' cannot be made"),
+        ("fedlora.methods.fedit:FedIT", {"rho": 1.0}, r"cannot be made: .*unexpected keyword argument 'rho'"),
+    ],
+)
+def test_a_method_that_cannot_be_made_says_why(name: str, hparams: dict[str, Any], says: str) -> None:
+    with pytest.raises(HyperparameterError, match=says):
+        make_method(name, **hparams)
+
+
+@pytest.mark.parametrize("hparams", [{"rho": "half"}, {"rank": "8"}, {"gamma": [0.5]}, {"rank": 2.5}, {"rho": None}])
+def test_a_hyper_parameter_of_a_wrong_type_is_our_error_and_no_crash(hparams: dict[str, Any]) -> None:
+    """`--set method.rho=half` is bad input like any other: the command line turns only FedLoRAError into one line."""
+    with pytest.raises(FedLoRAError):
+        make_method("glora", **hparams)
+
+
+def test_an_own_class_is_made_by_module_and_name() -> None:
+    assert make_method("fedlora.methods.fedit:FedIT") == FedIT()
+    assert make_method("fedlora.methods.glora:GLoRA", rho=0.5) == GLoRA(rho=0.5)
+
+
+def test_a_preset_for_an_own_class_is_not_silently_dropped() -> None:
+    with pytest.raises(HyperparameterError, match="preset"):
+        make_method("fedlora.methods.fedit:FedIT", "paper")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_working_defaults(name: str) -> None:
+    m = parsed(method={"name": name}).method
+    assert make_method(m.name, m.preset, **(m.model_extra or {})) == METHODS[name]()
+
+
+# ---- agreement with what the tables stand for ------------------------------------------------------------------------
+
+
+def test_the_train_table_is_the_trainers_settings() -> None:
+    """Each key is a field of TrainSettings with the same default; rounds, length and bf16 have keys elsewhere."""
+    ours, theirs = TrainSection().model_dump(), TrainSettings()
+    assert {key: getattr(theirs, key) for key in ours} == ours
+    assert set(TrainSettings.__dataclass_fields__) - set(ours) == {"rounds", "max_length", "bf16"}
+
+
+def test_the_demo_config_is_toml_with_known_keys_only() -> None:
+    raw = tomllib.loads((files("fedlora") / "demo.toml").read_text(encoding="utf-8"))
+    assert parse_config(raw).method.name == "glora"
