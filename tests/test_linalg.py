@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import families
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.audit import padded_average_error
 from fedlora.linalg import (
     consensus,
     gauge_fix,
+    gauge_fix_all,
     rank_tolerance,
     right_svd,
     spectral_form,
@@ -92,6 +94,22 @@ def test_gauge_fix_survives_what_breaks_a_float32_gram() -> None:
         assert orthonormality(U) < 1e-11
         want = stored[0].double() @ stored[1].double()
         assert float(torch.linalg.matrix_norm(U @ Ahat - want) / torch.linalg.matrix_norm(want)) < 1e-14
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_the_fast_gauge_fix_is_the_simple_one(name: str) -> None:
+    """`gauge_fix_all` against `gauge_fix`, client by client, on every hard family: ranks, spans and products."""
+    case = families.family(name, dtype=np.float32)
+    pairs = [tuple(torch.from_numpy(x.copy()) for x in pair) for _, pair in sorted(case.uploads.items())]
+    tolerance = rank_tolerance(torch.float32)
+    fast = gauge_fix_all(pairs, tolerances=[tolerance] * len(pairs))  # type: ignore[arg-type]
+    for (B, A), (U, Ahat) in zip(pairs, fast, strict=True):
+        simple, coordinates = gauge_fix(B, A, tolerance=tolerance)
+        assert U.shape == simple.shape
+        assert orthonormality(U) < 1e-9
+        assert float(torch.linalg.matrix_norm(U @ U.mT - simple @ simple.mT)) < 1e-8
+        product = simple @ coordinates
+        assert float(torch.linalg.matrix_norm(U @ Ahat - product)) <= 1e-12 * float(torch.linalg.matrix_norm(product))
 
 
 def test_gauge_fix_of_nothing_has_rank_zero() -> None:

@@ -11,6 +11,7 @@ No function here forms a d_out x d_in matrix. Two rules, from measurements (docs
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,8 +84,8 @@ def gauge_fix(
     Args:
         B, A: one client's factors, any dtype.
         tolerance: relative size of rounding noise, see `rank_tolerance`.
-        canonical: "product": U spans col(B A), a function of the update alone, and its columns are the left singular
-            vectors. "B": U spans col(B), as the paper writes; the same unless A is rank deficient.
+        canonical: "product": U spans col(B A), a function of the update alone. "B": U spans col(B), as the paper
+            writes; the same unless A is rank deficient.
 
     Returns:
         U (d_out, k) and Ahat (k, d_in) in float64, with k the numerical rank, 0 for a zero update.
@@ -108,8 +109,50 @@ def gauge_fix(
     # Directions of col(B) that A never uses. What rounding of B and A leaves there is bounded row by row.
     noise = tolerance * float(torch.linalg.vector_norm(T.abs() @ torch.linalg.vector_norm(A, dim=1)))
     s, O = right_svd(Ahat.mH)
-    O = O[:, : _count_above(s, noise)]
-    return U @ O, O.mH @ Ahat
+    used = _count_above(s, noise)
+    if used == k:  # none: the span of U is right as it is
+        return U, Ahat
+    return U @ O[:, :used], O[:, :used].mH @ Ahat
+
+
+def gauge_fix_all(
+    pairs: Sequence[tuple[Tensor, Tensor]], *, tolerances: Sequence[float], canonical: Canonical = "product"
+) -> list[tuple[Tensor, Tensor]]:
+    """[gauge_fix(B, A, ...) for each pair], the ordinary ones of one shape at once and from Gram matrices.
+
+    Ordinary: float32, and well enough conditioned after column scaling that a float64 Gram matrix gives the same span
+    to 1e-9. Whatever is not - deficient, badly conditioned, float64 - goes through `gauge_fix` itself.
+    """
+    alike: dict[tuple[torch.Size, torch.Size, torch.dtype], list[int]] = {}
+    for k, (B, A) in enumerate(pairs):
+        alike.setdefault((B.shape, A.shape, torch.promote_types(B.dtype, A.dtype)), []).append(k)
+    fixed: dict[int, tuple[Tensor, Tensor]] = {}
+    for (shape, _, dtype), members in alike.items():
+        if dtype == torch.float64 or not 0 < shape[1] <= shape[0]:
+            continue
+        B = torch.stack([pairs[k][0] for k in members]).double()
+        A = torch.stack([pairs[k][1] for k in members]).double()
+        norms = torch.linalg.vector_norm(B, dim=1)
+        if not bool((norms > 0).all()):
+            continue
+        scale = torch.exp2(-torch.floor(torch.log2(norms)))
+        B, A = B * scale[:, None, :], A / scale[:, :, None]
+        eigenvalues, V = torch.linalg.eigh(B.mT @ B)
+        s = eigenvalues.clamp(min=0).sqrt()
+        T = s[:, :, None] * V.mT
+        Ahat = T @ A
+        sizes = torch.linalg.eigvalsh(Ahat @ Ahat.mT).clamp(min=0).sqrt()
+        noise = torch.linalg.vector_norm((T.abs() @ torch.linalg.vector_norm(A, dim=2)[:, :, None])[:, :, 0], dim=1)
+        tolerance = torch.tensor([tolerances[k] for k in members], dtype=torch.float64, device=B.device)
+        # Four digits above round-off in both Grams, and above the noise of the stored factors.
+        sound = (s[:, 0] > 1e-3 * s[:, -1]) & (sizes[:, 0] > 1e-6 * sizes[:, -1])
+        sound &= (s[:, 0] > tolerance * torch.linalg.vector_norm(s, dim=1)) & (sizes[:, 0] > tolerance * noise)
+        U = B @ (V / s[:, None, :])
+        fixed |= {k: (U[i], Ahat[i]) for i, k in enumerate(members) if bool(sound[i])}
+    return [
+        fixed[k] if k in fixed else gauge_fix(B, A, tolerance=tolerances[k], canonical=canonical)
+        for k, (B, A) in enumerate(pairs)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- consensus subspace
@@ -244,7 +287,7 @@ def _signed(U: Tensor, s: Tensor, Vh: Tensor) -> Spectrum:
     if len(s) == 0:
         return Spectrum(U, s, Vh)
     sign = U.gather(0, U.abs().argmax(dim=0, keepdim=True)).sign()
-    return Spectrum(U * sign, s, Vh * sign.mT)
+    return Spectrum(U.mul_(sign), s, Vh.mul_(sign.mT))  # both were made by our callers, nobody else has them
 
 
 def spectral_form(basis: Float[Tensor, "d_out R"], Z: Float[Tensor, "R d_in"], *, noise: float) -> Spectrum:

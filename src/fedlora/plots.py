@@ -63,8 +63,8 @@ def _metric(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], rank
     ends = {"last": lines[-1]["round"], "best": summary["best_round"]}
     for marker, (name, round) in zip("sD", ends.items(), strict=True):
         if summary["test"][name]:
-            label = f"test, {name} round{' by validation' if name == 'best' else ''}"
-            left.plot([round], [summary["test"][name]["accuracy"]], marker, color=COLOURS[1], label=label)
+            which = f"test, {name} round{' by validation' if name == 'best' else ''}"
+            left.plot([round], [summary["test"][name]["accuracy"]], marker, color=COLOURS[1], label=which)
     left.set(xlabel="round", ylabel="accuracy", title=f"{summary['method']}: held-out accuracy ({summary['target']})")
     left.legend()
     clients = sorted({client for line in lines for client in line["losses"]})

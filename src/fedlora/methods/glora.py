@@ -30,7 +30,7 @@ from fedlora.linalg import (
     Tie,
     consensus,
     energy_consensus,
-    gauge_fix,
+    gauge_fix_all,
     rank_tolerance,
     spectral_form,
     tie_tolerance,
@@ -154,7 +154,11 @@ class GLoRA:
         return Roles()
 
     def aggregate(self, state: GLoRAState, updates: Sequence[Update]) -> GLoRAState:
-        fixed = [gauge_fix(u.B, u.A, tolerance=self._tolerance(u.stored), canonical=self.canonical) for u in updates]
+        fixed = gauge_fix_all(
+            [(u.B, u.A) for u in updates],
+            tolerances=[self._tolerance(u.stored) for u in updates],
+            canonical=self.canonical,
+        )
         root_p = [math.sqrt(u.weight if self.weighting == "examples" else 1 / len(updates)) for u in updates]
         dtype = updates[0].B.dtype
         M = torch.cat([U * w for (U, _), w in zip(fixed, root_p, strict=True)], dim=1).to(dtype)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product
 from fedlora.lora import LoRA, revive
@@ -37,15 +38,16 @@ def instantiate(
         start: (r_max, d_in) rows of A for the slots that no component fills, in the first round; None later.
         seed: names the fresh rows for slots still empty; they carry B = 0, so the update is the chosen sum exactly.
     """
-    U, s, Vh = spectrum.U[:, chosen], spectrum.s[chosen], spectrum.Vh[chosen]
+    s = spectrum.s[chosen]
     on_B, on_A = (s.sqrt(), s.sqrt()) if split == "balanced" else (s, torch.ones_like(s))
-    B = U.new_zeros(U.shape[0], rank)
-    A = Vh.new_zeros(rank, Vh.shape[1])
-    k = len(s)
-    B[:, :k] = U * on_B
-    A[:k] = Vh * on_A[:, None]
+    B = spectrum.U.index_select(1, chosen) * on_B
+    A = spectrum.Vh.index_select(0, chosen) * on_A[:, None]
+    empty = rank - len(s)
+    if empty == 0:
+        return LoRA(B, A)
+    B, A = pad(B, (0, empty)), pad(A, (0, 0, 0, empty))
     if start is not None:
-        A[k : len(start)] = start[k:rank]
+        A[len(s) : len(start)] = start[len(s) : rank]
     return revive(LoRA(B, A), *seed)
 
 
