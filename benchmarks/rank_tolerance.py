@@ -5,6 +5,8 @@
 Draws B (d, r) of known rank k (full, repeated columns, or random combinations), in a random gauge of given condition,
 with column scales or without, stores it in each dtype, and looks at the singular values after column scaling, relative
 to ||B||_F: the largest that is noise and the smallest that is signal. A tolerance is right where it lies between them.
+"again": the stored factor was re-expressed once more in a gauge of that condition and stored again, as a client does that
+changes coordinates itself: the first storing's noise is multiplied by the condition.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ CONDITIONS = (1.0, 1e1, 1e2, 1e3, 1e4)
 D, R = 256, 8
 
 
-def draw(kind: str, condition: float, scales: bool, seed: int) -> tuple[torch.Tensor, int]:
-    """B in float64, and its true rank."""
+def draw(
+    kind: str, condition: float, scales: bool, seed: int, dtype: torch.dtype, again: bool
+) -> tuple[torch.Tensor, int]:
+    """B as stored in `dtype`, and its true rank."""
     generator = torch.Generator().manual_seed(seed)
     B = torch.randn(D, R, generator=generator, dtype=torch.float64)
     rank = R
@@ -38,7 +42,9 @@ def draw(kind: str, condition: float, scales: bool, seed: int) -> tuple[torch.Te
     B = B @ random_gauge(R, condition, seed, kind)
     if scales:
         B = B * 10.0 ** (torch.rand(R, generator=generator, dtype=torch.float64) * 9 - 6)
-    return B, rank
+    if again:
+        B = B.to(dtype).double() @ random_gauge(R, condition, seed, kind, "again")
+    return B.to(dtype), rank
 
 
 def relative_singular_values(B: torch.Tensor) -> torch.Tensor:
@@ -55,24 +61,35 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| stored as | gauge condition | largest noise | smallest signal | tolerance | right |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print("| stored as | gauge condition | again | largest noise | smallest signal | tolerance | right |")
+    print("|---|---:|---|---:|---:|---:|---:|")
     rows = []
-    for (name, dtype), condition in itertools.product(DTYPES.items(), CONDITIONS):
+    for (name, dtype), again, condition in itertools.product(DTYPES.items(), (False, True), CONDITIONS):
         tolerance = rank_tolerance(dtype)
         noise, signal, right, total = 0.0, math.inf, 0, 0
-        for kind, scales, seed in itertools.product(("full", "repeated", "combined"), (False, True), range(args.draws)):
-            B, rank = draw(kind, condition, scales, seed)
-            s = relative_singular_values(B.to(dtype))
+        # Scales and a second gauge together make other columns of other sizes: not a question of rounding.
+        scaling = (False,) if again else (False, True)
+        for kind, scales, seed in itertools.product(("full", "repeated", "combined"), scaling, range(args.draws)):
+            B, rank = draw(kind, condition, scales, seed, dtype, again)
+            s = relative_singular_values(B)
             noise = max([noise, *s[rank:].tolist()])
             signal = min(signal, float(s[rank - 1]))
             right += int((s > tolerance).sum()) == rank
             total += 1
-        rows.append({"dtype": name, "condition": condition, "noise": noise, "signal": signal, "right": right / total})
+        rows.append(
+            {
+                "dtype": name,
+                "again": again,
+                "condition": condition,
+                "noise": noise,
+                "signal": signal,
+                "right": right / total,
+            }
+        )
         u = unit_roundoff(dtype)
         share, times = right / total, noise / u
         print(
-            f"| {name} | {condition:g} | {noise:.1e} ({times:.2g} u) | {signal:.1e} | {tolerance:.1e} | {share:.1%} |"
+            f"| {name} | {condition:g} | {'yes' if again else ''} | {noise:.1e} ({times:.2g} u) | {signal:.1e} | {tolerance:.1e} | {share:.1%} |"
         )
     if args.json:
         args.json.write_text(as_json({"machine": machine(), "rows": rows}))

@@ -120,6 +120,15 @@ def test_gauge_fix_of_nothing_has_rank_zero() -> None:
         assert Ahat.shape == (0, 7)
 
 
+def test_noise_in_svd_form_is_no_direction() -> None:
+    """A client that sends (U S, V^T) of a rank-3 update at r = 6: columns of size 1e-16 are rounding, even scaled to 1."""
+    U, s, Vh = torch.linalg.svd(randn(40, 3) @ randn(3, 30, seed=1), full_matrices=False)
+    for dtype in (torch.float64, torch.float32):
+        B, A = (U[:, :6] * s[:6]).to(dtype), Vh[:6].to(dtype)
+        ((fixed, _),) = gauge_fix_all([(B, A)], tolerances=[rank_tolerance(dtype)])
+        assert fixed.shape[1] == 3
+
+
 def test_a_large_row_of_a_behind_a_zero_column_of_b_hides_nothing() -> None:
     """A dead slot must not raise the noise level of the others: B tiny after a first step, one slot untouched."""
     B, A = 1e-7 * randn(30, 4), randn(4, 20, seed=1)

@@ -1,7 +1,7 @@
 """Local training, the shared model and the text encoding, on tiny transformers (no network).
 
 Kinds of evidence: *end-to-end* (real transformers and peft on models saved to disk and loaded again), *oracle* (losses,
-steps and logits by hand from the formula, on a dense copy of the model) and *contract* (same bits twice, nothing leaks).
+steps and logits by hand from the formula, on a dense copy of the model), *contract* (same bits twice, nothing leaks).
 """
 
 from __future__ import annotations
@@ -699,7 +699,7 @@ def test_the_learning_rate_follows_its_schedule_over_the_rounds(
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adam"])
 def test_optimisers_and_weight_decay_are_the_ones_named(load: Loader, optimizer: str) -> None:
     """At B = 0 no gradient reaches A, so A moves by weight decay alone: by lr wd A (SGD, AdamW), by lr sign(A) (Adam:
-    decay is a gradient there, and a first step of Adam is as long as lr)."""
+    decay is a gradient there, and a first step of Adam is as long as lr, but for its eps)."""
     lr, decay = 0.01, 0.5
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
@@ -708,7 +708,7 @@ def test_optimisers_and_weight_decay_are_the_ones_named(load: Loader, optimizer:
     for name, lora in adapter.modules.items():
         B, A = lora.factors
         step = lr * A.sign() if optimizer == "adam" else lr * decay * A
-        torch.testing.assert_close(after.adapter.modules[name].factors[1], A - step, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(after.adapter.modules[name].factors[1], A - step, rtol=1e-4, atol=1e-5)
         assert not torch.equal(after.adapter.modules[name].factors[0], B)
 
 
@@ -729,6 +729,10 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient(load: Loader) -> None:
     assert lengths[1] == pytest.approx(0.05, rel=1e-3)
 
 
+# transformers 5 has a new name for it, which not every release of it knows.
+@pytest.mark.filterwarnings(
+    r"ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning:transformers\.modeling_utils"
+)
 def test_gradient_checkpointing_changes_memory_and_no_result(load: Loader) -> None:
     data = {"a": classification(8, 0)}
     results = []
@@ -806,12 +810,18 @@ def test_a_model_that_cannot_be_loaded_is_one_line(load: Loader, classifier: Pat
     no_weights = tmp_path / "no-weights"
     shutil.copytree(classifier, no_weights)
     (no_weights / "model.safetensors").unlink()
-    no_tokenizer = tmp_path / "no-tokenizer"
-    shutil.copytree(classifier, no_tokenizer, ignore=shutil.ignore_patterns("tokenizer*"))
-    for path in (tmp_path / "nowhere", no_weights, no_tokenizer):
+    for path in (tmp_path / "nowhere", no_weights):
         with pytest.raises(ConfigError, match=rf"the model '{path}' cannot be loaded: ") as caught:
             load(path)
         assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_its_tokenizer_is_refused(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    """transformers 5 makes up an empty BERT vocabulary instead, and every word would be [UNK]."""
+    folder = tmp_path / "no-tokenizer"
+    shutil.copytree(classifier, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load(folder)
 
 
 def test_a_pickled_model_is_never_opened(load: Loader, classifier: Path, tmp_path: Path) -> None:
