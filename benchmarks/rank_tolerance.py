@@ -5,8 +5,7 @@
 Draws B (d, r) of known rank k (full, repeated columns, or random combinations), in a random gauge of given condition,
 with column scales or without, stores it in each dtype, and looks at the singular values after column scaling, relative
 to ||B||_F: the largest that is noise and the smallest that is signal. A tolerance is right where it lies between them.
-"again": the stored factor was re-expressed once more in a gauge of that condition and stored again, as a client does that
-changes coordinates itself: the first storing's noise is multiplied by the condition.
+"again": the stored factor was re-expressed once more in a gauge of that condition and stored again.
 """
 
 from __future__ import annotations
@@ -76,20 +75,13 @@ def main() -> None:
             signal = min(signal, float(s[rank - 1]))
             right += int((s > tolerance).sum()) == rank
             total += 1
-        rows.append(
-            {
-                "dtype": name,
-                "again": again,
-                "condition": condition,
-                "noise": noise,
-                "signal": signal,
-                "right": right / total,
-            }
-        )
-        u = unit_roundoff(dtype)
-        share, times = right / total, noise / u
+        share, times = right / total, noise / unit_roundoff(dtype)
+        row = {"dtype": name, "again": again, "condition": condition, "noise": noise, "signal": signal, "right": share}
+        rows.append(row)
+        twice = "yes" if again else ""
         print(
-            f"| {name} | {condition:g} | {'yes' if again else ''} | {noise:.1e} ({times:.2g} u) | {signal:.1e} | {tolerance:.1e} | {share:.1%} |"
+            f"| {name} | {condition:g} | {twice} | {noise:.1e} ({times:.2g} u) | {signal:.1e} | {tolerance:.1e} "
+            f"| {share:.1%} |"
         )
     if args.json:
         args.json.write_text(as_json({"machine": machine(), "rows": rows}))

@@ -121,7 +121,7 @@ def test_gauge_fix_of_nothing_has_rank_zero() -> None:
 
 
 def test_noise_in_svd_form_is_no_direction() -> None:
-    """A client that sends (U S, V^T) of a rank-3 update at r = 6: columns of size 1e-16 are rounding, even scaled to 1."""
+    """A client that sends (U S, V^T) of a rank-3 update at r = 6: columns of size 1e-16 are rounding."""
     U, s, Vh = torch.linalg.svd(randn(40, 3) @ randn(3, 30, seed=1), full_matrices=False)
     for dtype in (torch.float64, torch.float32):
         B, A = (U[:, :6] * s[:6]).to(dtype), Vh[:6].to(dtype)

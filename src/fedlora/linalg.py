@@ -132,23 +132,23 @@ def gauge_fix_all(
             continue
         B = torch.stack([pairs[k][0] for k in members]).double()
         A = torch.stack([pairs[k][1] for k in members]).double()
-        norms = torch.linalg.vector_norm(B, dim=1)
+        gram = B.mT @ B
+        norms = gram.diagonal(dim1=1, dim2=2).sqrt()
         if not bool((norms > 0).all()):
             continue
-        scale = torch.exp2(-torch.floor(torch.log2(norms)))
-        B, A = B * scale[:, None, :], A / scale[:, :, None]
-        eigenvalues, V = torch.linalg.eigh(B.mT @ B)
+        D = torch.exp2(-torch.floor(torch.log2(norms)))  # the column scales; powers of two, so exact wherever they act
+        eigenvalues, V = torch.linalg.eigh(D[:, :, None] * gram * D[:, None, :])
         s = eigenvalues.clamp(min=0).sqrt()
-        T = s[:, :, None] * V.mT
+        T = s[:, :, None] * V.mT / D[:, None, :]
         Ahat = T @ A
         sizes = torch.linalg.eigvalsh(Ahat @ Ahat.mT).clamp(min=0).sqrt()
-        noise = torch.linalg.vector_norm((T.abs() @ torch.linalg.vector_norm(A, dim=2)[:, :, None])[:, :, 0], dim=1)
+        noise = torch.linalg.vector_norm(T.abs() @ torch.linalg.vector_norm(A, dim=2, keepdim=True), dim=(1, 2))
         tolerance = torch.tensor([tolerances[k] for k in members], dtype=torch.float64, device=B.device)
         # Four digits above round-off in both Grams, and above the noise of the stored factors.
         sound = (s[:, 0] > 1e-3 * s[:, -1]) & (sizes[:, 0] > 1e-6 * sizes[:, -1])
         sound &= (s[:, 0] > tolerance * torch.linalg.vector_norm(s, dim=1)) & (sizes[:, 0] > tolerance * noise)
-        U = B @ (V / s[:, None, :])
-        fixed |= {k: (U[i], Ahat[i]) for i, k in enumerate(members) if bool(sound[i])}
+        U = B @ (D[:, :, None] * V / s[:, None, :])
+        fixed |= {k: (U[i], Ahat[i]) for i, (k, ok) in enumerate(zip(members, sound.tolist(), strict=True)) if ok}
     return [
         fixed[k] if k in fixed else gauge_fix(B, A, tolerance=tolerances[k], canonical=canonical)
         for k, (B, A) in enumerate(pairs)
