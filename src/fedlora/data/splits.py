@@ -1,0 +1,68 @@
+"""Train, validation and test parts of one data set, stratified and without leaks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedlora.data.text import TextData
+from fedlora.errors import DataError
+from fedlora.seeds import derive_seed
+
+
+def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple[TextData, TextData, TextData]:
+    """Split into (train, validation, test) at random, without leaks: copies of one input all go to the same part.
+
+    Use it when the data comes without official splits. Two examples are copies if their text (and pair) agree after
+    case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly) the
+    proportions of the whole; a group of copies counts as the class of its first example. Each part is in random order.
+
+    The shuffled groups are dealt class by class, each to the part that is furthest behind its share. Without copies
+    every size is then within 4/3 of its share, and within 2 for each class; groups of copies cannot be cut.
+
+    Args:
+        data: N examples, N >= 1.
+        validation: fraction of N in [0, 1). 0 gives an empty part.
+        test: fraction of N in [0, 1), validation + test < 1. 0 gives an empty part.
+        seed: the run's seed; the stream is `derive_seed(seed, "split")`.
+
+    Raises:
+        DataError: impossible fractions, or a part that was asked for and would come out empty.
+    """
+    bad = [f for f in (validation, test) if not (math.isfinite(f) and 0 <= f < 1)]
+    if bad or validation + test >= 1:
+        raise DataError(
+            f"validation and test are fractions >= 0 whose sum is below 1, so that training keeps some; got "
+            f"validation={validation}, test={test}. For 10 % write 0.1."
+        )
+    groups: dict[tuple[str, str], list[int]] = {}
+    for i, text in enumerate(data.text):
+        other = "" if data.pair is None else data.pair[i]
+        groups.setdefault((_normalised(text), _normalised(other)), []).append(i)
+    strata: dict[int, list[list[int]]] = {}
+    for members in groups.values():
+        strata.setdefault(0 if data.labels is None else data.labels[members[0]], []).append(members)
+
+    rng = np.random.default_rng(derive_seed(seed, "split"))
+    shares = (1.0 - validation - test, validation, test)
+    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+    dealt = 0
+    for _, stratum in sorted(strata.items()):
+        for g in rng.permutation(len(stratum)).tolist():
+            members = stratum[g]
+            dealt += len(members)
+            behind = [share * dealt - len(part) for share, part in zip(shares, parts, strict=True)]
+            parts[behind.index(max(behind))].extend(members)
+    for name, share, part in zip(("train", "validation", "test"), shares, parts, strict=True):
+        if share > 0 and not part:
+            raise DataError(
+                f"the {name} part would be empty: its share is {share:.4g} of {len(data)} examples, which are "
+                f"{len(groups)} distinct inputs. Ask for a larger share, for 0, or bring more data."
+            )
+    train, val, tst = (data.select(rng.permutation(np.array(part, dtype=np.int64))) for part in parts)
+    return train, val, tst
+
+
+def _normalised(text: str) -> str:
+    return " ".join(text.split()).casefold()

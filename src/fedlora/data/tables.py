@@ -1,0 +1,119 @@
+"""Rows of JSONL and CSV files, each with its place for error messages. Strict: nothing is guessed or skipped."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+import os
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from fedlora.errors import DataError
+
+
+def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> list[tuple[str, dict[str, object]]]:
+    """The rows of a JSONL or CSV file as (where, {column: value}), with no value of `columns` missing.
+
+    Use it under a reader of your own; `where` ("row 3, line 4") is for error messages.
+
+    Args:
+        path: a UTF-8 file (a byte order mark is dropped), .jsonl / .json / .csv / .tsv.
+        columns: the columns that every row must have; others come along unchecked.
+
+    Raises:
+        DataError: as `read_classification`, but for types of values and labels.
+    """
+    file = Path(path)
+    suffix = file.suffix.lower()
+    if suffix not in (".jsonl", ".json", ".csv", ".tsv"):
+        raise DataError(
+            f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv or .tsv."
+        )
+    if not file.is_file():
+        what = "is a folder, not a file" if file.is_dir() else "does not exist"
+        raise DataError(f"{file} {what}. Relative paths start at the working directory, {Path.cwd()}.")
+    try:
+        content = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}. Convert it, for "
+            f"example with `iconv -f cp1252 -t utf-8`."
+        ) from error
+    rows = _json_rows(file, content) if suffix in (".jsonl", ".json") else _csv_rows(file, content, suffix)
+    if not rows:
+        raise DataError(f"{file} holds no rows ({len(content)} characters). Was it written to the end?")
+    present = list(dict.fromkeys(name for _, row in rows for name in row))
+    for column in columns:
+        if column not in present:
+            near = difflib.get_close_matches(column, present, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise DataError(f"{file} has no column {column!r}; it has {present}.{hint}")
+    for where, row in rows:
+        for column in columns:
+            value = row.get(column)
+            if value is None or (isinstance(value, str) and not value.strip()):
+                state = "missing" if value is None else "empty"
+                raise DataError(f"{file}, {where}: {column!r} is {state}. Fill it in, or drop the row.")
+    return rows
+
+
+def _json_rows(file: Path, content: str) -> list[tuple[str, dict[str, object]]]:
+    rows: list[tuple[str, dict[str, object]]] = []
+    for number, line in enumerate(content.split("\n"), start=1):  # not splitlines(): U+2028, U+0085 may stand in a text
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line, parse_constant=_no_constant)
+        except ValueError as error:
+            array = content.lstrip().startswith("[")
+            advice = (
+                "The file is one JSON array: convert it with `jq -c '.[]'`." if array else "Mend or drop that line."
+            )
+            raise DataError(f"{file}, line {number} is not a JSON object on one line: {error}. {advice}") from error
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{file}, line {number} holds a JSON {type(value).__name__}, not an object. Each line must be one "
+                f'example such as {{"text": "...", "label": 0}}; `jq -c \'.[]\'` makes that of an array.'
+            )
+        rows.append((f"row {len(rows) + 1}, line {number}", value))
+    return rows
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _csv_rows(file: Path, content: str, suffix: str) -> list[tuple[str, dict[str, object]]]:
+    rows: list[tuple[str, dict[str, object]]] = []
+    header: list[str] | None = None
+    previous = csv.field_size_limit(2**31 - 1)  # a setting of the process, so it is put back
+    try:
+        source = io.StringIO(content, newline="")
+        reader = csv.reader(source, dialect="excel-tab" if suffix == ".tsv" else "excel", strict=True)
+        line = 1
+        for fields in reader:
+            if fields and header is None:
+                header = fields
+                twice = sorted({name for name in header if header.count(name) > 1})
+                if twice:
+                    raise DataError(f"{file}: the header names {twice} more than once: {header}. Rename one of them.")
+            elif fields and header is not None:
+                where = f"row {len(rows) + 1}, line {line}"
+                if len(fields) > len(header):
+                    raise DataError(
+                        f"{file}, {where} has {len(fields)} fields, but the header has {len(header)}: {header}. "
+                        f"A field that contains the separator must stand in double quotes."
+                    )
+                rows.append((where, dict(zip_longest(header, fields))))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{file}, row starting at line {line}: {error}. A field that begins with a double quote must end with one, "
+            f"and quotes inside it are doubled. Is this a file without quoting, as GLUE's .tsv are? Write it as .jsonl."
+        ) from error
+    finally:
+        csv.field_size_limit(previous)
+    return rows
