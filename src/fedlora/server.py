@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fedlora.checks import check_adapter, checked_examples, compute_dtype, named_tensors
 from fedlora.client import Client, Download, Upload
 from fedlora.errors import HyperparameterError, NoGlobalModel, QuorumNotMet, ShapeError, UploadRefused
 from fedlora.lora import Adapter, LoRA
@@ -31,7 +32,6 @@ Weighting = Literal["examples", "uniform"]
 Missing = Literal["renormalise", "zero"]
 
 _HEAD_ROLE: Mapping[Heads, Role] = {"average": "shared", "local": "local", "frozen": "frozen"}
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ class Server:
         """
         if not seed_adapter.modules:
             raise ShapeError("the seed adapter has no modules: there is nothing to federate.")
-        for name, tensor in _named_tensors(seed_adapter):
+        for name, tensor in named_tensors(seed_adapter):
             if not bool(torch.isfinite(tensor).all()):
                 raise ShapeError(f"the seed adapter holds NaN or Inf in {name}.")
         start = Adapter(
-            {name: _promoted(lora, _compute_dtype(lora)) for name, lora in seed_adapter.modules.items()},
+            {name: _promoted(lora, compute_dtype(lora)) for name, lora in seed_adapter.modules.items()},
             {name: head.clone() for name, head in seed_adapter.heads.items()},
         )
         modules = {name: self.method.init(lora, derive_seed(self.seed, name)) for name, lora in start.modules.items()}
@@ -220,7 +220,7 @@ class OpenRound:
         try:
             if client in self._accepted or client in self._abstained:
                 raise UploadRefused(client, "a second upload in the same round; the first one stands.")
-            if self._checked_examples(upload) == 0:
+            if checked_examples(upload) == 0:
                 self._abstained.add(client)
                 return
             self._check_adapter(upload)
@@ -228,6 +228,13 @@ class OpenRound:
             self._refused.setdefault(client, refusal.reason)
             raise
         self._accepted[client] = upload
+
+    def _check_adapter(self, upload: Upload) -> None:
+        try:
+            ranks = self._server._ranks(self._state, upload.client)
+        except HyperparameterError as error:
+            raise UploadRefused(upload.client.id, str(error)) from error
+        check_adapter(upload, ranks=ranks, roles=self._roles, start=self._state.start, heads=self._state.heads)
 
     def close(self) -> ServerState:
         """The next state. Uploads are taken in the order of client ids, whatever order they came in.
@@ -273,7 +280,7 @@ class OpenRound:
         if not held:
             return s
         total = math.fsum(weights[u.client.id] for u in held) if self._server.missing == "renormalise" else 1.0
-        dtype = reduce(torch.promote_types, (_compute_dtype(u.adapter.modules[name]) for u in held))
+        dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[name]) for u in held))
         updates = []
         for u in held:
             lora, r = u.adapter.modules[name], u.client.ranks(self._state.modules)[name]
@@ -281,88 +288,10 @@ class OpenRound:
             updates.append(Update(u.client.id, p, r, _promoted(lora, dtype), _stored_dtype(lora)))
         return self._server.method.aggregate(s, updates)
 
-    # ------------------------------------------------------------------------------------------------------ checks
-
-    def _checked_examples(self, upload: Upload) -> float:
-        n = upload.num_examples
-        if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n) or n < 0:
-            raise UploadRefused(upload.client.id, f"num_examples must be a finite number >= 0; got {n!r}.")
-        return n
-
-    def _check_adapter(self, upload: Upload) -> None:
-        client, state = upload.client.id, self._state
-
-        def refuse(reason: str) -> UploadRefused:
-            return UploadRefused(client, reason)
-
-        try:
-            ranks = self._server._ranks(state, upload.client)
-        except HyperparameterError as error:
-            raise refuse(str(error)) from error
-        travelling = [f for f in ("B", "A") if getattr(self._roles, f) == "shared"]
-        got, want = set(upload.adapter.modules), set(ranks) if travelling else set()
-        if got != want:
-            lacks, extra = sorted(want - got), sorted(got - want)
-            raise refuse(
-                f"it must hold exactly the declared modules: {len(lacks)} are missing {lacks[:3]}, "
-                f"{len(extra)} are unexpected {extra[:3]}."
-            )
-        for name, lora in upload.adapter.modules.items():
-            present = lora.tensors()
-            if sorted(present) != sorted(travelling):
-                raise refuse(
-                    f"module {name!r} carries factors {sorted(present)}; this round's roles share {sorted(travelling)}."
-                )
-            d_out, d_in = (f.shape[k] for f, k in zip(state.start.modules[name].factors, (0, 1), strict=True))
-            r = ranks[name]
-            if lora.rank != r and not (upload.form == "subspace" and lora.rank < r):
-                raise refuse(f"module {name!r} has rank {lora.rank}; the client's rank is {r}.")
-            expected = {"B": (d_out, lora.rank), "A": (lora.rank, d_in)}
-            for factor, tensor in present.items():
-                if tuple(tensor.shape) != expected[factor]:
-                    raise refuse(
-                        f"factor {factor} of module {name!r} has shape {tuple(tensor.shape)}; "
-                        f"it must be {expected[factor]}."
-                    )
-        heads = state.heads if self._roles.heads == "shared" else {}
-        if set(upload.adapter.heads) != set(heads):
-            raise refuse(f"heads {sorted(upload.adapter.heads)} were sent; this round shares {sorted(heads)}.")
-        for name, head in heads.items():
-            if upload.adapter.heads[name].shape != head.shape:
-                shape = tuple(upload.adapter.heads[name].shape)
-                raise refuse(f"head {name!r} has shape {shape}; it must be {tuple(head.shape)}.")
-        for name, tensor in _named_tensors(upload.adapter):
-            if tensor.dtype not in _DTYPES:
-                raise refuse(f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64.")
-            if not bool(torch.isfinite(tensor).all()):
-                bad = int((~torch.isfinite(tensor)).sum())
-                raise refuse(
-                    f"{name} holds NaN or Inf in {bad} of {tensor.numel()} entries: training diverged there "
-                    f"(a lower learning rate or gradient clipping helps)."
-                )
-        for name, lora in upload.adapter.modules.items():
-            size = math.prod(float(torch.linalg.vector_norm(t.double())) for t in lora.tensors().values())
-            limit = math.sqrt(torch.finfo(_compute_dtype(lora)).max)
-            if size > limit:
-                raise refuse(f"the update of module {name!r} has size up to {size:.1e}; its energy would overflow.")
-
-
-def _named_tensors(adapter: Adapter) -> Iterable[tuple[str, Tensor]]:
-    for name, lora in adapter.modules.items():
-        for factor, tensor in lora.tensors().items():
-            yield f"factor {factor} of module {name!r}", tensor
-    for name, head in adapter.heads.items():
-        yield f"head {name!r}", head
-
 
 def _stored_dtype(lora: LoRA) -> torch.dtype:
     """The narrower of the dtypes in which the factors arrived."""
     return max((t.dtype for t in lora.tensors().values()), key=lambda d: torch.finfo(d).eps)
-
-
-def _compute_dtype(lora: LoRA) -> torch.dtype:
-    """float32, or float64 where a factor is: what the tall products are computed in."""
-    return reduce(torch.promote_types, (t.dtype for t in lora.tensors().values()), torch.float32)
 
 
 def _promoted(lora: LoRA, dtype: torch.dtype) -> LoRA:

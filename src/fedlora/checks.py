@@ -1,0 +1,118 @@
+"""What an upload must be before any of it is used: the declared modules, roles, shapes and types, with finite numbers.
+
+Nothing is repaired. Each refusal names the client and the reason, and the state never sees a refused upload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from fedlora.client import Upload
+from fedlora.errors import UploadRefused
+from fedlora.lora import Adapter, LoRA
+from fedlora.method import Roles
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def checked_examples(upload: Upload) -> float:
+    """The upload's num_examples, a finite number >= 0. Raises `UploadRefused`."""
+    n = upload.num_examples
+    if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n) or n < 0:
+        raise UploadRefused(upload.client.id, f"num_examples must be a finite number >= 0; got {n!r}.")
+    return n
+
+
+def check_adapter(
+    upload: Upload, *, ranks: Mapping[str, int], roles: Roles, start: Adapter, heads: Mapping[str, Tensor]
+) -> None:
+    """Raises `UploadRefused` unless the upload's adapter is what this round asked of the client.
+
+    Args:
+        ranks: module -> r_i for the modules that the client holds. roles: of this round. start: gives each module's
+            (d_out, d_in). heads: the server's own, by name and shape.
+    """
+    shared = [factor for factor in ("A", "B") if getattr(roles, factor) == "shared"]
+    _check_modules(upload, ranks if shared else {}, shared, start)
+    _check_heads(upload, heads if roles.heads == "shared" else {})
+    _check_numbers(upload)
+
+
+def _check_modules(upload: Upload, ranks: Mapping[str, int], shared: list[str], start: Adapter) -> None:
+    client, got = upload.client.id, set(upload.adapter.modules)
+    lacks, extra = sorted(set(ranks) - got), sorted(got - set(ranks))
+    if lacks or extra:
+        raise UploadRefused(
+            client,
+            f"it must hold exactly the declared modules: {len(lacks)} are missing {lacks[:3]}, "
+            f"{len(extra)} are unexpected {extra[:3]}.",
+        )
+    for name, lora in upload.adapter.modules.items():
+        present, r = lora.tensors(), ranks[name]
+        if sorted(present) != shared:
+            raise UploadRefused(
+                client, f"module {name!r} carries factors {sorted(present)}; this round's roles share {shared}."
+            )
+        if lora.rank != r and not (upload.form == "subspace" and lora.rank < r):
+            raise UploadRefused(client, f"module {name!r} has rank {lora.rank}; the client's rank is {r}.")
+        B, A = start.modules[name].factors
+        expected = {"B": (B.shape[0], lora.rank), "A": (lora.rank, A.shape[1])}
+        for factor, tensor in present.items():
+            if tuple(tensor.shape) != expected[factor]:
+                raise UploadRefused(
+                    client,
+                    f"factor {factor} of module {name!r} has shape {tuple(tensor.shape)}; "
+                    f"it must be {expected[factor]}.",
+                )
+
+
+def _check_heads(upload: Upload, heads: Mapping[str, Tensor]) -> None:
+    client, sent = upload.client.id, upload.adapter.heads
+    if set(sent) != set(heads):
+        raise UploadRefused(client, f"heads {sorted(sent)} were sent; this round shares {sorted(heads)}.")
+    for name, head in heads.items():
+        if sent[name].shape != head.shape:
+            raise UploadRefused(
+                client, f"head {name!r} has shape {tuple(sent[name].shape)}; it must be {tuple(head.shape)}."
+            )
+
+
+def _check_numbers(upload: Upload) -> None:
+    client = upload.client.id
+    for name, tensor in named_tensors(upload.adapter):
+        if tensor.dtype not in _DTYPES:
+            raise UploadRefused(
+                client, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise UploadRefused(
+                client,
+                f"{name} holds NaN or Inf in {bad} of {tensor.numel()} entries: training diverged there "
+                f"(a lower learning rate or gradient clipping helps).",
+            )
+    for name, lora in upload.adapter.modules.items():
+        size = math.prod(float(torch.linalg.vector_norm(t.double())) for t in lora.tensors().values())
+        if size > math.sqrt(torch.finfo(compute_dtype(lora)).max):
+            raise UploadRefused(
+                client, f"the update of module {name!r} has size up to {size:.1e}; its energy would overflow."
+            )
+
+
+def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of an adapter, under a name for messages."""
+    for name, lora in adapter.modules.items():
+        for factor, tensor in lora.tensors().items():
+            yield f"factor {factor} of module {name!r}", tensor
+    for name, head in adapter.heads.items():
+        yield f"head {name!r}", head
+
+
+def compute_dtype(lora: LoRA) -> torch.dtype:
+    """float32, or float64 where a factor is: what the tall products are computed in."""
+    return reduce(torch.promote_types, (t.dtype for t in lora.tensors().values()), torch.float32)
