@@ -23,9 +23,15 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def checked_examples(upload: Upload) -> float:
     """The upload's num_examples, a finite number >= 0. Raises `UploadRefused`."""
     n = upload.num_examples
-    if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n) or n < 0:
-        raise UploadRefused(upload.client.id, f"num_examples must be a finite number >= 0; got {n!r}.")
-    return n
+    try:
+        sound = not isinstance(n, bool) and isinstance(n, int | float) and math.isfinite(n) and n >= 0
+    except OverflowError:  # an integer beyond every float
+        sound = False
+    if not sound:
+        shown = repr(n)
+        shown = shown if len(shown) <= 40 else f"{shown[:40]}... ({len(shown)} characters)"
+        raise UploadRefused(upload.client.id, f"num_examples must be a finite number >= 0; got {shown}.")
+    return float(n)
 
 
 def check_adapter(
@@ -41,10 +47,17 @@ def check_adapter(
     _check_modules(upload, ranks if shared else {}, shared, start)
     _check_heads(upload, heads if roles.heads == "shared" else {})
     _check_numbers(upload)
+    for name, head in upload.adapter.heads.items():
+        if not bool(torch.isfinite(head.detach().to(heads[name].dtype)).all()):
+            raise UploadRefused(
+                upload.client.id, f"head {name!r} holds values beyond the server's {heads[name].dtype}."
+            )
 
 
 def _check_modules(upload: Upload, ranks: Mapping[str, int], shared: list[str], start: Adapter) -> None:
     client, got = upload.client.id, set(upload.adapter.modules)
+    if upload.form == "subspace" and shared != ["A", "B"]:
+        raise UploadRefused(client, f"the subspace form needs both factors; this round's roles share {shared}.")
     lacks, extra = sorted(set(ranks) - got), sorted(got - set(ranks))
     if lacks or extra:
         raise UploadRefused(
@@ -97,7 +110,8 @@ def _check_numbers(upload: Upload) -> None:
                 f"(a lower learning rate or gradient clipping helps).",
             )
     for name, lora in upload.adapter.modules.items():
-        size = math.prod(float(torch.linalg.vector_norm(t.double())) for t in lora.tensors().values())
+        sizes = [float(torch.linalg.vector_norm(t.detach().double())) for t in lora.tensors().values()]
+        size = max(*sizes, math.prod(sizes))
         if size > math.sqrt(torch.finfo(compute_dtype(lora)).max):
             raise UploadRefused(
                 client, f"the update of module {name!r} has size up to {size:.1e}; its energy would overflow."

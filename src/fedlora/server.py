@@ -98,12 +98,18 @@ class Server:
         """
         if not seed_adapter.modules:
             raise ShapeError("the seed adapter has no modules: there is nothing to federate.")
+        for name, lora in seed_adapter.modules.items():
+            if len(lora.tensors()) < 2:
+                raise ShapeError(f"the seed adapter's module {name!r} lacks a factor: the common start needs both.")
         for name, tensor in named_tensors(seed_adapter):
             if not bool(torch.isfinite(tensor).all()):
                 raise ShapeError(f"the seed adapter holds NaN or Inf in {name}.")
         start = Adapter(
-            {name: _promoted(lora, compute_dtype(lora)) for name, lora in seed_adapter.modules.items()},
-            {name: head.clone() for name, head in seed_adapter.heads.items()},
+            {
+                name: _promoted(lora, compute_dtype(lora)).map(Tensor.clone)
+                for name, lora in seed_adapter.modules.items()
+            },
+            {name: head.detach().clone() for name, head in seed_adapter.heads.items()},
         )
         modules = {name: self.method.init(lora, derive_seed(self.seed, name)) for name, lora in start.modules.items()}
         return ServerState(0, MappingProxyType(modules), start.heads, start, 0, None)
@@ -252,7 +258,8 @@ class OpenRound:
                 f"({len(self._abstained)} abstained; refused: {refused}). The state is unchanged."
             )
         raw = [float(u.num_examples) if server.weighting == "examples" else 1.0 for u in uploads]
-        weights = {u.client.id: w / math.fsum(raw) for u, w in zip(uploads, raw, strict=True)}
+        shares = raw if math.isfinite(sum(raw)) else [w / max(raw) for w in raw]
+        weights = {u.client.id: w / math.fsum(shares) for u, w in zip(uploads, shares, strict=True)}
 
         modules = {name: self._aggregate_module(name, s, uploads, weights) for name, s in state.modules.items()}
         heads = state.heads
@@ -271,9 +278,8 @@ class OpenRound:
         return replace(nxt, base_version=nxt.round) if self._base_changed(nxt) else nxt
 
     def _base_changed(self, nxt: ServerState) -> bool:
-        method = self._server.method
-        name, s = next(iter(nxt.modules.items()))
-        return method.readout(s, None, nxt.start.modules[name].rank).base_delta is not None
+        method, start = self._server.method, nxt.start.modules
+        return any(method.readout(s, None, start[m].rank).base_delta is not None for m, s in nxt.modules.items())
 
     def _aggregate_module(self, name: str, s: Any, uploads: list[Upload], weights: Mapping[str, float]) -> Any:
         held = [u for u in uploads if name in u.adapter.modules]

@@ -200,7 +200,7 @@ class GLoRA:
         H = self._history(state, client)
         if H is None or core == budget:
             return torch.arange(budget)
-        score = (H.mH @ spectrum.U[:, core:]).double().square().sum(dim=0)
+        score = (H.mH.to(spectrum.U) @ spectrum.U[:, core:]).double().square().sum(dim=0)
         if self.score == "energy":
             score = score * spectrum.s[core:].double().square()
         grid = tie_tolerance(H.dtype) * float(score.max().clamp(min=1e-300))
