@@ -28,10 +28,10 @@ def relative_difference(got: Mapping[str, LoRA], want: Mapping[str, LoRA]) -> fl
 
 def mean_update(uploads: Sequence[Upload], weights: Mapping[str, float]) -> dict[str, LoRA]:
     """Module -> sum_i p_i B_i A_i as one stacked pair, p_i normalised over those who hold the module."""
-    names = sorted({name for u in uploads for name in u.adapter.modules})
+    counted = [u for u in uploads if u.client.id in weights]
     means = {}
-    for name in names:
-        held = [u for u in uploads if name in u.adapter.modules and u.client.id in weights]
+    for name in sorted({name for u in counted for name in u.adapter.modules}):
+        held = [u for u in counted if name in u.adapter.modules]
         total = math.fsum(weights[u.client.id] for u in held)
         means[name] = stack([u.adapter.modules[name] for u in held], [weights[u.client.id] / total for u in held])
     return means
@@ -40,7 +40,11 @@ def mean_update(uploads: Sequence[Upload], weights: Mapping[str, float]) -> dict
 def padded_average_error(state: ServerState, uploads: Sequence[Upload], weights: Mapping[str, float]) -> float:
     """The relative error that zero-padded factor averaging would have made on these uploads, against the true mean."""
     server = Server(PaddedAverage(), heads="frozen")
-    accepted = [replace(u, adapter=Adapter(u.adapter.modules)) for u in uploads if u.client.id in weights]
+    accepted = [
+        replace(u, num_examples=weights[u.client.id], adapter=Adapter(u.adapter.modules))
+        for u in uploads
+        if u.client.id in weights
+    ]
     averaged = server.aggregate(server.init(Adapter(state.start.modules)), accepted)
     return relative_difference(server.global_update(averaged), mean_update(accepted, weights))
 

@@ -9,6 +9,7 @@ checkpoint can name code to run.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -24,6 +25,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -31,7 +33,7 @@ from fedlora.errors import CheckpointError
 
 T = TypeVar("T")
 
-_NAME = re.compile(r"round-(\d{5})\.([0-9a-f]{16})\.safetensors")
+_NAME = re.compile(r"round-(\d{5,})\.([0-9a-f]{16})\.safetensors")
 
 
 def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
@@ -55,7 +57,8 @@ def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
         os.replace(beside, path)
         _sync_directory(directory)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise CheckpointError(
             f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
@@ -87,7 +90,8 @@ def load_newest(directory: Path, kind: type[T], *extra: type) -> tuple[int, T] |
 
 def _listed(directory: Path) -> list[Path]:
     """Newest first."""
-    return sorted((p for p in directory.glob("round-*.safetensors") if _NAME.fullmatch(p.name)), reverse=True)
+    named = [(match, path) for path in directory.glob("round-*.safetensors") if (match := _NAME.fullmatch(path.name))]
+    return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), pair[1].name), reverse=True)]
 
 
 def _read(path: Path, kind: type[T], extra: tuple[type, ...]) -> T:
@@ -98,7 +102,7 @@ def _read(path: Path, kind: type[T], extra: tuple[type, ...]) -> T:
         with safe_open(path, framework="pt") as file:
             tree = json.loads(file.metadata()["tree"])
         tensors = safetensors.torch.load_file(path)
-        known = {cls.__name__: cls for root in (kind, *extra) for cls in _dataclasses(root, set())}
+        known = {_type_name(cls): cls for root in (kind, *extra) for cls in _dataclasses(root, set())}
         value: T = _decode(tree, tensors, known)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
@@ -108,22 +112,34 @@ def _read(path: Path, kind: type[T], extra: tuple[type, ...]) -> T:
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """JSON for `value`, its tensors moved to `tensors` under their path."""
     if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_complex() or value.device.type == "meta":
+            kind = f"{value.dtype}, {value.layout}, on {value.device}"
+            raise CheckpointError(f"the tensor at {path or '/'} ({kind}) cannot be stored in a checkpoint.")
         tensors[path] = value.detach().cpu().clone().contiguous()
         return {"tensor": path}
     if is_dataclass(value) and not isinstance(value, type):
-        inside = {f.name: _encode(getattr(value, f.name), f"{path}/{f.name}", tensors) for f in fields(value)}
-        return {"dataclass": type(value).__name__, "fields": inside}
+        inside = {f.name: _encode(getattr(value, f.name), _below(path, f.name), tensors) for f in fields(value)}
+        return {"dataclass": _type_name(type(value)), "fields": inside}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise CheckpointError(f"a mapping at {path or '/'} has keys that are no strings; it cannot be stored.")
-        return {"mapping": {key: _encode(item, f"{path}/{key}", tensors) for key, item in value.items()}}
+        return {"mapping": {key: _encode(item, _below(path, key), tensors) for key, item in value.items()}}
     if isinstance(value, tuple):
         return {"tuple": [_encode(item, f"{path}/{k}", tensors) for k, item in enumerate(value)]}
     if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(value)}
+        return {"float": repr(float(value))}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(f"a {type(value).__name__} at {path or '/'} cannot be stored in a checkpoint.")
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _below(path: str, key: str) -> str:
+    """A path one step down, as JSON pointers write it: a slash inside a key is no step."""
+    return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
 
 
 def _decode(tree: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:

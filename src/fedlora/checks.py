@@ -6,6 +6,7 @@ Nothing is repaired. Each refusal names the client and the reason, and the state
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping
 from functools import reduce
 
@@ -24,7 +25,7 @@ def checked_examples(upload: Upload) -> float:
     """The upload's num_examples, a finite number >= 0. Raises `UploadRefused`."""
     n = upload.num_examples
     try:
-        sound = not isinstance(n, bool) and isinstance(n, int | float) and math.isfinite(n) and n >= 0
+        sound = not isinstance(n, bool) and isinstance(n, numbers.Real) and math.isfinite(n) and n >= 0
     except OverflowError:  # an integer beyond every float
         sound = False
     if not sound:

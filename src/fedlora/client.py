@@ -79,7 +79,14 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
         KeptStateError: what was kept has other modules or another rank than what came.
     """
     have = kept or Adapter({}, {})
-    ranks = download.start.ranks | download.adapter.ranks
+    both_local = have.ranks if (download.roles.B, download.roles.A) == ("local", "local") else {}
+    ranks = both_local | download.start.ranks | download.adapter.ranks
+    foreign = sorted(set(have.modules) - set(ranks))
+    if foreign:
+        raise KeptStateError(
+            f"what was kept holds module {foreign[0]!r} ({len(foreign)} such), which the server does not send: it is of "
+            f"another model. Start afresh without what was kept."
+        )
     modules = {}
     for name, rank in ranks.items():
         came = download.adapter.modules.get(name)
@@ -88,27 +95,38 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
             if factor not in parts:
                 parts[factor] = _local_factor(name, factor, have, download.start, rank)
         modules[name] = LoRA(parts["B"], parts["A"])
-    heads = dict(download.adapter.heads)
+    local_heads = {**download.start.heads, **have.heads} if download.roles.heads == "local" else {}
     for name, start in download.start.heads.items():
-        heads[name] = have.heads.get(name, start)
-    return Adapter(modules, heads)
+        _check_kept(f"head {name!r}", local_heads[name], start)
+    return Adapter(modules, {**local_heads, **download.adapter.heads})
 
 
 def _local_factor(module: str, factor: str, kept: Adapter, start: Adapter, rank: int) -> Tensor:
-    source = kept if module in kept.modules else start
-    mine = source.modules[module].tensors().get(factor) if module in source.modules else None
+    what = f"factor {factor} of module {module!r}"
+    begun = start.modules[module].tensors().get(factor) if module in start.modules else None
+    mine = kept.modules[module].tensors().get(factor) if module in kept.modules else begun
     if mine is None:
         raise KeptStateError(
-            f"factor {factor} of module {module!r} is local: it was neither sent nor kept. "
+            f"{what} is local: it was neither sent nor kept. "
             f"Keep `client.keep(adapter, roles)` after each round and pass it to `receive`."
         )
     held = mine.shape[1] if factor == "B" else mine.shape[0]
     if held != rank:
         raise KeptStateError(
-            f"kept factor {factor} of module {module!r} has rank {held}, but the server now sends rank {rank}. "
+            f"the kept {what} has rank {held}, but the server now sends rank {rank}. "
             f"A client with local factors cannot change its rank; register it under a new id to start afresh."
         )
+    if begun is not None:
+        _check_kept(what, mine, begun)
     return mine
+
+
+def _check_kept(what: str, mine: Tensor, start: Tensor) -> None:
+    if mine.shape != start.shape:
+        raise KeptStateError(
+            f"the kept {what} has shape {tuple(mine.shape)}, but the server's model has {tuple(start.shape)}: "
+            f"it is of another model. Start afresh without what was kept."
+        )
 
 
 def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:

@@ -129,14 +129,17 @@ class Server:
         modules, start, base = {}, {}, {}
         for name, rank in ranks.items():
             readout = self.method.readout(state.modules[name], client.id, rank)
-            modules[name] = readout.lora
+            modules[name] = readout.lora.map(
+                Tensor.clone
+            )  # the client's own: training in place must not reach the state
             if readout.base_delta is not None:
                 base[name] = readout.base_delta
             B, A = state.start.modules[name].factors
             local = {"B": B[:, :rank] if roles.B == "local" else None, "A": A[:rank] if roles.A == "local" else None}
             if local["B"] is not None or local["A"] is not None:
                 start[name] = LoRA(local["B"], local["A"])
-        sent, kept = ({}, state.start.heads) if roles.heads == "local" else (state.heads, {})
+        heads = {name: head.clone() for name, head in state.heads.items()}
+        sent, kept = ({}, heads) if roles.heads == "local" else (heads, {})
         return Download(
             client=client,
             round=state.round,
@@ -257,11 +260,10 @@ class OpenRound:
                 f"round {state.round}: {len(uploads)} usable uploads, the quorum is {quorum} "
                 f"({len(self._abstained)} abstained; refused: {refused}). The state is unchanged."
             )
-        raw = [float(u.num_examples) if server.weighting == "examples" else 1.0 for u in uploads]
-        shares = raw if math.isfinite(sum(raw)) else [w / max(raw) for w in raw]
-        weights = {u.client.id: w / math.fsum(shares) for u, w in zip(uploads, shares, strict=True)}
+        counts = {u.client.id: float(u.num_examples) if server.weighting == "examples" else 1.0 for u in uploads}
+        weights = _shares(counts)
 
-        modules = {name: self._aggregate_module(name, s, uploads, weights) for name, s in state.modules.items()}
+        modules = {name: self._aggregate_module(name, s, uploads, counts) for name, s in state.modules.items()}
         heads = state.heads
         if self._roles.heads == "shared":
             heads = {
@@ -281,18 +283,25 @@ class OpenRound:
         method, start = self._server.method, nxt.start.modules
         return any(method.readout(s, None, start[m].rank).base_delta is not None for m, s in nxt.modules.items())
 
-    def _aggregate_module(self, name: str, s: Any, uploads: list[Upload], weights: Mapping[str, float]) -> Any:
+    def _aggregate_module(self, name: str, s: Any, uploads: list[Upload], counts: Mapping[str, float]) -> Any:
         held = [u for u in uploads if name in u.adapter.modules]
         if not held:
             return s
-        total = math.fsum(weights[u.client.id] for u in held) if self._server.missing == "renormalise" else 1.0
+        over = {u.client.id for u in (held if self._server.missing == "renormalise" else uploads)}
+        weights = _shares({client: n for client, n in counts.items() if client in over})
         dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[name]) for u in held))
         updates = []
         for u in held:
             lora, r = u.adapter.modules[name], u.client.ranks(self._state.modules)[name]
-            p = weights[u.client.id] / total
-            updates.append(Update(u.client.id, p, r, _promoted(lora, dtype), _stored_dtype(lora)))
+            updates.append(Update(u.client.id, weights[u.client.id], r, _promoted(lora, dtype), _stored_dtype(lora)))
         return self._server.method.aggregate(s, updates)
+
+
+def _shares(counts: Mapping[str, float]) -> dict[str, float]:
+    """Client -> its share of the counts; also where they have no finite sum."""
+    top = 1.0 if math.isfinite(sum(counts.values())) else max(counts.values())
+    total = math.fsum(n / top for n in counts.values())
+    return {client: n / top / total for client, n in counts.items()}
 
 
 def _stored_dtype(lora: LoRA) -> torch.dtype:

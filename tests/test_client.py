@@ -1,0 +1,268 @@
+"""The client's three verbs over every combination of roles: receive, send, keep. Kind of evidence: contract.
+
+Expected values come from the definition of the roles alone (`fedlora.method.Roles`): shared parts travel both ways,
+local ones never travel, frozen ones travel down. Tensors are told apart by a constant value, written beside each test.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from federations import noise, seed_adapter
+from fedlora import Adapter, Client, Download, LoRA, Roles, Server, Upload, build, keep, receive, send
+from fedlora.errors import FactorNotShared, HyperparameterError, KeptStateError
+from fedlora.method import Role
+
+ROLES = ("shared", "local", "frozen")
+COMBINATIONS = [Roles(*roles) for roles in product(ROLES, repeat=3)]
+every_roles = pytest.mark.parametrize("roles", COMBINATIONS, ids=lambda r: f"{r.B}-{r.A}-{r.heads}")
+D_OUT, D_IN, RANK = 5, 4, 2
+SENT, START, KEPT, TRAINED = 1.0, 2.0, 3.0, 4.0  # which tensor is which
+
+
+def pair(value: float, rank: int = RANK, *, B: bool = True, A: bool = True) -> LoRA:
+    return LoRA(torch.full((D_OUT, rank), value) if B else None, torch.full((rank, D_IN), value) if A else None)
+
+
+def part(value: float, roles: Roles, wanted: tuple[Role, ...], rank: int = RANK) -> Adapter:
+    """Those parts of one module "m" and one head "h" whose role is wanted."""
+    B, A = roles.B in wanted, roles.A in wanted
+    modules = {"m": pair(value, rank, B=B, A=A)} if B or A else {}
+    return Adapter(modules, {"h": torch.full((3,), value)} if roles.heads in wanted else {})
+
+
+def downloaded(roles: Roles, rank: int = RANK) -> Download:
+    return Download(
+        client=Client("a", rank),
+        round=0,
+        adapter=part(SENT, roles, ("shared", "frozen"), rank),
+        roles=roles,
+        start=part(START, roles, ("local",), rank),
+        base_delta=None,
+        base_version=0,
+    )
+
+
+def values(adapter: Adapter | None) -> dict[str, float]:
+    """Part -> the constant that marks where it came from; absent parts are left out."""
+    if adapter is None:
+        return {}
+    tensors: dict[str, Tensor] = {f: t for lora in adapter.modules.values() for f, t in lora.tensors().items()}
+    tensors |= adapter.heads
+    assert all(len(t.unique()) == 1 for t in tensors.values())
+    return {name: float(t.flatten()[0]) for name, t in tensors.items()}
+
+
+def expected(roles: Roles, **by_role: float) -> dict[str, float]:
+    """The parts of the given roles, each with its role's value."""
+    owners = {"B": roles.B, "A": roles.A, "h": roles.heads}
+    return {name: by_role[role] for name, role in owners.items() if role in by_role}
+
+
+# --------------------------------------------------------------------------------------------------------- receive
+
+
+@every_roles
+def test_the_first_receive_completes_with_the_start(roles: Roles) -> None:
+    got = receive(downloaded(roles), None)
+    assert values(got) == expected(roles, shared=SENT, frozen=SENT, local=START)
+    assert got.ranks == {"m": RANK}
+
+
+@every_roles
+def test_a_later_receive_completes_with_what_was_kept(roles: Roles) -> None:
+    """The start is used only the first time, though it is still in the download."""
+    kept = keep(Adapter({"m": pair(KEPT)}, {"h": torch.full((3,), KEPT)}), roles)
+    got = receive(downloaded(roles), kept)
+    assert values(got) == expected(roles, shared=SENT, frozen=SENT, local=KEPT)
+
+
+@every_roles
+def test_a_later_download_may_come_without_the_start(roles: Roles) -> None:
+    """`Download.start`: a client that has kept its local parts may be sent this without it, and loses none of them."""
+    kept = keep(Adapter({"m": pair(KEPT)}, {"h": torch.full((3,), KEPT)}), roles)
+    got = receive(replace(downloaded(roles), start=Adapter({})), kept)
+    assert values(got) == expected(roles, shared=SENT, frozen=SENT, local=KEPT)
+
+
+@every_roles
+def test_a_received_adapter_is_complete(roles: Roles) -> None:
+    """Both factors of every module, so that its product exists, and every head."""
+    for kept in (None, part(KEPT, roles, ("local",))):
+        got = receive(downloaded(roles), kept)
+        B, A = got.modules["m"].factors
+        assert (tuple(B.shape), tuple(A.shape), list(got.heads)) == ((D_OUT, RANK), (RANK, D_IN), ["h"])
+
+
+@every_roles
+def test_receive_leaves_its_inputs_alone(roles: Roles) -> None:
+    download, kept = downloaded(roles), part(KEPT, roles, ("local",))
+    receive(download, kept)
+    assert values(download.adapter) == expected(roles, shared=SENT, frozen=SENT)
+    assert values(download.start) == expected(roles, local=START)
+    assert values(kept) == expected(roles, local=KEPT)
+
+
+def test_a_module_kept_and_one_new_to_the_client() -> None:
+    """A client that takes on a module later starts there, and goes on where it has kept something."""
+    roles = Roles(B="local")
+    one, two = pair(SENT, B=False), pair(START, A=False)
+    download = replace(downloaded(roles), adapter=Adapter({"m": one, "n": one}), start=Adapter({"m": two, "n": two}))
+    got = receive(download, Adapter({"m": pair(KEPT, A=False)}))
+    assert [float(got.modules[m].factors[0][0, 0]) for m in ("m", "n")] == [KEPT, START]
+
+
+@pytest.mark.parametrize(("roles", "factor"), [(Roles(B="local"), "B"), (Roles(A="local"), "A")])
+@pytest.mark.parametrize("held", [1, 3])
+def test_a_kept_factor_of_another_rank_is_refused(roles: Roles, factor: str, held: int) -> None:
+    with pytest.raises(KeptStateError, match=rf"kept factor {factor} of module 'm' has rank {held}, .* rank 2"):
+        receive(downloaded(roles), part(KEPT, roles, ("local",), rank=held))
+
+
+@pytest.mark.parametrize(("roles", "factor"), [(Roles(B="local"), "B"), (Roles(A="local"), "A")])
+@pytest.mark.parametrize("kept", [None, Adapter({}), Adapter({"other": pair(KEPT)})], ids=["None", "empty", "other"])
+def test_a_local_factor_neither_sent_nor_kept_is_named(roles: Roles, factor: str, kept: Adapter | None) -> None:
+    download = replace(downloaded(roles), start=Adapter({}))
+    with pytest.raises(KeptStateError, match=rf"factor {factor} of module 'm' is local: it was neither sent nor kept"):
+        receive(download, kept)
+
+
+def test_kept_parts_of_other_modules_are_refused() -> None:
+    """`receive` promises it: KeptStateError where what was kept has other modules. Else training restarts unseen."""
+    roles = Roles(B="local")
+    with pytest.raises(KeptStateError):
+        receive(downloaded(roles), Adapter({"other": pair(KEPT, A=False)}))
+
+
+@pytest.mark.parametrize(
+    ("roles", "kept"),
+    [
+        (Roles(B="local"), Adapter({"m": LoRA(torch.ones(D_OUT + 1, RANK), None)})),
+        (Roles(A="local"), Adapter({"m": LoRA(None, torch.ones(RANK, D_IN + 1))})),
+        (Roles(heads="local"), Adapter({}, {"h": torch.ones(4)})),
+    ],
+    ids=["B", "A", "head"],
+)
+def test_kept_parts_of_another_shape_are_refused(roles: Roles, kept: Adapter) -> None:
+    """Of the same rank but another matrix, as from another base model: the start that came along shows the shape."""
+    with pytest.raises(KeptStateError):
+        receive(downloaded(roles), kept)
+
+
+# -------------------------------------------------------------------------------------------------- send and keep
+
+
+def complete() -> Adapter:
+    return Adapter({"m": pair(TRAINED)}, {"h": torch.full((3,), TRAINED)})
+
+
+@every_roles
+def test_send_is_the_shared_parts_and_keep_the_local_ones(roles: Roles) -> None:
+    assert values(send(complete(), roles)) == expected(roles, shared=TRAINED)
+    assert values(keep(complete(), roles)) == expected(roles, local=TRAINED)
+
+
+@every_roles
+def test_keep_is_none_exactly_where_nothing_is_local(roles: Roles) -> None:
+    assert (keep(complete(), roles) is None) == ("local" not in (roles.B, roles.A, roles.heads))
+
+
+@every_roles
+def test_a_round_trip_gives_back_the_local_parts_bit_for_bit(roles: Roles) -> None:
+    """receive, train, send and keep, receive again: local is what was trained, the rest is what came."""
+    first = receive(downloaded(roles), None)
+    trained = first.map(lambda t: t + 10)  # SENT -> 11, START -> 12
+    again = receive(downloaded(roles), keep(trained, roles))
+    assert values(again) == expected(roles, shared=SENT, frozen=SENT, local=START + 10)
+    assert values(send(trained, roles)) == expected(roles, shared=SENT + 10)
+
+
+@every_roles
+def test_factors_that_neither_travel_nor_stay_leave_no_module_behind(roles: Roles) -> None:
+    """An upload holds exactly what is shared: no module at all where neither factor is."""
+    assert set(send(complete(), roles).modules) == ({"m"} if "shared" in (roles.B, roles.A) else set())
+
+
+def test_an_incomplete_adapter_cannot_be_sent() -> None:
+    with pytest.raises(FactorNotShared, match="factor A of this update is absent"):
+        send(Adapter({"m": pair(TRAINED, A=False)}), Roles())
+
+
+# -------------------------------------------------------------------------------------------------- subspace form
+
+
+@every_roles
+def test_the_subspace_form_needs_both_factors_shared(roles: Roles) -> None:
+    if (roles.B, roles.A) == ("shared", "shared"):
+        got = send(complete(), roles, "subspace")
+        assert set(got.modules) == {"m"}
+        assert set(got.heads) == ({"h"} if roles.heads == "shared" else set())
+    else:
+        with pytest.raises(HyperparameterError, match="the subspace form needs both factors shared; the roles are"):
+            send(complete(), roles, "subspace")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_the_subspace_form_is_the_same_update_with_an_orthonormal_basis(dtype: torch.dtype) -> None:
+    """U^T U = I and U Ahat = B A, in the adapter's own dtype: to its rounding, or float64's times a condition."""
+    lora = LoRA(noise((9, 3), "B", dtype=dtype), noise((3, 7), "A", dtype=dtype))
+    U, Ahat = send(Adapter({"m": lora}), Roles(), "subspace").modules["m"].factors
+    tolerance = max(4 * torch.finfo(dtype).eps, 1e-13)
+    assert (U.dtype, Ahat.dtype, tuple(U.shape), tuple(Ahat.shape)) == (dtype, dtype, (9, 3), (3, 7))
+    U, Ahat = U.double(), Ahat.double()
+    want = lora.map(Tensor.double).delta()
+    assert float((U.mT @ U - torch.eye(3, dtype=torch.float64)).norm()) < tolerance
+    assert float((U @ Ahat - want).norm() / want.norm()) < tolerance
+
+
+def test_the_subspace_form_of_a_rank_deficient_update_is_smaller() -> None:
+    """The last column of B repeats the first: rank 2 of 3. Zero: rank 0. Never more bytes than the factors."""
+    B, A = noise((9, 2), "B"), noise((3, 7), "A")
+    deficient = LoRA(torch.cat([B, B[:, :1]], 1), A)
+    zero = LoRA(torch.zeros(9, 3, dtype=torch.float64), A)
+    got = send(Adapter({"deficient": deficient, "zero": zero}), Roles(), "subspace")
+    assert got.ranks == {"deficient": 2, "zero": 0}
+    torch.testing.assert_close(got.modules["deficient"].delta(), deficient.delta(), rtol=0, atol=1e-13)
+
+
+# --------------------------------------------------------------------------------------- clients, and the server
+
+
+def test_the_whole_protocol_with_a_method_that_keeps_b_and_heads() -> None:
+    """FedSA-LoRA over two rounds: the second start is the kept B and heads, and the mean A (one client: its own)."""
+    server = Server(build("fedsa-lora"))
+    state, client = server.init(seed_adapter(2)), Client("a", 2)
+    first = server.download(state, client)
+    trained = receive(first, None).map(lambda t: t + 1)
+    after = server.aggregate(state, [Upload(client, 5, send(trained, first.roles))])
+    again = receive(server.download(after, client), keep(trained, first.roles))
+    for name, lora in trained.modules.items():
+        for got, want in zip(again.modules[name].factors, lora.factors, strict=True):
+            assert torch.equal(got, want)
+    assert all(torch.equal(again.heads[name], head) for name, head in trained.heads.items())
+
+
+@pytest.mark.parametrize("id", ["", None, 7, b"a"])
+def test_a_client_id_is_a_string(id: object) -> None:
+    with pytest.raises(HyperparameterError, match="a client id is a non-empty string; got"):
+        Client(id, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0, -1, 2.0, True, None, "4", math.nan, {"m": 0}, {"m": 4, "n": True}, {"m": 2.5}])
+def test_ranks_are_integers_from_one(rank: object) -> None:
+    with pytest.raises(HyperparameterError, match="client 'a': ranks are integers >= 1; got"):
+        Client("a", rank)  # type: ignore[arg-type]
+
+
+def test_ranks_by_module() -> None:
+    """One number is for all modules; a mapping for those that it names, in the order of the model's modules."""
+    modules = {"m": 0, "n": 0}
+    assert Client("a", 4).ranks(modules) == {"m": 4, "n": 4}
+    assert Client("a", {"n": 2}).ranks(modules) == {"n": 2}
+    assert list(Client("a", {"n": 2, "m": 3}).ranks(modules).items()) == [("m", 3), ("n", 2)]

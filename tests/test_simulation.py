@@ -1,0 +1,499 @@
+"""The in-process engine, with a stand-in for training (`federations.pushed`): no model, no text.
+
+Kinds of evidence: *contract* (what a record holds, what a failure does, resuming gives the same bits) and *oracle*
+(bytes counted by hand from the shapes in `federations`, the padding error from dense float64 matrices).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, pushed, seed_adapter
+from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, build, checkpoint
+from fedlora.errors import ClientFailed, ConfigError, KeptStateError, QuorumNotMet, UploadRefused
+from fedlora.rounds import sample_clients
+from fedlora.simulation import RoundRecord, RunState, Traffic, Trained, simulate, start
+
+NAMES = tuple(EQUAL)
+BATCH = 7  # examples that a round of the toy trainer takes
+
+
+class Toy:
+    """Trains by a push that depends on client, round and data position alone. Remembers whom it served."""
+
+    def __init__(self, wrong: Callable[[Download, Trained], Trained] = lambda download, trained: trained) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+        self._wrong = wrong
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        client, t = download.client.id, download.round
+        self.calls.append((client, t, position))
+        moved = pushed(adapter, client, 1000 * t + position)
+        return self._wrong(download, Trained(moved, EXAMPLES[client], loss(client, t), position + BATCH))
+
+
+def loss(client: str, round: int) -> float:
+    return ord(client) + round / 10
+
+
+def clients(ranks: Mapping[str, int]) -> list[Client]:
+    return [Client(name, rank) for name, rank in ranks.items()]
+
+
+def run(
+    name: str = "glora",
+    ranks: Mapping[str, int] = EQUAL,
+    trainer: Any = None,
+    *,
+    state: RunState | None = None,
+    rounds: int = 3,
+    dtype: torch.dtype = torch.float32,
+    hparams: Mapping[str, Any] | None = None,
+    server: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[RoundRecord]:
+    s = Server(build(name, **(hparams or {})), **(server or {}))
+    state = state or start(s, seed_adapter(max(ranks.values()), dtype))
+    return simulate(s, clients(ranks), trainer or Toy(), state, rounds=rounds, **options)
+
+
+def bits(state: RunState, folder: Path) -> str:
+    """A checkpoint's name holds the digest of all its tensors and values: equal names are equal bits."""
+    return checkpoint.save(folder, state.round, state, keep=1000).name
+
+
+def failing(client: str, round: int, error: Exception) -> Toy:
+    def wrong(download: Download, trained: Trained) -> Trained:
+        if (download.client.id, download.round) == (client, round):
+            raise error
+        return trained
+
+    return Toy(wrong)
+
+
+def diverging(client: str, round: int) -> Toy:
+    """Training gives NaN, as a real divergence does: in all factors, heads and the loss."""
+
+    def wrong(download: Download, trained: Trained) -> Trained:
+        if (download.client.id, download.round) == (client, round):
+            return replace(trained, adapter=trained.adapter.map(lambda t: t * math.nan), loss=math.nan)
+        return trained
+
+    return Toy(wrong)
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_holds_the_losses_and_weights_of_its_round() -> None:
+    """p_i = n_i / sum n, from federations.EXAMPLES."""
+    for t, record in enumerate(run(rounds=3)):
+        assert record.round == record.state.round == t + 1
+        assert record.losses == {name: loss(name, t) for name in NAMES}
+        assert record.weights == pytest.approx({name: n / 90 for name, n in EXAMPLES.items()}, rel=1e-12)
+        assert [u.client.id for u in record.uploads] == list(NAMES)
+        assert [u.num_examples for u in record.uploads] == list(EXAMPLES.values())
+        assert record.refused == {} and record.metrics == {}
+
+
+def test_weights_can_be_uniform() -> None:
+    (record,) = run(rounds=1, server={"weighting": "uniform"})
+    assert record.weights == dict.fromkeys(NAMES, 0.25)
+
+
+def test_a_record_times_its_phases() -> None:
+    (record,) = run(rounds=1)
+    assert set(record.seconds) == {"download", "train", "upload", "aggregate", "diagnose"}
+    assert all(spent >= 0 for spent in record.seconds.values())
+
+
+def test_the_server_rank_is_the_mean_over_modules() -> None:
+    """GLoRA at full budget holds the union: min(sum r_i, d_out, d_in), so 22 -> 16 and 18 -> 16; FedIT holds r."""
+    (record,) = run("glora", MIXED, rounds=1, dtype=torch.float64)
+    assert record.server_rank == sum(MIXED.values()) == 16
+    (record,) = run("glora", {"a": 6, "b": 6, "c": 6, "d": 6}, rounds=1, dtype=torch.float64)
+    assert record.server_rank == (22 + 18) / 2, "four ranks of 6 make 24, more than 30 x 22 and 18 x 22 can hold"
+    (record,) = run("fedit", EQUAL, rounds=1)
+    assert record.server_rank == 4
+
+
+class Counting:
+    """An evaluator that reports the round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+
+    def evaluate(self, server: Server, state: RunState) -> Mapping[str, float]:
+        self.rounds.append(state.round)
+        return {"accuracy": state.round / 10}
+
+
+def test_evaluation_comes_every_so_many_rounds_and_at_the_end() -> None:
+    evaluator = Counting()
+    records = list(run(rounds=5, evaluator=evaluator, evaluate_every=2))
+    assert evaluator.rounds == [2, 4, 5]
+    assert [r.metrics for r in records] == [{}, {"accuracy": 0.2}, {}, {"accuracy": 0.4}, {"accuracy": 0.5}]
+    assert ["evaluate" in r.seconds for r in records] == [False, True, False, True, True]
+
+
+# ---- bytes, counted by hand ------------------------------------------------------------------------------------------
+
+WIDTH = sum(d_out + d_in for d_out, d_in in SHAPES.values())  # entries of B and A for each unit of rank
+OUT = sum(d_out for d_out, _ in SHAPES.values())
+IN = sum(d_in for _, d_in in SHAPES.values())
+HEAD = sum(math.prod(shape) for shape in HEADS.values())
+assert (WIDTH, OUT, IN, HEAD) == (92, 48, 44, 93)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float64, 8)])
+def test_bytes_of_fedit(dtype: torch.dtype, size: int) -> None:
+    """Everyone sends and receives both factors and the heads, every round."""
+    want = Traffic(4 * 4 * 92 * size, 4 * 93 * size, 4 * 4 * 92 * size, 4 * 93 * size, 0)
+    for record in run("fedit", EQUAL, dtype=dtype):
+        assert record.bytes == want
+        assert record.bytes.total == 2 * (4 * 4 * 92 + 4 * 93) * size
+
+
+def test_bytes_of_glora_are_those_of_each_clients_own_rank() -> None:
+    """Ranks 2, 3, 5, 6: the server's larger rank never travels."""
+    for record in run("glora", MIXED):
+        assert record.bytes == Traffic(16 * 92 * 4, 4 * 93 * 4, 16 * 92 * 4, 4 * 93 * 4, 0)
+
+
+def test_bytes_of_the_subspace_form_are_no_more() -> None:
+    """(U_i, Ahat_i) has the shapes of (B_i, A_i) where the update has its full rank."""
+    for record in run("glora", MIXED, form="subspace"):
+        assert record.bytes.up_adapter == 16 * 92 * 4
+        assert {u.form for u in record.uploads} == {"subspace"}
+
+
+def test_bytes_of_fedsa_lora() -> None:
+    """A goes both ways. B and the heads come once, as a client's start, and never travel again."""
+    first, *later = run("fedsa-lora", EQUAL)
+    assert first.bytes == Traffic(4 * 4 * 44 * 4, 0, 4 * 4 * (44 + 48) * 4, 4 * 93 * 4, 0)
+    assert {r.bytes for r in later} == {Traffic(4 * 4 * 44 * 4, 0, 4 * 4 * 44 * 4, 0, 0)}
+
+
+def test_a_start_is_sent_to_each_client_once_whenever_it_joins() -> None:
+    """FedSA-LoRA with half of the clients a round: those who come for the first time get the start, in any round."""
+    known: set[str] = set()
+    for record in run("fedsa-lora", EQUAL, rounds=6, participation=0.5):
+        new = set(record.losses) - known
+        assert record.bytes.down_heads == len(new) * 93 * 4
+        assert record.bytes.down_adapter == (2 * 4 * 44 + len(new) * 4 * 48) * 4
+        known |= set(record.losses)
+    assert known == set(NAMES)
+
+
+def test_bytes_of_fedex_lora() -> None:
+    """The residual sum p_i (B_i - B)(A_i - A) of four clients of rank 4 has rank 3 * 4 = 12, unless it is full.
+
+    In round 2 each client fetches it at rank 12; in round 3 two of them add up to 24, more than 22 and 18.
+    """
+    base = [r.bytes.down_base for r in run("fedex-lora", EQUAL, rounds=3, dtype=torch.float64)]
+    assert base == [0, 4 * 12 * 92 * 8, 4 * (22 * (30 + 22) + 18 * (18 + 22)) * 8]
+
+
+# ---- the error of padded factor averaging ----------------------------------------------------------------------------
+
+
+def padded_error(record: RoundRecord, rank: int) -> float:
+    """|| (sum p_i pad(B_i)) (sum p_i pad(A_i)) - sum p_i B_i A_i ||_F / || sum p_i B_i A_i ||_F, dense, all modules."""
+    gap = size = 0.0
+    total = sum(u.num_examples for u in record.uploads)
+    for module, (d_out, d_in) in SHAPES.items():
+        B, A, mean = (
+            torch.zeros(d_out, rank).double(),
+            torch.zeros(rank, d_in).double(),
+            torch.zeros(d_out, d_in).double(),
+        )
+        for upload in record.uploads:
+            p, (b, a) = upload.num_examples / total, upload.adapter.modules[module].map(Tensor.double).factors
+            B[:, : b.shape[1]] += p * b
+            A[: a.shape[0]] += p * a
+            mean += p * b @ a
+        gap += float((B @ A - mean).square().sum())
+        size += float(mean.square().sum())
+    return math.sqrt(gap / size)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("glora", MIXED), ("fedit", EQUAL), ("fedex-lora", EQUAL)])
+def test_the_padded_error_is_that_of_zero_padded_averaging(name: str, ranks: dict[str, int]) -> None:
+    for record in run(name, ranks, dtype=torch.float64):
+        want = padded_error(record, max(ranks.values()))
+        assert want > 0.1
+        assert record.padded_error == pytest.approx(want, rel=1e-9)
+
+
+def test_the_padded_error_of_the_subspace_form_is_of_what_was_uploaded() -> None:
+    """Averaging (U_i, Ahat_i) entry by entry is as wrong as averaging (B_i, A_i), by another number."""
+    (record,) = run("glora", MIXED, dtype=torch.float64, rounds=1, form="subspace")
+    assert record.padded_error == pytest.approx(padded_error(record, 6), rel=1e-9)
+
+
+def test_there_is_no_padded_error_where_factors_stay_local() -> None:
+    assert {r.padded_error for r in run("fedsa-lora", EQUAL)} == {None}
+
+
+# ---- participation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "count"), [(1.0, 4), (0.75, 3), (0.5, 2), (0.3, 1), (0.01, 1)])
+def test_a_share_of_the_clients_takes_part(share: float, count: int) -> None:
+    toy = Toy()
+    for t, record in enumerate(run(trainer=toy, rounds=4, participation=share, seed=5)):
+        chosen = sample_clients(NAMES, share, seed=5, round=t)
+        assert len(chosen) == count
+        assert list(record.losses) == list(record.weights) == chosen == sorted(chosen)
+        assert math.fsum(record.weights.values()) == pytest.approx(1)
+        assert [c for c, r, _ in toy.calls if r == t] == chosen
+
+
+def test_who_takes_part_changes_by_round_and_seed() -> None:
+    by_seed = [tuple(tuple(r.losses) for r in run(rounds=6, participation=0.5, seed=s)) for s in (0, 0, 1)]
+    assert by_seed[0] == by_seed[1] != by_seed[2]
+    assert len(set(by_seed[0])) > 1
+
+
+def test_a_client_that_is_absent_keeps_its_place_and_what_it_holds() -> None:
+    """Its data stream and its local factors stay as they are until it comes again."""
+    toy = Toy()
+    before: RunState | None = None
+    for record in run("fedsa-lora", trainer=toy, rounds=6, participation=0.5):
+        for name, memory in record.state.clients.items():
+            if name not in record.losses and before is not None:
+                assert memory is before.clients[name]
+        before = record.state
+    for name in NAMES:
+        positions = [position for c, _, position in toy.calls if c == name]
+        assert positions == [BATCH * k for k in range(len(positions))]
+
+
+def test_the_order_of_the_client_list_changes_no_bit(tmp_path: Path) -> None:
+    states = [list(run("glora", ranks))[-1].state for ranks in (MIXED, dict(reversed(MIXED.items())))]
+    assert len({bits(state, tmp_path / str(k)) for k, state in enumerate(states)}) == 1
+
+
+# ---- clients that fail, and clients that diverge ---------------------------------------------------------------------
+
+
+def test_a_client_that_raises_ends_the_run_with_its_name_and_round() -> None:
+    records = run(trainer=failing("c", 1, RuntimeError("out of memory")))
+    first = next(records)
+    with pytest.raises(ClientFailed, match=r"client 'c' failed in round 2: RuntimeError: out of memory") as caught:
+        next(records)
+    assert (caught.value.client, caught.value.round) == ("c", 2)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert first.round == 1 and first.refused == {}
+
+
+def test_with_a_quorum_a_client_that_raises_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """The others share its weight; it tries the same data again in its next round."""
+    toy = failing("c", 1, RuntimeError("out of memory"))
+    with caplog.at_level(logging.WARNING):
+        first, second, third = run(trainer=toy, server={"quorum": 3})
+    assert second.refused == {"c": "RuntimeError: out of memory"}
+    assert second.weights == pytest.approx({"a": 10 / 50, "b": 25 / 50, "d": 15 / 50})
+    assert list(second.losses) == ["a", "b", "d"]
+    assert second.state.clients["c"] is first.state.clients["c"]
+    assert third.refused == {} and list(third.losses) == list(NAMES)
+    assert [position for c, _, position in toy.calls if c == "c"] == [0, BATCH, BATCH]
+    assert "client 'c' failed in round 2" in caplog.text
+
+
+def test_a_client_that_fails_costs_no_upload() -> None:
+    """It has received its download, and sends nothing."""
+    _, record, _ = run("fedit", trainer=failing("c", 1, OSError("disk")), server={"quorum": 1})
+    assert record.bytes == Traffic(3 * 4 * 92 * 4, 3 * 93 * 4, 4 * 4 * 92 * 4, 4 * 93 * 4, 0)
+
+
+def test_what_is_wrong_with_the_run_itself_is_never_put_on_a_client() -> None:
+    """An error of ours means a wrong configuration, which no quorum can mend."""
+    with pytest.raises(ConfigError, match="no data"):
+        list(run(trainer=failing("c", 0, ConfigError("no data")), server={"quorum": 1}))
+
+
+def test_an_interrupt_is_never_put_on_a_client() -> None:
+    def interrupt(*_: object) -> Trained:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(run(trainer=Toy(interrupt), server={"quorum": 1}))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_with_a_quorum_a_diverged_client_is_refused_and_the_round_goes_on(name: str) -> None:
+    """Nothing of it reaches the state: it is as if the client had not been there, but its data stream moves on."""
+    toy = diverging("b", 1)
+    _, record, last = run(name, trainer=toy, dtype=torch.float64, server={"quorum": 2})
+    assert list(record.refused) == ["b"] and "NaN" in record.refused["b"]
+    assert record.weights == pytest.approx({"a": 10 / 65, "c": 40 / 65, "d": 15 / 65})
+    assert math.isnan(record.losses["b"])
+    assert [u.client.id for u in record.uploads] == ["a", "c", "d"]
+    assert [position for c, _, position in toy.calls if c == "b"] == [0, BATCH, 2 * BATCH]
+
+    _, without, _ = run(name, trainer=failing("b", 1, OSError()), dtype=torch.float64, server={"quorum": 2})
+    for module in SHAPES:
+        for c in ("a", "b"):
+            got, want = (
+                Server(build(name)).download(r.state.server, Client(c, 4)).adapter.modules[module].tensors()
+                for r in (record, without)
+            )
+            assert all(torch.equal(got[f], want[f]) for f in want)
+    assert last.refused == {} and set(last.weights) == set(NAMES)
+    assert all(math.isfinite(value) for value in last.losses.values())
+
+
+def test_a_diverged_client_keeps_the_local_factors_it_had() -> None:
+    """FedSA-LoRA: it would otherwise start its next round from NaN, for ever."""
+    first, second, third = run("fedsa-lora", trainer=diverging("b", 1), server={"quorum": 2})
+    before, after = (r.state.clients["b"].kept for r in (first, second))
+    assert before is not None and after is before
+    kept = third.state.clients["b"].kept
+    assert kept is not None
+    assert all(bool(torch.isfinite(t).all()) for x in kept.modules.values() for t in x.tensors().values())
+    assert all(bool(torch.isfinite(t).all()) for t in kept.heads.values())
+
+
+def test_a_client_whose_local_part_alone_diverged_does_not_keep_it() -> None:
+    """FedSA-LoRA uploads A only. A NaN in B is not seen by the server, but it would stay with the client for ever."""
+
+    def wrong(download: Download, trained: Trained) -> Trained:
+        if (download.client.id, download.round) != ("b", 1):
+            return trained
+        modules = {n: LoRA(x.factors[0] * math.nan, x.factors[1]) for n, x in trained.adapter.modules.items()}
+        return replace(trained, adapter=Adapter(modules, trained.adapter.heads), loss=math.nan)
+
+    *_, last = run("fedsa-lora", trainer=Toy(wrong), server={"quorum": 2})
+    kept = last.state.clients["b"].kept
+    assert kept is not None
+    assert all(bool(torch.isfinite(t).all()) for x in kept.modules.values() for t in x.tensors().values())
+
+
+def test_without_a_quorum_a_diverged_client_ends_the_run() -> None:
+    with pytest.raises(UploadRefused, match=r"client 'b' refused: .*NaN or Inf.*training diverged"):
+        list(run(trainer=diverging("b", 1)))
+
+
+def test_the_padded_error_is_of_the_accepted_uploads() -> None:
+    _, record, _ = run("glora", MIXED, trainer=diverging("b", 1), dtype=torch.float64, server={"quorum": 2})
+    assert record.padded_error == pytest.approx(padded_error(record, 6), rel=1e-9)
+
+
+def test_a_client_without_examples_abstains() -> None:
+    def none_of(download: Download, trained: Trained) -> Trained:
+        return replace(trained, num_examples=0) if download.client.id == "a" else trained
+
+    (record,) = run("glora", MIXED, trainer=Toy(none_of), rounds=1, dtype=torch.float64)
+    assert set(record.weights) == {"b", "c", "d"} and record.refused == {}
+    assert record.state.server.tally is not None and record.state.server.tally.abstained == ("a",)
+    counted = replace(record, uploads=tuple(u for u in record.uploads if u.num_examples))
+    assert record.padded_error == pytest.approx(padded_error(counted, 6), rel=1e-9)
+
+
+def test_too_few_usable_uploads_end_the_run_and_say_who_was_missing() -> None:
+    def wrong(download: Download, trained: Trained) -> Trained:
+        if download.round == 1 and download.client.id == "a":
+            raise RuntimeError("out of memory")
+        if download.round == 1 and download.client.id == "b":
+            return replace(trained, adapter=trained.adapter.map(lambda t: t * math.inf))
+        return trained
+
+    records = run(trainer=Toy(wrong), server={"quorum": 3})
+    first = next(records)
+    with pytest.raises(QuorumNotMet, match=r"2 usable uploads, the quorum is 3") as caught:
+        next(records)
+    assert "b: " in str(caught.value) and "NaN or Inf" in str(caught.value)
+    assert "'a': 'RuntimeError: out of memory'" in str(caught.value)
+    assert first.state.round == 1
+
+
+def test_a_client_cannot_come_back_with_another_rank_to_its_local_factors() -> None:
+    """FedSA-LoRA serves one rank; a state whose kept factors have another one is refused by the protocol."""
+    (record,) = run("fedsa-lora", EQUAL, rounds=1)
+    kept = record.state.clients["a"].kept
+    assert kept is not None
+    smaller = Adapter({n: LoRA(x.tensors()["B"][:, :2], None) for n, x in kept.modules.items()}, kept.heads)
+    memories = {**record.state.clients, "a": replace(record.state.clients["a"], kept=smaller)}
+    with pytest.raises(KeptStateError, match="rank 2, but the server now sends rank 4"):
+        list(run("fedsa-lora", EQUAL, state=replace(record.state, clients=memories), rounds=2))
+
+
+# ---- resuming, and being lazy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_resumed_from_any_round_is_the_uninterrupted_one_to_the_bit(
+    name: str, participation: float, tmp_path: Path
+) -> None:
+    """From the state in memory, and from the checkpoint of it."""
+    ranks = MIXED if name in ("glora", "flexlora", "padded-average") else EQUAL
+    options: dict[str, Any] = {"rounds": 5, "participation": participation, "seed": 1}
+    whole = list(run(name, ranks, **options))
+    want = [bits(r.state, tmp_path / "whole") for r in whole]
+    for record in whole[:-1]:
+        folder = tmp_path / str(record.round)
+        checkpoint.save(folder, record.round, record.state)
+        loaded = checkpoint.load_newest(folder, RunState, METHODS[name].State)
+        assert loaded is not None and loaded[0] == record.round
+        for state in (record.state, loaded[1]):
+            rest = list(run(name, ranks, state=state, **options))
+            assert [bits(r.state, folder) for r in rest] == want[record.round :]
+            for again, first in zip(rest, whole[record.round :], strict=True):
+                facts = (again.losses, again.weights, again.bytes, again.server_rank, again.padded_error)
+                assert facts == (first.losses, first.weights, first.bytes, first.server_rank, first.padded_error)
+
+
+def test_every_round_starts_from_where_the_last_one_ended() -> None:
+    """A record's state is a value: going on from an old one does not see the newer ones."""
+    first, second, third = run("glora", MIXED)
+    again = list(run("glora", MIXED, state=first.state))
+    assert [r.round for r in again] == [2, 3]
+    assert again[0].padded_error == second.padded_error and again[1].padded_error == third.padded_error
+
+
+def test_rounds_are_only_played_when_they_are_asked_for() -> None:
+    toy = Toy()
+    records = run(trainer=toy, rounds=1000)
+    assert toy.calls == []
+    next(records)
+    assert len(toy.calls) == 4
+    next(records)
+    assert len(toy.calls) == 8
+    records.close()  # type: ignore[attr-defined]
+    assert len(toy.calls) == 8
+
+
+def test_a_finished_run_has_no_more_rounds() -> None:
+    (record,) = run(rounds=1)
+    toy = Toy()
+    assert list(run(trainer=toy, state=record.state, rounds=1)) == []
+    assert toy.calls == []
+
+
+def test_the_state_that_was_handed_in_is_left_alone(tmp_path: Path) -> None:
+    server = Server(build("glora"))
+    state = start(server, seed_adapter(6, torch.float32))
+    before = bits(state, tmp_path)
+    list(run("glora", MIXED, state=state))
+    assert bits(state, tmp_path) == before
+    assert state.clients == {} and state.round == 0
+
+
+def test_a_federation_of_one_is_that_client() -> None:
+    """sum p_i B_i A_i with one client is its update, so the state holds what it uploaded."""
+    server = Server(build("glora"))
+    record = next(simulate(server, [Client("a", 2)], Toy(), start(server, seed_adapter(2)), rounds=1))
+    assert record.weights == {"a": 1.0} and record.padded_error == pytest.approx(0, abs=1e-12)
+    for module, lora in record.uploads[0].adapter.modules.items():
+        torch.testing.assert_close(server.global_update(record.state.server)[module].delta(), lora.delta())
