@@ -199,19 +199,22 @@ def without_seconds(value: Any) -> Any:
     return [without_seconds(item) for item in value] if isinstance(value, list) else value
 
 
-RESULTS = ("adapter", "best", "clients")
+def written(folder: RunFolder) -> dict[str, str]:
+    """File -> digest of all adapters, byte for byte; of their cards all but the line that names the commit."""
+    files = [path for name in ("adapter", "best", "clients") for path in sorted((folder.path / name).rglob("*.*"))]
+    lines = {path: path.read_bytes().split(b"\n") for path in files}
+    kept = {path: b"\n".join(line for line in lines[path] if not line.startswith(b"| code |")) for path in files}
+    return {str(path.relative_to(folder.path)): hashlib.sha256(kept[path]).hexdigest() for path in files}
 
 
 def same_run(one: RunFolder, other: RunFolder) -> None:
-    """Metrics, summary and manifest alike but for seconds; the written adapters and the last states to the bit."""
+    """Metrics, summary and manifest alike but for seconds and commit (the working tree may change while tests run); the
+    written adapters and the last states to the bit."""
     assert without_seconds(one.metrics()) == without_seconds(other.metrics())
     for name in ("summary.json", "manifest.json", "config.json"):
-        assert without_seconds(one.read_json(name)) == without_seconds(other.read_json(name))
-    written = [
-        {name: digest for name, (digest, _) in contents(folder.path).items() if name.startswith(RESULTS)}
-        for folder in (one, other)
-    ]
-    assert written[0] == written[1] != {}
+        mine, theirs = (without_seconds(folder.read_json(name)) | {"commit": None} for folder in (one, other))
+        assert mine == theirs
+    assert written(one) == written(other) != {}
     newest = [sorted(p.name for p in folder.checkpoints.glob("*.safetensors"))[-1] for folder in (one, other)]
     assert newest[0] == newest[1], "the name holds the digest"
     assert [p.name for p in one.best_checkpoint.iterdir()] == [p.name for p in other.best_checkpoint.iterdir()]
@@ -529,7 +532,7 @@ def processes() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["test_run", "fedlora.plots"])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(Path(__file__).parent))  # it looks for what to import here
+        patched.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # where it finds this module
         forkserver.ensure_running()
     return context
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,8 +35,8 @@ from fedlora.method import Method
 from fedlora.methods import METHODS, build
 from fedlora.models import AdaptedModel, LoRASettings, model_digests
 from fedlora.peft_io import AdapterSpec
-from fedlora.rounds import assign_ranks
-from fedlora.server import Server
+from fedlora.rounds import assign_ranks, sample_clients
+from fedlora.server import Server, ServerState
 from fedlora.simulation import Trainer
 from fedlora.training import LocalTrainer, TrainSettings
 
@@ -83,6 +83,7 @@ def prepare(config: RunConfig) -> Prepared:
     target = config.evaluate.target
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
+    _check_fit(config, server, initial, target, len(clients))
     settings = TrainSettings(
         **config.train.model_dump(), rounds=config.run.rounds, max_length=config.data.max_length, bf16=config.model.bf16
     )
@@ -110,10 +111,26 @@ def prepare(config: RunConfig) -> Prepared:
     )
 
 
+def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: Target, clients: int) -> None:
+    """Raises `ConfigError` for options that can never work with this method or these clients."""
+    name, roles = server.method.name, server.roles(initial)
+    if target == "server" and not server.has_global_model(initial):
+        raise ConfigError(f"{name} has no server model to evaluate; set evaluate.target = 'clients' (or leave it out).")
+    if config.server.upload == "subspace" and (roles.B, roles.A) != ("shared", "shared"):
+        raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
+    a_round = len(sample_clients([str(k) for k in range(clients)], config.run.participation, seed=0, round=0))
+    if server.quorum is not None and server.quorum > a_round:
+        raise ConfigError(
+            f"server.quorum = {server.quorum} can never be met: {a_round} of {clients} clients take part in a round."
+        )
+
+
 def make_method(name: str, preset: str | None = None, **hparams: Any) -> Method[Any]:
     """A method by its name, or of a user's own class as "module:Class"."""
     if name in METHODS or ":" not in name:
         return build(name, preset=preset, **hparams)
+    if preset is not None:
+        raise HyperparameterError(f"presets are of the built-in methods; {name!r} has no preset {preset!r}.")
     module, _, cls = name.partition(":")
     try:
         method: Method[Any] = getattr(importlib.import_module(module), cls)(**hparams)
@@ -122,13 +139,23 @@ def make_method(name: str, preset: str | None = None, **hparams: Any) -> Method[
     return method
 
 
-def _read(config: RunConfig, path: str) -> TextData:
-    d = config.data
-    if path == "demo":
-        return demo_data()
-    if config.model.task == "classification":
-        return read_classification(Path(path), text=d.text, label=d.label, pair=d.pair)
-    return read_instructions(Path(path), prompt=d.prompt, response=d.response)
+def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
+    """Path -> its examples. All files agree on the classes: the union of what each of them names, in one order."""
+
+    def read(path: str, names: Sequence[str] | None = None) -> TextData:
+        d = config.data
+        if path == "demo":
+            return demo_data()
+        if config.model.task == "classification":
+            return read_classification(Path(path), text=d.text, label=d.label, pair=d.pair, label_names=names)
+        return read_instructions(Path(path), prompt=d.prompt, response=d.response)
+
+    found = {path: read(path) for path in paths}
+    if len({data.label_names for data in found.values()}) == 1:
+        return found
+    every = {name for data in found.values() for name in data.label_names}
+    names = sorted(every, key=int) if all(name.isdecimal() for name in every) else sorted(every)
+    return {path: read(path, names) for path in paths}
 
 
 def _data(
@@ -141,12 +168,9 @@ def _data(
     }
     own: dict[str, dict[str, TextData]] = {"validation": {}, "test": {}}
     sources = {"": d.train} if d.train else dict(d.clients)
-    whole = {client: _read(config, path) for client, path in sources.items() if path}
-    names = {data.label_names for data in whole.values()}
-    if len(names) > 1:
-        raise ConfigError(
-            f"the clients' files have different label names: {sorted(names)}. Give each file every label."
-        )
+    files = [path for path in (*sources.values(), d.validation, d.test) if isinstance(path, str)]
+    text = _read(config, list(dict.fromkeys(files)))
+    whole = {client: text[path] for client, path in sources.items() if path}
     pieces = {c: split(data, **shares, seed=config.run.seed) for c, data in whole.items()}
     held = {"validation": [p[1] for p in pieces.values()], "test": [p[2] for p in pieces.values()]}
     if d.clients:
@@ -154,7 +178,7 @@ def _data(
     common = {}
     for part in ("validation", "test"):
         value = getattr(d, part)
-        common[part] = _read(config, value) if isinstance(value, str) else TextData.concat(held[part])
+        common[part] = text[value] if isinstance(value, str) else TextData.concat(held[part])
         own[part] = {} if isinstance(value, str) else {c: data for c, data in own[part].items() if len(data)}
     parts = {c: p[0] for c, p in pieces.items()} if d.clients else _dealt(config, pieces[""][0])
     return parts, common["validation"], common["test"], own

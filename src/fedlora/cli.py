@@ -7,11 +7,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -95,18 +96,21 @@ def list_methods() -> None:
     """List the methods with their papers and hyper-parameters."""
     table = Table("method", "paper", "hyper-parameters", title="Methods")
     for name, cls in METHODS.items():
-        defaults = {f: getattr(cls(), f) for f in getattr(cls, "__dataclass_fields__", {})}
+        defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
         table.add_row(name, cls.paper, ", ".join(f"{k}={v}" for k, v in defaults.items()) or "none")
     console.print(table)
 
 
 def main() -> None:
-    """The entry point: errors of ours are one line and exit code 2."""
+    """The entry point: errors of ours are one line and exit code 2; an interrupt says how to go on."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
     except FedLoRAError as error:
         sys.exit(_complain(str(error)))
-    except KeyboardInterrupt:
+    except click.ClickException as error:  # a wrong option or argument
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
         notes.print("interrupted; what was finished is stored: go on with --resume")
         sys.exit(130)
 
@@ -246,11 +250,10 @@ def _show(folder: RunFolder) -> None:
 
 
 def _comparison_table(done: dict[str, RunFolder], refused: dict[str, str]) -> Table:
-    table = Table(
-        "method", "target", "validation, best", "test, at best", "test, last", "MB up", "MB down", "aggregate s",
-        "gauge",
-        title="Same clients, data and seeds",
-    )  # fmt: skip
+    table = Table(title="Same clients, data and seeds")
+    table.add_column("method", no_wrap=True)
+    for column in ("target", "val., best", "test, at best", "test, last", "MB up", "MB down", "aggregate s", "gauge"):
+        table.add_column(column)
     for name, folder in done.items():
         s = folder.read_json("summary.json")
         up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
@@ -280,7 +283,7 @@ def _plotted(draw: Any) -> None:
         for path in draw():
             notes.print(f"plot: {path}", soft_wrap=True, highlight=False)
     except ImportError:
-        notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')")
+        notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')", markup=False)
 
 
 def _print_json(value: Any) -> None:

@@ -81,12 +81,6 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
     have = kept or Adapter({}, {})
     both_local = have.ranks if (download.roles.B, download.roles.A) == ("local", "local") else {}
     ranks = both_local | download.start.ranks | download.adapter.ranks
-    foreign = sorted(set(have.modules) - set(ranks))
-    if foreign:
-        raise KeptStateError(
-            f"what was kept holds module {foreign[0]!r} ({len(foreign)} such), which the server does not send: it is of "
-            f"another model. Start afresh without what was kept."
-        )
     modules = {}
     for name, rank in ranks.items():
         came = download.adapter.modules.get(name)
@@ -95,6 +89,12 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
             if factor not in parts:
                 parts[factor] = _local_factor(name, factor, have, download.start, rank)
         modules[name] = LoRA(parts["B"], parts["A"])
+    foreign = sorted(set(have.modules) - set(ranks))
+    if foreign:
+        raise KeptStateError(
+            f"what was kept holds module {foreign[0]!r} ({len(foreign)} such), which the server does not send: "
+            f"it is of another model. Start afresh without what was kept."
+        )
     local_heads = {**download.start.heads, **have.heads} if download.roles.heads == "local" else {}
     for name, start in download.start.heads.items():
         _check_kept(f"head {name!r}", local_heads[name], start)

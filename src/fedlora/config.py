@@ -168,7 +168,9 @@ class RunConfig(Section):
 
     def canonical(self) -> str:
         """The same JSON for the same configuration: every field, sorted."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        fields = self.model_dump(mode="json")
+        fields["data"]["clients"] = list(fields["data"]["clients"].items())  # their order says who gets which rank
+        return json.dumps(fields, sort_keys=True)
 
     def digest(self) -> str:
         """SHA-256 (first 16 hex digits) of `canonical()`."""
@@ -197,12 +199,29 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        lines = [_line(e["loc"], e["type"], e["msg"], e.get("input")) for e in error.errors()]
-        raise ConfigError("; ".join(lines)) from error
+        lines: dict[str, str] = {}
+        for e in sorted(error.errors(), key=lambda e: e["type"] == "string_type"):  # of alternatives, a path comes last
+            key = _key(e["loc"])
+            lines.setdefault(key, _line(key, e["loc"], e["type"], e["msg"], e.get("input")))
+        raise ConfigError("; ".join(lines.values())) from error
 
 
-def _line(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
-    key = ".".join(str(part) for part in location)
+def _key(location: tuple[int | str, ...]) -> str:
+    """The key as the file has it: pydantic goes on to name the alternatives of a type, which are no keys."""
+    parts: list[str] = []
+    model: Any = RunConfig
+    for part in location:
+        parts.append(str(part))
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            break
+        model = field.annotation
+        if not hasattr(model, "model_fields"):
+            break
+    return ".".join(parts)
+
+
+def _line(key: str, location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
     if kind == "extra_forbidden":
         known = _known_keys(location[:-1])
         close = difflib.get_close_matches(str(location[-1]), known, n=1)

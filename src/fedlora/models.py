@@ -106,7 +106,12 @@ class AdaptedModel:
         if checkpointing:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             base.enable_input_require_grads()
-        return cls(base.to(device), tokenizer, task, settings)
+        try:
+            base.to(device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
+        return cls(base, tokenizer, task, settings)
 
     @property
     def device(self) -> torch.device:

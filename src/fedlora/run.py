@@ -7,7 +7,7 @@ folder continues with the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fedlora import checkpoint
@@ -102,10 +102,11 @@ def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, float] | None:
     roles = prepared.server.roles(record.state.server)
     if (roles.B, roles.A) != ("shared", "shared") or not record.uploads:
         return None
-    padded = Server(PaddedAverage(), heads=prepared.server.heads)
+    bare = [replace(upload, adapter=Adapter(upload.adapter.modules)) for upload in record.uploads]
+    own, padded = replace(prepared.server, heads="frozen"), Server(PaddedAverage(), heads="frozen")
     return {
-        prepared.server.method.name: gauge_drift(prepared.server, record.state.server, record.uploads),
-        "padded-average": gauge_drift(padded, padded.init(prepared.seed_adapter), record.uploads),
+        own.method.name: gauge_drift(own, record.state.server, bare),
+        "padded-average": gauge_drift(padded, padded.init(prepared.seed_adapter), bare),
     }
 
 

@@ -45,8 +45,11 @@ class RunFolder:
         return (self.path / "summary.json").is_file()
 
     def create(self, config: str, manifest: Mapping[str, Any]) -> None:
-        """A new run: its configuration and manifest."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """A new run: its configuration and manifest. Raises `CheckpointError` where it cannot be made."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the run folder {self.path} cannot be made: {error.strerror}.") from error
         _write(self.path / "config.json", json.dumps(json.loads(config), indent=2, sort_keys=True) + "\n")
         self.write_json("manifest.json", manifest)
 

@@ -17,7 +17,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
+import torch
+
 from fedlora.audit import padded_average_error
+from fedlora.checks import named_tensors
 from fedlora.client import Client, Download, Form, Upload, keep, receive, send
 from fedlora.errors import ClientFailed, FedLoRAError, QuorumNotMet, UploadRefused
 from fedlora.lora import Adapter, LoRA
@@ -169,11 +172,14 @@ def _one_round(server: Server, clients: Sequence[Client], trainer: Trainer, stat
         losses[client.id] = trained.loss
         with clock("upload"):
             upload = Upload(client, trained.num_examples, send(trained.adapter, download.roles, form), form)
+            kept = keep(trained.adapter, download.roles)
             traffic = _with_upload(traffic, upload)
-            if _accepted(opened, upload, server):
+            reason = _refusal(opened, upload, kept, server)
+            if reason is None:
                 uploads.append(upload)
-                memories[client.id] = ClientMemory(keep(trained.adapter, download.roles), trained.position)
-            else:  # its factors are unusable: what it keeps stays as it was, but its data stream moves on
+                memories[client.id] = ClientMemory(kept, trained.position)
+            else:  # what it keeps stays as it was, but its data stream moves on
+                failed[client.id] = reason
                 memories[client.id] = replace(memory, position=trained.position)
     with clock("aggregate"):
         try:
@@ -219,15 +225,19 @@ def _train(
         return None
 
 
-def _accepted(opened: OpenRound, upload: Upload, server: Server) -> bool:
+def _refusal(opened: OpenRound, upload: Upload, kept: Adapter | None, server: Server) -> str | None:
+    """None, and the upload counts; or why it does not. The server cannot see what stays local, so that is checked here."""
     try:
+        for name, tensor in named_tensors(kept or Adapter({})):
+            if not bool(torch.isfinite(tensor).all()):
+                raise UploadRefused(upload.client.id, f"the local {name} holds NaN or Inf: training diverged there.")
         opened.add(upload)
     except UploadRefused as refusal:
         if server.quorum is None:
             raise
         log.warning("%s", refusal)
-        return False
-    return True
+        return refusal.reason
+    return None
 
 
 class _Clock:

@@ -51,7 +51,10 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
             raise HyperparameterError(
                 f"{name} has no hyper-parameter {key!r}{_nearest(key, known_fields)} It has: {listed}."
             )
-    method: Method[Any] = cls(**hparams)
+    try:
+        method: Method[Any] = cls(**hparams)
+    except TypeError as error:
+        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {error}. Got {hparams}.") from error
     return method
 
 

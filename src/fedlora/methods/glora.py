@@ -136,7 +136,8 @@ class GLoRA:
                 raise HyperparameterError(f"glora: {name} is {what}; got {getattr(self, name)!r}.")
 
         require(0 < self.rho <= 1, "rho", "a share of the participants' total rank, in (0, 1]")
-        require(self.rank is None or self.rank >= 1, "rank", "an absolute rank budget >= 1, or None to use rho")
+        whole = self.rank is None or isinstance(self.rank, int)
+        require(whole and (self.rank is None or self.rank >= 1), "rank", "a whole rank budget >= 1, or None to use rho")
         require(0 <= self.gamma <= 1, "gamma", "the core ratio, in [0, 1]")
         require(self.history_lag in (0, 1), "history_lag", "0 (latest upload) or 1 (Algorithm 1 to the letter)")
         require(self.rank_tol is None or 0 < self.rank_tol < 1, "rank_tol", "a relative tolerance in (0, 1), or None")
