@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -655,6 +656,17 @@ def test_with_no_sound_checkpoint_left_it_says_so(project: Path, tmp_path: Path,
         said = main("run", project / "config.toml", "--out", folder.path, "--resume")
     assert said.code == 2 and "none of the 2 checkpoints" in said.err and "Traceback" not in said.err
     assert contents(folder.path) == before
+
+
+def test_a_run_that_was_killed_while_its_plots_were_drawn_gets_them_when_resumed(
+    uninterrupted: RunFolder, project: Path, tmp_path: Path
+) -> None:
+    """The summary is there, the plots are not; they need the result files only, and no other command draws them."""
+    shutil.copytree(uninterrupted.path, tmp_path / "run")
+    invoke(
+        "run", project / "config.toml", "--out", tmp_path / "run", "--resume", *(a for s in LONG for a in ("--set", s))
+    )
+    assert {path.name for path in (tmp_path / "run" / "plots").glob("*")} == {"metric.png", "bytes.png", "spectrum.png"}
 
 
 def test_resuming_what_was_never_started_starts_it(project: Path, tmp_path: Path) -> None:

@@ -115,7 +115,9 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
     """Raises `ConfigError` for options that can never work with this method or these clients."""
     name, roles = server.method.name, server.roles(initial)
     if target == "server" and not server.has_global_model(initial):
-        raise ConfigError(f"{name} has no server model to evaluate; set evaluate.target = 'clients' (or leave it out).")
+        raise ConfigError(
+            f"{name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it out)."
+        )
     if config.server.upload == "subspace" and (roles.B, roles.A) != ("shared", "shared"):
         raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
     a_round = len(sample_clients([str(k) for k in range(clients)], config.run.participation, seed=0, round=0))
@@ -153,6 +155,13 @@ def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
     found = {path: read(path) for path in paths}
     if len({data.label_names for data in found.values()}) == 1:
         return found
+    widest = max(found.values(), key=lambda data: len(data.label_names))
+    for path, data in found.items():
+        if not set(data.label_names) & set(widest.label_names):
+            raise ConfigError(
+                f"the files have different label names: {path} has {list(data.label_names)}, another "
+                f"{list(widest.label_names)}. Give all of them the same names."
+            )
     every = {name for data in found.values() for name in data.label_names}
     names = sorted(every, key=int) if all(name.isdecimal() for name in every) else sorted(every)
     return {path: read(path, names) for path in paths}

@@ -21,7 +21,7 @@ from rich.table import Table
 from fedlora.assembly import Prepared, prepare
 from fedlora.client import Download
 from fedlora.config import MethodSection, RunConfig, load_config
-from fedlora.errors import FedLoRAError
+from fedlora.errors import CheckpointError, FedLoRAError
 from fedlora.lora import Adapter
 from fedlora.methods import METHODS
 from fedlora.run import execute
@@ -34,6 +34,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_INTERRUPTED = 130
+
 console = Console()
 notes = Console(stderr=True)
 
@@ -75,7 +77,9 @@ def compare(
         changed = base if name == base.method.name else _with_method(base, name)
         folder = RunFolder(root / name)
         try:
-            if not (resume and folder.finished()):
+            if resume and folder.finished():
+                _same_config(changed, folder)
+            else:
                 _rounds(changed, folder, resume, label=name)
         except FedLoRAError as error:
             refused[name] = str(error)
@@ -104,7 +108,10 @@ def list_methods() -> None:
 def main() -> None:
     """The entry point: errors of ours are one line and exit code 2; an interrupt says how to go on."""
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        code = app(standalone_mode=False) or 0
+        if code == _INTERRUPTED:  # typer's own answer to Ctrl-C
+            raise KeyboardInterrupt
+        sys.exit(code)
     except FedLoRAError as error:
         sys.exit(_complain(str(error)))
     except click.ClickException as error:  # a wrong option or argument
@@ -112,14 +119,16 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         notes.print("interrupted; what was finished is stored: go on with --resume")
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)
 
 
 # ------------------------------------------------------------------------------------------------------- running
 
 
 def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool) -> None:
-    if not (resume and folder.finished()):
+    if resume and folder.finished():
+        _same_config(config, folder)
+    else:
         _rounds(config, folder, resume, label=config.method.name)
         _plotted(lambda: _import_plots().plot_run(folder))
     if as_json:
@@ -142,6 +151,15 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str) -> N
         watched: Prepared = replace(prepared, trainer=_Watched(prepared.trainer, watch))
         for record in execute(watched, folder, resume=resume):
             watch.round_done(record.round, per_round, dict(record.metrics), dict(record.refused))
+
+
+def _same_config(config: RunConfig, folder: RunFolder) -> None:
+    """Raises `CheckpointError` where a finished run is of another configuration than the one asked for."""
+    if folder.read_json("manifest.json")["config_digest"] != config.digest():
+        raise CheckpointError(
+            f"{folder.path} holds a finished run with another config digest (its config.json says which); "
+            f"choose another --out."
+        )
 
 
 class _Watch:

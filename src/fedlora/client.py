@@ -160,5 +160,5 @@ def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mappi
 
 def _subspace(lora: LoRA) -> LoRA:
     B, A = lora.factors
-    U, Ahat = gauge_fix(B, A, tolerance=rank_tolerance(B.dtype))
+    U, Ahat = gauge_fix(B, A, tolerance=rank_tolerance(B.dtype), canonical="B")
     return LoRA(U.to(B), Ahat.to(A))

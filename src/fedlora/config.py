@@ -167,10 +167,10 @@ class RunConfig(Section):
     evaluate: EvaluateSection = EvaluateSection()
 
     def canonical(self) -> str:
-        """The same JSON for the same configuration: every field, sorted."""
+        """The same JSON for the same configuration, with every field."""
         fields = self.model_dump(mode="json")
-        fields["data"]["clients"] = list(fields["data"]["clients"].items())  # their order says who gets which rank
-        return json.dumps(fields, sort_keys=True)
+        fields["method"] = dict(sorted(fields["method"].items()))
+        return json.dumps(fields)  # in the order of the fields; that of data.clients says who gets which rank
 
     def digest(self) -> str:
         """SHA-256 (first 16 hex digits) of `canonical()`."""
@@ -211,13 +211,11 @@ def _key(location: tuple[int | str, ...]) -> str:
     parts: list[str] = []
     model: Any = RunConfig
     for part in location:
+        known = getattr(model, "model_fields", None)
+        if known is None and not isinstance(part, int):
+            break
         parts.append(str(part))
-        field = getattr(model, "model_fields", {}).get(part)
-        if field is None:
-            break
-        model = field.annotation
-        if not hasattr(model, "model_fields"):
-            break
+        model = known[part].annotation if known and part in known else None
     return ".".join(parts)
 
 

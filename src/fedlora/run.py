@@ -16,7 +16,7 @@ from fedlora.audit import gauge_drift
 from fedlora.card import model_card
 from fedlora.client import receive
 from fedlora.errors import CheckpointError
-from fedlora.lora import Adapter
+from fedlora.lora import Adapter, LoRA, stack
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.peft_io import pad_rank, write_adapter
 from fedlora.run_folder import RunFolder
@@ -126,8 +126,9 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
             write_adapter(folder.path / name, adapter, prepared.spec, card=card)
     if prepared.config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
-            mine = receive(server.download(state.server, client), state.clients.get(client.id, ClientMemory()).kept)
-            write_adapter(folder.path / "clients" / client.id, mine, prepared.spec)
+            download = server.download(state.server, client)
+            mine = receive(download, state.clients.get(client.id, ClientMemory()).kept)
+            write_adapter(folder.path / "clients" / client.id, _whole(mine, download.base_delta), prepared.spec)
     each = (
         prepared.test.measure_clients(server, state)
         if prepared.test and prepared.config.evaluate.clients_at_end
@@ -160,6 +161,15 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
 
 def _phases(lines: list[dict[str, Any]]) -> list[str]:
     return sorted({phase for line in lines for phase in line["seconds"]})
+
+
+def _whole(adapter: Adapter, base_delta: Mapping[str, LoRA] | None) -> Adapter:
+    """The adapter with the change of the base weight in it: a directory is loaded on the pre-trained base."""
+    base = base_delta or {}
+    modules = {
+        name: stack([base[name], lora], [1.0, 1.0]) if name in base else lora for name, lora in adapter.modules.items()
+    }
+    return Adapter(modules, adapter.heads)
 
 
 def global_adapter(server: Server, state: RunState) -> Adapter:

@@ -50,7 +50,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"the run folder {self.path} cannot be made: {error.strerror}.") from error
-        _write(self.path / "config.json", json.dumps(json.loads(config), indent=2, sort_keys=True) + "\n")
+        _write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
         self.write_json("manifest.json", manifest)
 
     def read_json(self, name: str) -> Any:

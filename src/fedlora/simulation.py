@@ -226,7 +226,7 @@ def _train(
 
 
 def _refusal(opened: OpenRound, upload: Upload, kept: Adapter | None, server: Server) -> str | None:
-    """None, and the upload counts; or why it does not. The server cannot see what stays local, so that is checked here."""
+    """None, and the upload counts; or why it does not. What stays local the server cannot see: it is checked here."""
     try:
         for name, tensor in named_tensors(kept or Adapter({})):
             if not bool(torch.isfinite(tensor).all()):

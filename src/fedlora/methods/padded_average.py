@@ -2,7 +2,7 @@
 
     B <- sum_i p_i [B_i 0]        A <- sum_i p_i [A_i; 0]        read out: the first r_i slots
 
-What many scripts do, and our reading of the paper's ablation row "PA off" (table 5). Not exact, not gauge-invariant:
+What many scripts do, and our reading of the paper's ablation row "PA off". Not exact, not gauge-invariant:
 slot k of one client has nothing to do with slot k of another. Cost as FedIT.
 """
 
@@ -34,7 +34,7 @@ class PaddedAverage:
     """Use it to see what averaging factors does, next to a method that averages updates."""
 
     name: ClassVar[str] = "padded-average"
-    paper: ClassVar[str] = "GLoRA, table 5, row PA off (our reading)"
+    paper: ClassVar[str] = "GLoRA, ablation of the core designs, row PA off (our reading)"
     State: ClassVar[type] = PaddedAverageState
 
     def init(self, seed: LoRA, key: int) -> PaddedAverageState:
