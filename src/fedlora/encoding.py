@@ -18,7 +18,7 @@ IGNORED = -100  # a label that the loss skips
 
 
 def encode(data: TextData, tokenizer: Any, *, max_length: int) -> Encoded:
-    """One dict of input_ids and labels for each example.
+    """One dict for each example: input_ids, labels, and token_type_ids where the tokenizer tells a pair apart by them.
 
     Classification: the text (and its pair), cut at `max_length` tokens. Instructions: prompt, response and an end
     token, with the loss on the response only; where they are too long the prompt is cut from its front, never the
@@ -32,8 +32,9 @@ def encode(data: TextData, tokenizer: Any, *, max_length: int) -> Encoded:
     if data.kind == "classification":
         assert data.labels is not None
         pair = list(data.pair) if data.pair is not None else None
-        ids = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)["input_ids"]
-        return [{"input_ids": i, "labels": y} for i, y in zip(ids, data.labels, strict=True)]
+        encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
+        fields = [name for name in ("input_ids", "token_type_ids") if name in encoded]
+        return [{name: encoded[name][k] for name in fields} | {"labels": y} for k, y in enumerate(data.labels)]
     assert data.responses is not None
     prompts = tokenizer(list(data.text))["input_ids"]
     answers = tokenizer(list(data.responses), add_special_tokens=False)["input_ids"]
@@ -52,7 +53,7 @@ def encode(data: TextData, tokenizer: Any, *, max_length: int) -> Encoded:
 
 
 def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
-    """A batch padded on the right to its own longest example: input_ids, attention_mask, labels."""
+    """A batch padded on the right to its own longest example: input_ids, attention_mask, labels, token_type_ids."""
     longest = max(len(e["input_ids"]) for e in examples)
 
     def padded(rows: Sequence[list[int]], value: int) -> Tensor:
@@ -60,8 +61,17 @@ def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -
 
     ids = [e["input_ids"] for e in examples]
     labels = [e["labels"] for e in examples]
-    return {
+    segments = {}
+    if "token_type_ids" in examples[0]:
+        segments["token_type_ids"] = padded([e["token_type_ids"] for e in examples], 0)
+    return segments | {
         "input_ids": padded(ids, tokenizer.pad_token_id),
         "attention_mask": padded([[1] * len(i) for i in ids], 0),
         "labels": padded(labels, IGNORED) if isinstance(labels[0], list) else torch.tensor(labels, device=device),
     }
+
+
+def scored(example: Example) -> int:
+    """How many labels of an example the loss counts: one for a class, the response's tokens for a language model."""
+    labels = example["labels"]
+    return sum(label != IGNORED for label in labels[1:]) if isinstance(labels, list) else 1

@@ -1,6 +1,7 @@
 """Numerical primitives on thin matrices: gauge fixing, the consensus subspace, the SVD of a sum of products.
 
-No function here forms a d_out x d_in matrix (K, d_out x d_out, only where sum r_i exceeds d_out). Two rules, from measurements (docs/decisions/0002-numerics.md):
+No function here forms a d_out x d_in matrix (K, d_out x d_out, only where sum r_i exceeds d_out). Two rules, from
+measurements (docs/decisions/0002-numerics.md):
 
 * the small problems - a Gram matrix, its eigenvectors, every rank decision - are float64; the tall products keep the
   dtype of the data;

@@ -58,9 +58,10 @@ class Roles:
 class Update:
     """What one client sends for one matrix, as the server hands it to a method.
 
-    client: its id. weight: p_i, summing to 1 over the updates (to less with `Server(missing="zero")`). rank: the client's nominal rank r_i
-    (the factors may have fewer columns, where a client sends its subspace form). lora: the factors that travelled, in
-    the compute dtype. stored: the dtype in which they arrived, which sets the size of their rounding noise.
+    client: its id. weight: p_i, summing to 1 over the updates (to less with `Server(missing="zero")`). rank: the
+    client's nominal rank r_i (the factors may have fewer columns, where a client sends its subspace form). lora: the
+    factors that travelled, in the compute dtype. stored: the dtype in which they arrived, which sets the size of their
+    rounding noise.
     """
 
     client: str

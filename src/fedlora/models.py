@@ -38,6 +38,9 @@ class LoRASettings:
     saved: Sequence[str] = ()
 
 
+_SEED = "seed"
+
+
 class AdaptedModel:
     """A transformers model whose LoRA adapter can be replaced at once, whatever its ranks.
 
@@ -91,7 +94,7 @@ class AdaptedModel:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(seed, "head"))
                 base = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, config=config)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
                 f"Give a directory with config.json, tokenizer and model.safetensors, or a hub id."
@@ -124,10 +127,13 @@ class AdaptedModel:
 
     def seed_adapter(self, rank: int | Mapping[str, int], *, seed: int) -> tuple[Adapter, AdapterSpec]:
         """A fresh adapter of `rank` as peft starts it (B = 0, A drawn from `seed`), the model's heads, and the spec."""
+        self._adapter_for(rank)  # the peft model exists
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "adapter"))
-            name = self._adapter_for(rank)
-        adapter, spec = read_model(self._model, name, scaling=self.settings.scaling)
+            self._model.add_adapter(_SEED, self._config(rank))
+        adapter, spec = read_model(self._model, _SEED, scaling=self.settings.scaling)
+        self._model.delete_adapter(_SEED)
+        self._model.set_adapter(self._active)
         return adapter.map(lambda t: t.cpu()), spec
 
     def activate(self, adapter: Adapter, base_delta: Mapping[str, LoRA] | None = None) -> None:
@@ -158,15 +164,32 @@ class AdaptedModel:
         return chosen
 
     def _adapter_for(self, rank: int | Mapping[str, int]) -> str:
-        from peft import LoraConfig, get_peft_model
+        from peft import get_peft_model
 
         key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
         if key in self._names:
             return self._names[key]
+        name = f"ranks{len(self._names)}"
+        try:
+            with torch.random.fork_rng(devices=[]):  # peft draws weights that nobody will see
+                if self._model is None:
+                    self._model = get_peft_model(self._base, self._config(rank), adapter_name=name)
+                    self._active = name
+                else:
+                    self._model.add_adapter(name, self._config(rank))
+        except ValueError as error:
+            targets, reason = self.settings.targets, str(error).splitlines()[0]
+            raise ConfigError(f"LoRA cannot be put on {targets!r}: {reason}") from error
+        self._names[key] = name
+        return name
+
+    def _config(self, rank: int | Mapping[str, int]) -> Any:
+        from peft import LoraConfig
+
         largest = rank if isinstance(rank, int) else max(rank.values())
         patterns = {} if isinstance(rank, int) else {f"^{path}": r for path, r in rank.items() if r != largest}
         targets = self.settings.targets
-        config = LoraConfig(
+        return LoraConfig(
             r=largest,
             lora_alpha=self.settings.scaling * largest,
             rank_pattern=patterns,
@@ -176,17 +199,6 @@ class AdaptedModel:
             modules_to_save=list(self.settings.saved) or None,
             task_type="SEQ_CLS" if self.task == "classification" else "CAUSAL_LM",
         )
-        name = f"ranks{len(self._names)}"
-        try:
-            if self._model is None:
-                self._model = get_peft_model(self._base, config, adapter_name=name)
-                self._active = name
-            else:
-                self._model.add_adapter(name, config)
-        except ValueError as error:
-            raise ConfigError(f"LoRA cannot be put on {targets!r}: {str(error).splitlines()[0]}") from error
-        self._names[key] = name
-        return name
 
     def _set_base(self, delta: Mapping[str, LoRA]) -> None:
         """The base weights as pre-trained, plus scaling * delta. The only place that changes them."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from fedlora.client import Download
 from fedlora.data.text import TextData
-from fedlora.encoding import Encoded, collate, encode
+from fedlora.encoding import Encoded, collate, encode, scored
 from fedlora.errors import ConfigError
 from fedlora.lora import Adapter
 from fedlora.models import AdaptedModel
@@ -89,13 +89,14 @@ class LocalTrainer:
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
             for _ in range(steps):
-                picked = [next(order) for _ in range(batch)]
+                picked = [data[next(order)] for _ in range(batch)]
+                labels = sum(scored(example) for example in picked)
                 micro = math.ceil(batch / s.accumulation)
                 for k in range(0, batch, micro):
                     part = picked[k : k + micro]
-                    inputs = collate([data[i] for i in part], self._model.tokenizer, device)
+                    inputs = collate(part, self._model.tokenizer, device)
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
-                        loss = network(**inputs).loss * (len(part) / batch)
+                        loss = network(**inputs).loss * (sum(scored(example) for example in part) / labels)
                     loss.backward()
                     total += float(loss.detach()) * batch
                 seen += batch
