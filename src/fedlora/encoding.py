@@ -33,7 +33,7 @@ def encode(data: TextData, tokenizer: Any, *, max_length: int) -> Encoded:
         assert data.labels is not None
         pair = list(data.pair) if data.pair is not None else None
         encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
-        fields = [name for name in ("input_ids", "token_type_ids") if name in encoded]
+        fields = ["input_ids"] + (["token_type_ids"] if pair and "token_type_ids" in encoded else [])
         return [{name: encoded[name][k] for name in fields} | {"labels": y} for k, y in enumerate(data.labels)]
     assert data.responses is not None
     prompts = tokenizer(list(data.text))["input_ids"]
@@ -47,7 +47,9 @@ def encode(data: TextData, tokenizer: Any, *, max_length: int) -> Encoded:
                 f"example {k}: its response has {len(answer)} tokens and leaves no room for a prompt within "
                 f"max_length = {max_length}. Raise max_length, or leave the example out."
             )
-        prompt = prompt[-room:]
+        if len(prompt) > room:
+            start = prompt[:1] if prompt[0] == tokenizer.bos_token_id and room > 1 else []
+            prompt = start + prompt[len(prompt) - room + len(start) :]
         examples.append({"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer})
     return examples
 

@@ -39,6 +39,7 @@ class LoRASettings:
 
 
 _SEED = "seed"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
 
 
 class AdaptedModel:
@@ -84,6 +85,11 @@ class AdaptedModel:
 
         extra: dict[str, Any] = {"num_labels": len(labels)} if task == "classification" else {}
         kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
+        folder = Path(path)
+        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise ConfigError(  # transformers would make up an empty vocabulary
+                f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
+            )
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
             config = AutoConfig.from_pretrained(path, **extra)
@@ -99,6 +105,8 @@ class AdaptedModel:
                 f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
                 f"Give a directory with config.json, tokenizer and model.safetensors, or a hub id."
             ) from error
+        if task == "causal-lm" and tokenizer.eos_token_id is None:
+            raise ConfigError(f"the tokenizer of {os.fspath(path)!r} has no end-of-text token, which responses need.")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if base.config.get_text_config().pad_token_id is None:
@@ -127,11 +135,12 @@ class AdaptedModel:
 
     def seed_adapter(self, rank: int | Mapping[str, int], *, seed: int) -> tuple[Adapter, AdapterSpec]:
         """A fresh adapter of `rank` as peft starts it (B = 0, A drawn from `seed`), the model's heads, and the spec."""
-        self._adapter_for(rank)  # the peft model exists
+        name = self._adapter_for(rank)  # which also makes the peft model, where there is none yet
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "adapter"))
             self._model.add_adapter(_SEED, self._config(rank))
-        adapter, spec = read_model(self._model, _SEED, scaling=self.settings.scaling)
+        adapter, _ = read_model(self._model, _SEED, scaling=self.settings.scaling)
+        _, spec = read_model(self._model, name, scaling=self.settings.scaling)
         self._model.delete_adapter(_SEED)
         self._model.set_adapter(self._active)
         return adapter.map(lambda t: t.cpu()), spec

@@ -6,6 +6,7 @@ folder continues with the same bits.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -115,7 +116,7 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
     server, lines = prepared.server, folder.metrics()
     scored = [line for line in lines if line["metrics"]]
     best_line = max(scored, key=lambda line: line["metrics"]["accuracy"], default=None)
-    loaded = checkpoint.load_newest(folder.best_checkpoint, RunState, server.method.State) if best_line else None
+    loaded = _best_state(prepared, folder) if best_line else None
     states = {"adapter": state} | ({"best": loaded[1]} if loaded else {})
     results = {}
     for name, chosen in states.items():
@@ -161,6 +162,14 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
 
 def _phases(lines: list[dict[str, Any]]) -> list[str]:
     return sorted({phase for line in lines for phase in line["seconds"]})
+
+
+def _best_state(prepared: Prepared, folder: RunFolder) -> tuple[int, RunState] | None:
+    try:
+        return checkpoint.load_newest(folder.best_checkpoint, RunState, prepared.server.method.State)
+    except CheckpointError as error:  # the run itself is whole
+        warnings.warn(f"best/ is not written: {error}", stacklevel=2)
+        return None
 
 
 def _whole(adapter: Adapter, base_delta: Mapping[str, LoRA] | None) -> Adapter:

@@ -257,7 +257,7 @@ class OpenRound:
         if len(uploads) < quorum:
             refused = "; ".join(f"{c}: {why}" for c, why in sorted(self._refused.items())) or "none"
             raise QuorumNotMet(
-                f"round {state.round}: {len(uploads)} usable uploads, the quorum is {quorum} "
+                f"round {state.round + 1}: {len(uploads)} usable uploads, the quorum is {quorum} "
                 f"({len(self._abstained)} abstained; refused: {refused}). The state is unchanged."
             )
         counts = {u.client.id: float(u.num_examples) if server.weighting == "examples" else 1.0 for u in uploads}
