@@ -20,6 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from fedlora.assembly import prepare
 from fedlora.config import load_config
@@ -27,7 +28,7 @@ from fedlora.simulation import simulate, start
 from measure import as_json, machine
 
 DEMO = Path(str(files("fedlora") / "demo.toml"))
-QUICK = ["data.test=0.02", "data.validation=0.02"]
+QUICK = ["data.test=0.02", "data.validation=0.02", "server.quorum=1"]
 
 
 class _Compute:
@@ -103,6 +104,8 @@ def _one_round_and_peak(clients: int) -> None:
 
 
 def main() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
