@@ -754,6 +754,20 @@ def test_training_learns(load: Loader) -> None:
     assert later.loss < first.loss / 2
 
 
+def test_bf16_autocast_computes_narrow_and_keeps_float32_factors(load: Loader) -> None:
+    """Near the float32 result, but not equal to it; what is trained and sent stays float32."""
+    data, results = {"a": classification(8, 0)}, []
+    for bf16 in (False, True):
+        model = load()
+        adapter, _ = model.seed_adapter(4, seed=0)
+        trainer = LocalTrainer(model, data, TrainSettings(lr=1e-2, steps=2, batch_size=4, bf16=bf16), seed=0)
+        results.append(trainer.train(download(adapter), adapter, 0))
+    exact, narrow = results
+    assert narrow.loss != exact.loss
+    assert narrow.loss == pytest.approx(exact.loss, rel=2e-2)
+    assert all(t.dtype == torch.float32 for x in narrow.adapter.modules.values() for t in x.factors)
+
+
 def test_a_client_without_data_is_refused(load: Loader) -> None:
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
