@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import click
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -92,7 +91,9 @@ def compare(
         results: dict[str, Any] = {name: folder.read_json("summary.json") for name, folder in done.items()}
         _print_json({"methods": results, "refused": refused})
     else:
-        console.print(_comparison_table(done, refused))
+        console.print(_comparison_table(done))
+        for name, reason in refused.items():
+            console.print(f"{name} not run: {reason}", style="yellow", markup=False)
     _plotted(lambda: [_import_plots().plot_comparison(done, root / "comparison.png")])
 
 
@@ -269,7 +270,7 @@ def _show(folder: RunFolder) -> None:
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
 
 
-def _comparison_table(done: dict[str, RunFolder], refused: dict[str, str]) -> Table:
+def _comparison_table(done: dict[str, RunFolder]) -> Table:
     table = Table(title="Same clients, data and seeds")
     table.add_column("method", no_wrap=True)
     for column in ("target", "val., best", "test, at best", "test, last", "MB up", "MB down", "aggregate s", "gauge"):
@@ -283,8 +284,6 @@ def _comparison_table(done: dict[str, RunFolder], refused: dict[str, str]) -> Ta
             f"{up / 1e6:.1f}", f"{(s['bytes']['total'] - up) / 1e6:.1f}", f"{s['seconds'].get('aggregate', 0):.2f}",
             "" if drift is None else f"{drift:.1e}",
         )  # fmt: skip
-    for name, reason in refused.items():
-        table.add_row(name, f"[yellow]not run: {escape(reason)}")
     return table
 
 
