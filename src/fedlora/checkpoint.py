@@ -63,7 +63,7 @@ def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
             f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
         ) from error
-    for old in _listed(directory)[keep:]:
+    for _, _, old in _listed(directory)[keep:]:
         old.unlink()
     return path
 
@@ -78,9 +78,9 @@ def load_newest(directory: Path, kind: type[T], *extra: type) -> tuple[int, T] |
         CheckpointError: there are checkpoints, and none is sound.
     """
     listed = _listed(directory)
-    for path in listed:
+    for round, digest, path in listed:
         try:
-            return int(_NAME.fullmatch(path.name)[1]), _read(path, kind, extra)  # type: ignore[index]
+            return round, _read(path, digest, kind, extra)
         except CheckpointError as error:
             warnings.warn(f"{error} Trying the one before it.", stacklevel=2)
     if listed:
@@ -88,14 +88,13 @@ def load_newest(directory: Path, kind: type[T], *extra: type) -> tuple[int, T] |
     return None
 
 
-def _listed(directory: Path) -> list[Path]:
-    """Newest first."""
-    named = [(match, path) for path in directory.glob("round-*.safetensors") if (match := _NAME.fullmatch(path.name))]
-    return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), pair[1].name), reverse=True)]
+def _listed(directory: Path) -> list[tuple[int, str, Path]]:
+    """(round, digest, path) of each checkpoint, newest first."""
+    named = [(_NAME.fullmatch(path.name), path) for path in directory.glob("round-*.safetensors")]
+    return sorted(((int(match[1]), match[2], path) for match, path in named if match), reverse=True)
 
 
-def _read(path: Path, kind: type[T], extra: tuple[type, ...]) -> T:
-    digest = _NAME.fullmatch(path.name)[2]  # type: ignore[index]
+def _read(path: Path, digest: str, kind: type[T], extra: tuple[type, ...]) -> T:
     if hashlib.sha256(path.read_bytes()).hexdigest()[:16] != digest:
         raise CheckpointError(f"checkpoint {path.name} is damaged: its content does not match its digest.")
     try:

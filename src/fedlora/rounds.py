@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from fedlora.errors import ConfigError
@@ -67,8 +67,3 @@ def assign_ranks(clients: Sequence[str], ranks: Sequence[int], profile: RankProf
     drawn = [rank for rank, count in zip(ranks, counts, strict=True) for _ in range(count)]
     random.Random(derive_seed(seed, "ranks")).shuffle(drawn)
     return dict(zip(sorted(clients), drawn, strict=True))
-
-
-def rank_histogram(ranks: Mapping[str, int]) -> dict[int, int]:
-    """Rank -> number of clients, ascending."""
-    return {rank: sum(r == rank for r in ranks.values()) for rank in sorted(set(ranks.values()))}

@@ -286,5 +286,6 @@ def _with_download(traffic: Traffic, download: Download, *, first: bool) -> Traf
 
 
 def _mean_rank(server: Server, state: ServerState) -> float:
-    ranks = [facts["rank"] for facts in server.diagnostics(state).values() if isinstance(facts.get("rank"), int)]
-    return math.fsum(ranks) / len(ranks) if ranks else math.nan  # type: ignore[arg-type]
+    found = [facts.get("rank") for facts in server.diagnostics(state).values()]
+    ranks = [rank for rank in found if isinstance(rank, int)]
+    return sum(ranks) / len(ranks) if ranks else math.nan
