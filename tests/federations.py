@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, keep, receive, send
+from fedlora import Adapter, Client, LoRA, Roles, Server, ServerState, Upload, keep, receive, send
 from fedlora.seeds import derive_seed
 
 SHAPES = {"attn.q": (30, 22), "attn.v": (18, 22)}  # neither square, and of different d_out
+ALL_TRAINED = Roles()
 HEADS = {"classifier.weight": (3, 30), "classifier.bias": (3,)}
 
 
@@ -29,8 +30,8 @@ def seed_adapter(rank: int, dtype: torch.dtype = torch.float64) -> Adapter:
     return Adapter(modules, {name: noise(shape, "head", name, dtype=dtype) for name, shape in HEADS.items()})
 
 
-def pushed(adapter: Adapter, client: str, round: int) -> Adapter:
-    """`adapter` after a stand-in for training: every factor moves by a draw of its own client and round."""
+def pushed(adapter: Adapter, client: str, round: int, roles: Roles = ALL_TRAINED) -> Adapter:
+    """`adapter` after a stand-in for training: what is not frozen moves by a draw of its own client and round."""
 
     def push(t: Tensor, *seed: str) -> Tensor:
         return t + 0.3 * noise(t.shape, client, round, *seed, dtype=t.dtype)
@@ -38,8 +39,11 @@ def pushed(adapter: Adapter, client: str, round: int) -> Adapter:
     modules = {}
     for name, lora in adapter.modules.items():
         B, A = lora.factors
-        modules[name] = LoRA(push(B, name, "B"), push(A, name, "A"))
-    return Adapter(modules, {name: push(head, name) for name, head in adapter.heads.items()})
+        B = B if roles.B == "frozen" else push(B, name, "B")
+        A = A if roles.A == "frozen" else push(A, name, "A")
+        modules[name] = LoRA(B, A)
+    heads = {name: head if roles.heads == "frozen" else push(head, name) for name, head in adapter.heads.items()}
+    return Adapter(modules, heads)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def rounds(
         for name in names:
             client = Client(name, ranks[name])
             download = server.download(state, client)
-            mine = pushed(receive(download, kept.get(name)), name, t)
+            mine = pushed(receive(download, kept.get(name)), name, t, download.roles)
             complete[name], kept[name] = mine, keep(mine, download.roles)
             uploads.append(Upload(client, EXAMPLES[name], send(mine, download.roles)))
         after = server.aggregate(state, uploads)

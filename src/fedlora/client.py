@@ -5,16 +5,19 @@ mine = receive(download, kept)      train mine      send(mine, roles) -> Upload 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from fedlora.base_change import BaseChange
 from fedlora.errors import HyperparameterError, KeptStateError
 from fedlora.linalg import gauge_fix, rank_tolerance
 from fedlora.lora import Adapter, LoRA
-from fedlora.method import Role, Roles
+from fedlora.method import Role, Roles, TailPenalty
 
 Form = Literal["factors", "subspace"]
 
@@ -59,8 +62,9 @@ class Download:
     """What a client receives.
 
     adapter: shared and frozen parts, of the client's ranks. start: what local parts begin as, for a client that has
-    kept nothing yet; one that has may be sent this without it. base_delta: change of the base weights since
-    pre-training, cumulative, or None; base_version: the round that last changed it (0: none).
+    kept nothing yet. base: module -> how its base weight has moved since pre-training; empty where none has. changed:
+    "B", "A" and "heads" -> the round that last replaced this part (0: still the start). What of all this a client
+    holds already need not travel: see `delivery`.
     """
 
     client: Client
@@ -68,8 +72,13 @@ class Download:
     adapter: Adapter
     roles: Roles
     start: Adapter
-    base_delta: Mapping[str, LoRA] | None
-    base_version: int
+    base: Mapping[str, BaseChange]
+    changed: Mapping[str, int]
+
+    @property
+    def base_delta(self) -> dict[str, LoRA]:
+        """Module -> the whole change of its base weight since pre-training; empty where none has moved."""
+        return {name: change.total for name, change in self.base.items()}
 
 
 def receive(download: Download, kept: Adapter | None) -> Adapter:
@@ -147,6 +156,33 @@ def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
     """What the client holds back for its next `receive`: the local parts. None where there are none."""
     local = _only(adapter, roles, ("local",), adapter.heads if roles.heads == "local" else {})
     return local if local.modules or local.heads else None
+
+
+def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:
+    """`after` cut to the slots before the tail, where training made the tail smaller; `after` itself otherwise.
+
+    Args:
+        before, after: the complete adapter as it was received and as it was trained.
+
+    Source: HetLoRA's rank self-pruning (docs/methods.md). The decision is one for the whole client.
+    """
+    if max(after.ranks.values()) == 1 or tail_size(after, penalty) >= tail_size(before, penalty):
+        return after
+    modules = {}
+    for name, lora in after.modules.items():
+        B, A = lora.factors
+        q = penalty.tail_start(lora.rank)
+        modules[name] = LoRA(B[:, :q], A[:q])
+    return Adapter(modules, after.heads)
+
+
+def tail_size(adapter: Adapter, penalty: TailPenalty) -> float:
+    """sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F: the penalty without its strength."""
+    tails = []
+    for lora in adapter.modules.values():
+        (B, A), q = lora.factors, penalty.tail_start(lora.rank)
+        tails.append(float(torch.linalg.vector_norm(B[:, q:])) * float(torch.linalg.vector_norm(A[q:])))
+    return math.fsum(tails)
 
 
 def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mapping[str, Tensor]) -> Adapter:

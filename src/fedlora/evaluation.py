@@ -17,7 +17,7 @@ from fedlora.encoding import IGNORED, Encoded, collate, encode
 from fedlora.lora import Adapter, LoRA
 from fedlora.models import AdaptedModel
 from fedlora.server import Server, ServerState
-from fedlora.simulation import ClientMemory, RunState
+from fedlora.simulation import ClientMemory, RunState, as_pruned
 
 Target = Literal["server", "clients"]
 
@@ -84,7 +84,7 @@ class ModelEvaluator:
         self, server: Server, state: ServerState, client: Client, memory: ClientMemory
     ) -> dict[str, float]:
         """What `client` would start its next round with, on its own held-out text where it has some."""
-        download = server.download(state, client)
+        download = server.download(state, as_pruned(client, memory))
         self._model.activate(receive(download, memory.kept), download.base_delta)
         return self._measure(self._own.get(client.id, self._data))
 

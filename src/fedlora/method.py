@@ -19,7 +19,7 @@ Contracts (tests/test_contracts.py runs each over all methods; s a state, us upd
 
 * rank:   readout(s, c, r).lora.rank == r, from init on
 * alive:  no slot k of a readout has both B[:, k] == 0 and A[k, :] == 0, for its gradient would be zero for ever
-* exact   (if claimed): effective(aggregate(s, us)) - base(s) == sum_i p_i B_i A_i, base(s) the base_delta read out of s
+* exact   (if claimed): effective(aggregate(s, us)) - base(s) == sum_i p_i B_i A_i, base(s) as read out of s
 * gauge   (if claimed): the same state (up to round-off) when each (B_i, A_i) becomes (B_i Q_i, Q_i^-1 A_i)
 * order:  the server sorts by client id, so aggregate(s, us) == aggregate(s, permuted us), bitwise
 * purity: inputs stay bitwise unchanged; a state round-trips through `checkpoint`
@@ -28,6 +28,7 @@ Contracts (tests/test_contracts.py runs each over all methods; s a state, us upd
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, TypeVar
@@ -35,6 +36,7 @@ from typing import ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fedlora.base_change import BaseChange
 from fedlora.errors import FactorNotShared
 from fedlora.lora import LoRA
 
@@ -42,8 +44,24 @@ Role = Literal["shared", "local", "frozen"]
 
 
 @dataclass(frozen=True)
+class TailPenalty:
+    """A declared addition to every client's loss, which lets its rank shrink (HetLoRA's rank self-pruning).
+
+    strength * sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F, with q = tail_start(r). Where that sum without its
+    strength is smaller after the round than before it, the client cuts its rank to q for good (`client.prune`).
+    """
+
+    strength: float
+    keep: float
+
+    def tail_start(self, rank: int) -> int:
+        """q: the first slot of the tail, at least 1 and at most r - 1 (a rank of 1 has no tail)."""
+        return max(1, min(rank - 1, math.floor(self.keep * rank + 1e-9)))
+
+
+@dataclass(frozen=True)
 class Roles:
-    """Who owns each part of the adapter, this round.
+    """Who owns each part of the adapter, this round, and what the method adds to the clients' loss.
 
     shared: trained, uploaded, replaced by the next readout. local: trained, never leaves the client.
     frozen: received, never trained, never uploaded. `heads` are fully trained tensors such as a classifier.
@@ -52,6 +70,7 @@ class Roles:
     B: Role = "shared"
     A: Role = "shared"
     heads: Role = "shared"
+    penalty: TailPenalty | None = None
 
 
 @dataclass(frozen=True)
@@ -94,12 +113,12 @@ class Update:
 class Readout:
     """What one client receives for one matrix.
 
-    lora: of exactly the asked rank; local factors are None. base_delta: the change of the base weight W0, cumulative
-    from the pre-trained weight, as a factor pair, or None. Cumulative: a client that missed rounds just applies it.
+    lora: of exactly the asked rank; local factors are None. base: how the base weight W0 has moved, or None where it
+    never did. It is cumulative: a client that missed rounds just applies what it lacks.
     """
 
     lora: LoRA
-    base_delta: LoRA | None = None
+    base: BaseChange | None = None
 
 
 S = TypeVar("S")
@@ -129,7 +148,7 @@ class Method(Protocol[S]):
         """What `client` (None: an unknown one) starts from at `rank`. Only selection."""
 
     def effective(self, state: S) -> LoRA | None:
-        """The server's whole update of W0, base_delta included; None where there is no global model."""
+        """The server's whole update of W0, base change included; None where there is no global model."""
 
     def diagnostics(self, state: S) -> Mapping[str, object]:
         """Plain numbers and words about the last aggregation, for logs and reports."""

@@ -22,7 +22,7 @@ from fedlora.methods.padded_average import PaddedAverage
 from fedlora.peft_io import pad_rank, write_adapter
 from fedlora.run_folder import RunFolder
 from fedlora.server import Server
-from fedlora.simulation import ClientMemory, RoundRecord, RunState, simulate, start
+from fedlora.simulation import ClientMemory, RoundRecord, RunState, as_pruned, simulate, start
 
 
 def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> Iterator[RoundRecord]:
@@ -127,8 +127,9 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
             write_adapter(folder.path / name, adapter, prepared.spec, card=card)
     if prepared.config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
-            download = server.download(state.server, client)
-            mine = receive(download, state.clients.get(client.id, ClientMemory()).kept)
+            memory = state.clients.get(client.id, ClientMemory())
+            download = server.download(state.server, as_pruned(client, memory))
+            mine = receive(download, memory.kept)
             write_adapter(folder.path / "clients" / client.id, _whole(mine, download.base_delta), prepared.spec)
     each = (
         prepared.test.measure_clients(server, state)
@@ -172,9 +173,8 @@ def _best_state(prepared: Prepared, folder: RunFolder) -> tuple[int, RunState] |
         return None
 
 
-def _whole(adapter: Adapter, base_delta: Mapping[str, LoRA] | None) -> Adapter:
+def _whole(adapter: Adapter, base: Mapping[str, LoRA]) -> Adapter:
     """The adapter with the change of the base weight in it: a directory is loaded on the pre-trained base."""
-    base = base_delta or {}
     modules = {
         name: stack([base[name], lora], [1.0, 1.0]) if name in base else lora for name, lora in adapter.modules.items()
     }
@@ -182,6 +182,6 @@ def _whole(adapter: Adapter, base_delta: Mapping[str, LoRA] | None) -> Adapter:
 
 
 def global_adapter(server: Server, state: RunState) -> Adapter:
-    """The server's model as one adapter: its whole update at full rank, base_delta included, and the averaged heads."""
+    """The server's model as one adapter: its whole update at full rank, base change included, and the heads."""
     update = server.global_update(state.server)
     return Adapter({name: pad_rank(lora, 1) for name, lora in update.items()}, state.server.heads)

@@ -45,13 +45,17 @@ class Tally:
 
 @dataclass(frozen=True, eq=False)
 class ServerState:
-    """All that the server remembers. modules: module -> the method's own state. start: the common seed adapter."""
+    """All that the server remembers.
+
+    modules: module -> the method's own state. start: the common seed adapter. changed: "B", "A" and "heads" -> the
+    round that last replaced this part.
+    """
 
     round: int
     modules: Mapping[str, Any]
     heads: Mapping[str, Tensor]
     start: Adapter
-    base_version: int
+    changed: Mapping[str, int]
     tally: Tally | None
 
 
@@ -112,7 +116,7 @@ class Server:
             {name: head.detach().clone() for name, head in seed_adapter.heads.items()},
         )
         modules = {name: self.method.init(lora, derive_seed(self.seed, name)) for name, lora in start.modules.items()}
-        return ServerState(0, MappingProxyType(modules), start.heads, start, 0, None)
+        return ServerState(0, MappingProxyType(modules), start.heads, start, {"B": 0, "A": 0, "heads": 0}, None)
 
     def roles(self, state: ServerState) -> Roles:
         """Who owns what in the round that starts from `state`."""
@@ -132,8 +136,8 @@ class Server:
             modules[name] = readout.lora.map(
                 Tensor.clone
             )  # the client's own: training in place must not reach the state
-            if readout.base_delta is not None:
-                base[name] = readout.base_delta
+            if readout.base is not None:
+                base[name] = readout.base
             B, A = state.start.modules[name].factors
             local = {"B": B[:, :rank] if roles.B == "local" else None, "A": A[:rank] if roles.A == "local" else None}
             if local["B"] is not None or local["A"] is not None:
@@ -146,8 +150,8 @@ class Server:
             adapter=Adapter(modules, sent),
             roles=roles,
             start=Adapter(start, kept),
-            base_delta=MappingProxyType(base) if base else None,
-            base_version=state.base_version,
+            base=MappingProxyType(base),
+            changed=state.changed,
         )
 
     def open(self, state: ServerState) -> OpenRound:
@@ -171,7 +175,7 @@ class Server:
         return opened.close()
 
     def global_update(self, state: ServerState) -> Mapping[str, LoRA]:
-        """The server's whole update of each module, base_delta included: what evaluation and export use.
+        """The server's whole update of each module, base change included: what evaluation and export use.
 
         Raises:
             NoGlobalModel: the method has none.
@@ -270,18 +274,16 @@ class OpenRound:
                 name: _mean_head([u.adapter.heads[name] for u in uploads], list(weights.values()), like=head)
                 for name, head in state.heads.items()
             }
-        nxt = replace(
+        made = state.round + 1
+        replaced = {part: made for part in state.changed if getattr(self._roles, part) == "shared"}
+        return replace(
             state,
-            round=state.round + 1,
+            round=made,
             modules=MappingProxyType(modules),
             heads=MappingProxyType(dict(heads)),
+            changed={**state.changed, **replaced},
             tally=Tally(weights, tuple(sorted(self._abstained)), dict(sorted(self._refused.items()))),
         )
-        return replace(nxt, base_version=nxt.round) if self._base_changed(nxt) else nxt
-
-    def _base_changed(self, nxt: ServerState) -> bool:
-        method, start = self._server.method, nxt.start.modules
-        return any(method.readout(s, None, start[m].rank).base_delta is not None for m, s in nxt.modules.items())
 
     def _aggregate_module(self, name: str, s: Any, uploads: list[Upload], counts: Mapping[str, float]) -> Any:
         held = [u for u in uploads if name in u.adapter.modules]

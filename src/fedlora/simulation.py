@@ -21,7 +21,8 @@ import torch
 
 from fedlora.audit import padded_average_error
 from fedlora.checks import named_tensors
-from fedlora.client import Client, Download, Form, Upload, keep, receive, send
+from fedlora.client import Client, Download, Form, Upload, keep, prune, receive, send
+from fedlora.delivery import Held, Parcel, held_after, pack
 from fedlora.errors import ClientFailed, FedLoRAError, QuorumNotMet, UploadRefused
 from fedlora.lora import Adapter, LoRA
 from fedlora.rounds import sample_clients
@@ -56,10 +57,16 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ClientMemory:
-    """What stays with a client between rounds: local parts of the adapter, and how far it has read its data."""
+    """What stays with a client between rounds.
+
+    kept: local parts of the adapter. position: how far it has read its data. held: what need not be sent to it again
+    (the engine has one copy of everything, so it stores only the list). ranks: where pruning changed them.
+    """
 
     kept: Adapter | None = None
     position: int = 0
+    held: Held | None = None
+    ranks: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +80,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one round over all its clients, as the tensors that travel; adapter and heads apart."""
+    """Bytes of one round over all its clients, of the tensors that travel; adapter, heads and base apart."""
 
     up_adapter: int = 0
     up_heads: int = 0
@@ -151,6 +158,11 @@ def simulate(
         yield record
 
 
+def as_pruned(client: Client, memory: ClientMemory) -> Client:
+    """The client at the ranks that pruning has left it."""
+    return client if memory.ranks is None else replace(client, rank=memory.ranks)
+
+
 def _one_round(server: Server, clients: Sequence[Client], trainer: Trainer, state: RunState, form: Form) -> RoundRecord:
     opened = server.open(state.server)
     memories = dict(state.clients)
@@ -161,23 +173,30 @@ def _one_round(server: Server, clients: Sequence[Client], trainer: Trainer, stat
     traffic = Traffic()
     for client in clients:
         memory = memories.get(client.id, ClientMemory())
+        client = as_pruned(client, memory)
         with clock("download"):
             download = server.download(state.server, client)
             mine = receive(download, memory.kept)
-        traffic = _with_download(traffic, download, first=memory.kept is None)
+            traffic = _with_download(traffic, pack(download, memory.held))
+            memory = memories[client.id] = replace(memory, held=held_after(download))
         with clock("train"):
             trained = _train(trainer, download, mine, memory.position, server, failed)
         if trained is None:
             continue
         losses[client.id] = trained.loss
         with clock("upload"):
-            upload = Upload(client, trained.num_examples, send(trained.adapter, download.roles, form), form)
-            kept = keep(trained.adapter, download.roles)
+            made, ranks = trained.adapter, memory.ranks
+            if download.roles.penalty is not None:
+                made = prune(mine, made, download.roles.penalty)
+                ranks = made.ranks if made.ranks != mine.ranks else ranks
+                client = replace(client, rank=ranks or client.rank)
+            upload = Upload(client, trained.num_examples, send(made, download.roles, form), form)
+            kept = keep(made, download.roles)
             traffic = _with_upload(traffic, upload)
             reason = _refusal(opened, upload, kept, server)
             if reason is None:
                 uploads.append(upload)
-                memories[client.id] = ClientMemory(kept, trained.position)
+                memories[client.id] = replace(memory, kept=kept, position=trained.position, ranks=ranks)
             else:  # what it keeps stays as it was, but its data stream moves on
                 failed[client.id] = reason
                 memories[client.id] = replace(memory, position=trained.position)
@@ -275,13 +294,13 @@ def _with_upload(traffic: Traffic, upload: Upload) -> Traffic:
     )
 
 
-def _with_download(traffic: Traffic, download: Download, *, first: bool) -> Traffic:
-    sent = [download.adapter, download.start] if first else [download.adapter]
+def _with_download(traffic: Traffic, parcel: Parcel) -> Traffic:
+    sent = (parcel.adapter, parcel.start)
     return replace(
         traffic,
         down_adapter=traffic.down_adapter + sum(_size(a.modules) for a in sent),
         down_heads=traffic.down_heads + sum(_head_size(a) for a in sent),
-        down_base=traffic.down_base + _size(download.base_delta or {}),
+        down_base=traffic.down_base + _size(parcel.base) + _size(parcel.steps),
     )
 
 

@@ -12,19 +12,33 @@ from fedlora.errors import HyperparameterError
 from fedlora.method import Method
 from fedlora.methods.fedex_lora import FedExLoRA
 from fedlora.methods.fedit import FedIT
+from fedlora.methods.fedrot_lora import FedRotLoRA
 from fedlora.methods.fedsa_lora import FedSALoRA
+from fedlora.methods.ffa_lora import FFALoRA
 from fedlora.methods.flexlora import FlexLoRA
+from fedlora.methods.flora import FLoRA
 from fedlora.methods.glora import GLoRA
+from fedlora.methods.hetlora import HetLoRA
+from fedlora.methods.lora_fair import LoRAFAIR
 from fedlora.methods.padded_average import PaddedAverage
+from fedlora.methods.rolora import RoLoRA
+from fedlora.methods.svd import SVD
 
 METHODS: Mapping[str, type[Method[Any]]] = MappingProxyType(
     {
         "fedex-lora": FedExLoRA,
         "fedit": FedIT,
+        "fedrot-lora": FedRotLoRA,
         "fedsa-lora": FedSALoRA,
+        "ffa-lora": FFALoRA,
         "flexlora": FlexLoRA,
+        "flora": FLoRA,
         "glora": GLoRA,
+        "hetlora": HetLoRA,
+        "lora-fair": LoRAFAIR,
         "padded-average": PaddedAverage,
+        "rolora": RoLoRA,
+        "svd": SVD,
     }
 )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedlora.errors import RankMismatch
 from fedlora.method import Update
 
-ANY_RANK = "Use glora or flexlora, which serve clients of different ranks."
+ANY_RANK = "Use glora, flexlora, flora or hetlora, which serve clients of different ranks."
 
 
 def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -3,10 +3,10 @@
     B <- sum_i p_i B_i     A <- sum_i p_i A_i     W0 <- W0 + ( sum_i p_i B_i A_i - B A )
 
 The server's update is exact and gauge-invariant, but the pair (B, A) that clients train on is not. One common rank.
-The residuals add up in `base_delta`, cumulative from the pre-trained weight and recompressed exactly each round (rank
-at most min(d_out, d_in)), so a client that missed rounds just applies it. Deviations from the authors' code: weights
-p_i instead of a uniform mean, and no transpose of the residual, which is wrong there for `nn.Linear`.
-Cost: the thin SVD of a stack of rank(base) + (n + 1) r columns.
+The residuals add up in a `BaseChange`, so that a client that missed rounds gets the steps that it lacks. Deviations
+from the authors' code: weights p_i instead of a uniform mean, and no transpose of the residual, which is wrong there
+for `nn.Linear`.
+Cost: thin SVDs of stacks of (n + 1) r and of rank(base) + n r columns.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedlora.linalg import rank_tolerance, svd_of_product
+from fedlora.base_change import BaseChange, moved
 from fedlora.lora import LoRA, revive, stack
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
-from fedlora.methods.spectral import whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +28,7 @@ class FedExLoRAState:
     key: int
     round: int
     mean: LoRA
-    base: LoRA | None
+    base: BaseChange | None
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,15 @@ class FedExLoRA:
         require_one_rank("FedEx-LoRA", state.mean.rank, updates)
         p = [u.weight for u in updates]
         mean = LoRA(weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p))
-        before = [] if state.base is None else [state.base]
-        residual = stack([*before, *(u.lora for u in updates), mean], [*(1.0 for _ in before), *p, -1.0])
-        B, A = residual.factors
-        base = whole(svd_of_product(B, A, tolerance=rank_tolerance(B.dtype)))
-        return FedExLoRAState(state.key, state.round + 1, mean, base if base.rank else None)
+        residual = stack([*(u.lora for u in updates), mean], [*p, -1.0])
+        return FedExLoRAState(state.key, state.round + 1, mean, moved(state.base, residual))
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> Readout:
         require_readout_rank("FedEx-LoRA", state.mean.rank, client, rank)
-        return Readout(revive(state.mean, state.key, state.round, client or ""), base_delta=state.base)
+        return Readout(revive(state.mean, state.key, state.round, client or ""), base=state.base)
 
     def effective(self, state: FedExLoRAState) -> LoRA:
-        return state.mean if state.base is None else stack([state.base, state.mean], [1.0, 1.0])
+        return state.mean if state.base is None else stack([state.base.total, state.mean], [1.0, 1.0])
 
     def diagnostics(self, state: FedExLoRAState) -> Mapping[str, object]:
-        return {"rank": state.mean.rank, "base_rank": state.base.rank if state.base else 0}
+        return {"rank": state.mean.rank, "base_rank": state.base.total.rank if state.base else 0}

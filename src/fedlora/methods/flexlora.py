@@ -21,9 +21,11 @@ from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product, unit_roundoff
 from fedlora.lora import LoRA, stack
 from fedlora.method import Readout, Roles, Update
+from fedlora.methods.rank_partition import partitioned
 from fedlora.methods.spectral import instantiate, start_spectrum, whole
 
 Solver = Literal["thin", "dense"]
+Weighting = Literal["examples", "rank-partition"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,17 +40,26 @@ class FlexLoRAState:
 
 @dataclass(frozen=True)
 class FlexLoRA:
-    """Use it for clients of different ranks that should all see the strongest directions."""
+    """Use it for clients of different ranks that should all see the strongest directions.
+
+    Args:
+        solver: of the mean update's SVD, "thin" or "dense"; the same result.
+        weighting: "examples" uses the p_i that the server hands in; "rank-partition" is raFLoRA (`preset="raflora"`).
+    """
 
     name: ClassVar[str] = "flexlora"
     paper: ClassVar[str] = "arXiv 2402.11505"
     State: ClassVar[type] = FlexLoRAState
+    PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {"raflora": {"weighting": "rank-partition"}}
 
     solver: Solver = "thin"
+    weighting: Weighting = "examples"
 
     def __post_init__(self) -> None:
-        if self.solver not in get_args(Solver):
-            raise HyperparameterError(f"flexlora: solver is one of {get_args(Solver)}; got {self.solver!r}.")
+        for name, options in {"solver": Solver, "weighting": Weighting}.items():
+            value = getattr(self, name)
+            if value not in get_args(options):
+                raise HyperparameterError(f"flexlora: {name} is one of {get_args(options)}; got {value!r}.")
 
     def init(self, seed: LoRA, key: int) -> FlexLoRAState:
         spectrum, start = start_spectrum(seed)
@@ -58,6 +69,8 @@ class FlexLoRA:
         return Roles()
 
     def aggregate(self, state: FlexLoRAState, updates: Sequence[Update]) -> FlexLoRAState:
+        if self.weighting == "rank-partition":
+            updates = partitioned(updates)
         B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
         if self.solver == "thin":
             spectrum = svd_of_product(B, A, tolerance=rank_tolerance(B.dtype))

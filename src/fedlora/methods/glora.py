@@ -38,12 +38,13 @@ from fedlora.linalg import (
 )
 from fedlora.lora import LoRA
 from fedlora.method import Readout, Roles, Update
+from fedlora.methods.rank_partition import partitioned
 from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, whole
 
 Basis = Literal["projector", "energy"]
 Budget = Literal["nominal", "revealed"]
 Score = Literal["alignment", "energy"]
-Weighting = Literal["examples", "uniform"]
+Weighting = Literal["examples", "uniform", "rank-partition"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,8 @@ class GLoRA:
         score: tail components by "alignment" ||H_i^T u_j||^2, or by "energy" s_j^2 ||H_i^T u_j||^2.
         factor_split: "balanced" (sqrt(s) on both) or "left" (s on B).
         rank_tol: overrides `linalg.rank_tolerance`.
-        weighting: "examples" uses the p_i that the server hands in, "uniform" 1/n instead.
+        weighting: "examples" uses the p_i that the server hands in, "uniform" 1/n instead; "rank-partition" gives the
+            components that only high-rank clients hold the weight among these (raFLoRA's cure for rank collapse).
     """
 
     name: ClassVar[str] = "glora"
@@ -114,7 +116,8 @@ class GLoRA:
             "history_lag": 1,
             "score": "alignment",
             "factor_split": "balanced",
-        }
+        },
+        "car-off": {"gamma": 1.0},
     }
 
     rho: float = 1.0
@@ -155,12 +158,14 @@ class GLoRA:
         return Roles()
 
     def aggregate(self, state: GLoRAState, updates: Sequence[Update]) -> GLoRAState:
+        if self.weighting == "rank-partition":
+            updates = partitioned(updates)
         fixed = gauge_fix_all(
             [(u.B, u.A) for u in updates],
             tolerances=[self._tolerance(u.stored) for u in updates],
             canonical=self.canonical,
         )
-        root_p = [math.sqrt(u.weight if self.weighting == "examples" else 1 / len(updates)) for u in updates]
+        root_p = [math.sqrt(1 / len(updates) if self.weighting == "uniform" else u.weight) for u in updates]
         dtype = updates[0].B.dtype
         M = torch.cat([U * w for (U, _), w in zip(fixed, root_p, strict=True)], dim=1).to(dtype)
         N = torch.cat([Ahat * w for (_, Ahat), w in zip(fixed, root_p, strict=True)], dim=0).to(dtype)

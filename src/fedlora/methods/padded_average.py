@@ -2,22 +2,28 @@
 
     B <- sum_i p_i [B_i 0]        A <- sum_i p_i [A_i; 0]        read out: the first r_i slots
 
-What many scripts do, and our reading of the paper's ablation row "PA off". Not exact, not gauge-invariant:
-slot k of one client has nothing to do with slot k of another. Cost as FedIT.
+What many scripts do, and our reading of the paper's ablation row "PA off". Not exact, not gauge-invariant: slot k of
+one client has nothing to do with slot k of another. coordinates="subspace" is the other reading of that row: it
+averages (U_i, Ahat_i) = (U_i, diag(s_i) V_i^T) of the SVD of B_i A_i, with canonical signs, without a common frame.
+That is a function of the updates alone, so gauge-invariant, and as far from their mean. Cost as FedIT; with "subspace"
+also thin SVDs of each client's pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
-from torch.nn.functional import pad
 
+from fedlora.errors import HyperparameterError
+from fedlora.linalg import rank_tolerance, svd_of_product
 from fedlora.lora import LoRA, revive
 from fedlora.method import Readout, Roles, Update
-from fedlora.methods.factors import weighted_mean
+from fedlora.methods.slots import first, mean_columns, mean_rows
+
+Coordinates = Literal["factors", "subspace"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +37,23 @@ class PaddedAverageState:
 
 @dataclass(frozen=True)
 class PaddedAverage:
-    """Use it to see what averaging factors does, next to a method that averages updates."""
+    """Use it to see what averaging factors does, next to a method that averages updates.
+
+    Args:
+        coordinates: what is averaged: the "factors" as they come, or each update's own "subspace" form.
+    """
 
     name: ClassVar[str] = "padded-average"
     paper: ClassVar[str] = "GLoRA, ablation of the core designs, row PA off (our reading)"
     State: ClassVar[type] = PaddedAverageState
+
+    coordinates: Coordinates = "factors"
+
+    def __post_init__(self) -> None:
+        if self.coordinates not in get_args(Coordinates):
+            raise HyperparameterError(
+                f"padded-average: coordinates is one of {get_args(Coordinates)}; got {self.coordinates!r}."
+            )
 
     def init(self, seed: LoRA, key: int) -> PaddedAverageState:
         return PaddedAverageState(key, 0, seed)
@@ -45,15 +63,13 @@ class PaddedAverage:
 
     def aggregate(self, state: PaddedAverageState, updates: Sequence[Update]) -> PaddedAverageState:
         p = [u.weight for u in updates]
+        pairs = [(u.B, u.A) if self.coordinates == "factors" else _subspace(u) for u in updates]
         rank = max(state.mean.rank, *(u.lora.rank for u in updates))
-        B = weighted_mean([_columns(u.B, rank) for u in updates], p)
-        A = weighted_mean([_rows(u.A, rank) for u in updates], p)
-        return PaddedAverageState(state.key, state.round + 1, LoRA(B, A))
+        mean = LoRA(mean_columns([B for B, _ in pairs], p, rank), mean_rows([A for _, A in pairs], p, rank))
+        return PaddedAverageState(state.key, state.round + 1, mean)
 
     def readout(self, state: PaddedAverageState, client: str | None, rank: int) -> Readout:
-        B, A = state.mean.factors
-        lora = LoRA(_columns(B[:, :rank], rank), _rows(A[:rank], rank))
-        return Readout(revive(lora, state.key, state.round, client or ""))
+        return Readout(revive(first(state.mean, rank), state.key, state.round, client or ""))
 
     def effective(self, state: PaddedAverageState) -> LoRA:
         return state.mean
@@ -62,9 +78,6 @@ class PaddedAverage:
         return {"rank": state.mean.rank}
 
 
-def _columns(B: Tensor, rank: int) -> Tensor:
-    return pad(B, (0, rank - B.shape[1]))
-
-
-def _rows(A: Tensor, rank: int) -> Tensor:
-    return pad(A, (0, 0, 0, rank - A.shape[0]))
+def _subspace(update: Update) -> tuple[Tensor, Tensor]:
+    spectrum = svd_of_product(update.B, update.A, tolerance=rank_tolerance(update.stored))
+    return spectrum.U, spectrum.s[:, None] * spectrum.Vh

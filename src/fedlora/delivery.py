@@ -1,0 +1,180 @@
+"""What really travels: a download without the parts that its client holds already.
+
+    parcel   = pack(download, held)           server side; held: what the client says that it holds, None at first
+    download = unpack(parcel, cache)          client side; complete again
+    cache    = remember(download)             what the client stores until then; cache.held is what it tells the server
+
+A frozen part travels once, and again when another round replaced it (RoLoRA's factors take turns); of the change of the
+base weights only the steps that the client missed, or the whole where that is smaller. The in-process engine uses
+`pack` to count bytes; networks send a parcel's `tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from torch import Tensor
+
+from fedlora.base_change import BaseChange, compressed
+from fedlora.client import Client, Download
+from fedlora.errors import KeptStateError
+from fedlora.lora import Adapter, LoRA, stack
+from fedlora.method import Roles
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a client holds of its last download.
+
+    round: of that download. parts: the frozen ones of "B", "A" and "heads", held as they came. ranks: module -> r, at
+    which it holds them. base: module -> version of its base weight (absent: as pre-trained).
+    """
+
+    round: int
+    parts: tuple[str, ...]
+    ranks: Mapping[str, int]
+    base: Mapping[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """What a client stores of its last download: the frozen parts, and how far its base weights have moved."""
+
+    held: Held
+    adapter: Adapter
+    base: Mapping[str, BaseChange]
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """What travels to a client.
+
+    adapter, start: as in the download, without the parts that the client holds. base: module -> the whole change of its
+    base weight. steps: module -> what to add to the change that the client holds. versions: module -> version of the
+    base weight after that, for all modules whose base has ever moved.
+    """
+
+    client: Client
+    round: int
+    roles: Roles
+    ranks: Mapping[str, int]
+    changed: Mapping[str, int]
+    adapter: Adapter
+    start: Adapter
+    base: Mapping[str, LoRA]
+    steps: Mapping[str, LoRA]
+    versions: Mapping[str, int]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything with a size, by a name for the wire."""
+        named: dict[str, Tensor] = {}
+        groups = {"adapter": self.adapter.modules, "start": self.start.modules, "base": self.base, "steps": self.steps}
+        for group, loras in groups.items():
+            for module, lora in loras.items():
+                named |= {f"{group}/{factor}/{module}": tensor for factor, tensor in lora.tensors().items()}
+        for group, heads in {"heads": self.adapter.heads, "start-heads": self.start.heads}.items():
+            named |= {f"{group}/{name}": head for name, head in heads.items()}
+        return named
+
+
+def pack(download: Download, held: Held | None) -> Parcel:
+    """What `download` comes down to for a client that holds `held` (None: it has never been sent anything)."""
+    d = download
+    ranks = d.start.ranks | d.adapter.ranks
+    has = {part for part in (held.parts if held else ()) if held and d.changed[part] <= held.round}
+    if held and dict(held.ranks) != ranks:  # frozen factors of another rank are of no use
+        has -= {"B", "A"}
+    modules = {}
+    for name, lora in d.adapter.modules.items():
+        B, A = (None if factor in has else lora.tensors().get(factor) for factor in ("B", "A"))
+        if B is not None or A is not None:
+            modules[name] = LoRA(B, A)
+    base, steps = {}, {}
+    for name, change in d.base.items():
+        missed = change.since(held.base.get(name, 0)) if held else None
+        if missed is None or sum(step.rank for step in missed) > change.total.rank:
+            base[name] = change.total
+        elif missed:
+            steps[name] = missed[0] if len(missed) == 1 else stack(list(missed), [1.0] * len(missed))
+    return Parcel(
+        client=d.client,
+        round=d.round,
+        roles=d.roles,
+        ranks=MappingProxyType(ranks),
+        changed=d.changed,
+        adapter=Adapter(modules, {} if "heads" in has else d.adapter.heads),
+        start=Adapter({}) if held else d.start,
+        base=MappingProxyType(base),
+        steps=MappingProxyType(steps),
+        versions=MappingProxyType({name: change.version for name, change in d.base.items()}),
+    )
+
+
+def unpack(parcel: Parcel, cache: Cache | None) -> Download:
+    """The complete download again, from what came and what the client stored.
+
+    Raises:
+        KeptStateError: the parcel leaves out something that `cache` does not have.
+    """
+    p, stored = parcel, cache.adapter if cache else Adapter({})
+    modules = {}
+    for name in p.ranks:
+        came = p.adapter.modules.get(name)
+        parts: dict[str, Tensor | None] = dict(came.tensors()) if came else {}
+        mine = stored.modules[name].tensors() if name in stored.modules else {}
+        for factor in ("B", "A"):
+            if factor not in parts and getattr(p.roles, factor) != "local":
+                parts[factor] = _stored(mine, factor, f"factor {factor} of module {name!r}")
+        if parts:
+            modules[name] = LoRA(parts.get("B"), parts.get("A"))
+    heads = p.adapter.heads
+    if p.roles.heads != "local" and not heads:
+        heads = stored.heads
+    base = {}
+    for name, version in p.versions.items():
+        if name in p.base:
+            base[name] = BaseChange(p.base[name], version, ())
+            continue
+        before = cache.base.get(name) if cache else None
+        if name in p.steps:
+            total = compressed(stack([before.total, p.steps[name]], [1.0, 1.0])) if before else p.steps[name]
+            base[name] = BaseChange(total, version, ())
+        elif before is not None and before.version == version:
+            base[name] = before
+        else:
+            raise KeptStateError(
+                f"the change of the base weight of {name!r} was left out, and none is stored here at version "
+                f"{version}. Ask again without saying what is held."
+            )
+    return Download(p.client, p.round, Adapter(modules, heads), p.roles, p.start, MappingProxyType(base), p.changed)
+
+
+def _stored(mine: Mapping[str, Tensor], factor: str, what: str) -> Tensor:
+    if factor not in mine:
+        raise KeptStateError(
+            f"{what} was left out of what came, and is not stored here. Ask again without saying what is held."
+        )
+    return mine[factor]
+
+
+def held_after(download: Download) -> Held:
+    """What a client holds once it has received `download`."""
+    d = download
+    frozen = tuple(part for part in ("B", "A", "heads") if getattr(d.roles, part) == "frozen")
+    ranks = MappingProxyType(d.start.ranks | d.adapter.ranks)
+    return Held(d.round, frozen, ranks, MappingProxyType({name: change.version for name, change in d.base.items()}))
+
+
+def remember(download: Download) -> Cache:
+    """What a client stores of a complete download, for the next `unpack`."""
+    held = held_after(download)
+    modules = {}
+    for name, lora in download.adapter.modules.items():
+        B, A = (lora.tensors().get(factor) if factor in held.parts else None for factor in ("B", "A"))
+        if B is not None or A is not None:
+            modules[name] = LoRA(B, A)
+    heads = download.adapter.heads if "heads" in held.parts else {}
+    base = {name: replace(change, steps=()) for name, change in download.base.items()}
+    return Cache(held, Adapter(modules, heads), MappingProxyType(base))

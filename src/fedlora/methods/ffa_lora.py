@@ -1,0 +1,59 @@
+"""FFA-LoRA: freeze A at one common draw, train and average B only (Sun et al., 2403.12313).
+
+    A = A_0 for ever        B <- sum_i p_i [B_i 0]
+
+Exact, because A is common: sum_i p_i B_i A_0 = (sum_i p_i B_i) A_0. Any ranks: a client of rank r_i has the first r_i
+rows of A_0, so zero-padding B_i is exact too. The gauge is fixed by A_0: an upload is B alone, in its coordinates. The
+row space of every update is that of A_0, which costs expressiveness and wants a larger learning rate. Heads are shared.
+Deviations from the public code: weights p_i instead of a uniform mean. Cost: O(sum r_i d_out); half of FedIT's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedlora.lora import LoRA, revive
+from fedlora.method import Readout, Roles, Update
+from fedlora.methods.slots import first, mean_columns, require_slots
+
+
+@dataclass(frozen=True, eq=False)
+class FFALoRAState:
+    """pair: the averaged B beside the common A, of the largest rank."""
+
+    key: int
+    round: int
+    pair: LoRA
+
+
+@dataclass(frozen=True)
+class FFALoRA:
+    """Use it where bytes or differential privacy count: one factor travels, and nothing is quadratic in the noise."""
+
+    name: ClassVar[str] = "ffa-lora"
+    paper: ClassVar[str] = "arXiv 2403.12313"
+    State: ClassVar[type] = FFALoRAState
+
+    def init(self, seed: LoRA, key: int) -> FFALoRAState:
+        return FFALoRAState(key, 0, revive(seed, key))
+
+    def roles(self, state: FFALoRAState) -> Roles:
+        return Roles(A="frozen")
+
+    def aggregate(self, state: FFALoRAState, updates: Sequence[Update]) -> FFALoRAState:
+        require_slots("FFA-LoRA", state.pair.rank, {u.client: u.rank for u in updates})
+        _, A = state.pair.factors
+        B = mean_columns([u.B for u in updates], [u.weight for u in updates], state.pair.rank)
+        return FFALoRAState(state.key, state.round + 1, LoRA(B, A))
+
+    def readout(self, state: FFALoRAState, client: str | None, rank: int) -> Readout:
+        require_slots("FFA-LoRA", state.pair.rank, {client or "": rank})
+        return Readout(first(state.pair, rank))
+
+    def effective(self, state: FFALoRAState) -> LoRA:
+        return state.pair
+
+    def diagnostics(self, state: FFALoRAState) -> Mapping[str, object]:
+        return {"rank": state.pair.rank}

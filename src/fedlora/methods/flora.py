@@ -1,0 +1,68 @@
+"""FLoRA: stack the factors, add the exact mean to the base weight, start afresh (Wang et al., 2409.05976).
+
+    W0 <- W0 + [p_1 B_1 | p_2 B_2 | ...] [A_1; A_2; ...]        every client starts the round as LoRA starts: B = 0
+
+Exact and gauge-invariant: only products enter. Any ranks. The base weight moves in every round, so nothing but the
+whole history of stacks is the model, and a client that was away gets all of what it missed (`BaseChange`). Deviations
+from the authors' code: alpha / r is folded into each B_i (theirs is right for one alpha / r only), and stacks are
+recompressed exactly to their rank. A new draw of A for each client and round, as theirs; ours comes from the server.
+Cost: thin SVDs of stacks of sum r_i and of rank(base) + sum r_i columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedlora.base_change import BaseChange, moved
+from fedlora.lora import LoRA, fresh_rows, stack
+from fedlora.method import Readout, Roles, Update
+
+
+@dataclass(frozen=True, eq=False)
+class FLoRAState:
+    """base: all rounds' means, W0 -> W0 + base; None while there is none. start: the rows of A of the common start."""
+
+    key: int
+    round: int
+    base: BaseChange | None
+    start: Tensor
+    d_out: int
+
+
+@dataclass(frozen=True)
+class FLoRA:
+    """Use it where clients can take changes of the base weight, traffic is cheap, and every round should start free."""
+
+    name: ClassVar[str] = "flora"
+    paper: ClassVar[str] = "arXiv 2409.05976"
+    State: ClassVar[type] = FLoRAState
+
+    def init(self, seed: LoRA, key: int) -> FLoRAState:
+        B, A = seed.factors
+        return FLoRAState(key, 0, moved(None, seed), A, B.shape[0])
+
+    def roles(self, state: FLoRAState) -> Roles:
+        return Roles()
+
+    def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
+        step = stack([u.lora for u in updates], [u.weight for u in updates])
+        return FLoRAState(state.key, state.round + 1, moved(state.base, step), state.start, state.d_out)
+
+    def readout(self, state: FLoRAState, client: str | None, rank: int) -> Readout:
+        A = state.start[:rank]
+        if state.round > 0 or len(A) < rank:
+            A = fresh_rows(rank, A.shape[1], state.key, state.round, client or "", like=A)
+        return Readout(LoRA(A.new_zeros(state.d_out, rank), A), base=state.base)
+
+    def effective(self, state: FLoRAState) -> LoRA:
+        if state.base is not None:
+            return state.base.total
+        return LoRA(state.start.new_zeros(state.d_out, 1), torch.zeros_like(state.start[:1]))
+
+    def diagnostics(self, state: FLoRAState) -> Mapping[str, object]:
+        return {"rank": state.base.total.rank if state.base else 0}

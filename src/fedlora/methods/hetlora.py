@@ -1,0 +1,101 @@
+"""HetLoRA: zero-pad the factors, weigh clients by the size of their update, cut to each rank (Cho et al., 2401.06432).
+
+    w_i = ||B_i A_i||_F / sum_j ||B_j A_j||_F
+    B <- sum_i w_i [B_i 0]        A <- sum_i w_i [A_i; 0]        read out: B[:, :r_i], A[:r_i, :]
+
+Any ranks; not exact, not gauge-invariant (the weights are: they see products only). With `pruning`, clients add
+strength ||B[:, q:]|| ||A[q:, :]|| to their loss, q = floor(keep r_i), and cut their rank to q for good once that tail
+got smaller in a round; this is what makes the first slots the important ones, which the cut relies on. Weights are
+taken module by module. Deviations from the only public code (in FlexLoRA's repository): it has no sparsity weights, and
+its penalty is computed on detached tensors, so it never enters the gradient. In the first round, where an update may be
+zero for all, p_i serves. Cost: O(sum r_i^2 (d_out + d_in)) by QR factors; solver="dense" forms each product, as papers
+time it: O(sum r_i d_out d_in).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+
+from fedlora.errors import HyperparameterError
+from fedlora.lora import LoRA, revive
+from fedlora.method import Readout, Roles, TailPenalty, Update
+from fedlora.methods.slots import first, mean_columns, mean_rows
+
+Solver = Literal["thin", "dense"]
+Weights = Literal["sparsity", "examples"]
+
+
+@dataclass(frozen=True, eq=False)
+class HetLoRAState:
+    """mean: the averaged zero-padded pair, of the largest rank seen. weights: client -> w_i of the last round."""
+
+    key: int
+    round: int
+    mean: LoRA
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class HetLoRA:
+    """Use it as the factor-averaging baseline for clients of different ranks.
+
+    Args:
+        weights: "sparsity" (the paper's, by the norm of the update) or "examples" (the server's p_i).
+        solver: of the norms; the same numbers.
+        pruning: whether clients are asked to penalise and prune their tail.
+        strength, keep: of that penalty; see `TailPenalty`.
+    """
+
+    name: ClassVar[str] = "hetlora"
+    paper: ClassVar[str] = "arXiv 2401.06432"
+    State: ClassVar[type] = HetLoRAState
+
+    weights: Weights = "sparsity"
+    solver: Solver = "thin"
+    pruning: bool = False
+    strength: float = 1e-3
+    keep: float = 0.99
+
+    def __post_init__(self) -> None:
+        for name, options in {"weights": Weights, "solver": Solver}.items():
+            if getattr(self, name) not in get_args(options):
+                raise HyperparameterError(
+                    f"hetlora: {name} is one of {get_args(options)}; got {getattr(self, name)!r}."
+                )
+        if not (0 < self.keep < 1 and 0 <= self.strength < math.inf):
+            raise HyperparameterError(
+                f"hetlora: keep is in (0, 1) and strength is finite and not negative; got {self.keep}, {self.strength}."
+            )
+
+    def init(self, seed: LoRA, key: int) -> HetLoRAState:
+        return HetLoRAState(key, 0, seed, {})
+
+    def roles(self, state: HetLoRAState) -> Roles:
+        return Roles(penalty=TailPenalty(self.strength, self.keep) if self.pruning else None)
+
+    def aggregate(self, state: HetLoRAState, updates: Sequence[Update]) -> HetLoRAState:
+        w = [u.weight for u in updates]
+        sizes = [self._size(u.lora) for u in updates] if self.weights == "sparsity" else []
+        if any(sizes):
+            w = [size / math.fsum(sizes) for size in sizes]
+        rank = max(state.mean.rank, *(u.lora.rank for u in updates))
+        mean = LoRA(mean_columns([u.B for u in updates], w, rank), mean_rows([u.A for u in updates], w, rank))
+        shown = {u.client: x for u, x in zip(updates, w, strict=True)}
+        return HetLoRAState(state.key, state.round + 1, mean, shown)
+
+    def readout(self, state: HetLoRAState, client: str | None, rank: int) -> Readout:
+        return Readout(revive(first(state.mean, rank), state.key, state.round, client or ""))
+
+    def effective(self, state: HetLoRAState) -> LoRA:
+        return state.mean
+
+    def diagnostics(self, state: HetLoRAState) -> Mapping[str, object]:
+        return {"rank": state.mean.rank, "weights": dict(state.weights)}
+
+    def _size(self, lora: LoRA) -> float:
+        return lora.norm() if self.solver == "thin" else float(torch.linalg.matrix_norm(lora.delta()))

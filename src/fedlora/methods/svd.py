@@ -1,0 +1,88 @@
+"""SVD: average the updates, keep the directions that hold most of the energy, give them to everyone (FLoRIST's core).
+
+    Delta W = sum_i p_i B_i A_i = U S V^T,  R = least rank with sum_{j <= R} s_j^2 >= energy ||Delta W||^2
+    read out: the r_i strongest of those R, sqrt(s) on both factors
+
+Exact up to the share 1 - energy of ||Delta W||^2, of least error at its rank, gauge-invariant, any ranks. After Ramesh
+and Dass, "FLoRIST" (2506.09199), whose clients all get rank R; here each gets its own. Deviations from it: one SVD of
+the small core instead of two of the stacks and one of the core, the same result. Cost: O(S^2 (d_out + d_in)), S = sum
+r_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedlora.errors import HyperparameterError
+from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product
+from fedlora.lora import LoRA, stack
+from fedlora.method import Readout, Roles, Update
+from fedlora.methods.spectral import instantiate, start_spectrum, whole
+
+
+@dataclass(frozen=True, eq=False)
+class SVDState:
+    """spectrum: the kept part of the mean update. start: the rows of A that a fresh start shares; None later."""
+
+    key: int
+    round: int
+    spectrum: Spectrum
+    start: Tensor | None
+    full_rank: int
+
+
+@dataclass(frozen=True)
+class SVD:
+    """Use it for the least server error at a given size, where clients need nothing of their own.
+
+    Args:
+        energy: the share of ||Delta W||_F^2 to keep, in (0, 1]; 1 keeps everything.
+    """
+
+    name: ClassVar[str] = "svd"
+    paper: ClassVar[str] = "arXiv 2506.09199 (FLoRIST), its server"
+    State: ClassVar[type] = SVDState
+
+    energy: float = 0.99
+
+    def __post_init__(self) -> None:
+        if not 0 < self.energy <= 1:
+            raise HyperparameterError(f"svd: energy is the share of the update to keep, in (0, 1]; got {self.energy}.")
+
+    def init(self, seed: LoRA, key: int) -> SVDState:
+        spectrum, start = start_spectrum(seed)
+        return SVDState(key, 0, spectrum, start, spectrum.rank)
+
+    def roles(self, state: SVDState) -> Roles:
+        return Roles()
+
+    def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:
+        B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
+        every = svd_of_product(B, A, tolerance=rank_tolerance(B.dtype))
+        return SVDState(state.key, state.round + 1, every.head(rank_of_energy(every.s, self.energy)), None, every.rank)
+
+    def readout(self, state: SVDState, client: str | None, rank: int) -> Readout:
+        chosen = torch.arange(min(rank, state.spectrum.rank))
+        seed = (state.key, state.round, client or "")
+        return Readout(instantiate(state.spectrum, chosen, rank, split="balanced", start=state.start, seed=seed))
+
+    def effective(self, state: SVDState) -> LoRA:
+        return whole(state.spectrum)
+
+    def diagnostics(self, state: SVDState) -> Mapping[str, object]:
+        values = [float(s) for s in state.spectrum.s]
+        return {"rank": state.spectrum.rank, "full_rank": state.full_rank, "singular_values": values}
+
+
+def rank_of_energy(s: Tensor, energy: float) -> int:
+    """The least number of leading values (descending) whose squares make up the share `energy` of all squares."""
+    if energy == 1.0:
+        return len(s)
+    left_out = s.double().square().flip(0).cumsum(0).flip(0)  # of cutting before each value; exact for the small ones
+    total = float(left_out[0]) if len(s) else 0.0
+    return int((left_out > (1 - energy) * total).sum())
