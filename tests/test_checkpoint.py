@@ -165,7 +165,7 @@ class OwnMethod:
     def init(self, seed: LoRA, key: int) -> OwnState:
         return OwnState(seed, None, {}, -math.inf)
 
-    def roles(self, state: OwnState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: OwnState, updates: Sequence[Update]) -> OwnState:

@@ -44,8 +44,8 @@ def downloaded(roles: Roles, rank: int = RANK) -> Download:
         adapter=part(SENT, roles, ("shared", "frozen"), rank),
         roles=roles,
         start=part(START, roles, ("local",), rank),
-        base_delta=None,
-        base_version=0,
+        base={},
+        changed={"B": 0, "A": 0, "heads": 0},
     )
 
 

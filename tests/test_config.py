@@ -288,7 +288,7 @@ def other(key: str, value: Any) -> Any:
     words = {
         "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "schedule": "cosine",
         "weighting": "uniform", "heads": "local", "missing": "zero", "upload": "subspace", "target": "clients",
-        "name": "fedit", "preset": "paper", "quorum": 2, "count": 3, "pair": "second", "dropout": 0.25,
+        "name": "fedit", "preset": "paper", "keep_uploads": "last", "quorum": 2, "count": 3, "pair": "second", "dropout": 0.25,
     }  # fmt: skip
     if key in words:
         return words[key]

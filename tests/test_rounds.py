@@ -1,4 +1,4 @@
-"""Who takes part and with which rank: exact counts, stable seeds. Kind of evidence: oracle (hand-worked), property.
+"""Who takes part: exact counts, stable seeds. Kind of evidence: oracle (hand-worked), property.
 
 Counts are worked by hand with the largest-remainder rule; the two literal seeds come from `sha256sum`.
 """
@@ -7,93 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.rounds import assign_ranks, rank_shares, sample_clients
+from fedlora.rounds import sample_clients
 from fedlora.seeds import derive_seed
 
 FIFTY = [f"client-{k:02d}" for k in range(50)]
-RANKS = (4, 8, 16, 32, 64)
-
-# ---------------------------------------------------------------------------------------------------------- ranks
-
-
-@pytest.mark.parametrize(
-    ("profile", "counts"),
-    [
-        # 50 / 5
-        ("uniform", (10, 10, 10, 10, 10)),
-        # exp(-2), exp(-1/2), 1, ... of sum 2.483732: quotas 2.724, 12.210, 20.131, 12.210, 2.724, floors 2 12 20 12 2,
-        # and the two left go to the two remainders of .724
-        ("normal", (3, 12, 20, 12, 3)),
-        # quotas 40, 2.5, 2.5, 2.5, 2.5: floors 40 2 2 2 2, and the two left go to the two smallest of the four
-        ("heavy-tail", (40, 3, 3, 2, 2)),
-        # the mirror of that
-        ("heavy-tail-strong", (2, 2, 3, 3, 40)),
-    ],
-)
-def test_fifty_clients_of_five_ranks(profile: str, counts: Sequence[int]) -> None:
-    """By hand, written beside each row."""
-    got = assign_ranks(FIFTY, RANKS, profile, seed=0)  # type: ignore[arg-type]
-    assert Counter(got.values()) == dict(zip(RANKS, counts, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("profile", "clients", "ranks", "counts"),
-    [
-        ("uniform", 7, (2, 4, 8), (3, 2, 2)),  # 7/3 each: floors 2 2 2, the one left to the smallest
-        ("uniform", 2, (2, 4, 8), (1, 1, 0)),  # fewer clients than ranks
-        ("heavy-tail", 1, (2, 4, 8), (1, 0, 0)),  # quotas .8 .1 .1
-        ("heavy-tail-strong", 1, (2, 4, 8), (0, 0, 1)),
-        ("heavy-tail", 10, (4, 8, 16), (8, 1, 1)),
-        ("heavy-tail", 5, (8,), (5,)),  # one rank: everybody
-        ("normal", 3, (4, 8), (2, 1)),  # symmetric: 1.5 each, the one left to the smaller
-        ("uniform", 0, (4, 8), (0, 0)),
-    ],
-)
-def test_small_federations(profile: str, clients: int, ranks: Sequence[int], counts: Sequence[int]) -> None:
-    """By hand, written beside each row."""
-    got = assign_ranks(FIFTY[:clients], ranks, profile, seed=3)  # type: ignore[arg-type]
-    assert Counter(got.values()) == {r: n for r, n in zip(ranks, counts, strict=True) if n}
-    assert set(got) == set(FIFTY[:clients])
-
-
-@pytest.mark.parametrize("profile", ["uniform", "normal", "heavy-tail", "heavy-tail-strong"])
-@pytest.mark.parametrize("clients", [1, 3, 10, 33, 50])
-def test_counts_are_within_one_of_the_quota_and_fit_the_shares(profile: str, clients: int) -> None:
-    """What largest remainder promises: floor(quota) or one more, all clients served."""
-    shares = rank_shares(profile, 5)  # type: ignore[arg-type]
-    assert math.fsum(shares) == pytest.approx(1)
-    histogram = Counter(assign_ranks(FIFTY[:clients], RANKS, profile, seed=1).values())  # type: ignore[arg-type]
-    assert sum(histogram.values()) == clients
-    for rank, share in zip(RANKS, shares, strict=True):
-        assert math.floor(share * clients + 1e-9) <= histogram.get(rank, 0) <= share * clients + 1
-
-
-def test_the_strong_heavy_tail_mirrors_the_shares() -> None:
-    """By hand: 80 % the largest, the rest alike."""
-    assert rank_shares("heavy-tail-strong", 4) == rank_shares("heavy-tail", 4)[::-1]
-    assert rank_shares("heavy-tail-strong", 4) == pytest.approx([1 / 15, 1 / 15, 1 / 15, 0.8])
-
-
-def test_which_client_has_which_rank_is_the_seeds_alone() -> None:
-    """Not the order of clients or ranks; another seed shuffles otherwise, with the same counts."""
-    got = assign_ranks(FIFTY, RANKS, "normal", seed=5)
-    assert assign_ranks(FIFTY[::-1], RANKS[::-1], "normal", seed=5) == got
-    other = assign_ranks(FIFTY, RANKS, "normal", seed=6)
-    assert other != got
-    assert Counter(other.values()) == Counter(got.values())
-    assert list(got.values()) != sorted(got.values())
-
-
-def test_an_unknown_profile_is_named() -> None:
-    with pytest.raises(ConfigError, match="unknown rank profile 'pareto'; known: uniform, normal, heavy-tail"):
-        assign_ranks(FIFTY, RANKS, "pareto", seed=0)  # type: ignore[arg-type]
-
 
 # ------------------------------------------------------------------------------------------------------ selection
 

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 import fedlora.training
 from fedlora import Adapter, Client, Download, LoRA, Roles, Server, build
+from fedlora.base_change import BaseChange
 from fedlora.data import TextData
 from fedlora.encoding import IGNORED, collate, encode
 from fedlora.errors import ConfigError, DataError
@@ -156,7 +157,7 @@ def load_language_model(load: Loader, language_model: Path) -> Loader:
 
 
 def download(adapter: Adapter, client: str = "a", round: int = 0, **fields: Any) -> Download:
-    parts: dict[str, Any] = {"roles": Roles(), "start": Adapter({}), "base_delta": None, "base_version": 0}
+    parts: dict[str, Any] = {"roles": Roles(), "start": Adapter({}), "base": {}, "changed": {}}
     return Download(client=Client(client, 4), round=round, adapter=adapter, **(parts | fields))
 
 
@@ -559,15 +560,16 @@ def test_training_on_a_changed_base_trains_there_and_leaves_it_as_it_was(load: L
     untouched = base_weights(model)
     adapter, delta = drawn(seed_adapter, 4, 1), drawn(seed_adapter, 2, 2).modules
     data = classification(6, 0)
+    base = {name: BaseChange(lora, 1, ()) for name, lora in delta.items()}
     trainer = LocalTrainer(model, {"a": data}, TrainSettings(lr=1e-2, steps=1, batch_size=6), seed=0)
-    with_base = trainer.train(download(adapter, base_delta=delta), adapter, 0)
+    with_base = trainer.train(download(adapter, base=base), adapter, 0)
     updates = {n: 2.0 * (x.delta() + delta[n].delta()) for n, x in adapter.modules.items()}
     by_hand = dense(classifier, bert, updates, adapter.heads)
     assert with_base.loss == pytest.approx(classification_loss(by_hand, data), rel=1e-4)
     without = trainer.train(download(adapter), adapter, 0)
     assert same(base_weights(model), untouched)
     assert abs(without.loss - with_base.loss) > 1e-3
-    assert bits(trainer.train(download(adapter, base_delta=delta), adapter, 0).adapter) == bits(with_base.adapter)
+    assert bits(trainer.train(download(adapter, base=base), adapter, 0).adapter) == bits(with_base.adapter)
 
 
 def classification_loss(network: Any, data: TextData) -> float:

@@ -30,12 +30,13 @@ from fedlora.data import (
 )
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.evaluation import ModelEvaluator, Target
-from fedlora.lora import Adapter
+from fedlora.lora import Adapter, LoRA
 from fedlora.method import Method
 from fedlora.methods import METHODS, build
 from fedlora.models import AdaptedModel, LoRASettings, model_digests
 from fedlora.peft_io import AdapterSpec
-from fedlora.rounds import assign_ranks, sample_clients
+from fedlora.ranks import RankType, assign_types
+from fedlora.rounds import sample_clients
 from fedlora.server import Server, ServerState
 from fedlora.simulation import Trainer
 from fedlora.training import LocalTrainer, TrainSettings
@@ -68,11 +69,13 @@ def prepare(config: RunConfig) -> Prepared:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     parts, validation, test, own = _data(config)
-    clients = _clients(config, list(parts))
+    types = _types(config, list(parts))
     labels = next(iter(parts.values())).label_names
     model = _model(config, labels)
-    largest = max(c.rank for c in clients if isinstance(c.rank, int))
+    largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
+    clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
+    seed_adapter = _cut(seed_adapter, clients)
     s = config.server
     server = Server(
         method, weighting=s.weighting, heads=s.heads, quorum=s.quorum, missing=s.missing, seed=config.run.seed
@@ -120,6 +123,8 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
         )
     if config.server.upload == "subspace" and (roles.B, roles.A) != ("shared", "shared"):
         raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
+    if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
+        raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, and {name} shares {roles}.")
     a_round = len(sample_clients([str(k) for k in range(clients)], config.run.participation, seed=0, round=0))
     if server.quorum is not None and server.quorum > a_round:
         raise ConfigError(
@@ -209,20 +214,31 @@ def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
     return {f"site-{k + 1:0{width}d}": data.select(indices) for k, indices in enumerate(dealt)}
 
 
-def _clients(config: RunConfig, names: list[str]) -> tuple[Client, ...]:
-    c = config.clients
+def _types(config: RunConfig, names: list[str]) -> dict[str, RankType]:
+    """Client -> its ranks, in the order of the names."""
+    c, types = config.clients, config.clients.types()
     if c.profile is not None:
-        ranks = assign_ranks(names, c.ranks, c.profile, seed=config.run.seed)
-    elif len(c.ranks) == 1:
-        ranks = dict.fromkeys(names, c.ranks[0])
-    elif len(c.ranks) == len(names):
-        ranks = dict(zip(names, c.ranks, strict=True))
-    else:
-        raise ConfigError(
-            f"clients.ranks has {len(c.ranks)} entries for {len(names)} clients. Give one for each, or a single one, "
-            f"or name a clients.profile that distributes them."
-        )
-    return tuple(Client(name, ranks[name]) for name in names)
+        assigned = assign_types(names, types, c.profile, seed=config.run.seed)
+        return {name: assigned[name] for name in names}
+    if len(types) == 1:
+        return dict.fromkeys(names, types[0])
+    if len(types) == len(names):
+        return dict(zip(names, types, strict=True))
+    raise ConfigError(
+        f"clients.ranks has {len(types)} entries for {len(names)} clients. Give one for each, or a single one, "
+        f"or name a clients.profile that distributes them."
+    )
+
+
+def _cut(seed_adapter: Adapter, clients: Sequence[Client]) -> Adapter:
+    """The common start at the largest rank that any client has of each module."""
+    ranks = [client.ranks(seed_adapter.modules) for client in clients]
+    modules = {}
+    for name, lora in seed_adapter.modules.items():
+        B, A = lora.factors
+        largest = max(r[name] for r in ranks)
+        modules[name] = LoRA(B[:, :largest].clone(), A[:largest].clone())
+    return Adapter(modules, seed_adapter.heads)
 
 
 def _model(config: RunConfig, labels: tuple[str, ...]) -> AdaptedModel:
@@ -267,9 +283,16 @@ def _manifest(
             "labels": list(first.label_names),
             "label_counts": dict(zip(parts, counts.tolist(), strict=True)) if counts is not None else None,
         },
-        "clients": {c.id: c.rank for c in clients},
+        "clients": {c.id: _shown_rank(c) for c in clients},
         "method": repr(make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))),
     }
+
+
+def _shown_rank(client: Client) -> int | str:
+    """Its rank, or its ranks as "30/200"."""
+    if isinstance(client.rank, int):
+        return client.rank
+    return "/".join(str(r) for r in dict.fromkeys(client.rank.values()))
 
 
 def _ranges(parts: Mapping[str, TextData]) -> list[NDArray[np.int64]]:

@@ -21,7 +21,7 @@ from fedlora.client import Form
 from fedlora.errors import ConfigError
 from fedlora.evaluation import Target
 from fedlora.models import Task
-from fedlora.rounds import RankProfile
+from fedlora.ranks import PAPER_TYPES, RankProfile, RankType, brings_types
 from fedlora.server import Heads, Missing, Weighting
 from fedlora.training import Optimizer, Schedule
 
@@ -36,7 +36,11 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """How long, how wide, how reproducible. threads: of torch (0: its own default)."""
+    """How long, how wide, how reproducible.
+
+    threads: of torch (0: its own default). readouts: write each client's readout at the end. keep_uploads: store what
+    clients trained, of the last round or of all, as PEFT directories for `fedlora audit`.
+    """
 
     rounds: Positive = 10
     participation: Share = 1.0
@@ -45,6 +49,7 @@ class RunSection(Section):
     checkpoint_every: Positive = 1
     keep_checkpoints: Positive = 2
     readouts: bool = False
+    keep_uploads: Literal["none", "last", "all"] = "none"
 
 
 class ModelSection(Section):
@@ -86,20 +91,40 @@ class ServerSection(Section):
     upload: Form = "factors"
 
 
+class RankEntry(Section):
+    """Ranks by kind of module: attention, and all others."""
+
+    attention: Positive
+    feed_forward: Positive
+
+
 class ClientsSection(Section):
     """Who takes part, with which rank, and how one data file is dealt out to them.
 
     count: clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one for each client
-    in that order, or, with `profile`, the values that the profile distributes; one value serves everybody.
+    in that order, or, with `profile`, the values that the profile distributes; one value serves everybody. An entry is
+    a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring ranks of their own.
     partition: "dirichlet" label skew of `alpha` with at least `min_size` examples each, or "iid".
     """
 
     count: Positive | None = None
-    ranks: list[Positive] = [8]
+    ranks: list[Positive | RankEntry] = [8]
     profile: RankProfile | None = None
     partition: Literal["dirichlet", "iid"] = "dirichlet"
     alpha: Annotated[float, Field(gt=0)] = 1.0
     min_size: Positive = 8
+
+    def types(self) -> list[RankType]:
+        """`ranks` as types of clients; the paper's five for a profile without ranks."""
+        if self.profile is not None and "ranks" not in self.model_fields_set:
+            return list(PAPER_TYPES)
+        return [RankType(r, r) if isinstance(r, int) else RankType(r.attention, r.feed_forward) for r in self.ranks]
+
+    @model_validator(mode="after")
+    def _types_once(self) -> ClientsSection:
+        if self.profile is not None and brings_types(self.profile) and "ranks" in self.model_fields_set:
+            raise ValueError(f"the profile {self.profile} brings its own ranks; leave clients.ranks out")
+        return self
 
 
 class DataSection(Section):

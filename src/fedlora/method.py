@@ -138,8 +138,8 @@ class Method(Protocol[S]):
     def init(self, seed: LoRA, key: int) -> S:
         """The common start from `seed`, of rank r_max: B = 0, or a trained pair. `key` seeds the method's draws."""
 
-    def roles(self, state: S) -> Roles:
-        """Who owns what in the round that starts from `state`. May change from round to round."""
+    def roles(self, round: int) -> Roles:
+        """Who owns what in round `round` (from 0), of all modules alike. May change from round to round."""
 
     def aggregate(self, state: S, updates: Sequence[Update]) -> S:
         """The next state: all the work that is equal for every client. `updates` is never empty."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedlora.errors import ConfigError
 from fedlora.lora import Adapter, LoRA
+from fedlora.method import TailPenalty
 from fedlora.peft_io import AdapterSpec, load_into_model, read_model
 from fedlora.seeds import derive_seed
 
@@ -171,6 +172,23 @@ class AdaptedModel:
             if mine and kind:
                 chosen.append(parameter)
         return chosen
+
+    def tail_penalty(self, penalty: TailPenalty) -> Tensor:
+        """The declared penalty on the active adapter, as a term of the loss. `client.tail_size` is the same sum.
+
+        sqrt(x^2 + tiny) in place of the norm: the norm of a zero B, where training starts, has no gradient.
+        """
+
+        def size(t: Tensor) -> Tensor:
+            return (t.float().square().sum() + 1e-24).sqrt()
+
+        tails = []
+        for module in self._model.modules():
+            if isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and self._active in module.lora_A:
+                A, B = module.lora_A[self._active].weight, module.lora_B[self._active].weight
+                q = penalty.tail_start(len(A))
+                tails.append(size(B[:, q:]) * size(A[q:]))
+        return penalty.strength * torch.stack(tails).sum()
 
     def _adapter_for(self, rank: int | Mapping[str, int]) -> str:
         from peft import get_peft_model

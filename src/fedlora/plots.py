@@ -14,6 +14,8 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fedlora.audit import Audit
+from fedlora.ranks import RankType
 from fedlora.run_folder import RunFolder
 
 # Okabe and Ito's palette: told apart by everybody, and in grey.
@@ -50,6 +52,97 @@ def plot_comparison(runs: Mapping[str, RunFolder], path: Path) -> Path:
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     return _saved(figure, path)
+
+
+def plot_ranks(profiles: Mapping[str, Mapping[RankType, int]], path: Path) -> Path:
+    """How many clients of which rank, a panel for each profile."""
+    columns = min(4, len(profiles))
+    rows = -(-len(profiles) // columns)
+    figure: Figure
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(3.2 * columns, 2.6 * rows + 0.4), layout="constrained", sharey=True, squeeze=False
+    )
+    for axis, (name, counts) in zip(axes.flat, profiles.items(), strict=False):
+        bars = axis.bar([str(kind) for kind in counts], list(counts.values()), color=COLOURS[0], width=0.7)
+        axis.bar_label(bars, fontsize=8)
+        axis.set_title(name, fontsize=10)
+        axis.margins(y=0.15)
+    for axis in axes.flat[len(profiles) :]:
+        axis.set_axis_off()
+    for axis in axes[:, 0]:
+        axis.set_ylabel("clients")
+    figure.supxlabel("rank (attention/feed-forward where they differ)", fontsize=10)
+    return _saved(figure, path)
+
+
+def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
+    """Three panels: how far each method's model moves in other coordinates, by how much it misses the true mean, and
+    the movement by the condition of the coordinates. After the motivation figure of the GLoRA paper, third panel."""
+    shown = [audit for audit in audits if audit.refused is None]
+    figure: Figure
+    figure, (left, middle, right) = plt.subplots(
+        1, 3, figsize=(15, 1.6 + 0.34 * max(len(shown), 6)), layout="constrained", width_ratios=[1, 1, 1.1]
+    )
+    names = [audit.method for audit in shown]
+    places = list(range(len(shown)))
+    moved = [audit for audit in shown if audit.drift]
+    at = _usual_condition(moved)
+    for k, audit in enumerate(shown):
+        if audit.drift is None or audit.readout_drift is None:
+            left.text(2e-17, k, " one factor travels: no gauge", va="center", fontsize=8, color="#555555")
+            continue
+        left.barh(k - 0.19, _floored(audit.drift[at]), height=0.36, color=_verdict(audit.drift[at]))
+        left.barh(
+            k + 0.19,
+            _floored(audit.readout_drift[at]),
+            height=0.36,
+            color=_verdict(audit.readout_drift[at]),
+            alpha=0.45,
+        )
+    left.set(
+        xscale="log", xlim=(1e-17, 30), xlabel="relative change", yticks=places,
+        title=f"The same updates in other coordinates (condition {at:g})",
+    )  # fmt: skip
+    left.set_yticklabels(names)
+    handles = [plt.Rectangle((0, 0), 1, 1, color="#777777", alpha=a) for a in (1, 0.45)]
+    left.legend(handles, ["the server's model", "what clients get"], fontsize=8, loc="lower right")
+    errors = [audit.error or 0.0 for audit in shown]
+    middle.barh(places, [_floored(e) for e in errors], height=0.6, color=[_verdict(e) for e in errors])
+    middle.set(
+        xscale="log", xlim=(1e-17, 30), xlabel="relative error", yticks=places, title="Off the true mean update by"
+    )
+    middle.set_yticklabels([])
+    for axis in (left, middle):
+        axis.invert_yaxis()
+        axis.grid(alpha=0.3, axis="x")
+    for k, audit in enumerate(moved):
+        assert audit.drift is not None
+        style = ("-", "--", ":")[k // len(COLOURS) % 3]
+        right.loglog(
+            list(audit.drift), [_floored(x) for x in audit.drift.values()], style, marker="o", markersize=3,
+            color=COLOURS[k % len(COLOURS)], label=audit.method,
+        )  # fmt: skip
+    right.set(
+        xlabel="condition number of the coordinates", ylabel="relative change of the server's model", ylim=(1e-17, 30)
+    )
+    right.set_title("By how skewed the coordinates are")
+    right.grid(alpha=0.3)
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return _saved(figure, path)
+
+
+def _usual_condition(audits: Sequence[Audit]) -> float:
+    conditions = [c for audit in audits for c in audit.drift or ()]
+    return 10.0 if 10.0 in conditions or not conditions else conditions[-1]
+
+
+def _floored(x: float) -> float:
+    """Something to see on a log axis for what is zero to the last bit."""
+    return max(x, 3e-17)
+
+
+def _verdict(x: float) -> str:
+    return COLOURS[1] if x > 1e-3 else COLOURS[0]
 
 
 def _metric(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], ranks: Mapping[str, int]) -> Figure:
@@ -132,6 +225,7 @@ def _short(module: str) -> str:
 
 
 def _saved(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path

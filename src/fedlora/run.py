@@ -23,6 +23,7 @@ from fedlora.peft_io import pad_rank, write_adapter
 from fedlora.run_folder import RunFolder
 from fedlora.server import Server
 from fedlora.simulation import ClientMemory, RoundRecord, RunState, as_pruned, simulate, start
+from fedlora.uploads import write_upload
 
 
 def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> Iterator[RoundRecord]:
@@ -49,8 +50,10 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
         form=config.server.upload,
     )
     for record in rounds:
-        state = record.state
+        before, state = state, record.state
         last = state.round == config.run.rounds
+        if config.run.keep_uploads == "all" or (last and config.run.keep_uploads == "last"):
+            _keep_uploads(prepared, folder, before, record)
         folder.append_metrics(describe(record, gauge=_gauge(prepared, record) if last else None))
         if record.metrics and record.metrics["accuracy"] > best:
             best = record.metrics["accuracy"]
@@ -96,6 +99,19 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
             )
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State)
     return loaded[1] if loaded else fresh
+
+
+def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, record: RoundRecord) -> None:
+    """Each accepted upload, completed by the frozen parts that it was trained with, as a PEFT directory."""
+    for upload in record.uploads:
+        download = prepared.server.download(before.server, upload.client)
+        modules = {}
+        for name, came in download.adapter.modules.items():
+            sent = upload.adapter.modules[name].tensors() if name in upload.adapter.modules else {}
+            modules[name] = LoRA(**(came.tensors() | sent))
+        heads = {**download.adapter.heads, **upload.adapter.heads}
+        whole = replace(upload, adapter=Adapter(modules, heads))
+        write_upload(folder.uploads(record.round) / upload.client.id, whole, prepared.spec, round=record.round)
 
 
 def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, float] | None:

@@ -4,6 +4,7 @@ config.json        the resolved configuration          metrics.jsonl     one lin
 manifest.json      versions, commit, device, hashes    checkpoints/      the newest states; best/ the best one's
 summary.json       the result; written last            adapter/          the final server model, a PEFT directory
 plots/*.png                                            best/             the best one by validation, likewise
+uploads/           what clients sent, on request (run.keep_uploads)
 clients/ID/        each client's readout, on request (run.readouts), or where there is no server model
 """
 
@@ -37,6 +38,15 @@ class RunFolder:
     @property
     def plots(self) -> Path:
         return self.path / "plots"
+
+    def uploads(self, round: int) -> Path:
+        """Where the uploads of a round are, if they were kept."""
+        return self.path / "uploads" / f"round-{round:05d}"
+
+    def newest_uploads(self) -> list[Path]:
+        """The folders of the last round whose uploads were kept, one for each client; empty where none were."""
+        rounds = sorted(path for path in (self.path / "uploads").glob("round-*") if path.is_dir())
+        return sorted(path for path in rounds[-1].iterdir() if path.is_dir()) if rounds else []
 
     def exists(self) -> bool:
         return (self.path / "manifest.json").is_file()

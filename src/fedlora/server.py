@@ -120,7 +120,7 @@ class Server:
 
     def roles(self, state: ServerState) -> Roles:
         """Who owns what in the round that starts from `state`."""
-        roles = self.method.roles(next(iter(state.modules.values())))
+        roles = self.method.roles(state.round)
         return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
 
     def download(self, state: ServerState, client: Client) -> Download:

@@ -99,6 +99,8 @@ class LocalTrainer:
                         loss = network(**inputs).loss * (sum(scored(example) for example in part) / labels)
                     loss.backward()
                     total += float(loss.detach()) * batch
+                if roles.penalty is not None:
+                    self._model.tail_penalty(roles.penalty).backward()  # type: ignore[no-untyped-call]
                 seen += batch
                 if s.clip:
                     nn.utils.clip_grad_norm_(parameters, s.clip)

@@ -42,7 +42,7 @@ class FedExLoRA:
     def init(self, seed: LoRA, key: int) -> FedExLoRAState:
         return FedExLoRAState(key, 0, seed, None)
 
-    def roles(self, state: FedExLoRAState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:

@@ -38,7 +38,7 @@ class FedIT:
     def init(self, seed: LoRA, key: int) -> FedITState:
         return FedITState(key, 0, seed)
 
-    def roles(self, state: FedITState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: FedITState, updates: Sequence[Update]) -> FedITState:

@@ -55,7 +55,7 @@ class FedRotLoRA:
     def init(self, seed: LoRA, key: int) -> FedRotLoRAState:
         return FedRotLoRAState(key, 0, seed)
 
-    def roles(self, state: FedRotLoRAState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: FedRotLoRAState, updates: Sequence[Update]) -> FedRotLoRAState:

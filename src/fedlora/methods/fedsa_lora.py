@@ -41,7 +41,7 @@ class FedSALoRA:
         _, A = seed.factors
         return FedSALoRAState(key, 0, A)
 
-    def roles(self, state: FedSALoRAState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles(B="local", heads="local")
 
     def aggregate(self, state: FedSALoRAState, updates: Sequence[Update]) -> FedSALoRAState:

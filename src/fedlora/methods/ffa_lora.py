@@ -39,7 +39,7 @@ class FFALoRA:
     def init(self, seed: LoRA, key: int) -> FFALoRAState:
         return FFALoRAState(key, 0, revive(seed, key))
 
-    def roles(self, state: FFALoRAState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles(A="frozen")
 
     def aggregate(self, state: FFALoRAState, updates: Sequence[Update]) -> FFALoRAState:

@@ -65,7 +65,7 @@ class FlexLoRA:
         spectrum, start = start_spectrum(seed)
         return FlexLoRAState(key, 0, spectrum, start)
 
-    def roles(self, state: FlexLoRAState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: FlexLoRAState, updates: Sequence[Update]) -> FlexLoRAState:

@@ -46,7 +46,7 @@ class FLoRA:
         B, A = seed.factors
         return FLoRAState(key, 0, moved(None, seed), A, B.shape[0])
 
-    def roles(self, state: FLoRAState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:

@@ -154,7 +154,7 @@ class GLoRA:
         spectrum, start = start_spectrum(seed)
         return GLoRAState(key, 0, spectrum, start, {}, None)
 
-    def roles(self, state: GLoRAState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: GLoRAState, updates: Sequence[Update]) -> GLoRAState:

@@ -75,7 +75,7 @@ class HetLoRA:
     def init(self, seed: LoRA, key: int) -> HetLoRAState:
         return HetLoRAState(key, 0, seed, {})
 
-    def roles(self, state: HetLoRAState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles(penalty=TailPenalty(self.strength, self.keep) if self.pruning else None)
 
     def aggregate(self, state: HetLoRAState, updates: Sequence[Update]) -> HetLoRAState:

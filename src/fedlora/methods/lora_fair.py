@@ -10,9 +10,9 @@ D is 1 - cosine of the flattened matrices (the paper's), or the squared distance
 
 Better than FedIT but not exact: the row space stays that of A. Not gauge-invariant. One common rank. No d_out x d_in
 matrix: all of D follows from G, P and the norm of the mean. Deviations: descriptions of the method leave open whether
-the norm is squared (here it is) and stop after a fixed number of gradient steps; here the minimum is sought (L-BFGS from
-dB = 0). The cosine knows no scale: the size of the update stays about that of B A. Cost: O(n r^2 (d_out + d_in)), and
-the iterations at O(r^2 d_out) each.
+the norm is squared (here it is) and stop after a fixed number of gradient steps; here the minimum is sought (L-BFGS
+from dB = 0). The cosine knows no scale: the size of the update stays about that of B A. Cost: O(n r^2 (d_out + d_in)),
+and the iterations at O(r^2 d_out) each.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LoRAFAIR:
     def init(self, seed: LoRA, key: int) -> LoRAFAIRState:
         return LoRAFAIRState(key, 0, seed, math.nan, math.nan)
 
-    def roles(self, state: LoRAFAIRState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: LoRAFAIRState, updates: Sequence[Update]) -> LoRAFAIRState:

@@ -58,7 +58,7 @@ class PaddedAverage:
     def init(self, seed: LoRA, key: int) -> PaddedAverageState:
         return PaddedAverageState(key, 0, seed)
 
-    def roles(self, state: PaddedAverageState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: PaddedAverageState, updates: Sequence[Update]) -> PaddedAverageState:

@@ -39,13 +39,13 @@ class RoLoRA:
     def init(self, seed: LoRA, key: int) -> RoLoRAState:
         return RoLoRAState(key, 0, revive(seed, key))
 
-    def roles(self, state: RoLoRAState) -> Roles:
-        return Roles(A="frozen") if state.round % 2 == 0 else Roles(B="frozen")
+    def roles(self, round: int) -> Roles:
+        return Roles(A="frozen") if round % 2 == 0 else Roles(B="frozen")
 
     def aggregate(self, state: RoLoRAState, updates: Sequence[Update]) -> RoLoRAState:
         require_slots("RoLoRA", state.pair.rank, {u.client: u.rank for u in updates})
         (B, A), p = state.pair.factors, [u.weight for u in updates]
-        if state.round % 2 == 0:
+        if updates[0].lora.A is None:  # the turn is of the round, and a module may have been left out of some
             B = mean_columns([u.B for u in updates], p, state.pair.rank)
         else:
             A = mean_rows([u.A for u in updates], p, state.pair.rank)
@@ -60,4 +60,4 @@ class RoLoRA:
         return state.pair
 
     def diagnostics(self, state: RoLoRAState) -> Mapping[str, object]:
-        return {"rank": state.pair.rank, "next": "B" if state.round % 2 == 0 else "A"}
+        return {"rank": state.pair.rank}

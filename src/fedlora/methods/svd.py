@@ -58,7 +58,7 @@ class SVD:
         spectrum, start = start_spectrum(seed)
         return SVDState(key, 0, spectrum, start, spectrum.rank)
 
-    def roles(self, state: SVDState) -> Roles:
+    def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:

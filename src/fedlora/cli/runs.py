@@ -1,43 +1,29 @@
-"""The command line: thin commands around `assembly`, `run` and `plots`. Bad input is one line and exit code 2."""
+"""`fedlora run`, `demo`, `compare`: federations from config files, behind a progress bar, with a table at the end."""
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fedlora.assembly import Prepared, prepare
+from fedlora.cli.method_names import folder_name, parse_methods
+from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json
 from fedlora.client import Download
-from fedlora.config import MethodSection, RunConfig, load_config
+from fedlora.config import RunConfig, load_config
 from fedlora.errors import CheckpointError, FedLoRAError
 from fedlora.lora import Adapter
-from fedlora.methods import METHODS
 from fedlora.run import execute
 from fedlora.run_folder import RunFolder
 from fedlora.simulation import Trained, Trainer
-
-app = typer.Typer(
-    help="Federated LoRA: GLoRA and its baselines. PEFT adapters in and out.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-_INTERRUPTED = 130
-
-console = Console()
-notes = Console(stderr=True)
 
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
@@ -46,23 +32,22 @@ Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in th
 AsJson = Annotated[bool, typer.Option("--json", help="print the summary as JSON instead of tables")]
 
 
-@app.command()
 def run(config: Config, set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson = False) -> None:
     """Run one federation from a config file."""
     _run(load_config(config, set or []), RunFolder(out or Path("runs") / config.stem), resume, json)
 
 
-@app.command()
 def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson = False) -> None:
     """GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores."""
     config = load_config(Path(str(files("fedlora") / "demo.toml")), set or [])
     _run(config, RunFolder(out or Path("runs") / "demo"), resume, json)
 
 
-@app.command()
 def compare(
     config: Config,
-    methods: Annotated[str, typer.Option(help="names, separated by commas")] = "glora,flexlora,padded-average",
+    methods: Annotated[
+        str, typer.Option(help="names, separated by commas, as 'glora, glora gamma=1'; all")
+    ] = "glora,flexlora,padded-average",
     set: Sets = None,
     out: Out = None,
     resume: Resume = False,
@@ -70,12 +55,13 @@ def compare(
 ) -> None:
     """Run several methods on the same clients, data and seeds: one table, one plot."""
     base = load_config(config, set or [])
+    chosen = parse_methods(methods)
     root = out or Path("runs") / f"{config.stem}-compare"
     done: dict[str, RunFolder] = {}
     refused: dict[str, str] = {}
-    for name in [part.strip() for part in methods.split(",") if part.strip()]:
-        changed = base if name == base.method.name else _with_method(base, name)
-        folder = RunFolder(root / name)
+    for name, section in chosen.items():
+        changed = base if name == base.method.name else base.model_copy(update={"method": section})
+        folder = RunFolder(root / folder_name(name))
         try:
             if resume and folder.finished():
                 _same_config(changed, folder)
@@ -86,42 +72,15 @@ def compare(
             continue
         done[name] = folder
     if not done:
-        raise typer.Exit(_complain("no method could run: " + "; ".join(f"{n}: {why}" for n, why in refused.items())))
+        raise typer.Exit(complain("no method could run: " + "; ".join(f"{n}: {why}" for n, why in refused.items())))
     if json:
         results: dict[str, Any] = {name: folder.read_json("summary.json") for name, folder in done.items()}
-        _print_json({"methods": results, "refused": refused})
+        print_json({"methods": results, "refused": refused})
     else:
         console.print(_comparison_table(done))
         for name, reason in refused.items():
             console.print(f"{name} not run: {reason}", style="yellow", markup=False)
-    _plotted(lambda: [_import_plots().plot_comparison(done, root / "comparison.png")])
-
-
-@app.command("methods")
-def list_methods() -> None:
-    """List the methods with their papers and hyper-parameters."""
-    table = Table("method", "paper", "hyper-parameters", title="Methods")
-    for name, cls in METHODS.items():
-        defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
-        table.add_row(name, cls.paper, ", ".join(f"{k}={v}" for k, v in defaults.items()) or "none")
-    console.print(table)
-
-
-def main() -> None:
-    """The entry point: errors of ours are one line and exit code 2; an interrupt says how to go on."""
-    try:
-        code = app(standalone_mode=False) or 0
-        if code == _INTERRUPTED:  # typer's own answer to Ctrl-C
-            raise KeyboardInterrupt
-        sys.exit(code)
-    except FedLoRAError as error:
-        sys.exit(_complain(str(error)))
-    except click.ClickException as error:  # a wrong option or argument
-        error.show()
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        notes.print("interrupted; what was finished is stored: go on with --resume")
-        sys.exit(_INTERRUPTED)
+    plotted(lambda: [import_plots().plot_comparison(done, root / "comparison.png")])
 
 
 # ------------------------------------------------------------------------------------------------------- running
@@ -133,9 +92,9 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool) -> N
     else:
         _rounds(config, folder, resume, label=config.method.name)
     if not (folder.plots / "bytes.png").exists():  # also after a kill between the summary and the plots
-        _plotted(lambda: _import_plots().plot_run(folder))
+        plotted(lambda: import_plots().plot_run(folder))
     if as_json:
-        _print_json(folder.read_json("summary.json"))
+        print_json(folder.read_json("summary.json"))
     else:
         _show(folder)
 
@@ -144,7 +103,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str) -> N
     """All rounds, behind a progress bar."""
     if folder.exists() and not resume:
         raise typer.Exit(
-            _complain(f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out.")
+            complain(f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out.")
         )
     _quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
@@ -203,11 +162,6 @@ def _progress(label: str, total: int) -> Iterator[_Watch]:
     with Progress(*columns, console=notes) as progress:
         task = progress.add_task(label, total=total, round="round 0", loss="", metric="")
         yield _Watch(progress, task)
-
-
-def _with_method(config: RunConfig, name: str) -> RunConfig:
-    """The same run with another method at its defaults."""
-    return config.model_copy(update={"method": MethodSection(name=name)})
 
 
 def _quiet_libraries() -> None:
@@ -278,7 +232,7 @@ def _comparison_table(done: dict[str, RunFolder]) -> Table:
     for name, folder in done.items():
         s = folder.read_json("summary.json")
         up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
-        drift = (s["gauge_drift"] or {}).get(name)
+        drift = (s["gauge_drift"] or {}).get(s["method"])
         table.add_row(
             name, s["target"], _score(s["validation"]["best"]), _score(s["test"]["best"]), _score(s["test"]["last"]),
             f"{up / 1e6:.1f}", f"{(s['bytes']['total'] - up) / 1e6:.1f}", f"{s['seconds'].get('aggregate', 0):.2f}",
@@ -289,30 +243,3 @@ def _comparison_table(done: dict[str, RunFolder]) -> Table:
 
 def _score(metrics: dict[str, float]) -> str:
     return f"{metrics['accuracy']:.3f}" if metrics else ""
-
-
-def _import_plots() -> Any:
-    from fedlora import plots
-
-    return plots
-
-
-def _plotted(draw: Any) -> None:
-    try:
-        for path in draw():
-            notes.print(f"plot: {path}", soft_wrap=True, highlight=False, markup=False)
-    except ImportError:
-        notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')", markup=False)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, sort_keys=True))
-
-
-def _complain(message: str) -> int:
-    notes.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return 2
-
-
-if __name__ == "__main__":
-    main()

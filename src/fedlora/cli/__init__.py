@@ -1,0 +1,40 @@
+"""The command line: thin commands, one file for those that belong together. Bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from fedlora.cli import audit, methods, runs
+from fedlora.cli.screen import complain, notes
+from fedlora.errors import FedLoRAError
+
+app = typer.Typer(
+    help="Federated LoRA: GLoRA and its baselines. PEFT adapters in and out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_INTERRUPTED = 130
+
+for command in (runs.run, runs.demo, runs.compare, methods.methods, methods.ranks, audit.audit):
+    app.command()(command)
+
+
+def main() -> None:
+    """The entry point: errors of ours are one line and exit code 2; an interrupt says how to go on."""
+    try:
+        code = app(standalone_mode=False) or 0
+        if code == _INTERRUPTED:  # typer's own answer to Ctrl-C
+            raise KeyboardInterrupt
+        sys.exit(code)
+    except FedLoRAError as error:
+        sys.exit(complain(str(error)))
+    except click.ClickException as error:  # a wrong option or argument
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        notes.print("interrupted; what was finished is stored: go on with --resume")
+        sys.exit(_INTERRUPTED)

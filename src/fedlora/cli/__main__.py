@@ -1,0 +1,5 @@
+"""`python -m fedlora.cli`."""
+
+from fedlora.cli import main
+
+main()

@@ -1,0 +1,118 @@
+"""`fedlora audit`: which methods mean what they average, on real uploads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from fedlora.assembly import make_method
+from fedlora.audit import Audit
+from fedlora.audit import audit as audit_method
+from fedlora.cli.method_names import parse_methods
+from fedlora.cli.screen import console, import_plots, notes, plotted, print_json
+from fedlora.client import Upload
+from fedlora.errors import ConfigError
+from fedlora.run_folder import RunFolder, plain
+from fedlora.uploads import read_uploads
+
+CONDITIONS = "1,10,100,1000"
+
+
+def audit(
+    adapters: Annotated[list[Path] | None, typer.Argument(help="PEFT adapter directories of one base model")] = None,
+    more: Annotated[list[Path] | None, typer.Option("--adapters", help="one more directory; may be repeated")] = None,
+    from_run: Annotated[Path | None, typer.Option(help="a run with run.keep_uploads: its newest uploads")] = None,
+    methods: Annotated[str, typer.Option(help="names, separated by commas, as 'fedit, glora gamma=1'")] = "all",
+    weights: Annotated[str | None, typer.Option(help="one for each adapter, separated by commas")] = None,
+    conditions: Annotated[str, typer.Option(help="condition numbers of the random coordinates")] = CONDITIONS,
+    draws: Annotated[int, typer.Option(min=1, help="random coordinates for each condition")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="where to write the picture (default: audit.png)")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
+    uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights)
+    grid = _numbers(conditions, "--conditions", least=1.0)
+    chosen = {
+        label: make_method(s.name, s.preset, **(s.model_extra or {})) for label, s in parse_methods(methods).items()
+    }
+    every = track(chosen.items(), "auditing", console=notes, transient=True)
+    found = [audit_method(label, method, uploads, conditions=grid, draws=draws) for label, method in every]
+    if json:
+        print_json(plain({audit.method: asdict(audit) for audit in found}))
+    else:
+        _show(found, uploads, grid)
+    target = plot or (from_run / "plots" / "audit.png" if from_run else Path("audit.png"))
+    plotted(lambda: [import_plots().plot_audit(found, target)])
+
+
+def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | None) -> list[Upload]:
+    if bool(adapters) == (from_run is not None):
+        raise ConfigError("give adapter directories or --from-run RUN, one of the two.")
+    if from_run is not None:
+        folder = RunFolder(from_run)
+        adapters = folder.newest_uploads()
+        if not adapters:
+            raise ConfigError(
+                f"{from_run} holds no uploads; run it with --set run.keep_uploads=last, which stores the last round's."
+            )
+    uploads, _ = read_uploads(adapters)
+    if weights is None:
+        return uploads
+    given = _numbers(weights, "--weights", least=0.0)
+    if len(given) != len(uploads):
+        raise ConfigError(f"--weights has {len(given)} numbers for {len(uploads)} adapters.")
+    return [Upload(u.client, w, u.adapter) for u, w in zip(uploads, given, strict=True)]
+
+
+def _numbers(text: str, option: str, *, least: float) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} takes numbers separated by commas; got {text!r}.") from error
+    if not all(math.isfinite(x) and x >= least for x in numbers):
+        raise ConfigError(f"{option} takes finite numbers of at least {least:g}; got {text!r}.")
+    return numbers
+
+
+def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequence[float]) -> None:
+    at = 10.0 if 10.0 in conditions else conditions[-1]
+    ranks = sorted({r for u in uploads for r in u.adapter.ranks.values()})
+    modules = len({name for u in uploads for name in u.adapter.modules})
+    table = Table(title=f"{len(uploads)} adapters, {modules} modules, ranks {', '.join(map(str, ranks))}")
+    table.add_column("method", no_wrap=True)
+    table.add_column("off the true mean by", justify="right")
+    table.add_column(f"moves in other coordinates\n(condition {at:g})", justify="right")
+    table.add_column("what clients get moves", justify="right")
+    table.add_column("")
+    for audit in found:
+        if audit.refused is not None:
+            table.add_row(audit.method, "", "", "", f"not run: {audit.refused}", style="dim")
+            continue
+        drift = "one factor travels" if audit.drift is None else _size(audit.drift[at])
+        readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
+        table.add_row(audit.method, _size(audit.error or 0.0), drift, readouts, _consensus(audit))
+    console.print(table)
+    console.print("relative, in the Frobenius norm over all modules; what moves depends on meaningless coordinates")
+
+
+def _size(x: float) -> str:
+    return f"{x:.1e}" if x < 1e-3 else f"[red]{x:.1%}"
+
+
+def _consensus(audit: Audit) -> str:
+    """GLoRA's cut in words: budget and union rank (means over modules), the least gap, and how many cuts were tied."""
+    cuts: list[Any] = [facts for facts in audit.modules.values() if "union_rank" in facts]
+    if not cuts:
+        return ""
+    budget = sum(c["server_rank"] for c in cuts) / len(cuts)
+    union = sum(c["union_rank"] for c in cuts) / len(cuts)
+    gap, tied = min(c["gap"] for c in cuts), sum(bool(c["tied"]) for c in cuts)
+    cut = "nothing cut" if math.isinf(gap) else f"least gap {gap:.1e}, {tied} of {len(cuts)} cuts tied"
+    return f"R {budget:.3g}, union rank {union:.3g}, {cut}"

@@ -1,0 +1,42 @@
+"""Methods as they are typed: "glora", "glora gamma=1", "flexlora preset=raflora", several of them behind commas."""
+
+from __future__ import annotations
+
+import tomllib
+
+from fedlora.config import MethodSection
+from fedlora.errors import ConfigError
+from fedlora.methods import METHODS
+
+
+def parse_methods(text: str) -> dict[str, MethodSection]:
+    """Label -> the method's section, in the order given; "all" is every method at its defaults.
+
+    Raises:
+        ConfigError: what is no NAME [KEY=VALUE ...], or a label twice.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    names = [name for part in parts for name in (METHODS if part == "all" else [part])]
+    sections = {" ".join(name.split()): _section(name) for name in names}
+    if not sections:
+        raise ConfigError("no method is named; see `fedlora methods`, or say all.")
+    return sections
+
+
+def _section(text: str) -> MethodSection:
+    name, *settings = text.split()
+    values = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"a method is NAME [KEY=VALUE ...], as 'glora gamma=1'; got {text!r}.")
+        try:
+            values[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[key] = value  # a bare word is a string
+    return MethodSection.model_validate({"name": name, **values})
+
+
+def folder_name(label: str) -> str:
+    """A label as the name of a folder."""
+    return label.replace(" ", "_").replace(":", ".").replace("/", "-")

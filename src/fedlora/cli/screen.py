@@ -1,0 +1,40 @@
+"""What all commands print with: results on stdout, everything else on stderr, errors as one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+console = Console()
+notes = Console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """On stdout, for programs."""
+    print(json.dumps(value, indent=2, sort_keys=True))
+
+
+def complain(message: str) -> int:
+    """One red line on stderr; the exit code of bad input."""
+    notes.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return 2
+
+
+def plotted(draw: Callable[[], Iterable[Path]]) -> None:
+    """Draw and name the pictures; without matplotlib say so."""
+    try:
+        for path in draw():
+            notes.print(f"plot: {path}", soft_wrap=True, highlight=False, markup=False)
+    except ImportError:
+        notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')", markup=False)
+
+
+def import_plots() -> Any:
+    """`fedlora.plots`, or ImportError where matplotlib is missing: for inside `plotted`."""
+    from fedlora import plots
+
+    return plots

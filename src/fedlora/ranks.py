@@ -1,0 +1,116 @@
+"""Which rank each client has: named profiles, as exact counts. Pure functions of seeds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fedlora.errors import ConfigError
+from fedlora.seeds import derive_seed
+
+RankProfile = Literal[
+    "uniform", "normal", "heavy-tail", "heavy-tail-strong",
+    "flexlora-uniform", "flexlora-normal", "flexlora-heavy-tail", "flexlora-heavy-tail-strong",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, order=True)
+class RankType:
+    """One kind of client: its rank in attention modules and in all others (feed-forward)."""
+
+    attention: int
+    feed_forward: int
+
+    def __str__(self) -> str:
+        return str(self.attention) if self.attention == self.feed_forward else f"{self.attention}/{self.feed_forward}"
+
+    def ranks(self, modules: Iterable[str]) -> int | dict[str, int]:
+        """One rank for all modules, or module -> rank."""
+        if self.attention == self.feed_forward:
+            return self.attention
+        return {name: self.attention if is_attention(name) else self.feed_forward for name in modules}
+
+
+# The ranks of the paper's five types are in a figure that the text lacks: our choice (docs/paper-notes.md).
+PAPER_TYPES = tuple(RankType(r, r) for r in (4, 8, 16, 32, 64))
+# FlexLoRA's four types, by size: the authors' Type_0, Type_3, Type_2 and Type_1.
+FLEXLORA_TYPES = (RankType(8, 8), RankType(30, 30), RankType(30, 200), RankType(200, 200))
+# Shares of these in the authors' code; "normal" is a bell over their own numbering, not over size.
+_FLEXLORA_SHARES = {
+    "flexlora-uniform": (0.25, 0.25, 0.25, 0.25),
+    "flexlora-normal": (0.0575, 0.0575, 0.4425, 0.4425),
+    "flexlora-heavy-tail": (0.80, 0.05, 0.05, 0.10),
+    "flexlora-heavy-tail-strong": (0.05, 0.05, 0.10, 0.80),
+}
+
+
+def is_attention(module: str) -> bool:
+    """Whether an adapted module belongs to attention, by its path: some part of it says so (self_attn, attention)."""
+    return any("att" in part.lower() for part in module.split("."))
+
+
+def brings_types(profile: RankProfile) -> bool:
+    """Whether the profile names its own types of clients."""
+    return profile in _FLEXLORA_SHARES
+
+
+def rank_shares(profile: RankProfile, kinds: int) -> list[float]:
+    """The share of clients that has each of `kinds` types, smallest first.
+
+    uniform: equal. normal: a bell over the index (mu in the middle, sigma 1). heavy-tail: 80 % the smallest, the rest
+    alike. heavy-tail-strong: mirrored, 80 % the largest. The GLoRA paper names these without numbers, so they are our
+    reading (docs/paper-notes.md). flexlora-*: the shares of FlexLoRA's code, for its own four types.
+    """
+    if profile not in get_args(RankProfile):
+        raise ConfigError(f"unknown rank profile {profile!r}; known: {', '.join(get_args(RankProfile))}.")
+    if profile in _FLEXLORA_SHARES:
+        if kinds != len(FLEXLORA_TYPES):
+            raise ConfigError(f"{profile} has four types of clients of its own; got {kinds} ranks.")
+        return list(_FLEXLORA_SHARES[profile])
+    if profile == "uniform":
+        return [1 / kinds] * kinds
+    if profile == "normal":
+        bell = [math.exp(-((k - (kinds - 1) / 2) ** 2) / 2) for k in range(kinds)]
+        return [b / sum(bell) for b in bell]
+    if profile == "heavy-tail":
+        return [0.8] + [0.2 / (kinds - 1)] * (kinds - 1) if kinds > 1 else [1.0]
+    return rank_shares("heavy-tail", kinds)[::-1]
+
+
+def rank_counts(profile: RankProfile, kinds: int, clients: int) -> list[int]:
+    """How many of `clients` are of each of `kinds` types: the shares' exact counts by largest remainder.
+
+    Equal remainders go to the smaller type first, and in the mirrored profile to the larger one.
+    """
+    if profile == "heavy-tail-strong":
+        return rank_counts("heavy-tail", kinds, clients)[::-1]
+    shares = rank_shares(profile, kinds)
+    quotas = [share / math.fsum(shares) * clients for share in shares]
+    counts = [math.floor(q + 1e-9) for q in quotas]
+    by_remainder = sorted(range(kinds), key=lambda k: (round(counts[k] - quotas[k], 9), k))
+    for k in by_remainder[: clients - sum(counts)]:
+        counts[k] += 1
+    return counts
+
+
+def assign_types(
+    clients: Sequence[str], types: Sequence[RankType], profile: RankProfile, *, seed: int
+) -> dict[str, RankType]:
+    """Client -> its type: the profile's exact counts (`rank_counts`), shuffled by the seed.
+
+    Args:
+        types: ignored where the profile brings its own.
+    """
+    types = FLEXLORA_TYPES if brings_types(profile) else sorted(types)
+    counts = rank_counts(profile, len(types), len(clients))
+    drawn = [kind for kind, count in zip(types, counts, strict=True) for _ in range(count)]
+    random.Random(derive_seed(seed, "ranks")).shuffle(drawn)
+    return dict(zip(sorted(clients), drawn, strict=True))
+
+
+def total_rank(types: Mapping[RankType, int]) -> float:
+    """sum of r_i over clients, of attention modules: what a module's budget R = rho * (this) is made of."""
+    return sum(kind.attention * count for kind, count in types.items())

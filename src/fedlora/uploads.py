@@ -1,0 +1,66 @@
+"""Uploads as folders: a PEFT directory with a small `upload.json` in it that says whose it is and how much it counts.
+
+A run leaves them on request, `fedlora audit` reads them; so does anything that reads PEFT adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedlora.checks import checked_examples
+from fedlora.client import Client, Upload
+from fedlora.errors import AdapterFormatError
+from fedlora.peft_io import AdapterSpec, read_adapter, write_adapter
+
+FILE = "upload.json"
+
+
+def write_upload(directory: Path, upload: Upload, spec: AdapterSpec, *, round: int) -> None:
+    """A complete upload as a PEFT directory. `round` counts from 1, as the records do."""
+    write_adapter(directory, upload.adapter, spec)
+    facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round}
+    (directory / FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def read_uploads(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[Upload], AdapterSpec]:
+    """The adapters in PEFT directories as the uploads of one round, and the spec of the first.
+
+    An adapter without upload.json is a client named by its path, with one example: all such count alike.
+
+    Raises:
+        AdapterFormatError: what cannot be read, fewer than two, or adapters of different base models.
+    """
+    if len(directories) < 2:
+        raise AdapterFormatError(f"at least two adapters are needed; got {len(directories)}.")
+    uploads, specs = [], []
+    for directory in directories:
+        adapter, spec = read_adapter(directory)
+        client, examples = _facts(Path(directory))
+        upload = Upload(Client(client, adapter.ranks), examples, adapter)
+        checked_examples(upload)
+        uploads.append(upload)
+        specs.append(spec)
+    bases = {str(directory): spec.base_model for directory, spec in zip(directories, specs, strict=True)}
+    if len(set(bases.values())) > 1:
+        raise AdapterFormatError(f"the adapters are of different base models, so their updates do not add up: {bases}.")
+    names = [upload.client.id for upload in uploads]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise AdapterFormatError(
+            f"two of the adapters are of client {twice[0]!r}: give one for each client, of one round only."
+        )
+    return uploads, specs[0]
+
+
+def _facts(directory: Path) -> tuple[str, float]:
+    path = directory / FILE
+    if not path.is_file():
+        return str(directory), 1
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return str(facts["client"]), facts["num_examples"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterFormatError(f"{path} does not say whose upload it is: {error!r}.") from error
