@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,10 @@ def test_the_readme_tree_names_every_source_file() -> None:
     for path in (ROOT / "src" / "fedlora").rglob("*.py"):
         if path.name != "__init__.py":
             assert path.stem in tree, f"{path.relative_to(ROOT)} is not in the README's tree"
+
+
+def test_the_table_of_methods_is_the_measured_one() -> None:
+    """docs/methods.md holds what benchmarks/method_table.py prints, to the digit."""
+    script = ROOT / "benchmarks" / "method_table.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
