@@ -4,8 +4,9 @@
     python benchmarks/method_table.py --write    put it into docs/methods.md
     python benchmarks/method_table.py --check    exit code 1 where docs/methods.md says something else
 
-Four clients of rank 4 with 10, 25, 40 and 15 examples, two modules (60 x 44 and 36 x 44), float64. "Training" moves every
-factor that is not frozen by a random amount, so nothing depends on a model. All of it is a function of fixed seeds.
+Four clients of rank 4 with 10, 25, 40 and 15 examples, two modules (60 x 44 and 36 x 44), float64. "Training" moves
+every factor that is not frozen by a random amount, so nothing depends on a model. All of it is a function of fixed
+seeds.
 """
 
 from __future__ import annotations

@@ -940,7 +940,7 @@ def test_files_of_different_labels_never_mix_up_the_classes(tmp_path: Path) -> N
     except FedLoRAError:
         return
     assert prepared.test is not None
-    assert tuple(e["labels"] for e in prepared.test._data) == two.labels
+    assert tuple(e["labels"] for e in prepared.test._groups[""].examples) == two.labels
 
 
 # ---- other kinds of runs ---------------------------------------------------------------------------------------------

@@ -17,17 +17,8 @@ from numpy.typing import NDArray
 
 from fedlora.client import Client
 from fedlora.config import RunConfig
-from fedlora.data import (
-    TextData,
-    demo_data,
-    demo_model,
-    dirichlet,
-    iid,
-    label_counts,
-    read_classification,
-    read_instructions,
-    split,
-)
+from fedlora.data import TextData, demo_model, label_counts, smollm2_model
+from fedlora.dealing import Dealt, deal
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.evaluation import ModelEvaluator, Target
 from fedlora.lora import Adapter, LoRA
@@ -44,7 +35,11 @@ from fedlora.training import LocalTrainer, TrainSettings
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """All parts of a run, loaded and checked. parts: client -> its training data."""
+    """All parts of a run, loaded and checked.
+
+    parts: client -> its training data. test: on the test data; probes: further test sets by name ("unseen",
+    "validation_mismatched"), measured at the end only.
+    """
 
     config: RunConfig
     server: Server
@@ -53,14 +48,18 @@ class Prepared:
     trainer: Trainer
     validation: ModelEvaluator | None
     test: ModelEvaluator | None
+    probes: Mapping[str, ModelEvaluator]
     target: Target
     seed_adapter: Adapter
     spec: AdapterSpec
     manifest: Mapping[str, Any]
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     """Read the data, deal it out, load the model. Nothing is written.
+
+    Args:
+        data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
 
     Raises:
         ConfigError, DataError, HyperparameterError: what cannot be run as written.
@@ -68,7 +67,8 @@ def prepare(config: RunConfig) -> Prepared:
     method = make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    parts, validation, test, own = _data(config)
+    data = deal(config, data_root)
+    parts = data.parts
     types = _types(config, list(parts))
     labels = next(iter(parts.values())).label_names
     model = _model(config, labels)
@@ -88,16 +88,23 @@ def prepare(config: RunConfig) -> Prepared:
         target = "server" if server.has_global_model(initial) else "clients"
     _check_fit(config, server, initial, target, len(clients))
     settings = TrainSettings(
-        **config.train.model_dump(), rounds=config.run.rounds, max_length=config.data.max_length, bf16=config.model.bf16
+        **config.train.model_dump(),
+        rounds=config.run.rounds,
+        max_length=config.data.max_length,
+        loss_on=config.data.loss_on,
+        bf16=config.model.bf16,
     )
+    e = config.evaluate
 
-    def evaluator(data: TextData, own: Mapping[str, TextData]) -> ModelEvaluator | None:
-        e = config.evaluate
-        if not len(data):
+    def evaluator(sets: Mapping[str, TextData], target: Target, own: Mapping[str, TextData]) -> ModelEvaluator | None:
+        if not any(len(part) for part in sets.values()):
             return None
         return ModelEvaluator(
-            model, data, clients, target=target, own=own, max_length=config.data.max_length, batch_size=e.batch_size
-        )
+            model, sets, clients, target=target, metric=e.metric, own=own, max_length=config.data.max_length,
+            max_new_tokens=e.max_new_tokens, batch_size=e.batch_size,
+        )  # fmt: skip
+
+    probes = {name: evaluator(sets, target, {}) for name, sets in data.probes.items()}
 
     return Prepared(
         config=config,
@@ -105,12 +112,13 @@ def prepare(config: RunConfig) -> Prepared:
         clients=clients,
         parts=parts,
         trainer=LocalTrainer(model, parts, settings, seed=config.run.seed),
-        validation=evaluator(validation, own["validation"]),
-        test=evaluator(test, own["test"]),
+        validation=evaluator(data.validation, target, data.own_validation),
+        test=evaluator(data.test, target, data.own_test),
+        probes={name: probe for name, probe in probes.items() if probe is not None},
         target=target,
         seed_adapter=seed_adapter,
         spec=spec,
-        manifest=_manifest(config, parts, validation, test, clients, model) | {"evaluation_target": target},
+        manifest=_manifest(config, data, clients, model) | {"evaluation_target": target},
     )
 
 
@@ -146,74 +154,6 @@ def make_method(name: str, preset: str | None = None, **hparams: Any) -> Method[
     return method
 
 
-def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
-    """Path -> its examples. All files agree on the classes: the union of what each of them names, in one order."""
-
-    def read(path: str, names: Sequence[str] | None = None) -> TextData:
-        d = config.data
-        if path == "demo":
-            return demo_data()
-        if config.model.task == "classification":
-            return read_classification(Path(path), text=d.text, label=d.label, pair=d.pair, label_names=names)
-        return read_instructions(Path(path), prompt=d.prompt, response=d.response)
-
-    found = {path: read(path) for path in paths}
-    if len({data.label_names for data in found.values()}) == 1:
-        return found
-    widest = max(found.values(), key=lambda data: len(data.label_names))
-    for path, data in found.items():
-        if not set(data.label_names) & set(widest.label_names):
-            raise ConfigError(
-                f"the files have different label names: {path} has {list(data.label_names)}, another "
-                f"{list(widest.label_names)}. Give all of them the same names."
-            )
-    every = {name for data in found.values() for name in data.label_names}
-    names = sorted(every, key=int) if all(name.isdecimal() for name in every) else sorted(every)
-    return {path: read(path, names) for path in paths}
-
-
-def _data(
-    config: RunConfig,
-) -> tuple[dict[str, TextData], TextData, TextData, dict[str, dict[str, TextData]]]:
-    """Client -> training data; the common validation and test sets; and each client's own ones, where it has some."""
-    d = config.data
-    shares = {
-        part: value if isinstance(value := getattr(d, part), float | int) else 0 for part in ("validation", "test")
-    }
-    own: dict[str, dict[str, TextData]] = {"validation": {}, "test": {}}
-    sources = {"": d.train} if d.train else dict(d.clients)
-    files = [path for path in (*sources.values(), d.validation, d.test) if isinstance(path, str)]
-    text = _read(config, list(dict.fromkeys(files)))
-    whole = {client: text[path] for client, path in sources.items() if path}
-    pieces = {c: split(data, **shares, seed=config.run.seed) for c, data in whole.items()}
-    held = {"validation": [p[1] for p in pieces.values()], "test": [p[2] for p in pieces.values()]}
-    if d.clients:
-        own = {"validation": {c: p[1] for c, p in pieces.items()}, "test": {c: p[2] for c, p in pieces.items()}}
-    common = {}
-    for part in ("validation", "test"):
-        value = getattr(d, part)
-        common[part] = text[value] if isinstance(value, str) else TextData.concat(held[part])
-        own[part] = {} if isinstance(value, str) else {c: data for c, data in own[part].items() if len(data)}
-    parts = {c: p[0] for c, p in pieces.items()} if d.clients else _dealt(config, pieces[""][0])
-    return parts, common["validation"], common["test"], own
-
-
-def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
-    """One file's training data, dealt out to site-1, site-2, ..."""
-    c = config.clients
-    count = c.count or (len(c.ranks) if not c.profile else 0)
-    if not count:
-        raise ConfigError("clients.count is missing: how many clients share data.train?")
-    if c.partition == "dirichlet" and data.labels is not None:
-        dealt = dirichlet(data.labels, count, c.alpha, seed=config.run.seed, min_size=c.min_size)
-    elif c.partition == "dirichlet" and "alpha" in c.model_fields_set:
-        raise ConfigError("a Dirichlet partition skews labels, and instruction data has none; use partition = 'iid'.")
-    else:
-        dealt = iid(len(data), count, seed=config.run.seed)
-    width = len(str(count))
-    return {f"site-{k + 1:0{width}d}": data.select(indices) for k, indices in enumerate(dealt)}
-
-
 def _types(config: RunConfig, names: list[str]) -> dict[str, RankType]:
     """Client -> its ranks, in the order of the names."""
     c, types = config.clients, config.clients.types()
@@ -245,7 +185,7 @@ def _model(config: RunConfig, labels: tuple[str, ...]) -> AdaptedModel:
     m, lo = config.model, config.lora
     device = ("cuda" if torch.cuda.is_available() else "cpu") if m.device == "auto" else m.device
     return AdaptedModel.load(
-        demo_model() if m.path == "demo" else m.path,
+        _model_path(config),
         m.task,
         LoRASettings(lo.targets, lo.scaling, lo.dropout, lo.saved),
         labels=labels,
@@ -256,15 +196,20 @@ def _model(config: RunConfig, labels: tuple[str, ...]) -> AdaptedModel:
     )
 
 
+def _model_path(config: RunConfig) -> Path | str:
+    """Where the model is; "demo" and "smollm2" name files of installed packages, and a hub id stays as it is."""
+    packaged = {"demo": demo_model, "smollm2": smollm2_model}
+    path = config.model.path
+    return packaged[path]() if path in packaged else path
+
+
 def _manifest(
     config: RunConfig,
-    parts: Mapping[str, TextData],
-    validation: TextData,
-    test: TextData,
+    data: Dealt,
     clients: tuple[Client, ...],
     model: AdaptedModel,
 ) -> dict[str, Any]:
-    path = demo_model() if config.model.path == "demo" else Path(config.model.path)
+    path, parts = _model_path(config), data.parts
     first = next(iter(parts.values()))
     counts = label_counts([y for p in parts.values() for y in p.labels or ()], _ranges(parts)) if first.labels else None
     return {
@@ -277,15 +222,21 @@ def _manifest(
         "seed": config.run.seed,
         "model": {"path": config.model.path, "sha256": model_digests(path)},
         "data": {
-            "train": {c: {"examples": len(p), "sha256": p.digest()} for c, p in parts.items()},
-            "validation": {"examples": len(validation), "sha256": validation.digest()},
-            "test": {"examples": len(test), "sha256": test.digest()},
+            "train": {c: _facts(p) for c, p in parts.items()},
+            "validation": _facts(TextData.concat(list(data.validation.values()))),
+            "test": _facts(TextData.concat(list(data.test.values()))),
+            "probes": {name: _facts(TextData.concat(list(sets.values()))) for name, sets in data.probes.items()},
+            "categories": dict(data.categories),
             "labels": list(first.label_names),
             "label_counts": dict(zip(parts, counts.tolist(), strict=True)) if counts is not None else None,
         },
         "clients": {c.id: _shown_rank(c) for c in clients},
         "method": repr(make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))),
     }
+
+
+def _facts(data: TextData) -> dict[str, Any]:
+    return {"examples": len(data), "sha256": data.digest()}
 
 
 def _shown_rank(client: Client) -> int | str:

@@ -17,7 +17,7 @@ class BaseChange:
     """total: the change since pre-training, recompressed exactly (rank <= min(d_out, d_in)).
 
     version: how many steps it is made of. steps: the newest of them, oldest first. Older ones are dropped once all
-    steps kept would be no smaller than the total itself, so the state stays under twice its size.
+    steps kept would be larger than the total itself, so the state is at most twice its size.
     """
 
     total: LoRA
@@ -41,7 +41,7 @@ def moved(base: BaseChange | None, step: LoRA) -> BaseChange | None:
         return BaseChange(step, 1, (step,))
     total = compressed(stack([base.total, step], [1.0, 1.0]))
     steps = (*base.steps, step)
-    while sum(kept.rank for kept in steps) > max(total.rank, step.rank):
+    while sum(kept.rank for kept in steps) > total.rank:
         steps = steps[1:]
     return BaseChange(total, base.version + 1, steps)
 

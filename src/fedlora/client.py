@@ -166,13 +166,13 @@ def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:
 
     Source: HetLoRA's rank self-pruning (docs/methods.md). The decision is one for the whole client.
     """
-    if max(after.ranks.values()) == 1 or tail_size(after, penalty) >= tail_size(before, penalty):
+    if max(after.ranks.values(), default=1) == 1 or tail_size(after, penalty) >= tail_size(before, penalty):
         return after
     modules = {}
     for name, lora in after.modules.items():
         B, A = lora.factors
         q = penalty.tail_start(lora.rank)
-        modules[name] = LoRA(B[:, :q], A[:q])
+        modules[name] = LoRA(B[:, :q].clone(), A[:q].clone())
     return Adapter(modules, after.heads)
 
 

@@ -18,8 +18,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedlora.client import Form
+from fedlora.encoding import LossOn
 from fedlora.errors import ConfigError
-from fedlora.evaluation import Target
+from fedlora.evaluation import Metric, Target
 from fedlora.models import Task
 from fedlora.ranks import PAPER_TYPES, RankProfile, RankType, brings_types
 from fedlora.server import Heads, Missing, Weighting
@@ -27,6 +28,9 @@ from fedlora.training import Optimizer, Schedule
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+
+
+DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
 
 
 class Section(BaseModel):
@@ -82,13 +86,18 @@ class MethodSection(Section):
 
 
 class ServerSection(Section):
-    """As the arguments of `fedlora.Server`."""
+    """As the arguments of `fedlora.Server`, and two experiments with uploads.
+
+    upload: the form they come in. gauge_stress: re-express each in fresh random coordinates of this condition number
+    before it is aggregated, every round.
+    """
 
     weighting: Weighting = "examples"
     heads: Heads | None = None
     quorum: Positive | None = None
     missing: Missing = "renormalise"
     upload: Form = "factors"
+    gauge_stress: Annotated[float, Field(ge=1)] | None = None
 
 
 class RankEntry(Section):
@@ -130,13 +139,25 @@ class ClientsSection(Section):
 class DataSection(Section):
     """Where the text is. Paths are relative to the config file.
 
-    train: one file, dealt out to the clients; or clients: id -> that client's own file. "demo" is built in.
-    text, pair, label: columns of a classification file. prompt, response: of an instruction file.
-    validation, test: a share to hold out (of each file), or a file of its own. Best is chosen on validation only.
+    One source: train, one file dealt out to the clients ("demo" is built in); or clients, id -> that client's own file;
+    or task, a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE, from the hub where no root is given), or
+    "superni", where each task is a client. text, pair, label: columns of a classification file. prompt, response: of an
+    instruction file. validation, test: a share to hold out (of each file), or a file of its own; GLUE's test sets are
+    the official validation files. Best is chosen on validation only. max_train, max_test: at most so many examples (of
+    each client's or task's, for superni), drawn by the seed. tasks, unseen: how many tasks of superni are clients, and
+    how many nobody trains on; task_lists: two files below the root that name them, in place of a draw by the seed.
+    loss_on: of an instruction, the response or all of it.
     """
 
     train: str | None = None
     clients: dict[str, str] = {}
+    task: DataTask | None = None
+    tasks: Positive = 50
+    unseen: Annotated[int, Field(ge=0)] = 20
+    task_lists: list[str] = []
+    max_train: Positive | None = None
+    max_test: Positive | None = None
+    loss_on: LossOn = "response"
     text: str = "text"
     pair: str | None = None
     label: str = "label"
@@ -148,8 +169,13 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
-        if (self.train is None) == (not self.clients):
-            raise ValueError("give either data.train (one file) or data.clients (a file for each client)")
+        sources = [self.train is not None, bool(self.clients), self.task is not None]
+        if sum(sources) != 1:
+            raise ValueError(
+                "give one of data.train (one file), data.clients (a file for each client) and data.task (a benchmark)"
+            )
+        if self.task_lists and len(self.task_lists) != 2:
+            raise ValueError("data.task_lists names two files: the clients' tasks and the unseen ones")
         for client in self.clients:
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
                 raise ValueError(
@@ -175,11 +201,14 @@ class TrainSection(Section):
 class EvaluateSection(Section):
     """target: what is measured, the "server" model or the "clients"; "auto" is the server where it has a model.
 
-    clients_at_end: also measure each client's own readout on the test set, once.
+    metric: what is reported and chosen by: "accuracy", or for generated text "rouge-l" (greedy, up to max_new_tokens) and
+    "rouge-l-teacher-forced". clients_at_end: also measure each client's own readout on the test set, once.
     """
 
     every: Positive = 1
     target: Target | Literal["auto"] = "auto"
+    metric: Metric = "accuracy"
+    max_new_tokens: Positive = 64
     clients_at_end: bool = False
     batch_size: Positive = 64
 

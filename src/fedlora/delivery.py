@@ -2,7 +2,7 @@
 
     parcel   = pack(download, held)           server side; held: what the client says that it holds, None at first
     download = unpack(parcel, cache)          client side; complete again
-    cache    = remember(download)             what the client stores until then; cache.held is what it tells the server
+    cache    = remember(download, kept)       what the client stores until then; cache.held is what it tells the server
 
 A frozen part travels once, and again when another round replaced it (RoLoRA's factors take turns); of the change of the
 base weights only the steps that the client missed, or the whole where that is smaller. The in-process engine uses
@@ -11,7 +11,7 @@ base weights only the steps that the client missed, or the whole where that is s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -29,12 +29,14 @@ class Held:
     """What a client holds of its last download.
 
     round: of that download. parts: the frozen ones of "B", "A" and "heads", held as they came. ranks: module -> r, at
-    which it holds them. base: module -> version of its base weight (absent: as pre-trained).
+    which it holds them. local: modules and heads of which it keeps parts of its own. base: module -> version of its
+    base weight (absent: as pre-trained).
     """
 
     round: int
     parts: tuple[str, ...]
     ranks: Mapping[str, int]
+    local: tuple[str, ...]
     base: Mapping[str, int]
 
 
@@ -53,7 +55,7 @@ class Parcel:
 
     adapter, start: as in the download, without the parts that the client holds. base: module -> the whole change of its
     base weight. steps: module -> what to add to the change that the client holds. versions: module -> version of the
-    base weight after that, for all modules whose base has ever moved.
+    base weight after that, for all modules whose base has ever moved. held: what the client was taken to hold.
     """
 
     client: Client
@@ -66,6 +68,7 @@ class Parcel:
     base: Mapping[str, LoRA]
     steps: Mapping[str, LoRA]
     versions: Mapping[str, int]
+    held: Held | None
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything with a size, by a name for the wire."""
@@ -105,10 +108,18 @@ def pack(download: Download, held: Held | None) -> Parcel:
         ranks=MappingProxyType(ranks),
         changed=d.changed,
         adapter=Adapter(modules, {} if "heads" in has else d.adapter.heads),
-        start=Adapter({}) if held else d.start,
+        start=_without(d.start, held.local if held else ()),
         base=MappingProxyType(base),
         steps=MappingProxyType(steps),
         versions=MappingProxyType({name: change.version for name, change in d.base.items()}),
+        held=held,
+    )
+
+
+def _without(start: Adapter, local: Sequence[str]) -> Adapter:
+    return Adapter(
+        {name: lora for name, lora in start.modules.items() if name not in local},
+        {name: head for name, head in start.heads.items() if name not in local},
     )
 
 
@@ -116,9 +127,12 @@ def unpack(parcel: Parcel, cache: Cache | None) -> Download:
     """The complete download again, from what came and what the client stored.
 
     Raises:
-        KeptStateError: the parcel leaves out something that `cache` does not have.
+        KeptStateError: the parcel leaves out something, and `cache` is not what it was packed for.
     """
-    p, stored = parcel, cache.adapter if cache else Adapter({})
+    p = parcel
+    if cache is not None and cache.held != p.held:
+        cache = None
+    stored = cache.adapter if cache else Adapter({})
     modules = {}
     for name in p.ranks:
         came = p.adapter.modules.get(name)
@@ -130,7 +144,9 @@ def unpack(parcel: Parcel, cache: Cache | None) -> Download:
         if parts:
             modules[name] = LoRA(parts.get("B"), parts.get("A"))
     heads = p.adapter.heads
-    if p.roles.heads != "local" and not heads:
+    if p.held is not None and "heads" in p.held.parts and p.roles.heads != "local" and not heads:
+        if cache is None:
+            raise _left_out("the heads were")
         heads = stored.heads
     base = {}
     for name, version in p.versions.items():
@@ -138,38 +154,43 @@ def unpack(parcel: Parcel, cache: Cache | None) -> Download:
             base[name] = BaseChange(p.base[name], version, ())
             continue
         before = cache.base.get(name) if cache else None
-        if name in p.steps:
+        if name in p.steps and (before is not None or (cache is not None and name not in cache.held.base)):
             total = compressed(stack([before.total, p.steps[name]], [1.0, 1.0])) if before else p.steps[name]
             base[name] = BaseChange(total, version, ())
         elif before is not None and before.version == version:
             base[name] = before
         else:
-            raise KeptStateError(
-                f"the change of the base weight of {name!r} was left out, and none is stored here at version "
-                f"{version}. Ask again without saying what is held."
-            )
+            raise _left_out(f"part of the change of the base weight of {name!r} was")
     return Download(p.client, p.round, Adapter(modules, heads), p.roles, p.start, MappingProxyType(base), p.changed)
 
 
 def _stored(mine: Mapping[str, Tensor], factor: str, what: str) -> Tensor:
     if factor not in mine:
-        raise KeptStateError(
-            f"{what} was left out of what came, and is not stored here. Ask again without saying what is held."
-        )
+        raise _left_out(f"{what} was")
     return mine[factor]
 
 
-def held_after(download: Download) -> Held:
-    """What a client holds once it has received `download`."""
+def _left_out(what: str) -> KeptStateError:
+    return KeptStateError(
+        f"{what} left out of what came, for a client that stores it, and what is stored here is of another download. "
+        f"Ask again without saying what is held."
+    )
+
+
+def held_after(download: Download, kept: Adapter | None = None) -> Held:
+    """What a client holds once it has received `download`. kept: the local parts that it keeps (`client.keep`)."""
     d = download
     frozen = tuple(part for part in ("B", "A", "heads") if getattr(d.roles, part) == "frozen")
     ranks = MappingProxyType(d.start.ranks | d.adapter.ranks)
-    return Held(d.round, frozen, ranks, MappingProxyType({name: change.version for name, change in d.base.items()}))
+    local = (*kept.modules, *kept.heads) if kept else ()
+    return Held(
+        d.round, frozen, ranks, local, MappingProxyType({name: change.version for name, change in d.base.items()})
+    )
 
 
-def remember(download: Download) -> Cache:
-    """What a client stores of a complete download, for the next `unpack`."""
-    held = held_after(download)
+def remember(download: Download, kept: Adapter | None = None) -> Cache:
+    """What a client stores of a complete download, for the next `unpack`. kept: as for `held_after`."""
+    held = held_after(download, kept)
     modules = {}
     for name, lora in download.adapter.modules.items():
         B, A = (lora.tensors().get(factor) if factor in held.parts else None for factor in ("B", "A"))

@@ -283,8 +283,8 @@ class Spectrum:
         return Spectrum(self.U[:, :rank], self.s[:rank], self.Vh[:rank])
 
 
-def _signed(U: Tensor, s: Tensor, Vh: Tensor) -> Spectrum:
-    """With canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it."""
+def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor) -> Spectrum:
+    """U diag(s) Vh with canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it."""
     if len(s) == 0:
         return Spectrum(U, s, Vh)
     sign = U.gather(0, U.abs().argmax(dim=0, keepdim=True)).sign()
@@ -302,7 +302,7 @@ def spectral_form(basis: Float[Tensor, "d_out R"], Z: Float[Tensor, "R d_in"], *
     rank = _count_above(s, noise)
     s, O = s[:rank], O[:, :rank]
     Vh = (O / s).mH.to(Z) @ Z
-    return _signed(basis @ O.to(Z), s.to(Z), Vh)
+    return with_canonical_signs(basis @ O.to(Z), s.to(Z), Vh)
 
 
 def svd_of_product(B: Float[Tensor, "d_out S"], A: Float[Tensor, "S d_in"], *, tolerance: float) -> Spectrum:
@@ -316,4 +316,4 @@ def svd_of_product(B: Float[Tensor, "d_out S"], A: Float[Tensor, "S d_in"], *, t
     # Rounding of the terms B_j A_j and of two QRs: relative to the terms, since their sum may cancel.
     terms = torch.linalg.vector_norm(B.double(), dim=0) * torch.linalg.vector_norm(A.double(), dim=1)
     rank = _count_above(s, 4 * tolerance * float(torch.linalg.vector_norm(terms)))
-    return _signed(Q_B @ O[:, :rank].to(B), s[:rank].to(B), Wh[:rank].to(A) @ Q_A.mH)
+    return with_canonical_signs(Q_B @ O[:, :rank].to(B), s[:rank].to(B), Wh[:rank].to(A) @ Q_A.mH)

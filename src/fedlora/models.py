@@ -6,8 +6,10 @@ Knows transformers and peft; knows nothing of federation, data or optimisers. Th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +89,8 @@ class AdaptedModel:
         extra: dict[str, Any] = {"num_labels": len(labels)} if task == "classification" else {}
         kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
         folder = Path(path)
+        if folder.suffix == ".gguf" and folder.is_file():
+            folder = path = _dequantised(folder)
         if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise ConfigError(  # transformers would make up an empty vocabulary
                 f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
@@ -241,6 +245,31 @@ class AdaptedModel:
 
     def _base_layer(self, path: str) -> Any:
         return self._model.get_submodule(f"base_model.model.{path}").base_layer
+
+
+def _dequantised(file: Path) -> Path:
+    """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    cache = Path(os.environ.get("FEDLORA_CACHE", Path.home() / ".cache" / "fedlora"))
+    target = cache / f"{file.stem}-{digest}"
+    if not target.is_dir():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"the model {file.name} cannot be read as GGUF: {reason}") from error
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as beside:  # then moved as a whole: no half-written model
+            made = Path(beside) / "model"
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
+            with contextlib.suppress(OSError):  # somebody else was faster
+                made.rename(target)
+    return target
 
 
 def _to(device: torch.device) -> Callable[[Tensor], Tensor]:

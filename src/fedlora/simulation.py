@@ -19,13 +19,14 @@ from typing import Protocol
 
 import torch
 
-from fedlora.audit import padded_average_error
+from fedlora.audit import padded_average_error, regauge
 from fedlora.checks import named_tensors
 from fedlora.client import Client, Download, Form, Upload, keep, prune, receive, send
 from fedlora.delivery import Held, Parcel, held_after, pack
 from fedlora.errors import ClientFailed, FedLoRAError, QuorumNotMet, UploadRefused
 from fedlora.lora import Adapter, LoRA
 from fedlora.rounds import sample_clients
+from fedlora.seeds import derive_seed
 from fedlora.server import OpenRound, Server, ServerState
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,10 @@ class RunState:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one round over all its clients, of the tensors that travel; adapter, heads and base apart."""
+    """Bytes of one round over all its clients, of the tensors that travel; adapter, heads and base apart.
+
+    What was refused has travelled too.
+    """
 
     up_adapter: int = 0
     up_heads: int = 0
@@ -133,13 +137,16 @@ def simulate(
     evaluator: Evaluator | None = None,
     evaluate_every: int = 1,
     form: Form = "factors",
+    gauge_stress: float | None = None,
 ) -> Iterator[RoundRecord]:
     """Run from `state` until `rounds` rounds are done, yielding each round's record.
 
     Args:
         participation: share of clients a round, at least one client. seed: of the client sampling.
         evaluate_every: rounds between evaluations; the last round is always evaluated.
-        form: what clients upload, factors or their subspace form.
+        form: what clients upload, factors or their subspace form. gauge_stress: a condition number; each upload is
+            re-expressed in random coordinates of it, new in every round, before it is aggregated. An experiment: what
+            is averaged means the same, so a method that minds averages coordinates.
 
     Raises:
         ClientFailed: a client's work raised, and the server has no quorum. With one, the round goes on without it.
@@ -148,7 +155,8 @@ def simulate(
     by_id = {client.id: client for client in clients}
     while state.round < rounds:
         chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
-        record = _one_round(server, [by_id[c] for c in chosen], trainer, state, form)
+        stress = None if gauge_stress is None else (gauge_stress, derive_seed(seed, "gauge-stress", state.round))
+        record = _one_round(server, [by_id[c] for c in chosen], trainer, state, form, stress)
         state = record.state
         if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
             began = time.perf_counter()
@@ -163,7 +171,14 @@ def as_pruned(client: Client, memory: ClientMemory) -> Client:
     return client if memory.ranks is None else replace(client, rank=memory.ranks)
 
 
-def _one_round(server: Server, clients: Sequence[Client], trainer: Trainer, state: RunState, form: Form) -> RoundRecord:
+def _one_round(
+    server: Server,
+    clients: Sequence[Client],
+    trainer: Trainer,
+    state: RunState,
+    form: Form,
+    stress: tuple[float, int] | None,
+) -> RoundRecord:
     opened = server.open(state.server)
     memories = dict(state.clients)
     clock = _Clock()
@@ -178,7 +193,7 @@ def _one_round(server: Server, clients: Sequence[Client], trainer: Trainer, stat
             download = server.download(state.server, client)
             mine = receive(download, memory.kept)
             traffic = _with_download(traffic, pack(download, memory.held))
-            memory = memories[client.id] = replace(memory, held=held_after(download))
+            memory = memories[client.id] = replace(memory, held=held_after(download, memory.kept))
         with clock("train"):
             trained = _train(trainer, download, mine, memory.position, server, failed)
         if trained is None:
@@ -193,10 +208,13 @@ def _one_round(server: Server, clients: Sequence[Client], trainer: Trainer, stat
             upload = Upload(client, trained.num_examples, send(made, download.roles, form), form)
             kept = keep(made, download.roles)
             traffic = _with_upload(traffic, upload)
+            if stress is not None:  # in float64 from here on, so that storing the new coordinates costs nothing
+                upload = regauge(upload, stress[0], seed=stress[1])
             reason = _refusal(opened, upload, kept, server)
             if reason is None:
                 uploads.append(upload)
-                memories[client.id] = replace(memory, kept=kept, position=trained.position, ranks=ranks)
+                held = held_after(download, kept)
+                memories[client.id] = ClientMemory(kept, trained.position, held, ranks)
             else:  # what it keeps stays as it was, but its data stream moves on
                 failed[client.id] = reason
                 memories[client.id] = replace(memory, position=trained.position)

@@ -16,7 +16,7 @@ from torch import nn
 
 from fedlora.client import Download
 from fedlora.data.text import TextData
-from fedlora.encoding import Encoded, collate, encode, scored
+from fedlora.encoding import Encoded, LossOn, collate, encode, scored
 from fedlora.errors import ConfigError
 from fedlora.lora import Adapter
 from fedlora.models import AdaptedModel
@@ -47,6 +47,7 @@ class TrainSettings:
     schedule: Schedule = "constant"
     rounds: int = 1
     max_length: int = 128
+    loss_on: LossOn = "response"
     bf16: bool = False
 
 
@@ -60,7 +61,8 @@ class LocalTrainer:
         self._settings = settings
         self._seed = seed
         self._data: dict[str, Encoded] = {
-            client: encode(part, model.tokenizer, max_length=settings.max_length) for client, part in data.items()
+            client: encode(part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on)
+            for client, part in data.items()
         }
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:

@@ -1,23 +1,36 @@
-"""Text data for the clients: read it, split it, deal it out, and the data and model of the demo.
+"""Text data for the clients: read it, split it, deal it out; benchmarks; the data and models that packages carry.
 
 Needs numpy only. It knows nothing of models, adapters or methods.
 """
 
 from __future__ import annotations
 
-from fedlora.data.demo import demo_data, demo_model
+from fedlora.data.demo import demo_data, demo_model, smollm2_model
+from fedlora.data.glue import GLUE, read_glue
+from fedlora.data.hub import read_hub
 from fedlora.data.partition import dirichlet, iid, label_counts
 from fedlora.data.splits import split
+from fedlora.data.superni import Selection, Task, list_tasks, read_selection, read_tasks, select_tasks
 from fedlora.data.text import TextData, read_classification, read_instructions
 
 __all__ = [
+    "GLUE",
+    "Selection",
+    "Task",
     "TextData",
     "demo_data",
     "demo_model",
     "dirichlet",
     "iid",
     "label_counts",
+    "list_tasks",
     "read_classification",
+    "read_glue",
+    "read_hub",
     "read_instructions",
+    "read_selection",
+    "read_tasks",
+    "select_tasks",
+    "smollm2_model",
     "split",
 ]

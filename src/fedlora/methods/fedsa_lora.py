@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedlora.lora import LoRA
+from fedlora.lora import LoRA, revive
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
 
@@ -38,7 +38,7 @@ class FedSALoRA:
     State: ClassVar[type] = FedSALoRAState
 
     def init(self, seed: LoRA, key: int) -> FedSALoRAState:
-        _, A = seed.factors
+        _, A = revive(seed, key).factors
         return FedSALoRAState(key, 0, A)
 
     def roles(self, round: int) -> Roles:

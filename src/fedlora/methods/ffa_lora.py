@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from fedlora.lora import LoRA, revive
 from fedlora.method import Readout, Roles, Update
-from fedlora.methods.slots import first, mean_columns, require_slots
+from fedlora.methods.slots import first, mean_columns, paired, require_slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class FFALoRA:
         require_slots("FFA-LoRA", state.pair.rank, {u.client: u.rank for u in updates})
         _, A = state.pair.factors
         B = mean_columns([u.B for u in updates], [u.weight for u in updates], state.pair.rank)
-        return FFALoRAState(state.key, state.round + 1, LoRA(B, A))
+        return FFALoRAState(state.key, state.round + 1, paired(B, A))
 
     def readout(self, state: FFALoRAState, client: str | None, rank: int) -> Readout:
         require_slots("FFA-LoRA", state.pair.rank, {client or "": rank})

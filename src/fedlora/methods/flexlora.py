@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product, unit_roundoff
+from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product, unit_roundoff, with_canonical_signs
 from fedlora.lora import LoRA, stack
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.rank_partition import partitioned
@@ -77,7 +77,7 @@ class FlexLoRA:
         else:
             U, s, Vh = torch.linalg.svd(B @ A, full_matrices=False)
             rank = int((s > max(B.shape[0], A.shape[1]) * unit_roundoff(s.dtype) * s[0]).sum())
-            spectrum = Spectrum(U, s, Vh).head(rank)
+            spectrum = with_canonical_signs(U[:, :rank], s[:rank], Vh[:rank])
         return FlexLoRAState(state.key, state.round + 1, spectrum, None)
 
     def readout(self, state: FlexLoRAState, client: str | None, rank: int) -> Readout:

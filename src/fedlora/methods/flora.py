@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedlora.base_change import BaseChange, moved
-from fedlora.lora import LoRA, fresh_rows, stack
+from fedlora.lora import LoRA, fresh_rows, revive, stack
 from fedlora.method import Readout, Roles, Update
 
 
@@ -57,7 +57,8 @@ class FLoRA:
         A = state.start[:rank]
         if state.round > 0 or len(A) < rank:
             A = fresh_rows(rank, A.shape[1], state.key, state.round, client or "", like=A)
-        return Readout(LoRA(A.new_zeros(state.d_out, rank), A), base=state.base)
+        fresh = LoRA(A.new_zeros(state.d_out, rank), A)
+        return Readout(revive(fresh, state.key, state.round, client or ""), base=state.base)
 
     def effective(self, state: FLoRAState) -> LoRA:
         if state.base is not None:

@@ -67,6 +67,8 @@ class HetLoRA:
                 raise HyperparameterError(
                     f"hetlora: {name} is one of {get_args(options)}; got {getattr(self, name)!r}."
                 )
+        if not isinstance(self.pruning, bool):
+            raise HyperparameterError(f"hetlora: pruning is true or false; got {self.pruning!r}.")
         if not (0 < self.keep < 1 and 0 <= self.strength < math.inf):
             raise HyperparameterError(
                 f"hetlora: keep is in (0, 1) and strength is finite and not negative; got {self.keep}, {self.strength}."

@@ -85,20 +85,23 @@ class LoRAFAIR:
         """B + dB for the cosine; B itself where one side is zero, which has no direction."""
         if not math.isfinite(float(target.cosine(B))):
             return B
-        dB = torch.zeros_like(B, requires_grad=True)
+        unit = float(torch.linalg.matrix_norm(B))  # dB is sought in units of B, whatever its size
+        dB = torch.zeros_like(B)
         optimizer = torch.optim.LBFGS(
             [dB], max_iter=500, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
         )
 
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            value: Tensor = 1 - target.cosine(B + dB) + self.lambda_ * dB.square().sum()
-            value.backward()  # type: ignore[no-untyped-call]
-            return value
+        def loss() -> float:
+            turned = B + unit * dB
+            penalty = self.lambda_ * unit**2
+            dB.grad = unit * target.fall(turned) + 2 * penalty * dB
+            return float(1 - target.cosine(turned) + penalty * dB.square().sum())
 
-        with torch.enable_grad():
-            optimizer.step(loss)  # type: ignore[no-untyped-call]
-        return B + dB.detach()
+        optimizer.step(loss)  # type: ignore[no-untyped-call]
+        best = B + unit * dB
+        # The cosine does not mind the length along the best direction, so the nearest to B is the best one.
+        length = float((B * best).sum() / best.square().sum())
+        return best * length if length > 0 else best
 
     def readout(self, state: LoRAFAIRState, client: str | None, rank: int) -> Readout:
         require_readout_rank("LoRA-FAIR", state.pair.rank, client, rank)
@@ -129,3 +132,9 @@ class _Target:
         """cos(X, B A) = <G, B> / (||X|| sqrt(tr(B P B^T))); NaN where either is zero."""
         inner: Tensor = (self.G * B).sum()
         return inner / (self.norm * ((B @ self.P) * B).sum().clamp(min=0).sqrt())
+
+    def fall(self, B: Tensor) -> Tensor:
+        """The gradient of 1 - cos(X, B A) in B."""
+        BP = B @ self.P
+        size = (BP * B).sum().clamp(min=0).sqrt()
+        return ((self.G * B).sum() * BP / size**2 - self.G) / (self.norm * size)

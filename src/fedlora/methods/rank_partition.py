@@ -33,6 +33,6 @@ def partitioned(updates: Sequence[Update]) -> list[Update]:
 
 
 def _scaled(update: Update, gains: Sequence[float]) -> LoRA:
-    spectrum = svd_of_product(update.B, update.A, tolerance=rank_tolerance(update.stored))
+    spectrum = svd_of_product(update.B, update.A, tolerance=rank_tolerance(update.B.dtype))
     scale = torch.tensor(gains[: spectrum.rank], dtype=spectrum.s.dtype, device=spectrum.s.device)
     return LoRA(spectrum.U * (spectrum.s * scale), spectrum.Vh)

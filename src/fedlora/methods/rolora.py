@@ -14,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from fedlora.lora import LoRA, revive
 from fedlora.method import Readout, Roles, Update
-from fedlora.methods.slots import first, mean_columns, mean_rows, require_slots
+from fedlora.methods.slots import first, mean_columns, mean_rows, paired, require_slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +49,10 @@ class RoLoRA:
         require_slots("RoLoRA", state.pair.rank, {u.client: u.rank for u in updates})
         (B, A), p = state.pair.factors, [u.weight for u in updates]
         if updates[0].lora.A is None:  # the turn is of the round, and a module may have been left out of some
-            B = mean_columns([u.B for u in updates], p, state.pair.rank)
+            B = _alive(mean_columns([u.B for u in updates], p, state.pair.rank).mT, B.mT, A).mT
         else:
-            A = mean_rows([u.A for u in updates], p, state.pair.rank)
-        # Where nobody held a slot it may now be dead. Its fresh row is one for all: the factor stays common.
-        return RoLoRAState(state.key, state.round + 1, revive(LoRA(B, A), state.key, state.round))
+            A = _alive(mean_rows([u.A for u in updates], p, state.pair.rank), A, B.mT)
+        return RoLoRAState(state.key, state.round + 1, paired(B, A))
 
     def readout(self, state: RoLoRAState, client: str | None, rank: int) -> Readout:
         require_slots("RoLoRA", state.pair.rank, {client or "": rank})
@@ -61,3 +63,12 @@ class RoLoRA:
 
     def diagnostics(self, state: RoLoRAState) -> Mapping[str, object]:
         return {"rank": state.pair.rank}
+
+
+def _alive(mean: Tensor, before: Tensor, other: Tensor) -> Tensor:
+    """The mean's slots (rows); the slot before, where the mean's is zero (nobody held it) and the other factor's too.
+
+    That product is zero either way, and the slot can still be trained: the frozen factor never has to change for it.
+    """
+    dead = (mean == 0).all(dim=1) & (other == 0).all(dim=1)
+    return torch.where(dead[:, None], before, mean)

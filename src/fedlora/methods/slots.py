@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -20,6 +21,12 @@ def columns(B: Tensor, rank: int) -> Tensor:
 def rows(A: Tensor, rank: int) -> Tensor:
     """A (r, d_in) as (rank, d_in): cut, or with zero rows."""
     return pad(A[:rank], (0, 0, 0, max(0, rank - A.shape[0])))
+
+
+def paired(B: Tensor, A: Tensor) -> LoRA:
+    """Both in the wider of their dtypes: one of them may be of another round than the other."""
+    dtype = torch.promote_types(B.dtype, A.dtype)
+    return LoRA(B.to(dtype), A.to(dtype))
 
 
 def first(lora: LoRA, rank: int) -> LoRA:

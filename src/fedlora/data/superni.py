@@ -1,0 +1,150 @@
+"""Super-NaturalInstructions: task files of the v2 schema as prompts with their references, and which tasks are clients.
+
+A task file holds Definition, Categories, Input_language, Output_language and Instances [{input, output: [...]}], as the
+repository allenai/natural-instructions has them (its folder tasks/). A prompt is the definition and the input in the
+Alpaca template, as FlexLoRA uses it; the first output is trained on, all of them count when scoring.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedlora.data.text import TextData
+from fedlora.errors import DataError
+from fedlora.seeds import derive_seed
+
+_INTRO = "Below is an instruction that describes a task"
+_WITH_INPUT = ", paired with an input that provides further context"
+_ASK = ". Write a response that appropriately completes the request.\n\n### Instruction:\n"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: its category, and its instances as prompts."""
+
+    name: str
+    category: str
+    data: TextData
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Names of the tasks that are clients, and of those that nobody trains on."""
+
+    train: tuple[str, ...]
+    unseen: tuple[str, ...]
+
+
+def list_tasks(folder: Path, *, min_instances: int = 100) -> dict[str, str]:
+    """Name -> category of the English tasks in a folder that have enough instances.
+
+    Raises:
+        DataError: no task files there, or one that is not of the v2 schema.
+    """
+    found = {}
+    for path in sorted(folder.glob("task*.json")):
+        raw = _load(path)
+        languages = {*raw.get("Input_language", ["English"]), *raw.get("Output_language", ["English"])}
+        if languages == {"English"} and len(raw["Instances"]) >= min_instances:
+            found[path.stem] = raw["Categories"][0]
+    if not found:
+        raise DataError(
+            f"{folder} holds no task files (task*.json of natural-instructions v2) with {min_instances} English "
+            f"instances. Copy the folder tasks/ of allenai/natural-instructions there."
+        )
+    return found
+
+
+def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int) -> Selection:
+    """`train` tasks to be clients and `unseen` ones of other categories, by the seed.
+
+    One task for each of `train` categories drawn, the unseen ones from the categories left. Where there are too few
+    categories for that, some are set aside for the unseen tasks first, and the clients share the others as evenly as
+    they go.
+
+    Args:
+        tasks: name -> category, of `list_tasks`.
+
+    Raises:
+        DataError: there are not enough tasks.
+    """
+    generator = random.Random(derive_seed(seed, "tasks"))
+    by_category: dict[str, list[str]] = {}
+    for name in sorted(tasks):
+        by_category.setdefault(tasks[name], []).append(name)
+    categories = sorted(by_category)
+    generator.shuffle(categories)
+    for names in by_category.values():
+        generator.shuffle(names)
+    aside: list[str] = []
+    least = max(0, len(categories) - train)  # categories that no client needs
+    while categories and (len(aside) < least or sum(len(by_category[c]) for c in aside) < unseen):
+        aside.append(categories.pop())
+    others = [name for turn in range(len(tasks)) for c in aside for name in by_category[c][turn : turn + 1]]
+    mine = [name for turn in range(len(tasks)) for c in categories for name in by_category[c][turn : turn + 1]]
+    if len(others) < unseen or len(mine) < train:
+        raise DataError(
+            f"{len(tasks)} tasks in {len(by_category)} categories cannot give {train} clients and {unseen} unseen "
+            f"tasks of other categories. Ask for fewer, or bring more task files."
+        )
+    return Selection(tuple(sorted(mine[:train])), tuple(sorted(others[:unseen])))
+
+
+def read_selection(train: Path, unseen: Path) -> Selection:
+    """A selection from two files with a task name a line. Raises `DataError`."""
+    lists = []
+    for path in (train, unseen):
+        try:
+            lists.append(tuple(line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip()))
+        except OSError as error:
+            raise DataError(f"the task list {path} cannot be read: {error.strerror}.") from error
+    return Selection(*lists)
+
+
+def read_tasks(folder: Path, names: Sequence[str]) -> dict[str, Task]:
+    """Name -> task. Raises `DataError` where a file is missing or not of the v2 schema."""
+    tasks = {}
+    for name in names:
+        raw = _load(folder / f"{name}.json")
+        definition = " ".join(raw["Definition"]).strip()
+        prompts, spans = zip(*(_prompt(definition, instance["input"]) for instance in raw["Instances"]), strict=True)
+        references = tuple(tuple(str(out) for out in instance["output"]) for instance in raw["Instances"])
+        data = TextData(
+            kind="instruction",
+            text=prompts,
+            responses=tuple(outputs[0] for outputs in references),
+            references=references,
+            droppable=spans,
+        )
+        tasks[name] = Task(name, raw["Categories"][0], data)
+    return tasks
+
+
+def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
+    """The prompt, and from where to where its input goes: what is cut first where the whole is too long."""
+    if not text.strip():
+        prompt = f"{_INTRO}{_ASK}{definition}\n\n### Response:\n"
+        return prompt, (0, 0)
+    head = f"{_INTRO}{_WITH_INPUT}{_ASK}{definition}\n\n### Input:\n"
+    return f"{head}{text}\n\n### Response:\n", (len(head), len(head) + len(text))
+
+
+def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        sound = all(isinstance(raw[key], list) and raw[key] for key in ("Definition", "Categories", "Instances"))
+        sound = sound and all(isinstance(i["input"], str) and i["output"] for i in raw["Instances"])
+    except (OSError, ValueError) as error:
+        raise DataError(f"the task file {path} cannot be read: {error}.") from error
+    except (KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise DataError(
+            f"{path} is not a task of natural-instructions v2: it needs lists Definition, Categories and Instances "
+            f"[{{input, output: [...]}}]."
+        )
+    return dict(raw)
