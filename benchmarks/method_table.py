@@ -98,7 +98,7 @@ def row(name: str, hparams: dict[str, object]) -> str:
 
 
 def common_uploads(method: Method) -> list[Upload]:
-    """Complete adapters to audit: of the second round of FedIT, or, for a method that freezes A, with one A for all."""
+    """Complete adapters to audit; for a method that freezes A, with one A for all."""
     frozen = method.roles(0).A == "frozen"
     uploads = []
     for client, n in EXAMPLES.items():
@@ -120,7 +120,8 @@ def shown(x: float, negligible: str) -> str:
 
 def table() -> str:
     lines = [
-        "| method | ranks | up | down, first | down, later | off the true mean | model moves | what clients get moves |",
+        "| method | ranks | up | down, first | down, later "
+        "| off the true mean | model moves | what clients get moves |",
         "|---|---|---|---|---|---|---|---|",
     ]
     entries: list[tuple[str, dict[str, object]]] = [(name, {}) for name in METHODS]

@@ -2,7 +2,7 @@
 
 Kinds of evidence: *oracle* (dense float64 sums; bytes as safetensors writes them; tail norms by hand) and *contract* (a
 client that stores only `remember(download)` and its local parts has, bit for bit, what the plain download holds). A
-test marked `bug` states what is promised and does not hold yet.
+test of a parcel says what travels and what does not.
 """
 
 from __future__ import annotations

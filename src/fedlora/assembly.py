@@ -50,6 +50,7 @@ class Prepared:
     test: ModelEvaluator | None
     probes: Mapping[str, ModelEvaluator]
     target: Target
+    metric: str
     seed_adapter: Adapter
     spec: AdapterSpec
     manifest: Mapping[str, Any]
@@ -116,6 +117,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         test=evaluator(data.test, target, data.own_test),
         probes={name: probe for name, probe in probes.items() if probe is not None},
         target=target,
+        metric=e.metric.replace("-", "_"),
         seed_adapter=seed_adapter,
         spec=spec,
         manifest=_manifest(config, data, clients, model) | {"evaluation_target": target},
@@ -125,6 +127,18 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
 def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: Target, clients: int) -> None:
     """Raises `ConfigError` for options that can never work with this method or these clients."""
     name, roles = server.method.name, server.roles(initial)
+    if config.evaluate.metric != "accuracy":
+        if config.model.task != "causal-lm":
+            raise ConfigError(
+                f"evaluate.metric = {config.evaluate.metric!r} is of generated text; the task classifies."
+            )
+        if config.evaluate.metric == "rouge-l" and config.evaluate.max_new_tokens >= config.data.max_length:
+            raise ConfigError(
+                f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
+                f"data.max_length = {config.data.max_length}."
+            )
+    if config.server.gauge_stress is not None and (roles.B, roles.A) != ("shared", "shared"):
+        raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
     if target == "server" and not server.has_global_model(initial):
         raise ConfigError(
             f"{name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it out)."

@@ -33,6 +33,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
 
 
+PACKAGED = ("demo", "smollm2")  # models that installed packages carry
+
+
 class Section(BaseModel):
     """A table of the TOML file."""
 
@@ -57,7 +60,10 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """path: a local directory, a hub id, or "demo". dropout: overrides the model's own dropout where given."""
+    """path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2".
+
+    dropout: overrides the model's own dropout where given.
+    """
 
     path: str
     task: Task = "classification"
@@ -140,12 +146,12 @@ class DataSection(Section):
     """Where the text is. Paths are relative to the config file.
 
     One source: train, one file dealt out to the clients ("demo" is built in); or clients, id -> that client's own file;
-    or task, a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE, from the hub where no root is given), or
-    "superni", where each task is a client. text, pair, label: columns of a classification file. prompt, response: of an
-    instruction file. validation, test: a share to hold out (of each file), or a file of its own; GLUE's test sets are
-    the official validation files. Best is chosen on validation only. max_train, max_test: at most so many examples (of
-    each client's or task's, for superni), drawn by the seed. tasks, unseen: how many tasks of superni are clients, and
-    how many nobody trains on; task_lists: two files below the root that name them, in place of a draw by the seed.
+    or task, a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub where no root is given),
+    or "superni", where each task is a client. text, pair, label: columns of a classification file. prompt, response: of
+    an instruction file. validation, test: a share to hold out (of each file), or a file of its own; GLUE's test sets
+    are the official validation files. Best is chosen on validation only. max_train, max_test: at most so many examples
+    (of each client's or task's, for superni), drawn by the seed. tasks, unseen: how many tasks of superni are clients,
+    and how many nobody trains on; task_lists: two files below the root that name them, in place of a draw by the seed.
     loss_on: of an instruction, the response or all of it.
     """
 
@@ -201,8 +207,8 @@ class TrainSection(Section):
 class EvaluateSection(Section):
     """target: what is measured, the "server" model or the "clients"; "auto" is the server where it has a model.
 
-    metric: what is reported and chosen by: "accuracy", or for generated text "rouge-l" (greedy, up to max_new_tokens) and
-    "rouge-l-teacher-forced". clients_at_end: also measure each client's own readout on the test set, once.
+    metric: what is reported and chosen by: "accuracy", or for generated text "rouge-l" (greedy, up to max_new_tokens)
+    and "rouge-l-teacher-forced". clients_at_end: also measure each client's own readout on the test set, once.
     """
 
     every: Positive = 1
@@ -326,7 +332,7 @@ def _located(config: RunConfig, folder: Path) -> RunConfig:
     for part in ("validation", "test"):
         if isinstance(getattr(data, part), str):
             changes[part] = absolute(getattr(data, part))
-    local = (folder / model.path).is_dir()
+    local = model.path not in PACKAGED and (folder / model.path).exists()
     return config.model_copy(
         update={
             "data": data.model_copy(update=changes),

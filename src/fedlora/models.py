@@ -238,6 +238,12 @@ class AdaptedModel:
                 self._base_layer(path).weight.data.copy_(weight)
         for path, lora in delta.items():
             layer = self._base_layer(path)
+            if not layer.weight.is_floating_point():
+                raise ConfigError(
+                    f"the base weight of {path!r} is quantised ({layer.weight.dtype}), so no update can be added to "
+                    f"it: fedex-lora and flora cannot run on it, and of other methods evaluate the clients "
+                    f"(evaluate.target = 'clients')."
+                )
             weight = self._pristine.setdefault(path, layer.weight.detach().clone())
             dense = self.settings.scaling * lora.map(_to(weight.device)).delta()
             transposed = self._model.get_submodule(f"base_model.model.{path}").fan_in_fan_out

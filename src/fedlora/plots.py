@@ -34,20 +34,21 @@ def plot_run(folder: RunFolder) -> list[Path]:
 
 
 def plot_comparison(runs: Mapping[str, RunFolder], path: Path) -> Path:
-    """The validation accuracy by round of several methods, over the same clients and seeds."""
+    """The validation metric by round of several methods, over the same clients and seeds."""
+    metric = next(iter(runs.values())).read_json("summary.json")["metric"]
     figure: Figure
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for colour, (name, folder) in zip(COLOURS * len(runs), runs.items(), strict=False):
         scored = [line for line in folder.metrics() if line["metrics"]]
         axis.plot(
             [line["round"] for line in scored],
-            [line["metrics"]["accuracy"] for line in scored],
+            [line["metrics"][metric] for line in scored],
             marker="o",
             markersize=3.5,
             color=colour,
             label=f"{name} ({folder.read_json('summary.json')['target']})",
         )
-    axis.set(xlabel="round", ylabel="validation accuracy", title="Same clients, data and seeds")
+    axis.set(xlabel="round", ylabel=f"validation {_words(metric)}", title="Same clients, data and seeds")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
@@ -148,17 +149,17 @@ def _verdict(x: float) -> str:
 def _metric(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], ranks: Mapping[str, int]) -> Figure:
     figure: Figure
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    metric = summary["metric"]
     scored = [line for line in lines if line["metrics"]]
     rounds = [line["round"] for line in scored]
-    left.plot(
-        rounds, [line["metrics"]["accuracy"] for line in scored], marker="o", color=COLOURS[0], label="validation"
-    )
+    left.plot(rounds, [line["metrics"][metric] for line in scored], marker="o", color=COLOURS[0], label="validation")
     ends = {"last": lines[-1]["round"], "best": summary["best_round"]}
     for marker, (name, round) in zip("sD", ends.items(), strict=True):
         if summary["test"][name]:
             which = f"test, {name} round{' by validation' if name == 'best' else ''}"
-            left.plot([round], [summary["test"][name]["accuracy"]], marker, color=COLOURS[1], label=which)
-    left.set(xlabel="round", ylabel="accuracy", title=f"{summary['method']}: held-out accuracy ({summary['target']})")
+            left.plot([round], [summary["test"][name][metric]], marker, color=COLOURS[1], label=which)
+    left.set(xlabel="round", ylabel=_words(metric))
+    left.set_title(f"{summary['method']}: held-out {_words(metric)} ({summary['target']})")
     left.legend()
     clients = sorted({client for line in lines for client in line["losses"]})
     for colour, client in zip(COLOURS * len(clients), clients, strict=False):
@@ -216,6 +217,10 @@ def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, -0.28), ncols=len(parts), frameon=False)
     return figure
+
+
+def _words(metric: str) -> str:
+    return metric.replace("rouge_l", "ROUGE-L").replace("_", " ")
 
 
 def _short(module: str) -> str:

@@ -36,7 +36,8 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
     config, server = prepared.config, prepared.server
     state = _opened(prepared, folder, resume)
     lines = folder.rewind(state.round)
-    best = max((line["metrics"]["accuracy"] for line in lines if line["metrics"]), default=-1.0)
+    metric = prepared.metric
+    best = max((line["metrics"][metric] for line in lines if line["metrics"]), default=-1.0)
     rounds = simulate(
         server,
         prepared.clients,
@@ -48,6 +49,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
         evaluator=prepared.validation,
         evaluate_every=config.evaluate.every,
         form=config.server.upload,
+        gauge_stress=config.server.gauge_stress,
     )
     for record in rounds:
         before, state = state, record.state
@@ -55,8 +57,8 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
         if config.run.keep_uploads == "all" or (last and config.run.keep_uploads == "last"):
             _keep_uploads(prepared, folder, before, record)
         folder.append_metrics(describe(record, gauge=_gauge(prepared, record) if last else None))
-        if record.metrics and record.metrics["accuracy"] > best:
-            best = record.metrics["accuracy"]
+        if record.metrics and record.metrics[metric] > best:
+            best = record.metrics[metric]
             checkpoint.save(folder.best_checkpoint, state.round, state, keep=1)
         if last or state.round % config.run.checkpoint_every == 0:
             checkpoint.save(folder.checkpoints, state.round, state, keep=config.run.keep_checkpoints)
@@ -131,12 +133,13 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
     """Adapters, the test result and the summary. The summary comes last: where it is, the run is complete."""
     server, lines = prepared.server, folder.metrics()
     scored = [line for line in lines if line["metrics"]]
-    best_line = max(scored, key=lambda line: line["metrics"]["accuracy"], default=None)
+    best_line = max(scored, key=lambda line: line["metrics"][prepared.metric], default=None)
     loaded = _best_state(prepared, folder) if best_line else None
     states = {"adapter": state} | ({"best": loaded[1]} if loaded else {})
-    results = {}
+    results, probes = {}, {}
     for name, chosen in states.items():
         results[name] = prepared.test.evaluate(server, chosen) if prepared.test else {}
+        probes[name] = {probe: evaluator.evaluate(server, chosen) for probe, evaluator in prepared.probes.items()}
         if server.has_global_model(chosen.server):
             adapter = global_adapter(server, chosen)
             card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name], prepared.spec)
@@ -159,12 +162,14 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
             "rounds": state.round,
             "clients": len(prepared.clients),
             "target": prepared.target,
+            "metric": prepared.metric,
             "validation": {
                 "last": scored[-1]["metrics"] if scored else {},
                 "best": best_line["metrics"] if best_line else {},
             },
             "best_round": best_line["round"] if best_line else None,
             "test": {"last": results["adapter"], "best": results.get("best", {})},
+            "probes": {"last": probes["adapter"], "best": probes.get("best", {})},
             "clients_at_end": each,
             "seconds": {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) for phase in _phases(lines)},
             "bytes": {key: sum(line["bytes"][key] for line in lines) for key in (lines[0]["bytes"] if lines else ())},

@@ -32,8 +32,9 @@ class TrainSettings:
     """One round of one client.
 
     steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, halved or less by
-    `accumulation` micro-batches. schedule: of the learning rate over `rounds`, constant within a round. clip: largest
-    gradient norm, 0 for none. The optimiser is new each round, as in all reference codes.
+    `accumulation` micro-batches, each of examples of alike length. schedule: of the learning rate over `rounds`,
+    constant within a round. clip: largest gradient norm, 0 for none. The optimiser is new each round, as in all
+    reference codes.
     """
 
     lr: float = 1e-3
@@ -93,6 +94,8 @@ class LocalTrainer:
             for _ in range(steps):
                 picked = [data[next(order)] for _ in range(batch)]
                 labels = sum(scored(example) for example in picked)
+                if s.accumulation > 1:  # micro-batches of alike length: the same gradient from less padding
+                    picked.sort(key=lambda example: len(example["input_ids"]))
                 micro = math.ceil(batch / s.accumulation)
                 for k in range(0, batch, micro):
                     part = picked[k : k + micro]

@@ -17,7 +17,11 @@ def parse_methods(text: str) -> dict[str, MethodSection]:
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     names = [name for part in parts for name in (METHODS if part == "all" else [part])]
-    sections = {" ".join(name.split()): _section(name) for name in names}
+    labels = [" ".join(name.split()) for name in names]
+    twice = [label for label in labels if labels.count(label) > 1]
+    if twice:
+        raise ConfigError(f"the method {twice[0]!r} is named twice.")
+    sections = {label: _section(label) for label in labels}
     if not sections:
         raise ConfigError("no method is named; see `fedlora methods`, or say all.")
     return sections

@@ -29,12 +29,23 @@ Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
 Out = Annotated[Path | None, typer.Option(help="the run folder (default: runs/<config name>)")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in the folder")]
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(envvar="FEDLORA_DATA_ROOT", help="where the files of data.task are (folders glue, superni)"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the summary as JSON instead of tables")]
 
 
-def run(config: Config, set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson = False) -> None:
+def run(
+    config: Config,
+    set: Sets = None,
+    out: Out = None,
+    resume: Resume = False,
+    data_root: DataRoot = None,
+    json: AsJson = False,
+) -> None:
     """Run one federation from a config file."""
-    _run(load_config(config, set or []), RunFolder(out or Path("runs") / config.stem), resume, json)
+    _run(load_config(config, set or []), RunFolder(out or Path("runs") / config.stem), resume, json, data_root)
 
 
 def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson = False) -> None:
@@ -49,8 +60,9 @@ def compare(
         str, typer.Option(help="names, separated by commas, as 'glora, glora gamma=1'; all")
     ] = "glora,flexlora,padded-average",
     set: Sets = None,
-    out: Out = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the runs (default: runs/<config name>-compare)")] = None,
     resume: Resume = False,
+    data_root: DataRoot = None,
     json: AsJson = False,
 ) -> None:
     """Run several methods on the same clients, data and seeds: one table, one plot."""
@@ -66,7 +78,7 @@ def compare(
             if resume and folder.finished():
                 _same_config(changed, folder)
             else:
-                _rounds(changed, folder, resume, label=name)
+                _rounds(changed, folder, resume, name, data_root)
         except FedLoRAError as error:
             refused[name] = str(error)
             continue
@@ -86,11 +98,11 @@ def compare(
 # ------------------------------------------------------------------------------------------------------- running
 
 
-def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool) -> None:
+def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
     if resume and folder.finished():
         _same_config(config, folder)
     else:
-        _rounds(config, folder, resume, label=config.method.name)
+        _rounds(config, folder, resume, config.method.name, data_root)
     if not (folder.plots / "bytes.png").exists():  # also after a kill between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
     if as_json:
@@ -99,7 +111,7 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool) -> N
         _show(folder)
 
 
-def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str) -> None:
+def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:
     """All rounds, behind a progress bar."""
     if folder.exists() and not resume:
         raise typer.Exit(
@@ -107,9 +119,9 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str) -> N
         )
     _quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
-        prepared = prepare(config)
+        prepared = prepare(config, data_root)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
-    with _progress(label, config.run.rounds * per_round) as watch:
+    with _progress(label, config.run.rounds * per_round, prepared.metric) as watch:
         watched: Prepared = replace(prepared, trainer=_Watched(prepared.trainer, watch))
         for record in execute(watched, folder, resume=resume):
             watch.round_done(record.round, per_round, dict(record.metrics), dict(record.refused))
@@ -127,14 +139,14 @@ def _same_config(config: RunConfig, folder: RunFolder) -> None:
 class _Watch:
     """The progress bar's state: client updates done, and the last round, loss and metric in words."""
 
-    def __init__(self, progress: Progress, task: Any) -> None:
-        self._progress, self._task = progress, task
+    def __init__(self, progress: Progress, task: Any, metric: str) -> None:
+        self._progress, self._task, self._metric = progress, task, metric
 
     def client_done(self, loss: float) -> None:
         self._progress.update(self._task, advance=1, loss=f"loss {loss:.3f}")
 
     def round_done(self, round: int, per_round: int, metrics: dict[str, float], refused: dict[str, str]) -> None:
-        shown: dict[str, Any] = {"metric": f"accuracy {metrics['accuracy']:.3f}"} if metrics else {}
+        shown: dict[str, Any] = {"metric": f"{self._metric} {metrics[self._metric]:.3f}"} if metrics else {}
         self._progress.update(self._task, completed=round * per_round, round=f"round {round}", **shown)
         for client, reason in refused.items():
             self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow", markup=False)
@@ -153,7 +165,7 @@ class _Watched:
 
 
 @contextmanager
-def _progress(label: str, total: int) -> Iterator[_Watch]:
+def _progress(label: str, total: int, metric: str) -> Iterator[_Watch]:
     columns = (
         TextColumn(f"[bold]{label}"), TextColumn("{task.fields[round]}"), BarColumn(bar_width=28), MofNCompleteColumn(),
         TextColumn("clients"), TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[metric]}"),
@@ -161,7 +173,7 @@ def _progress(label: str, total: int) -> Iterator[_Watch]:
     )  # fmt: skip
     with Progress(*columns, console=notes) as progress:
         task = progress.add_task(label, total=total, round="round 0", loss="", metric="")
-        yield _Watch(progress, task)
+        yield _Watch(progress, task, metric)
 
 
 def _quiet_libraries() -> None:
@@ -179,6 +191,7 @@ def _quiet_libraries() -> None:
 def _show(folder: RunFolder) -> None:
     """A finished run on one screen."""
     s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
+    metric = s["metric"]
     clients = Table("client", "rank", "examples", "by label", "last loss", "own readout, test", title="Clients")
     last = folder.metrics()[-1]
     counts = manifest["data"]["label_counts"] or {}
@@ -191,7 +204,7 @@ def _show(folder: RunFolder) -> None:
             str(manifest["data"]["train"][client]["examples"]),
             " / ".join(str(n) for n in counts.get(client, [])),
             "" if loss is None else f"{loss:.3f}",
-            f"{at_end['accuracy']:.3f}" if at_end else "",
+            f"{at_end[s['metric']]:.3f}" if at_end else "",
         )
     if len(manifest["clients"]) <= 12:
         console.print(clients)
@@ -201,11 +214,11 @@ def _show(folder: RunFolder) -> None:
         if score and test:
             when = f"round {s['best_round'] if name == 'best' else s['rounds']}"
             table.add_row(
-                f"accuracy, {name} ({when})", f"validation {score['accuracy']:.3f}, test [bold]{test['accuracy']:.3f}"
+                f"{metric}, {name} ({when})", f"validation {score[metric]:.3f}, test [bold]{test[metric]:.3f}"
             )
     if s["clients_at_end"]:
-        worst = min(s["clients_at_end"].items(), key=lambda item: item[1]["accuracy"])
-        table.add_row("worst client's own readout", f"{worst[0]}, {worst[1]['accuracy']:.3f}")
+        worst = min(s["clients_at_end"].items(), key=lambda item: item[1][metric])
+        table.add_row("worst client's own readout", f"{worst[0]}, {worst[1][metric]:.3f}")
     up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
     table.add_row("sent up / down", f"{up / 1e6:.1f} MB / {(s['bytes']['total'] - up) / 1e6:.1f} MB")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
@@ -234,12 +247,13 @@ def _comparison_table(done: dict[str, RunFolder]) -> Table:
         up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
         drift = (s["gauge_drift"] or {}).get(s["method"])
         table.add_row(
-            name, s["target"], _score(s["validation"]["best"]), _score(s["test"]["best"]), _score(s["test"]["last"]),
+            name, s["target"],
+            *(_score(x, s["metric"]) for x in (s["validation"]["best"], s["test"]["best"], s["test"]["last"])),
             f"{up / 1e6:.1f}", f"{(s['bytes']['total'] - up) / 1e6:.1f}", f"{s['seconds'].get('aggregate', 0):.2f}",
             "" if drift is None else f"{drift:.1e}",
         )  # fmt: skip
     return table
 
 
-def _score(metrics: dict[str, float]) -> str:
-    return f"{metrics['accuracy']:.3f}" if metrics else ""
+def _score(metrics: dict[str, float], metric: str) -> str:
+    return f"{metrics[metric]:.3f}" if metrics else ""

@@ -7,7 +7,8 @@ The reference is what the server sent; A and B take turns as it, and there is no
 changes no update, it only brings the clients' coordinates together; applied in full it undoes every orthogonal gauge,
 and no other.
 Not exact. One common rank. In the paper clients rotate before they send; the server knows all that it takes, so here it
-does, and clients stay stock. rotate_lambda > 1 is the full rotation (or reflection); up to 1 a part of the nearest proper
+does, and clients stay stock.
+rotate_lambda > 1 is the full rotation (or reflection); up to 1 a part of the nearest proper
 rotation: (1 - l) I + l R, made orthogonal again. Cost: FedIT's and an r x r SVD for each client.
 """
 
