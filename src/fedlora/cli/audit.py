@@ -93,12 +93,14 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     table.add_column("")
     for audit in found:
         if audit.refused is not None:
-            table.add_row(audit.method, "", "", "", f"not run: {audit.refused}", style="dim")
             continue
         drift = "one factor travels" if audit.drift is None else _size(audit.drift[at])
         readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
         table.add_row(audit.method, _size(audit.error or 0.0), drift, readouts, _consensus(audit))
     console.print(table)
+    for audit in found:
+        if audit.refused is not None:
+            console.print(f"{audit.method} not run: {audit.refused}", style="yellow", markup=False)
     console.print("relative, in the Frobenius norm over all modules; what moves depends on meaningless coordinates")
 
 

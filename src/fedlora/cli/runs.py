@@ -117,7 +117,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         raise typer.Exit(
             complain(f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out.")
         )
-    _quiet_libraries()
+    quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
@@ -176,7 +176,7 @@ def _progress(label: str, total: int, metric: str) -> Iterator[_Watch]:
         yield _Watch(progress, task, metric)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """transformers' own progress bars and reports would run through ours."""
     from transformers.utils import logging
 

@@ -1,0 +1,273 @@
+"""`fedlora experiment run | status | table | plot | report`: grids of runs, and what came of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json
+from fedlora.errors import ConfigError
+from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.report import write_report
+from fedlora.experiments.runner import Outcome, Places, missing, run_all
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.tables import CellScore, paired, score_cells
+from fedlora.run_folder import plain
+
+app = typer.Typer(help="Grids of runs from experiments/*.toml, and what came of them.", no_args_is_help=True)
+
+Names = Annotated[list[str], typer.Argument(help="names of experiments/NAME.toml, or paths", show_default=False)]
+ProfileName = Annotated[str, typer.Option("--profile", help="the scale to run at: mini or paper")]
+Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
+Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
+Work = Annotated[Path, typer.Option("--work", help="where run folders, failures and unclean results go")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+_EXPERIMENTS, _RESULTS, _WORK = Path("experiments"), Path("results/runs"), Path("runs/experiments")
+
+
+@app.command()
+def run(
+    names: Names,
+    profile: ProfileName = "mini",
+    seeds: Annotated[str | None, typer.Option(help="only these seeds, separated by commas")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="processes")] = 1,
+    data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="say what would be run, and run nothing")] = False,
+    budget: Annotated[float | None, typer.Option(help="hours after which no further run is started")] = None,
+    experiments: Directory = _EXPERIMENTS,
+    results: Results = _RESULTS,
+    work: Work = _WORK,
+) -> None:
+    """Run what is missing: finished runs are skipped, interrupted ones resumed, failures kept apart."""
+    places = Places(results, work, data_root)
+    chosen = [_load(name, experiments) for name in names]
+    only = _seeds(seeds)
+    if plan:
+        _show_plan(chosen, profile, places, only)
+        return
+    _quiet()
+    failed: list[Outcome] = []
+    until = time.monotonic() + budget * 3600 if budget is not None else None
+    for experiment in chosen:
+        for _ in range(2):  # the search, then what it decides
+            todo = [r for r in missing(experiment, profile, places, only) if not places.failure(r.digest).exists()]
+            failed += _run_batch(experiment, todo, places, workers, until)
+    for outcome in failed:
+        notes.print(f"failed: {outcome.run.label}: {outcome.error}", style="red", markup=False)
+    if failed:
+        raise typer.Exit(complain(f"{len(failed)} runs failed; see {work / 'failures'}. Mend the cause, then `retry`."))
+
+
+@app.command()
+def retry(work: Work = _WORK) -> None:
+    """Forget failures, so that the next `run` tries those runs again."""
+    found = sorted((work / "failures").glob("*.json"))
+    for path in found:
+        path.unlink()
+    notes.print(f"{len(found)} failures forgotten")
+
+
+@app.command()
+def status(
+    names: Names,
+    profile: ProfileName = "mini",
+    experiments: Directory = _EXPERIMENTS,
+    results: Results = _RESULTS,
+    work: Work = _WORK,
+    json: AsJson = False,
+) -> None:
+    """How many runs are finished, failed and still to do."""
+    places = Places(results, work, None)
+    done = places.finished(unclean=True)
+    table = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
+    found: dict[str, Any] = {}
+    for name in names:
+        experiment = _load(name, experiments)
+        search = searches(experiment, profile)
+        cells = sum(1 for _ in experiment.cells(profile)) * len(experiment.profile(profile).seeds)
+        finished = sum(run.digest in done for run in mains(experiment, profile, done))
+        failed = sum(places.failure(run.digest).exists() for run in missing(experiment, profile, places))
+        found[experiment.name] = {
+            "search": [sum(run.digest in done for run in search), len(search)],
+            "runs": [finished, cells], "failed": failed, "to_do": cells - finished,
+        }  # fmt: skip
+        f = found[experiment.name]
+        shown = [f"{a} of {b}" for a, b in (f["search"], f["runs"])]
+        table.add_row(experiment.name, *shown, str(failed), str(f["to_do"]))
+    if json:
+        print_json(found)
+    else:
+        console.print(table)
+
+
+@app.command("table")
+def show_table(
+    name: Annotated[str, typer.Argument(help="an experiment")],
+    profile: ProfileName = "mini",
+    metric: Annotated[str | None, typer.Option(help='as "test, best" or "validation, largest drop"')] = None,
+    experiments: Directory = _EXPERIMENTS,
+    results: Results = _RESULTS,
+    work: Work = _WORK,
+    json: AsJson = False,
+) -> None:
+    """Means and spreads over seeds, and paired differences with 95 % intervals."""
+    experiment = _load(name, experiments)
+    cells = score_cells(experiment, profile, Places(results, work, None).finished(), metric)
+    differences = paired(cells, experiment.rows[0], experiment.reference) if experiment.reference else []
+    if json:
+        print_json(plain({"cells": [_cell(c) for c in cells], "differences": [vars(d) for d in differences]}))
+        return
+    which = metric or experiment.metric
+    table = Table(*experiment.axes, "mean", "± over seeds", "seeds", "tuned", title=f"{experiment.title} ({which})")
+    for cell in cells:
+        mean = "not run" if cell.mean is None else f"{cell.mean:.4f}"
+        spread = "" if cell.spread is None else f"{cell.spread:.4f}"
+        tuned = "" if cell.tuned is None else f"{cell.tuned:g}"
+        table.add_row(*cell.cell.values(), mean, spread, f"{len(cell.scores)} of {cell.planned}", tuned)
+    console.print(table)
+    if differences:
+        against = Table("", "where", "difference", "95 % interval", "pairs", title=f"Against {experiment.reference}")
+        for d in differences:
+            verdict = "" if d.decided else " (undecided)"
+            against.add_row(
+                d.other, ", ".join(d.where.values()), f"{d.mean:+.4f}{verdict}", f"{d.low:+.4f} .. {d.high:+.4f}",
+                str(d.pairs),
+            )  # fmt: skip
+        console.print(against)
+
+
+@app.command("plot")
+def draw(
+    name: Annotated[str, typer.Argument(help="an experiment")],
+    out: Annotated[Path | None, typer.Option(help="picture to write (default: results/plots/NAME-PROFILE.png)")] = None,
+    profile: ProfileName = "mini",
+    experiments: Directory = _EXPERIMENTS,
+    results: Results = _RESULTS,
+    work: Work = _WORK,
+) -> None:
+    """Curves over rounds, a line a cell with its spread over seeds."""
+    experiment = _load(name, experiments)
+    target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
+    done = Places(results, work, None).finished()
+    plotted(lambda: [import_plots().plot_curves(experiment, profile, done, target)])
+
+
+@app.command()
+def report(
+    out: Annotated[Path, typer.Option(help="the page to write")] = Path("results/report.html"),
+    profile: ProfileName = "mini",
+    experiments: Directory = _EXPERIMENTS,
+    results: Results = _RESULTS,
+    work: Work = _WORK,
+) -> None:
+    """One self-contained HTML page of all experiments that have results."""
+    files = sorted(path for path in experiments.glob("*.toml") if path.stem != "paper_numbers")
+    loaded = [load_experiment(path) for path in files]
+    if not loaded:
+        raise ConfigError(f"there are no experiments in {experiments}.")
+    write_report(out, loaded, profile, Places(results, work, None).finished(), experiments / "paper_numbers.toml")
+    notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
+
+
+# -------------------------------------------------------------------------------------------------------- inside
+
+
+def _load(name: str, folder: Path) -> Experiment:
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.toml") if p.stem != "paper_numbers")) or "none"
+        raise ConfigError(f"there is no experiment {path}; in {folder} there are: {known}.")
+    return load_experiment(path)
+
+
+def _seeds(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--seeds takes whole numbers separated by commas; got {text!r}.") from error
+
+
+def _run_batch(
+    experiment: Experiment, todo: Sequence[PlannedRun], places: Places, workers: int, until: float | None
+) -> list[Outcome]:
+    """Run them behind a progress bar, in pieces, so that a budget can stop it between two."""
+    if not todo:
+        return []
+    failed: list[Outcome] = []
+    columns = (
+        TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"), TextColumn("{task.fields[now]}"),
+    )  # fmt: skip
+    began, seconds = time.monotonic(), 0.0
+    with Progress(*columns, console=notes) as progress:
+        task = progress.add_task(experiment.name, total=len(todo), left="", now="")
+
+        def tick(label: str, round: int) -> None:
+            progress.update(task, now=f"{label}: round {round}")
+
+        finished, piece = 0, 4 * workers
+        for first in range(0, len(todo), piece):
+            if until is not None and time.monotonic() > until:
+                progress.console.print("the budget is used up; run again to go on", style="yellow")
+                break
+            for outcome in run_all(todo[first : first + piece], places, workers=workers, tick=tick):
+                finished += 1
+                seconds += outcome.seconds
+                left = (time.monotonic() - began) / finished * (len(todo) - finished)
+                progress.update(task, advance=1, left=f"about {left / 60:.0f} min left", now=outcome.run.label)
+                if outcome.error is not None:
+                    failed.append(outcome)
+    return failed
+
+
+def _show_plan(chosen: Sequence[Experiment], profile: str, places: Places, only: list[int] | None) -> None:
+    done = places.finished(unclean=True)
+    rates = [r.raw["wall_seconds"] / max(1, _examples(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
+    table = Table("experiment", "search runs", "runs", "finished", "examples to train", "hours", "MB that travel")
+    for experiment in chosen:
+        search = searches(experiment, profile)
+        cells = list(experiment.cells(profile))
+        seeds = [s for s in experiment.profile(profile).seeds if only is None or s in only]
+        todo = missing(experiment, profile, places, only)
+        known = [r for r in mains(experiment, profile, done) if r.digest in done]
+        # Cells whose search is not done cannot be planned exactly; they cost what a run of the search costs.
+        like = todo or search or mains(experiment, profile, done)
+        each = _examples(like[0].config.model_dump(), None) if like else 0
+        left = len(cells) * len(seeds) - len(known) + sum(r.digest not in done for r in search)
+        hours = f"{sum(rates) / len(rates) * each * left / 3600:.1f}" if rates else "unknown: nothing was run yet"
+        sizes = [done[r.digest].raw["bytes"]["total"] / 1e6 for r in known]
+        travel = f"{sum(sizes) / len(sizes) * left:.0f}" if sizes else "unknown"
+        table.add_row(
+            experiment.name, str(len(search)), str(len(cells) * len(seeds)), str(len(known)), f"{each * left:,}", hours,
+            travel,
+        )  # fmt: skip
+    console.print(table)
+    console.print("hours by the mean rate of the results at hand, in one process, whatever machine made them")
+
+
+def _examples(config: dict[str, Any], clients: int | None) -> int:
+    """How many examples a run trains on, where it counts steps."""
+    count = clients or config["clients"]["count"] or config["data"]["tasks"]
+    a_round = max(1, round(config["run"]["participation"] * count))
+    return int(a_round * config["run"]["rounds"] * max(1, config["train"]["steps"]) * config["train"]["batch_size"])
+
+
+def _cell(cell: CellScore) -> dict[str, Any]:
+    return {
+        "cell": dict(cell.cell), "scores": dict(cell.scores), "mean": cell.mean, "spread": cell.spread,
+        "planned": cell.planned, "tuned": cell.tuned,
+    }  # fmt: skip
+
+
+def _quiet() -> None:
+    from fedlora.cli.runs import quiet_libraries
+
+    quiet_libraries()

@@ -1,0 +1,181 @@
+"""One self-contained HTML page of all experiments: tables beside the paper's numbers, curves, configs, commits.
+
+No script, no outside request: pictures are inside the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlora.errors import ConfigError
+from fedlora.experiments.plan import mains
+from fedlora.experiments.results import Result
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.tables import CellScore, paired, score_cells
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>fedlora: experiments</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<style>
+ body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+ h1, h2 { line-height: 1.2; } h2 { margin-top: 3rem; border-top: 1px solid #ddd; padding-top: 1.5rem; }
+ table { border-collapse: collapse; margin: 1rem 0; } caption { text-align: left; color: #555; padding: .3rem 0; }
+ th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
+ th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #999; }
+ .paper { color: #7a4a00; background: #fff8ec; } .none { color: #999; } .decided { font-weight: 600; }
+ img { max-width: 100%; } details { margin: .5rem 0; } pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; }
+ nav a { margin-right: 1rem; } .scroll { overflow-x: auto; } .note { color: #555; }
+</style></head><body>
+<h1>Experiments, profile {{ profile }}</h1>
+<p>{{ runs }} runs, {{ commits | length }} commit{{ "s" if commits | length != 1 }}
+({{ commits | join(", ") }}), on {{ machines | join("; ") }}. Mean and standard deviation over seeds. Learning rates
+and best rounds were chosen on a share of the training data, never on the test set.</p>
+<p class="note">Numbers on this ground are printed in the paper, at the paper's scale, with other models and data:
+<span class="paper">&nbsp;paper&nbsp;</span>. They stand here to be compared in their order and gaps only.</p>
+<nav>{% for e in experiments %}<a href="#{{ e.name }}">{{ e.name }}</a>{% endfor %}</nav>
+{% for e in experiments %}
+<h2 id="{{ e.name }}">{{ e.title }}</h2>
+<p>{{ e.question }}</p>
+{% if e.note %}<p class="note">{{ e.note }}</p>{% endif %}
+<div class="scroll"><table><caption>{{ e.metric }}</caption>
+<thead><tr><th>{{ e.row_name }}</th>{% for c in e.columns %}<th>{{ c }}</th>
+{% if e.has_paper %}<th class="paper">paper</th>{% endif %}{% endfor %}</tr></thead>
+<tbody>{% for row in e.rows %}<tr><td>{{ row.label }}</td>{% for c in row.cells %}
+{% if c.mean is none %}<td class="none">not run</td>
+{% else %}<td title="{{ c.seeds }} of {{ c.planned }} seeds{{ c.tuned }}">{{ c.mean }}{{ c.spread }}
+{%- if c.seeds != c.planned %}<sup>{{ c.seeds }}</sup>{% endif %}</td>{% endif %}
+{% if e.has_paper %}<td class="paper">{{ c.paper }}</td>{% endif %}{% endfor %}</tr>{% endfor %}
+</tbody></table></div>
+{% if e.differences %}<div class="scroll"><table>
+<caption>Paired differences against {{ e.reference }}, 95 % intervals (t) over seeds</caption>
+<thead><tr><th>{{ e.row_name }}</th><th>where</th><th>difference</th><th>interval</th><th>pairs</th></tr></thead><tbody>
+{% for d in e.differences %}<tr class="{{ 'decided' if d.decided }}"><td>{{ d.other }}</td><td>{{ d.where }}</td>
+<td>{{ d.mean }}</td><td>{{ d.interval }}</td><td>{{ d.pairs }}</td></tr>{% endfor %}
+</tbody></table></div>{% endif %}
+{% for picture in e.pictures %}<img alt="curves of {{ e.name }}" src="data:image/png;base64,{{ picture }}">{% endfor %}
+<details><summary>Configuration ({{ e.digest_count }} runs)</summary><pre>{{ e.config }}</pre></details>
+{% endfor %}
+</body></html>
+"""
+
+
+def write_report(
+    path: Path, experiments: Sequence[Experiment], profile: str, results: Mapping[str, Result], paper: Path
+) -> None:
+    """The page, of those experiments that have the profile and any result.
+
+    Raises:
+        ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
+    """
+    try:
+        import jinja2
+
+        from fedlora.plots import plot_curves
+    except ImportError as error:
+        raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
+    printed = _paper_numbers(paper)
+    sections: list[dict[str, Any]] = []
+    used: dict[str, Result] = {}
+    for experiment in experiments:
+        if profile not in experiment.profiles:
+            continue
+        found = {r.digest: results[r.digest] for r in mains(experiment, profile, results) if r.digest in results}
+        if not found:
+            continue
+        used |= found
+        picture = io.BytesIO()
+        plot_curves(experiment, profile, results, picture)
+        encoded = base64.b64encode(picture.getvalue()).decode()
+        sections.append(_section(experiment, profile, results, printed) | {"pictures": [encoded]})
+    if not sections:
+        raise ConfigError(f"no experiment has a result of profile {profile}; run some first.")
+    page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
+    html = page.render(
+        profile=profile,
+        experiments=sections,
+        runs=len(used),
+        commits=sorted({str((r.raw["commit"] or {}).get("id"))[:12] for r in used.values()}),
+        machines=sorted({_machine(r.raw["machine"]) for r in used.values()}),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html, encoding="utf-8")
+
+
+def _machine(m: Mapping[str, Any]) -> str:
+    return f"{m['device']} ({m['architecture']}, {m['cpus']} cores, {m['threads']} thread a run)"
+
+
+def _section(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], printed: Mapping[str, Any]
+) -> dict[str, Any]:
+    cells = score_cells(experiment, profile, results)
+    numbers = printed.get(experiment.paper or "", {})
+    rows, columns = _labels(cells, experiment.rows), _labels(cells, _columns(experiment))
+    by_place = {(_label(c, experiment.rows), _label(c, _columns(experiment))): c for c in cells}
+    differences = paired(cells, experiment.rows[0], experiment.reference) if experiment.reference else []
+    runs = mains(experiment, profile, results)
+    return {
+        "name": experiment.name,
+        "title": experiment.title,
+        "question": experiment.question,
+        "note": experiment.profile(profile).note,
+        "metric": experiment.metric,
+        "row_name": ", ".join(experiment.rows),
+        "columns": columns,
+        "has_paper": bool(numbers),
+        "rows": [
+            {"label": row, "cells": [_cell(by_place.get((row, c)), numbers.get(c, {}).get(row)) for c in columns]}
+            for row in rows
+        ],
+        "reference": experiment.reference,
+        "differences": [
+            {
+                "other": d.other, "where": ", ".join(d.where.values()), "mean": f"{d.mean:+.4f}",
+                "interval": f"{d.low:+.4f} to {d.high:+.4f}", "pairs": d.pairs, "decided": d.decided,
+            }
+            for d in differences
+        ],
+        "digest_count": len(runs),
+        "config": "\n".join([*(f"{r.digest}  {r.label}" for r in runs), "", *(r.config.canonical() for r in runs[:1])]),
+    }  # fmt: skip
+
+
+def _columns(experiment: Experiment) -> list[str]:
+    return experiment.columns or [axis for axis in experiment.axes if axis not in experiment.rows]
+
+
+def _label(cell: CellScore, axes: Sequence[str]) -> str:
+    return ", ".join(cell.cell[axis] for axis in axes) or "all"
+
+
+def _labels(cells: Sequence[CellScore], axes: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(_label(cell, axes) for cell in cells))
+
+
+def _cell(cell: CellScore | None, paper: object) -> dict[str, Any]:
+    shown = {"paper": "" if paper is None else str(paper), "mean": None, "spread": "", "seeds": 0, "planned": 0}
+    if cell is None or cell.mean is None:
+        return shown
+    return shown | {
+        "mean": f"{cell.mean:.4f}",
+        "spread": "" if cell.spread is None else f" ± {cell.spread:.4f}",
+        "seeds": len(cell.scores),
+        "planned": cell.planned,
+        "tuned": "" if cell.tuned is None else f", tuned {cell.tuned:g}",
+    }
+
+
+def _paper_numbers(path: Path) -> Mapping[str, Any]:
+    """Table -> column -> row -> what the paper prints; empty where the file is missing."""
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}.") from error

@@ -1,0 +1,146 @@
+"""Results: one small JSON for each finished run, named by its configuration's digest, so that experiments share runs.
+
+Nothing in it depends on where it was made but for "machine" and "seconds": no paths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlora.errors import CheckpointError
+from fedlora.run_folder import RunFolder, plain
+
+# One line of a run's log in short: what curves and spreads need.
+_KEPT = ("round", "metrics", "losses", "server_rank", "padded_error")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. raw: the whole file."""
+
+    digest: str
+    raw: Mapping[str, Any]
+
+    @property
+    def metric(self) -> str:
+        name: str = self.raw["metric"]
+        return name
+
+    @property
+    def validation_best(self) -> float:
+        return float(self.raw["validation"]["best"][self.metric])
+
+    def score(self, which: str, last_k: int = 3) -> float | None:
+        """A number by its name: "test, last", "test, best" (by validation), "unseen, last", "clients, last" (the mean
+        of their own readouts), "validation, mean of last 3", "validation, largest drop", "validation, jitter" (the
+        standard deviation of its change from one evaluation to the next). None where the run has no such number.
+        """
+        where, _, what = which.partition(", ")
+        history = [line["metrics"][self.metric] for line in self.raw["history"] if line["metrics"]]
+        if where == "validation":
+            changes = [b - a for a, b in pairwise(history)]
+            if what == "last":
+                return float(history[-1])
+            if what == "best":
+                return self.validation_best
+            if what.startswith("mean of last"):
+                k = int(what.rsplit(" ", 1)[1])
+                return float(sum(history[-k:]) / len(history[-k:]))
+            if what == "largest drop":
+                return float(max([0.0, *(-change for change in changes)]))
+            if what == "jitter":
+                mean = sum(changes) / len(changes)
+                return float((sum((c - mean) ** 2 for c in changes) / max(len(changes) - 1, 1)) ** 0.5)
+        if where == "clients":
+            each = [scores[self.metric] for scores in self.raw["clients_at_end"].values()]
+            return sum(each) / len(each) if each else None
+        scores = self.raw["test"] if where == "test" else self.raw["probes"]
+        found = scores.get(what, {}) if where == "test" else scores.get(what, {}).get(where, {})
+        return float(found[self.metric]) if self.metric in found else None
+
+    def rounds_to(self, target: float) -> int | None:
+        """The first evaluated round whose validation metric reaches the target; None where none does (censored)."""
+        for line in self.raw["history"]:
+            if line["metrics"] and line["metrics"][self.metric] >= target:
+                return int(line["round"])
+        return None
+
+
+def summarise(folder: RunFolder, wall_seconds: float) -> dict[str, Any]:
+    """A finished run's folder as one result."""
+    summary, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
+    lines = folder.metrics()
+    diagnostics = summary.pop("diagnostics")
+    means = {
+        key: sum(values) / len(values)
+        for key in ("union_rank", "server_rank", "captured", "base_rank")
+        if (values := [f[key] for f in diagnostics.values() if isinstance(f.get(key), int | float)])
+    }
+    return dict(
+        plain(
+            {
+                "digest": manifest["config_digest"],
+                "config": folder.read_json("config.json"),
+                **summary,
+                "consensus": means,
+                "history": [{key: line[key] for key in _KEPT} for line in lines],
+                "wall_seconds": round(wall_seconds, 1),
+                "commit": manifest["commit"],
+                "versions": manifest["versions"] | {"python": manifest["python"]},
+                "machine": {
+                    "device": torch.cuda.get_device_name() if manifest["device"].startswith("cuda") else "cpu",
+                    "threads": manifest["threads"],
+                    "cpus": os.cpu_count(),
+                    "architecture": platform.machine(),
+                },
+                "data": {
+                    part: manifest["data"][part] for part in ("train", "validation", "test", "probes", "label_counts")
+                },
+                "categories": manifest["data"]["categories"],
+                "ranks": manifest["clients"],
+                "model_sha256": manifest["model"]["sha256"],
+            }
+        )
+    )
+
+
+def write_result(directory: Path, result: Mapping[str, Any]) -> Path:
+    """DIGEST.json, whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{result['digest']}.json"
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(_rounded(result), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+    return path
+
+
+def read_results(directory: Path) -> dict[str, Result]:
+    """Digest -> result of every file there. Raises `CheckpointError` for one that is damaged or misnamed."""
+    results = {}
+    for path in sorted(directory.glob("*.json")):
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if raw["digest"] != path.stem:
+                raise ValueError(f"it holds the result of {raw['digest']}")
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"the result {path} cannot be used: {error}.") from error
+        results[path.stem] = Result(path.stem, raw)
+    return results
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits are more than a result has, and keep the files small."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

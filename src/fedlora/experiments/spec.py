@@ -1,0 +1,116 @@
+"""What an experiment is: a base configuration, axes of named changes to it, a learning-rate search, seeds, profiles.
+
+title, question, claims         words
+[run.*]                         tables of a run's configuration, common to all
+[axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis
+[tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
+[profiles.mini], .paper         seeds, further changes, and which labels of an axis are run
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedlora.errors import ConfigError
+
+Changes = dict[str, Any]
+Cell = Mapping[str, str]  # axis -> label
+
+
+class Part(BaseModel):
+    """A table of an experiment's file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Tune(Part):
+    """key: what is searched. over: the axes for whose labels the best value is chosen. at: labels of other axes, to
+    which the search is confined. seeds: of the search alone."""
+
+    key: str = "train.lr"
+    values: Annotated[list[float], Field(min_length=1)]
+    over: list[str] = ["method"]
+    at: dict[str, str] = {}
+    seeds: list[int] = [1000]
+
+
+class Profile(Part):
+    """A scale to run at. axes: axis -> the labels to run, in place of all. tune: other values. note: for the report."""
+
+    seeds: Annotated[list[int], Field(min_length=1)]
+    set: Changes = {}
+    axes: dict[str, list[str]] = {}
+    tune: list[float] = []
+    note: str = ""
+
+
+class Experiment(Part):
+    """One experiment's file. skip: combinations of labels that are no cell. paper: its key in paper_numbers.toml."""
+
+    name: str
+    title: str
+    question: str
+    metric: str = "test, last"
+    rows: list[str] = ["method"]
+    columns: list[str] = []
+    reference: str | None = None
+    paper: str | None = None
+    claims: list[str] = []
+    run: dict[str, Any]
+    axes: dict[str, dict[str, Changes]]
+    tune: Tune | None = None
+    profiles: dict[str, Profile]
+    skip: list[dict[str, str]] = []
+
+    def profile(self, name: str) -> Profile:
+        """Raises `ConfigError` for one that the file does not have."""
+        if name not in self.profiles:
+            raise ConfigError(f"experiment {self.name} has no profile {name!r}; it has {', '.join(self.profiles)}.")
+        return self.profiles[name]
+
+    def cells(self, profile: str) -> Iterator[Cell]:
+        """Every combination of labels that the profile runs."""
+        chosen = self.profile(profile).axes
+        labels = [[(axis, label) for label in chosen.get(axis, list(options))] for axis, options in self.axes.items()]
+        for combination in itertools.product(*labels):
+            cell = dict(combination)
+            if not any(all(cell.get(axis) == label for axis, label in skipped.items()) for skipped in self.skip):
+                yield cell
+
+
+def load_experiment(path: Path) -> Experiment:
+    """An experiment from its file.
+
+    Raises:
+        ConfigError: no such file, no TOML, or not an experiment, with a line for each thing wrong.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        experiment = Experiment.model_validate({"name": path.stem, **raw})
+    except OSError as error:
+        raise ConfigError(f"the experiment {path} cannot be read: {error.strerror}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the experiment {path} is not TOML: {error}.") from error
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"the experiment {path} is not one: {wrong}.") from error
+    _check_labels(experiment, path)
+    return experiment
+
+
+def _check_labels(experiment: Experiment, path: Path) -> None:
+    for name, profile in experiment.profiles.items():
+        for axis, labels in profile.axes.items():
+            unknown = set(labels) - set(experiment.axes.get(axis, {}))
+            if unknown:
+                raise ConfigError(f"{path}: profile {name} names {axis} = {sorted(unknown)[0]!r}, which no axis has.")
+    named = [*experiment.rows, *experiment.columns, *(experiment.tune.over if experiment.tune else [])]
+    for axis in named:
+        if axis not in experiment.axes:
+            raise ConfigError(f"{path}: {axis!r} is no axis; there are {', '.join(experiment.axes)}.")

@@ -1,0 +1,101 @@
+"""What results say: means and spreads of an experiment's cells, and paired differences between two of its labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from fedlora.experiments.plan import chosen_value, mains
+from fedlora.experiments.results import Result
+from fedlora.experiments.spec import Cell, Experiment
+
+
+@dataclass(frozen=True)
+class CellScore:
+    """One cell. scores: seed -> value, of the seeds that were run. planned: how many were meant. tuned: the value that
+    the search chose."""
+
+    cell: Cell
+    scores: Mapping[int, float]
+    planned: int
+    tuned: float | None
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.scores.values()) if self.scores else None
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation over seeds."""
+        return stdev(self.scores.values()) if len(self.scores) > 1 else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """other - reference over the seeds that both have: mean, 95 % confidence interval and two-sided p (paired t)."""
+
+    reference: str
+    other: str
+    where: Mapping[str, str]
+    pairs: int
+    mean: float
+    low: float
+    high: float
+    p: float
+
+    @property
+    def decided(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low > 0 or self.high < 0
+
+
+def score_cells(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], which: str | None = None
+) -> list[CellScore]:
+    """Every cell of the profile with what has been run of it. which: a name as `Result.score` takes it."""
+    which = which or experiment.metric
+    done: dict[tuple[str, ...], dict[int, float]] = {}
+    for run in mains(experiment, profile, results):
+        if run.digest in results:
+            value = results[run.digest].score(which)
+            if value is not None:
+                done.setdefault(tuple(run.cell.values()), {})[run.seed] = value
+    planned = len(experiment.profile(profile).seeds)
+    return [
+        CellScore(cell, done.get(tuple(cell.values()), {}), planned, chosen_value(experiment, profile, cell, results))
+        for cell in experiment.cells(profile)
+    ]
+
+
+def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Difference]:
+    """Each other label of the axis against the reference, where all other axes agree, over the seeds that both have."""
+    differences = []
+    for theirs in cells:
+        if theirs.cell[axis] == reference:
+            continue
+        where = {name: label for name, label in theirs.cell.items() if name != axis}
+        for ours in cells:
+            if ours.cell[axis] == reference and all(ours.cell[name] == label for name, label in where.items()):
+                seeds = sorted(set(ours.scores) & set(theirs.scores))
+                if len(seeds) > 1:
+                    pairs = [(theirs.scores[seed], ours.scores[seed]) for seed in seeds]
+                    differences.append(difference(reference, theirs.cell[axis], where, pairs))
+    return differences
+
+
+def difference(
+    reference: str, other: str, where: Mapping[str, str], pairs: Sequence[tuple[float, float]]
+) -> Difference:
+    """The paired t interval of (other, reference) pairs."""
+    from scipy import stats
+
+    gaps = [a - b for a, b in pairs]
+    if max(gaps) - min(gaps) < 1e-12:  # no spread: the interval is the number itself
+        return Difference(reference, other, where, len(gaps), gaps[0], gaps[0], gaps[0], math.nan)
+    test = stats.ttest_1samp(gaps, 0.0)
+    interval = test.confidence_interval(0.95)
+    return Difference(
+        reference, other, where, len(gaps), fmean(gaps), float(interval.low), float(interval.high), float(test.pvalue)
+    )
