@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedlora.config import RunConfig
+from fedlora.config import DataSection, RunConfig
 from fedlora.data import (
     TextData,
     demo_data,
@@ -24,6 +24,8 @@ from fedlora.data import (
 )
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
+
+_DEFAULT_TEST = DataSection.model_fields["test"].default
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
     d, seed = config.data, config.run.seed
     assert d.task is not None and d.task != "superni"  # deal() looked
     train, tests = read_glue(d.task, data_root)
-    if not isinstance(d.validation, float | int) or d.validation == 0 or "test" in d.model_fields_set:
+    if not isinstance(d.validation, float | int) or d.validation == 0 or d.test != _DEFAULT_TEST:
         raise ConfigError(
             f"data.task = {d.task!r} brings its own test set, and validation is a share of train; leave data.test out."
         )
