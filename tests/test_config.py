@@ -289,7 +289,7 @@ def other(key: str, value: Any) -> Any:
         "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "schedule": "cosine",
         "weighting": "uniform", "heads": "local", "missing": "zero", "upload": "subspace", "target": "clients",
         "name": "fedit", "preset": "paper", "keep_uploads": "last", "metric": "rouge-l", "loss_on": "all",
-        "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0,
+        "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
         "quorum": 2, "count": 3, "pair": "second", "dropout": 0.25,
     }  # fmt: skip
     if key in words:
@@ -327,6 +327,23 @@ def test_the_digest_sees_every_key() -> None:
     assert own[0] != own[1]
     tasks = [parse_config({"model": {"path": "m"}, "data": {"task": name}}).digest() for name in ("sst2", "superni")]
     assert tasks[0] != tasks[1]
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [
+        {},
+        {"profile": "normal"},
+        {"profile": "flexlora-heavy-tail"},
+        {"ranks": [2, {"attention": 4, "feed_forward": 8}]},
+        {"alpha": 0.1},
+    ],
+)
+def test_the_canonical_form_read_back_is_the_same_run(clients: dict[str, Any]) -> None:
+    """Nothing may hang on whether a key was written or left at its default: the canonical form writes them all."""
+    config = parsed(clients=clients)
+    again = parse_config(json.loads(config.canonical()))
+    assert again.digest() == config.digest() and again.clients.types() == config.clients.types()
 
 
 def test_the_digest_sees_which_client_gets_which_rank() -> None:

@@ -119,25 +119,26 @@ class ClientsSection(Section):
     count: clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one for each client
     in that order, or, with `profile`, the values that the profile distributes; one value serves everybody. An entry is
     a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring ranks of their own.
-    partition: "dirichlet" label skew of `alpha` with at least `min_size` examples each, or "iid".
+    Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet" label skew of
+    `alpha` (default 1) with at least `min_size` examples each, or "iid".
     """
 
     count: Positive | None = None
-    ranks: list[Positive | RankEntry] = [8]
+    ranks: list[Positive | RankEntry] | None = None
     profile: RankProfile | None = None
     partition: Literal["dirichlet", "iid"] = "dirichlet"
-    alpha: Annotated[float, Field(gt=0)] = 1.0
+    alpha: Annotated[float, Field(gt=0)] | None = None
     min_size: Positive = 8
 
     def types(self) -> list[RankType]:
-        """`ranks` as types of clients; the paper's five for a profile without ranks."""
-        if self.profile is not None and "ranks" not in self.model_fields_set:
-            return list(PAPER_TYPES)
+        """`ranks` as types of clients; without them rank 8 for all, or the paper's five for a profile."""
+        if self.ranks is None:
+            return [RankType(8, 8)] if self.profile is None else list(PAPER_TYPES)
         return [RankType(r, r) if isinstance(r, int) else RankType(r.attention, r.feed_forward) for r in self.ranks]
 
     @model_validator(mode="after")
     def _types_once(self) -> ClientsSection:
-        if self.profile is not None and brings_types(self.profile) and "ranks" in self.model_fields_set:
+        if self.profile is not None and brings_types(self.profile) and self.ranks is not None:
             raise ValueError(f"the profile {self.profile} brings its own ranks; leave clients.ranks out")
         return self
 

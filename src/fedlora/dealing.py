@@ -171,12 +171,12 @@ def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
 def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
     """One file's training data, dealt out to site-1, site-2, ..."""
     c = config.clients
-    count = c.count or (len(c.ranks) if not c.profile else 0)
+    count = c.count or (len(c.ranks or ()) if not c.profile else 0)
     if not count:
         raise ConfigError("clients.count is missing: how many clients share data.train?")
     if c.partition == "dirichlet" and data.labels is not None:
-        dealt = dirichlet(data.labels, count, c.alpha, seed=config.run.seed, min_size=c.min_size)
-    elif c.partition == "dirichlet" and "alpha" in c.model_fields_set:
+        dealt = dirichlet(data.labels, count, c.alpha or 1.0, seed=config.run.seed, min_size=c.min_size)
+    elif c.partition == "dirichlet" and c.alpha is not None:
         raise ConfigError("a Dirichlet partition skews labels, and instruction data has none; use partition = 'iid'.")
     else:
         dealt = iid(len(data), count, seed=config.run.seed)
