@@ -300,14 +300,17 @@ def test_a_resumed_run_goes_on_at_the_smaller_ranks(shrunk: Shrunk, project: Pat
         assert again.read_bytes() == path.read_bytes()
 
 
-def test_without_pruning_or_strength_no_rank_changes(project: Path, tmp_path: Path) -> None:
-    """pruning = false is the default: no penalty, no cut. The tails of the same run do get smaller at times, so a cut
-    without the option would show."""
+def test_without_pruning_no_rank_changes(project: Path, tmp_path: Path) -> None:
+    """pruning = false, the default: no penalty and no cut. Nor does any tail get smaller by itself in these rounds: what
+    shrinks above is the penalty's work."""
     off = tuple("method.pruning=false" if s == "method.pruning=true" else s for s in SHRINKING)
     with recording() as calls:
         ran(configured(project, *off), tmp_path / "run")
     assert {(c.client, one_rank(c.received)) for c in calls} == set(RANKS.items())
     assert {(c.client, one_rank(c.trained.adapter)) for c in calls} == set(RANKS.items())
+    assert all(after_the_round(c) == RANKS[c.client] for c in calls)
+    left, _ = read_adapter(tmp_path / "run" / "clients" / "site-3")
+    assert one_rank(left) == 6
 
 
 def test_the_engine_prunes_ranks_that_differ_by_module(load: Loader) -> None:

@@ -102,7 +102,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
             return None
         return ModelEvaluator(
             model, sets, clients, target=target, metric=e.metric, own=own, max_length=config.data.max_length,
-            max_new_tokens=e.max_new_tokens, batch_size=e.batch_size,
+            max_new_tokens=e.max_new_tokens, batch_size=e.batch_size, bf16=config.model.bf16,
         )  # fmt: skip
 
     probes = {name: evaluator(sets, target, {}) for name, sets in data.probes.items()}

@@ -36,6 +36,7 @@ class ModelEvaluator:
             and on the common sets otherwise.
         target: "server": W0 + the server's whole update, with averaged heads. "clients": each client's readout at its
             own rank, completed by what it kept, not trained further; the mean, the worst, and each by itself.
+        bf16: compute in bfloat16 autocast, as training does where it is asked to.
         metric: what a better model is better at. "accuracy" is of classes, and for a language model of response tokens
             (teacher-forced). "rouge-l" generates; see `generation` for the other one.
     """
@@ -52,11 +53,13 @@ class ModelEvaluator:
         max_length: int = 128,
         max_new_tokens: int = 64,
         batch_size: int = 64,
+        bf16: bool = False,
     ) -> None:
         self._model = model
         self._clients = clients
         self._target = target
         self._metric = metric
+        self._bf16 = bf16
         self._limits = max_length, max_new_tokens, batch_size
         groups = {"": data} if isinstance(data, TextData) else data
         self._groups = {name: self._prepared(part) for name, part in groups.items()}
@@ -144,7 +147,8 @@ class ModelEvaluator:
         order = sorted(range(len(data)), key=lambda i: len(data[i]["input_ids"]))
         for k in range(0, len(order), batch_size):
             inputs = collate([data[i] for i in order[k : k + batch_size]], self._model.tokenizer, device)
-            output = network(**inputs)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16):
+                output = network(**inputs)
             labels, logits = inputs["labels"], output.logits
             if labels.ndim == 2:
                 labels, logits = labels[:, 1:], logits[:, :-1]

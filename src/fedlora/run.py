@@ -136,10 +136,14 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
     best_line = max(scored, key=lambda line: line["metrics"][prepared.metric], default=None)
     loaded = _best_state(prepared, folder) if best_line else None
     states = {"adapter": state} | ({"best": loaded[1]} if loaded else {})
-    results, probes = {}, {}
+    results: dict[str, dict[str, float]] = {}
+    probes: dict[str, dict[str, dict[str, float]]] = {}
     for name, chosen in states.items():
-        results[name] = prepared.test.evaluate(server, chosen) if prepared.test else {}
-        probes[name] = {probe: evaluator.evaluate(server, chosen) for probe, evaluator in prepared.probes.items()}
+        if name == "best" and chosen.round == state.round:  # the same state
+            results[name], probes[name] = results["adapter"], probes["adapter"]
+        else:
+            results[name] = prepared.test.evaluate(server, chosen) if prepared.test else {}
+            probes[name] = {probe: evaluator.evaluate(server, chosen) for probe, evaluator in prepared.probes.items()}
         if server.has_global_model(chosen.server):
             adapter = global_adapter(server, chosen)
             card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name], prepared.spec)
