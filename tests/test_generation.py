@@ -637,7 +637,7 @@ targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
 
 [train]
 lr = 2e-2
-steps = 6
+steps = 16
 batch_size = 8
 
 [evaluate]
@@ -653,7 +653,10 @@ readouts = true
 
 
 def write_root(root: Path, seed: int = 0) -> Path:
-    """Six tasks in five categories, a hundred instances each: answer with the first or last words of the input."""
+    """Six tasks in five categories, a hundred instances each: answer with the task's own word and one of the input.
+
+    Each instance has three references, the last one of which fits other tasks' words a little.
+    """
     folder = root / "superni"
     folder.mkdir(parents=True)
     draw = random.Random(seed)
@@ -662,7 +665,9 @@ def write_root(root: Path, seed: int = 0) -> Path:
         for j in range(100):
             asked = draw.sample(WORDS[10:], 4)
             answer = f"w{k} {asked[0]}" if k % 2 else f"w{k} w{k} {asked[-1]}"
-            instances.append({"id": f"{k}-{j}", "input": " ".join(asked), "output": [answer, f"w{k}"]})
+            instances.append(
+                {"id": f"{k}-{j}", "input": " ".join(asked), "output": [answer, f"w{k}", " ".join(WORDS[:6])]}
+            )
         raw = {
             "Definition": [f"Say w{k} and a word."], "Categories": [f"category {k % 5}"], "Instances": instances,
             "Input_language": ["English"], "Output_language": ["English"],
@@ -749,6 +754,7 @@ class TestFederationOfTasks:
             assert summary["test"][name] == pytest.approx(of_sets(network, finished.data.test), rel=1e-3)
             unseen = summary["probes"][name]["unseen"]
             assert unseen == pytest.approx(of_sets(network, finished.data.probes["unseen"]), rel=1e-3)
+            assert 0 < unseen["rouge_l"] < summary["test"][name]["rouge_l"] < 1, "nothing here is trivial"
             assert {key for key in unseen if "/" in key} == {f"group/{t}" for t in finished.data.probes["unseen"]}
         assert json.loads(finished.stdout) == summary
 

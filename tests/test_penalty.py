@@ -6,6 +6,7 @@ whole runs by dense float64 norms) and *end-to-end* (from a config, killed and r
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ def test_a_start_with_b_zero_trains_as_without_it_at_first(load: Loader) -> None
 
 
 def test_tails_that_are_zero_in_both_factors_stay_zero_and_finite(load: Loader) -> None:
-    """Such a slot has no gradient of the loss (each factor's is times the other), and the penalty must not add 0 / 0."""
+    """Such a slot has no gradient of the loss, as each factor's is times the other; the penalty must not add 0 / 0."""
     modules = {}
     for name, lora in seeded(load).modules.items():
         B, A = (t.clone() for t in lora.factors)
@@ -232,7 +233,7 @@ def test_ranks_shrink_where_the_tail_does_and_the_next_round_starts_there(shrunk
         calls = shrunk.of(client)
         assert [call.round for call in calls] == [1, 2, 3, 4]
         assert one_rank(calls[0].received) == after_the_round(calls[0]) == rank
-        for call, following in zip(calls, calls[1:], strict=False):
+        for call, following in itertools.pairwise(calls):
             assert one_rank(call.trained.adapter) == one_rank(call.received), "training itself changes no rank"
             assert one_rank(following.received) == after_the_round(call)
     last = {client: after_the_round(shrunk.of(client)[-1]) for client in RANKS}
@@ -253,8 +254,8 @@ def test_what_is_uploaded_is_the_trained_adapter_cut(shrunk: Shrunk) -> None:
 
 
 def test_the_server_averages_the_cut_adapters(shrunk: Shrunk) -> None:
-    """The final adapter/ is sum_i w_i [B_i 0] times sum_i w_i [A_i; 0] of the last uploads, w_i by ||B_i A_i||, dense in
-    float64; slots that nobody holds any more are zero in it."""
+    """The final adapter/ is sum_i w_i [B_i 0] times sum_i w_i [A_i; 0] of the last uploads, w_i by ||B_i A_i||, dense
+    in float64."""
     sent = [read_adapter(shrunk.folder.uploads(4) / client, scaling=2.0)[0] for client in RANKS]
     got, _ = read_adapter(shrunk.folder.path / "adapter", scaling=2.0)
     for name, lora in got.modules.items():
@@ -301,8 +302,8 @@ def test_a_resumed_run_goes_on_at_the_smaller_ranks(shrunk: Shrunk, project: Pat
 
 
 def test_without_pruning_no_rank_changes(project: Path, tmp_path: Path) -> None:
-    """pruning = false, the default: no penalty and no cut. Nor does any tail get smaller by itself in these rounds: what
-    shrinks above is the penalty's work."""
+    """pruning = false, the default: no penalty and no cut. Nor does any tail get smaller by itself in these rounds:
+    what shrinks above is the penalty's work."""
     off = tuple("method.pruning=false" if s == "method.pruning=true" else s for s in SHRINKING)
     with recording() as calls:
         ran(configured(project, *off), tmp_path / "run")

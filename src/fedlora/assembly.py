@@ -206,6 +206,7 @@ def _model(config: RunConfig, labels: tuple[str, ...]) -> AdaptedModel:
         seed=config.run.seed,
         device=device,
         dropout=m.dropout,
+        four_bit=m.four_bit,
         checkpointing=m.checkpointing,
     )
 

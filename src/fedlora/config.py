@@ -24,6 +24,7 @@ from fedlora.evaluation import Metric, Target
 from fedlora.models import Task
 from fedlora.ranks import PAPER_TYPES, RankProfile, RankType, brings_types
 from fedlora.server import Heads, Missing, Weighting
+from fedlora.tracking import TrackerName
 from fedlora.training import Optimizer, Schedule
 
 Positive = Annotated[int, Field(ge=1)]
@@ -46,7 +47,8 @@ class RunSection(Section):
     """How long, how wide, how reproducible.
 
     threads: of torch (0: its own default). readouts: write each client's readout at the end. keep_uploads: store what
-    clients trained, of the last round or of all, as PEFT directories for `fedlora audit`.
+    clients trained, of the last round or of all, as PEFT directories for `fedlora audit`. track: also log to
+    tensorboard, trackio or wandb.
     """
 
     rounds: Positive = 10
@@ -57,18 +59,21 @@ class RunSection(Section):
     keep_checkpoints: Positive = 2
     readouts: bool = False
     keep_uploads: Literal["none", "last", "all"] = "none"
+    track: list[TrackerName] = []
 
 
 class ModelSection(Section):
     """path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2".
 
-    dropout: overrides the model's own dropout where given.
+    dropout: overrides the model's own dropout where given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the
+    library bitsandbytes), on which fedex-lora and flora cannot run.
     """
 
     path: str
     task: Task = "classification"
     device: str = "auto"
     bf16: bool = False
+    four_bit: bool = False
     checkpointing: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
 

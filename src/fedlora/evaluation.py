@@ -18,6 +18,7 @@ from fedlora.encoding import IGNORED, Encoded, collate, encode, encode_prompts
 from fedlora.generation import greedy, rouge_l, teacher_forced
 from fedlora.lora import Adapter, LoRA
 from fedlora.models import AdaptedModel
+from fedlora.peft_io import pad_rank
 from fedlora.server import Server, ServerState
 from fedlora.simulation import ClientMemory, RunState, as_pruned
 
@@ -86,6 +87,10 @@ class ModelEvaluator:
     def measure_server(self, server: Server, state: ServerState) -> Scores:
         """The server's model. Raises `NoGlobalModel` where the method has none."""
         update = server.global_update(state)
+        if self._model.quantised:  # nothing can be added to the base: the whole update as an adapter
+            rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # few different ones
+            self._model.activate(Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads))
+            return self._measure(self._groups)
         nothing = {
             name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
             for name, lora in state.start.modules.items()

@@ -74,12 +74,14 @@ class AdaptedModel:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         dropout: float | None = None,
+        four_bit: bool = False,
         checkpointing: bool = False,
     ) -> AdaptedModel:
         """A model and its tokenizer from a local directory or a hub id; safetensors only.
 
         A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: replaces every
-        dropout rate of the model's own configuration where given. checkpointing: trade time for memory.
+        dropout rate of the model's own configuration where given. four_bit: the base in NF4 (QLoRA), on a GPU with
+        bitsandbytes. checkpointing: trade time for memory.
 
         Raises:
             ConfigError: the model cannot be loaded.
@@ -104,7 +106,9 @@ class AdaptedModel:
                     setattr(config, name, dropout)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(seed, "head"))
-                base = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, config=config)
+                base = kind.from_pretrained(
+                    path, dtype=dtype, use_safetensors=True, config=config, **_quantisation(four_bit, device)
+                )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
@@ -123,7 +127,8 @@ class AdaptedModel:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             base.enable_input_require_grads()
         try:
-            base.to(device)
+            if not four_bit:  # bitsandbytes has put it there
+                base.to(device)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
@@ -132,6 +137,11 @@ class AdaptedModel:
     @property
     def device(self) -> torch.device:
         return next(self._base.parameters()).device
+
+    @property
+    def quantised(self) -> bool:
+        """Whether an adapted weight is no floating-point number, so that nothing can be added to it."""
+        return any(not self._base_layer(path).weight.is_floating_point() for path in self._adapted())
 
     @property
     def network(self) -> nn.Module:
@@ -241,16 +251,40 @@ class AdaptedModel:
             if not layer.weight.is_floating_point():
                 raise ConfigError(
                     f"the base weight of {path!r} is quantised ({layer.weight.dtype}), so no update can be added to "
-                    f"it: fedex-lora and flora cannot run on it, and of other methods evaluate the clients "
-                    f"(evaluate.target = 'clients')."
+                    f"it: fedex-lora and flora cannot run on it. Take another method, or a base of 16 bits."
                 )
             weight = self._pristine.setdefault(path, layer.weight.detach().clone())
             dense = self.settings.scaling * lora.map(_to(weight.device)).delta()
             transposed = self._model.get_submodule(f"base_model.model.{path}").fan_in_fan_out
             layer.weight.data.copy_(weight + (dense.T if transposed else dense).to(weight.dtype))
 
+    def _adapted(self) -> list[str]:
+        """The paths of the adapted modules."""
+        return [
+            name.removeprefix("base_model.model.")
+            for name, module in (self._model.named_modules() if self._model is not None else ())
+            if hasattr(module, "base_layer") and hasattr(module, "lora_A")
+        ]
+
     def _base_layer(self, path: str) -> Any:
         return self._model.get_submodule(f"base_model.model.{path}").base_layer
+
+
+def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
+    """What `from_pretrained` needs for a base in 4 bits. Raises `ConfigError` without a GPU or bitsandbytes."""
+    if not four_bit:
+        return {}
+    from importlib.util import find_spec
+
+    from transformers import BitsAndBytesConfig
+
+    if not device.startswith("cuda") or find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"model.four_bit needs a GPU and the library bitsandbytes (pip install bitsandbytes); the device is "
+            f"{device!r}."
+        )
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return {"quantization_config": nf4, "device_map": {"": device}}
 
 
 def _dequantised(file: Path) -> Path:

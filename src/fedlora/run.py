@@ -6,6 +6,7 @@ folder continues with the same bits.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ from fedlora.peft_io import pad_rank, write_adapter
 from fedlora.run_folder import RunFolder
 from fedlora.server import Server
 from fedlora.simulation import ClientMemory, RoundRecord, RunState, as_pruned, simulate, start
+from fedlora.tracking import make_tracker, numbers
 from fedlora.uploads import write_upload
 
 
@@ -36,6 +38,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
     config, server = prepared.config, prepared.server
     state = _opened(prepared, folder, resume)
     lines = folder.rewind(state.round)
+    trackers = [make_tracker(name, folder.path, json.loads(config.canonical())) for name in config.run.track]
     metric = prepared.metric
     best = max((line["metrics"][metric] for line in lines if line["metrics"]), default=-1.0)
     rounds = simulate(
@@ -56,13 +59,18 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
         last = state.round == config.run.rounds
         if config.run.keep_uploads == "all" or (last and config.run.keep_uploads == "last"):
             _keep_uploads(prepared, folder, before, record)
-        folder.append_metrics(describe(record, gauge=_gauge(prepared, record) if last else None))
+        line = describe(record, gauge=_gauge(prepared, record) if last else None)
+        folder.append_metrics(line)
+        for tracker in trackers:
+            tracker.log(record.round, numbers(line))
         if record.metrics and record.metrics[metric] > best:
             best = record.metrics[metric]
             checkpoint.save(folder.best_checkpoint, state.round, state, keep=1)
         if last or state.round % config.run.checkpoint_every == 0:
             checkpoint.save(folder.checkpoints, state.round, state, keep=config.run.keep_checkpoints)
         yield record
+    for tracker in trackers:
+        tracker.close()
     _finish(prepared, folder, state)
 
 

@@ -1,0 +1,78 @@
+"""A run's numbers in TensorBoard, trackio or Weights & Biases, beside metrics.jsonl, which is always written.
+
+Each is an optional library: named in a config (`run.track`) and missing here, the run is refused before it starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from fedlora.errors import ConfigError
+
+TrackerName = Literal["tensorboard", "trackio", "wandb"]
+
+
+class Tracker(Protocol):
+    """Where numbers go."""
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        """One round's numbers, by name."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+class TensorBoard:
+    """Event files in the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        writer = _library("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._writer: Any = writer(str(folder / "tensorboard"))
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, round)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Logger:
+    """trackio and wandb, which share init, log and finish."""
+
+    def __init__(self, library: str, folder: Path, config: Mapping[str, Any]) -> None:
+        self._library: Any = _library(library, library)
+        self._library.init(project="fedlora", name=folder.name, config=dict(config))
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        self._library.log({"round": round, **numbers})
+
+    def close(self) -> None:
+        self._library.finish()
+
+
+def make_tracker(name: TrackerName, folder: Path, config: Mapping[str, Any]) -> Tracker:
+    """The tracker of that name. Raises `ConfigError` where its library is missing."""
+    return TensorBoard(folder) if name == "tensorboard" else Logger(name, folder, config)
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """What of a line of metrics.jsonl a tracker takes: metrics, mean loss, bytes, rank and error; not each client's."""
+    losses = [loss for loss in line["losses"].values() if loss is not None]
+    found = {f"metrics/{name}": value for name, value in line["metrics"].items() if "/" not in name}
+    found |= {f"seconds/{phase}": spent for phase, spent in line["seconds"].items()}
+    found |= {"bytes": line["bytes"]["total"], "server_rank": line["server_rank"], "padded_error": line["padded_error"]}
+    found |= {"loss": sum(losses) / len(losses)} if losses else {}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"run.track names {package}, which is not installed: pip install {package}, or leave it out."
+        ) from error
