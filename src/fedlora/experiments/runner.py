@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,6 +120,8 @@ def _run(config: RunConfig, label: str, places: Places, tick: Callable[[str, int
     for record in execute(prepared, folder, resume=True):
         if tick is not None:
             tick(label, record.round)
+        elif multiprocessing.parent_process() is not None and os.getppid() == 1:
+            raise SystemExit("the process that asked for this run is gone")  # what is done is stored
     result = summarise(folder, time.perf_counter() - began)
     commit = result["commit"]
     write_result(places.results if commit and commit["clean"] else places.unclean, result)
