@@ -376,22 +376,7 @@ class TestGreedy:
         "words left out": {"suppress_tokens": [word(k) for k in range(0, 35, 2)]},
     }
 
-    @pytest.mark.parametrize(
-        "wishes",
-        [
-            pytest.param(
-                name,
-                marks=()
-                if name in ("sampling", "another end token", "a short length")
-                else pytest.mark.xfail(
-                    strict=True,
-                    raises=AssertionError,
-                    reason="greedy() passes do_sample alone; the model's own generation_config fills in the rest",
-                ),
-            )
-            for name in OWN_WISHES
-        ],
-    )
+    @pytest.mark.parametrize("wishes", OWN_WISHES)
     def test_what_the_model_folder_wishes_for_generation_does_not_count(self, tmp_path: Path, wishes: str) -> None:
         """ "The most likely continuation, token by token": by `continued`, whatever generation_config.json says.
 
@@ -682,6 +667,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["fedlora", *(str(a) for a in args)])
+        monkeypatch.delenv("FEDLORA_DATA_ROOT", raising=False)
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
             fedlora.cli.main()

@@ -26,7 +26,7 @@ from fedlora.method import Method
 from fedlora.methods import METHODS, build
 from fedlora.models import AdaptedModel, LoRASettings, model_digests
 from fedlora.peft_io import AdapterSpec
-from fedlora.ranks import RankType, assign_types
+from fedlora.ranks import RankType, assign_types, is_attention
 from fedlora.rounds import sample_clients
 from fedlora.server import Server, ServerState
 from fedlora.simulation import Trainer
@@ -163,8 +163,13 @@ def make_method(name: str, preset: str | None = None, **hparams: Any) -> Method[
     module, _, cls = name.partition(":")
     try:
         method: Method[Any] = getattr(importlib.import_module(module), cls)(**hparams)
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise HyperparameterError(f"the method {name!r} cannot be made: {error}.") from error
+    lacks = [
+        part for part in ("State", "init", "roles", "aggregate", "readout", "effective") if not hasattr(method, part)
+    ]
+    if lacks:
+        raise HyperparameterError(f"{name!r} is no method: it has no {', '.join(lacks)} (see fedlora.method.Method).")
     return method
 
 
@@ -258,7 +263,9 @@ def _shown_rank(client: Client) -> int | str:
     """Its rank, or its ranks as "30/200"."""
     if isinstance(client.rank, int):
         return client.rank
-    return "/".join(str(r) for r in dict.fromkeys(client.rank.values()))
+    in_order = sorted(client.rank, key=lambda name: not is_attention(name))
+    shown = list(dict.fromkeys(client.rank[name] for name in in_order))
+    return shown[0] if len(shown) == 1 else "/".join(map(str, shown))
 
 
 def _ranges(parts: Mapping[str, TextData]) -> list[NDArray[np.int64]]:

@@ -179,7 +179,7 @@ def _is_common(factor: str, loras: Sequence[LoRA]) -> bool:
 
 
 def _require_common(factor: str, uploads: Sequence[Upload]) -> None:
-    for name in uploads[0].adapter.modules:
+    for name in sorted({name for u in uploads for name in u.adapter.modules}):
         if not _is_common(factor, [u.adapter.modules[name] for u in uploads if name in u.adapter.modules]):
             raise ShapeError(f"it freezes {factor} at one common value, and these adapters differ in theirs.")
 

@@ -65,8 +65,8 @@ class RunSection(Section):
 class ModelSection(Section):
     """path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2".
 
-    dropout: overrides the model's own dropout where given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the
-    library bitsandbytes), on which fedex-lora and flora cannot run.
+    dropout: overrides the model's own dropout where given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and
+    the library bitsandbytes), on which fedex-lora and flora cannot run.
     """
 
     path: str
@@ -272,7 +272,9 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         lines: dict[str, str] = {}
-        for e in sorted(error.errors(), key=lambda e: e["type"] == "string_type"):  # of alternatives, a path comes last
+        for e in sorted(
+            error.errors(), key=lambda e: e["type"] in ("string_type", "int_type")
+        ):  # of alternatives, the plain ones come last
             key = _key(e["loc"])
             lines.setdefault(key, _line(key, e["loc"], e["type"], e["msg"], e.get("input")))
         raise ConfigError("; ".join(lines.values())) from error
@@ -304,8 +306,12 @@ def _line(key: str, location: tuple[int | str, ...], kind: str, message: str, va
 def _known_keys(section: tuple[int | str, ...]) -> list[str]:
     model: Any = RunConfig
     for part in section:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields)
+        known = getattr(model, "model_fields", {})
+        if part in known:
+            model = known[part].annotation
+        elif part == RankEntry.__name__:  # an alternative of an entry of clients.ranks
+            model = RankEntry
+    return list(getattr(model, "model_fields", ()))
 
 
 def _override(raw: dict[str, Any], text: str) -> None:

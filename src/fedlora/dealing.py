@@ -62,13 +62,13 @@ def deal(config: RunConfig, data_root: Path | None) -> Dealt:
 def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
     d, seed = config.data, config.run.seed
     assert d.task is not None and d.task != "superni"  # deal() looked
-    train, tests = read_glue(d.task, data_root)
     if not isinstance(d.validation, float | int) or d.validation == 0 or d.test != _DEFAULT_TEST:
         raise ConfigError(
             f"data.task = {d.task!r} brings its own test set, and validation is a share of train; leave data.test out."
         )
     if config.model.task != "classification":
         raise ConfigError(f"data.task = {d.task!r} is a classification task; model.task is {config.model.task!r}.")
+    train, tests = read_glue(d.task, data_root)
     train, validation, _ = split(train, validation=d.validation, test=0, seed=seed)
     tests = {name: _at_most(part, d.max_test, seed, "test") for name, part in tests.items()}
     first, *others = tests
@@ -86,6 +86,10 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
         raise ConfigError("data.task = 'superni' needs --data-root with a folder superni of task*.json files.")
     if config.model.task != "causal-lm":
         raise ConfigError("data.task = 'superni' is instructions; set model.task = 'causal-lm'.")
+    if isinstance(d.validation, str) or isinstance(d.test, str):
+        raise ConfigError(
+            "data.task = 'superni' holds out shares of each task; data.validation and data.test are shares."
+        )
     folder = data_root / "superni"
     if d.task_lists:
         chosen = read_selection(data_root / d.task_lists[0], data_root / d.task_lists[1])
@@ -93,7 +97,12 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
     else:
         chosen = select_tasks(list_tasks(folder), d.tasks, d.unseen, seed=seed)
     tasks = read_tasks(folder, [*chosen.train, *chosen.unseen])
-    pieces = {name: split(tasks[name].data, validation=0.1, test=0.1, seed=seed) for name in chosen.train}
+    if len(chosen.train) < d.tasks or len(chosen.unseen) < d.unseen:
+        raise ConfigError(
+            f"data.task_lists name {len(chosen.train)} and {len(chosen.unseen)} tasks, fewer than data.tasks = "
+            f"{d.tasks} and data.unseen = {d.unseen}."
+        )
+    pieces = {name: split(tasks[name].data, validation=d.validation, test=d.test, seed=seed) for name in chosen.train}
 
     def cut(data: TextData, limit: int | None, name: str) -> TextData:
         return _at_most(data, limit, seed, name)
@@ -130,15 +139,31 @@ def _files(config: RunConfig) -> Dealt:
     text = _read(config, list(dict.fromkeys(files)))
     whole = {client: text[path] for client, path in sources.items() if path}
     pieces = {c: split(data, **shares, seed=config.run.seed) for c, data in whole.items()}
+    pieces = {
+        c: (
+            _at_most(train, d.max_train if d.clients else None, config.run.seed, "train", c),
+            _at_most(validation, d.max_test, config.run.seed, "validation", c),
+            _at_most(test, d.max_test, config.run.seed, "test", c),
+        )
+        for c, (train, validation, test) in pieces.items()
+    }
     held = {"validation": [p[1] for p in pieces.values()], "test": [p[2] for p in pieces.values()]}
     if d.clients:
         own = {"validation": {c: p[1] for c, p in pieces.items()}, "test": {c: p[2] for c, p in pieces.items()}}
     common = {}
     for part in ("validation", "test"):
         value = getattr(d, part)
-        common[part] = text[value] if isinstance(value, str) else TextData.concat(held[part])
+        common[part] = (
+            _at_most(text[value], d.max_test, config.run.seed, part)
+            if isinstance(value, str)
+            else TextData.concat(held[part])
+        )
         own[part] = {} if isinstance(value, str) else {c: data for c, data in own[part].items() if len(data)}
-    parts = {c: p[0] for c, p in pieces.items()} if d.clients else _dealt(config, pieces[""][0])
+    parts = (
+        {c: p[0] for c, p in pieces.items()}
+        if d.clients
+        else _dealt(config, _at_most(pieces[""][0], d.max_train, config.run.seed, "train"))
+    )
     return Dealt(parts, {"": common["validation"]}, {"": common["test"]}, own["validation"], own["test"])
 
 

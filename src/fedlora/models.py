@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,13 @@ class AdaptedModel:
         Raises:
             ConfigError: the model cannot be loaded.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForSequenceClassification,
+            AutoTokenizer,
+            GenerationConfig,
+        )
 
         extra: dict[str, Any] = {"num_labels": len(labels)} if task == "classification" else {}
         kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
@@ -120,6 +127,8 @@ class AdaptedModel:
             tokenizer.pad_token = tokenizer.eos_token
         if base.config.get_text_config().pad_token_id is None:
             base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        if task == "causal-lm":  # greedy is greedy, whatever the model's own generation settings are
+            base.generation_config = GenerationConfig()
         if labels:
             base.config.id2label = dict(enumerate(labels))
             base.config.label2id = {name: k for k, name in enumerate(labels)}
@@ -289,7 +298,7 @@ def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
 
 def _dequantised(file: Path) -> Path:
     """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
@@ -298,17 +307,28 @@ def _dequantised(file: Path) -> Path:
     if not target.is_dir():
         try:
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent,
+                gguf_file=file.name,
+                dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),
+            )
+        except (OSError, ValueError, ImportError, RuntimeError, struct.error) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"the model {file.name} cannot be read as GGUF: {reason}") from error
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as beside:  # then moved as a whole: no half-written model
-            made = Path(beside) / "model"
-            model.save_pretrained(made)
-            tokenizer.save_pretrained(made)
-            with contextlib.suppress(OSError):  # somebody else was faster
-                made.rename(target)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as beside:  # then moved as a whole: no half-written model
+                made = Path(beside) / "model"
+                model.save_pretrained(made)
+                tokenizer.save_pretrained(made)
+                with contextlib.suppress(OSError):  # somebody else was faster
+                    made.rename(target)
+        except OSError as error:
+            raise ConfigError(
+                f"the dequantised model cannot be written to {cache}: {error.strerror or error}. "
+                f"Free some space, or name another folder in FEDLORA_CACHE."
+            ) from error
     return target
 
 
@@ -319,5 +339,7 @@ def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
 def model_digests(path: str | os.PathLike[str]) -> dict[str, str]:
     """File name -> SHA-256 of a local model's weights and tokenizer, for the manifest; empty for a hub id."""
     folder = Path(path)
+    if folder.is_file():  # GGUF
+        return {folder.name: hashlib.sha256(folder.read_bytes()).hexdigest()}
     files = [*folder.glob("*.safetensors"), *folder.glob("tokenizer.json"), *folder.glob("config.json")]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}

@@ -131,7 +131,8 @@ def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
     )
     right.set_title("By how skewed the coordinates are")
     right.grid(alpha=0.3)
-    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    if moved:
+        right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return _saved(figure, path)
 
 

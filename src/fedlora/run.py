@@ -7,6 +7,7 @@ folder continues with the same bits.
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -112,16 +113,25 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
 
 
 def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, record: RoundRecord) -> None:
-    """Each accepted upload, completed by the frozen parts that it was trained with, as a PEFT directory."""
+    """Each accepted upload, completed by the frozen parts that it was trained with, as a PEFT directory.
+
+    A round is stored as a whole or not at all.
+    """
+    target = folder.uploads(record.round)
+    beside = target.with_name(target.name + ".part")
+    shutil.rmtree(beside, ignore_errors=True)
     for upload in record.uploads:
         download = prepared.server.download(before.server, upload.client)
         modules = {}
         for name, came in download.adapter.modules.items():
             sent = upload.adapter.modules[name].tensors() if name in upload.adapter.modules else {}
-            modules[name] = LoRA(**(came.tensors() | sent))
+            modules[name] = pad_rank(LoRA(**(came.tensors() | sent)), 1)
         heads = {**download.adapter.heads, **upload.adapter.heads}
         whole = replace(upload, adapter=Adapter(modules, heads))
-        write_upload(folder.uploads(record.round) / upload.client.id, whole, prepared.spec, round=record.round)
+        write_upload(beside / upload.client.id, whole, prepared.spec, round=record.round)
+    shutil.rmtree(target, ignore_errors=True)  # of a round that was played before a kill
+    if beside.exists():
+        beside.rename(target)
 
 
 def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, float] | None:

@@ -45,7 +45,7 @@ class RunFolder:
 
     def newest_uploads(self) -> list[Path]:
         """The folders of the last round whose uploads were kept, one for each client; empty where none were."""
-        rounds = sorted(path for path in (self.path / "uploads").glob("round-*") if path.is_dir())
+        rounds = sorted(path for path in (self.path / "uploads").glob("round-*") if path.is_dir() and not path.suffix)
         return sorted(path for path in rounds[-1].iterdir() if path.is_dir()) if rounds else []
 
     def exists(self) -> bool:

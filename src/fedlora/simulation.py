@@ -208,8 +208,8 @@ def _one_round(
             upload = Upload(client, trained.num_examples, send(made, download.roles, form), form)
             kept = keep(made, download.roles)
             traffic = _with_upload(traffic, upload)
-            if stress is not None:  # in float64 from here on, so that storing the new coordinates costs nothing
-                upload = regauge(upload, stress[0], seed=stress[1])
+            if stress is not None:
+                upload = _restated(upload, *stress)
             reason = _refusal(opened, upload, kept, server)
             if reason is None:
                 uploads.append(upload)
@@ -243,6 +243,16 @@ def _one_round(
         padded_error=padded_error,
         uploads=tuple(uploads),
     )
+
+
+def _restated(upload: Upload, condition: float, seed: int) -> Upload:
+    """The upload in random coordinates, in the dtypes in which it came: as a client would send it."""
+    moved = regauge(upload, condition, seed=seed).adapter.modules
+    modules = {}
+    for name, lora in upload.adapter.modules.items():
+        (B, A), (was_B, was_A) = moved[name].factors, lora.factors
+        modules[name] = LoRA(B.to(was_B), A.to(was_A))
+    return replace(upload, adapter=Adapter(modules, upload.adapter.heads))
 
 
 def _train(

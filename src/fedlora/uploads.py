@@ -20,9 +20,12 @@ FILE = "upload.json"
 
 def write_upload(directory: Path, upload: Upload, spec: AdapterSpec, *, round: int) -> None:
     """A complete upload as a PEFT directory. `round` counts from 1, as the records do."""
-    write_adapter(directory, upload.adapter, spec)
     facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round}
-    (directory / FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    directory.mkdir(parents=True, exist_ok=True)
+    beside = directory / f"{FILE}.part"
+    beside.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, directory / FILE)  # before the adapter: without it that would be somebody else's
+    write_adapter(directory, upload.adapter, spec)
 
 
 def read_uploads(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[Upload], AdapterSpec]:
@@ -61,6 +64,8 @@ def _facts(directory: Path) -> tuple[str, float]:
         return str(directory), 1
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        return str(facts["client"]), facts["num_examples"]
+        if not isinstance(facts["client"], str):
+            raise TypeError(f"client is {facts['client']!r}")
+        return facts["client"], facts["num_examples"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterFormatError(f"{path} does not say whose upload it is: {error!r}.") from error

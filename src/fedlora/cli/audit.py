@@ -38,7 +38,7 @@ def audit(
 ) -> None:
     """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
     uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights)
-    grid = _numbers(conditions, "--conditions", least=1.0)
+    grid = _numbers(conditions, "--conditions", least=1.0, most=1e12)
     chosen = {
         label: make_method(s.name, s.preset, **(s.model_extra or {})) for label, s in parse_methods(methods).items()
     }
@@ -66,18 +66,21 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
     if weights is None:
         return uploads
     given = _numbers(weights, "--weights", least=0.0)
+    if not any(given):
+        raise ConfigError("--weights are all zero: there is no mean.")
     if len(given) != len(uploads):
         raise ConfigError(f"--weights has {len(given)} numbers for {len(uploads)} adapters.")
     return [Upload(u.client, w, u.adapter) for u, w in zip(uploads, given, strict=True)]
 
 
-def _numbers(text: str, option: str, *, least: float) -> list[float]:
+def _numbers(text: str, option: str, *, least: float, most: float = math.inf) -> list[float]:
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{option} takes numbers separated by commas; got {text!r}.") from error
-    if not all(math.isfinite(x) and x >= least for x in numbers):
-        raise ConfigError(f"{option} takes finite numbers of at least {least:g}; got {text!r}.")
+    if not all(math.isfinite(x) and least <= x <= most for x in numbers):
+        upper = f" and at most {most:g}" if math.isfinite(most) else ""
+        raise ConfigError(f"{option} takes finite numbers of at least {least:g}{upper}; got {text!r}.")
     return numbers
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tomllib
 
+from pydantic import ValidationError
+
 from fedlora.config import MethodSection
 from fedlora.errors import ConfigError
 from fedlora.methods import METHODS
@@ -32,13 +34,17 @@ def _section(text: str) -> MethodSection:
     values = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
-        if not equals or not key:
+        if not equals or not key or key == "name":
             raise ConfigError(f"a method is NAME [KEY=VALUE ...], as 'glora gamma=1'; got {text!r}.")
         try:
             values[key] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             values[key] = value  # a bare word is a string
-    return MethodSection.model_validate({"name": name, **values})
+    try:
+        return MethodSection.model_validate({"name": name, **values})
+    except ValidationError as error:
+        wrong = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"the method {text!r} cannot be read: {wrong}.") from error
 
 
 def folder_name(label: str) -> str:

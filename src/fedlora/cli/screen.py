@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from fedlora.errors import ConfigError
+
 console = Console()
 notes = Console(stderr=True)
 
@@ -31,6 +33,8 @@ def plotted(draw: Callable[[], Iterable[Path]]) -> None:
             notes.print(f"plot: {path}", soft_wrap=True, highlight=False, markup=False)
     except ImportError:
         notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')", markup=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the picture cannot be written: {error}.") from error
 
 
 def import_plots() -> Any:

@@ -44,9 +44,16 @@ def read_hub(
     missing = [column for column in (text, label, pair) if column and column not in rows.column_names]
     if missing:
         raise DataError(f"the data set {where} has no column {missing[0]!r}; it has {rows.column_names}.")
+    found = list(rows[label])
     if label_names is None:
-        label_names = getattr(rows.features[label], "names", None) or [str(y) for y in sorted(set(rows[label]))]
-    labels = [int(y) for y in rows[label]]
+        label_names = getattr(rows.features[label], "names", None) or _names(found)
+    index = {name: k for k, name in enumerate(label_names)}
+    try:
+        labels = [index[y] if isinstance(y, str) and y in index else int(y) for y in found]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the data set {where} has a label that is no class of {list(label_names)}: {error}."
+        ) from error
     if any(not 0 <= y < len(label_names) for y in labels):
         raise DataError(
             f"the data set {where} has labels outside 0..{len(label_names) - 1}: is it an unlabelled split?"
@@ -58,3 +65,10 @@ def read_hub(
         labels=tuple(labels),
         label_names=tuple(label_names),
     )
+
+
+def _names(labels: Sequence[Any]) -> list[str]:
+    """The classes of labels that nobody named: sorted words, or "0" to the largest number."""
+    if any(isinstance(y, str) for y in labels):
+        return sorted({str(y) for y in labels})
+    return [str(k) for k in range(max((int(y) for y in labels), default=0) + 1)]

@@ -80,10 +80,15 @@ def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int
     generator.shuffle(categories)
     for names in by_category.values():
         generator.shuffle(names)
+    sizes = {c: len(names) for c, names in by_category.items()}
     aside: list[str] = []
     least = max(0, len(categories) - train)  # categories that no client needs
-    while categories and (len(aside) < least or sum(len(by_category[c]) for c in aside) < unseen):
+    while categories and (len(aside) < least or sum(sizes[c] for c in aside) < unseen):
         aside.append(categories.pop())
+    if sum(sizes[c] for c in categories) < train:  # that took too much: set aside as few tasks as will do
+        aside = _least_sum([*categories, *aside], sizes, unseen)
+        categories = [c for c in [*categories, *sorted(by_category)] if c not in aside]
+        categories = list(dict.fromkeys(categories))
     others = [name for turn in range(len(tasks)) for c in aside for name in by_category[c][turn : turn + 1]]
     mine = [name for turn in range(len(tasks)) for c in categories for name in by_category[c][turn : turn + 1]]
     if len(others) < unseen or len(mine) < train:
@@ -94,14 +99,35 @@ def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int
     return Selection(tuple(sorted(mine[:train])), tuple(sorted(others[:unseen])))
 
 
+def _least_sum(categories: Sequence[str], sizes: Mapping[str, int], target: int) -> list[str]:
+    """Categories whose sizes add up to at least the target, and to as little as they can (subset sums)."""
+    reached: dict[int, list[str]] = {0: []}
+    for category in categories:
+        for total, chosen in sorted(reached.items(), reverse=True):
+            reached.setdefault(total + sizes[category], [*chosen, category])
+    enough = [total for total in reached if total >= target]
+    return reached[min(enough)] if enough else list(categories)
+
+
 def read_selection(train: Path, unseen: Path) -> Selection:
     """A selection from two files with a task name a line. Raises `DataError`."""
     lists = []
     for path in (train, unseen):
         try:
-            lists.append(tuple(line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip()))
+            names = tuple(line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip())
         except OSError as error:
             raise DataError(f"the task list {path} cannot be read: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"the task list {path} is not UTF-8: {error}.") from error
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise DataError(f"the task list {path} names {twice[0]!r} twice; each task is one client.")
+        lists.append(names)
+    if not lists[0]:
+        raise DataError(f"the task list {train} is empty: there would be no client.")
+    both = sorted(set(lists[0]) & set(lists[1]))
+    if both:
+        raise DataError(f"the task {both[0]!r} is in both lists: what is trained on is not unseen.")
     return Selection(*lists)
 
 
@@ -136,15 +162,22 @@ def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
 def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        sound = all(isinstance(raw[key], list) and raw[key] for key in ("Definition", "Categories", "Instances"))
-        sound = sound and all(isinstance(i["input"], str) and i["output"] for i in raw["Instances"])
+        words = ("Definition", "Categories", *(key for key in ("Input_language", "Output_language") if key in raw))
+        sound = (
+            all(_strings(raw[key]) for key in words) and isinstance(raw["Instances"], list) and bool(raw["Instances"])
+        )
+        sound = sound and all(isinstance(i["input"], str) and _strings(i["output"]) for i in raw["Instances"])
     except (OSError, ValueError) as error:
         raise DataError(f"the task file {path} cannot be read: {error}.") from error
     except (KeyError, TypeError):
         sound = False
     if not sound:
         raise DataError(
-            f"{path} is not a task of natural-instructions v2: it needs lists Definition, Categories and Instances "
-            f"[{{input, output: [...]}}]."
+            f"{path} is not a task of natural-instructions v2: it needs lists Definition and Categories of "
+            f"strings, and Instances [{{input, output: [...]}}]."
         )
     return dict(raw)
+
+
+def _strings(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)

@@ -60,6 +60,12 @@ class TextData:
         for name in ("text", "pair", "responses", "label_names"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(value))
+        if self.references is not None:
+            object.__setattr__(self, "references", tuple(tuple(answers) for answers in self.references))
+            if not all(self.references):
+                raise DataError("an example without any reference cannot be scored; give at least one answer each.")
+        if self.droppable is not None:
+            object.__setattr__(self, "droppable", tuple((int(a), int(b)) for a, b in self.droppable))
         if self.labels is not None:
             object.__setattr__(self, "labels", tuple(operator.index(label) for label in self.labels))
         present = {name: getattr(self, name) for name in _PER_EXAMPLE}
@@ -150,7 +156,7 @@ class TextData:
         }
         if len(tasks) > 1:
             raise DataError(
-                f"concat needs parts of one task; got {len(tasks)} different (kind, label_names, has pairs): "
+                f"concat needs parts of one task; got {len(tasks)} different (kind, names, pairs, references, spans): "
                 f"{sorted(tasks)}. Read all files with the same label_names."
             )
         first = parts[0]
