@@ -289,7 +289,8 @@ def other(key: str, value: Any) -> Any:
         "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "schedule": "cosine",
         "weighting": "uniform", "heads": "local", "missing": "zero", "upload": "subspace", "target": "clients",
         "name": "fedit", "preset": "paper", "keep_uploads": "last", "metric": "rouge-l", "loss_on": "all",
-        "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5, "track": ["wandb"],
+        "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
+        "track": ["wandb"],
         "quorum": 2, "count": 3, "pair": "second", "dropout": 0.25,
     }  # fmt: skip
     if key in words:

@@ -245,8 +245,10 @@ class RunConfig(Section):
         return json.dumps(fields)  # in the order of the fields; that of data.clients says who gets which rank
 
     def digest(self) -> str:
-        """SHA-256 (first 16 hex digits) of `canonical()`."""
-        return hashlib.sha256(self.canonical().encode()).hexdigest()[:16]
+        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone."""
+        fields = self.model_dump(mode="json", exclude_defaults=True)
+        fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
