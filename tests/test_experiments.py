@@ -205,7 +205,7 @@ def test_scores_by_name() -> None:
     assert r.score("validation, jitter") == pytest.approx(0.7 / math.sqrt(2))
     assert r.score("unseen, last") == 0.25 and r.score("unseen, best") is None
     assert r.score("clients, last") == pytest.approx(0.4)
-    assert r.rounds_to(0.9) == 2 and r.rounds_to(0.95) is None
+    assert r.rounds_to(0.9) == r.score("rounds to 0.9") == 2 and r.score("rounds to 0.95") is None
 
 
 def test_results_round_trip_and_a_damaged_one_is_refused(tmp_path: Path) -> None:

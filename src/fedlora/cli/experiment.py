@@ -123,7 +123,7 @@ def show_table(
     if json:
         print_json(plain({"cells": [_cell(c) for c in cells], "differences": [vars(d) for d in differences]}))
         return
-    which = metric or experiment.metric
+    which = metric or experiment.profile(profile).metric or experiment.metric
     table = Table(*experiment.axes, "mean", "± over seeds", "seeds", "tuned", title=f"{experiment.title} ({which})")
     for cell in cells:
         mean = "not run" if cell.mean is None else f"{cell.mean:.4f}"

@@ -16,7 +16,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
-from fedlora.experiments.tables import CellScore, paired, score_cells
+from fedlora.experiments.tables import CellScore, paired, score_categories, score_cells
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>fedlora: experiments</title>
@@ -58,6 +58,10 @@ and best rounds were chosen on a share of the training data, never on the test s
 {% for d in e.differences %}<tr class="{{ 'decided' if d.decided }}"><td>{{ d.other }}</td><td>{{ d.where }}</td>
 <td>{{ d.mean }}</td><td>{{ d.interval }}</td><td>{{ d.pairs }}</td></tr>{% endfor %}
 </tbody></table></div>{% endif %}
+{% for table in e.categories %}<div class="scroll"><table><caption>{{ table.caption }}</caption>
+<thead><tr><th>category</th>{% for c in table.columns %}<th>{{ c }}</th>{% endfor %}</tr></thead><tbody>
+{% for row in table.rows %}<tr><td>{{ row.label }}</td>{% for x in row.cells %}<td>{{ x }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table></div>{% endfor %}
 {% for picture in e.pictures %}<img alt="curves of {{ e.name }}" src="data:image/png;base64,{{ picture }}">{% endfor %}
 <details><summary>Configuration ({{ e.digest_count }} runs)</summary><pre>{{ e.config }}</pre></details>
 {% endfor %}
@@ -125,7 +129,8 @@ def _section(
         "title": experiment.title,
         "question": experiment.question,
         "note": experiment.profile(profile).note,
-        "metric": experiment.metric,
+        "metric": experiment.profile(profile).metric or experiment.metric,
+        "categories": _categories(experiment, profile, results),
         "row_name": ", ".join(experiment.rows),
         "columns": columns,
         "has_paper": bool(numbers),
@@ -144,6 +149,23 @@ def _section(
         "digest_count": len(runs),
         "config": "\n".join([*(f"{r.digest}  {r.label}" for r in runs), "", *(r.config.canonical() for r in runs[:1])]),
     }  # fmt: skip
+
+
+def _categories(experiment: Experiment, profile: str, results: Mapping[str, Result]) -> list[dict[str, Any]]:
+    """Scores by category, seen and unseen, where the data come in tasks."""
+    tables = []
+    for which, words in (
+        ("test, last", "tasks that clients train on"),
+        ("unseen, last", "tasks that nobody trains on"),
+    ):
+        found = score_categories(experiment, profile, results, which)
+        categories = sorted({category for by in found.values() for category in by})
+        if categories:
+            rows = [
+                {"label": c, "cells": [f"{by[c]:.4f}" if c in by else "" for by in found.values()]} for c in categories
+            ]
+            tables.append({"caption": f"By category: {words}", "columns": list(found), "rows": rows})
+    return tables
 
 
 def _columns(experiment: Experiment) -> list[str]:

@@ -42,8 +42,11 @@ class Result:
     def score(self, which: str, last_k: int = 3) -> float | None:
         """A number by its name: "test, last", "test, best" (by validation), "unseen, last", "clients, last" (the mean
         of their own readouts), "validation, mean of last 3", "validation, largest drop", "validation, jitter" (the
-        standard deviation of its change from one evaluation to the next). None where the run has no such number.
+        standard deviation of its change from one evaluation to the next), "rounds to 0.92" (the first evaluated round
+        whose validation reaches it). None where the run has no such number, or never got there.
         """
+        if which.startswith("rounds to "):
+            return self.rounds_to(float(which.removeprefix("rounds to ")))
         where, _, what = which.partition(", ")
         history = [line["metrics"][self.metric] for line in self.raw["history"] if line["metrics"]]
         if where == "validation":
@@ -66,6 +69,12 @@ class Result:
         scores = self.raw["test"] if where == "test" else self.raw["probes"]
         found = scores.get(what, {}) if where == "test" else scores.get(what, {}).get(where, {})
         return float(found[self.metric]) if self.metric in found else None
+
+    def by_group(self, which: str) -> dict[str, float]:
+        """Held-out set -> its own score, of "test, last", "unseen, last" and so on, where there are several sets."""
+        where, _, what = which.partition(", ")
+        scores = self.raw["test"].get(what, {}) if where == "test" else self.raw["probes"].get(what, {}).get(where, {})
+        return {name.removeprefix("group/"): x for name, x in scores.items() if name.startswith("group/")}
 
     def rounds_to(self, target: float) -> int | None:
         """The first evaluated round whose validation metric reaches the target; None where none does (censored)."""

@@ -41,12 +41,14 @@ class Tune(Part):
 
 
 class Profile(Part):
-    """A scale to run at. axes: axis -> the labels to run, in place of all. tune: other values. note: for the report."""
+    """A scale to run at. axes: axis -> the labels to run, in place of all. tune: other values. metric: in place of the
+    experiment's. note: for the report."""
 
     seeds: Annotated[list[int], Field(min_length=1)]
     set: Changes = {}
     axes: dict[str, list[str]] = {}
     tune: list[float] = []
+    metric: str | None = None
     note: str = ""
 
 

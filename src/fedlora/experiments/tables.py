@@ -55,7 +55,7 @@ def score_cells(
     experiment: Experiment, profile: str, results: Mapping[str, Result], which: str | None = None
 ) -> list[CellScore]:
     """Every cell of the profile with what has been run of it. which: a name as `Result.score` takes it."""
-    which = which or experiment.metric
+    which = which or experiment.profile(profile).metric or experiment.metric
     done: dict[tuple[str, ...], dict[int, float]] = {}
     for run in mains(experiment, profile, results):
         if run.digest in results:
@@ -67,6 +67,23 @@ def score_cells(
         CellScore(cell, done.get(tuple(cell.values()), {}), planned, chosen_value(experiment, profile, cell, results))
         for cell in experiment.cells(profile)
     ]
+
+
+def score_categories(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], which: str
+) -> dict[str, dict[str, float]]:
+    """Label of the first row axis -> category -> mean over its tasks and over seeds, for data that come in tasks.
+
+    which: "test, last" (tasks that clients train on), "unseen, last" and so on.
+    """
+    axis = experiment.rows[0]
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in mains(experiment, profile, results):
+        result = results.get(run.digest)
+        for task, score in (result.by_group(which) if result else {}).items():
+            category = result.raw["categories"].get(task, task) if result else task
+            found.setdefault(run.cell[axis], {}).setdefault(category, []).append(score)
+    return {label: {c: fmean(x) for c, x in sorted(by.items())} for label, by in found.items()}
 
 
 def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Difference]:
