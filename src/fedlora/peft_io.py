@@ -22,25 +22,18 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from fedlora.adapter_file import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile, scaled
 from fedlora.errors import AdapterFormatError, ShapeError
 from fedlora.lora import Adapter, LoRA
 from fedlora.peft_config import (
     alpha_for,
     check_config,
     check_scaling,
-    is_head,
-    module_rank,
-    relative_scaling,
     saved_modules_for,
     targets_for,
 )
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -75,40 +68,9 @@ def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> 
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that
             do not fit the config.
     """
-    check_scaling(scaling)
-    directory = Path(directory)
-    config = _read_config(directory)
-    check_config(config, where=str(directory / CONFIG_FILE))
-    tensors = _read_weights(directory)
-
-    pairs: dict[str, dict[str, Tensor]] = {}
-    heads: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        if not key.startswith(PREFIX):
-            raise AdapterFormatError(f"{directory}: key {key!r} does not start with {PREFIX!r}: not a PEFT LoRA file.")
-        path = key.removeprefix(PREFIX)
-        found = re.fullmatch(r"(.+)\.lora_([AB])\.weight", path)
-        if found:
-            pairs.setdefault(found[1], {})[found[2]] = tensor
-        elif is_head(path, config):
-            heads[path] = tensor
-        else:
-            raise AdapterFormatError(
-                f"{directory}: key {key!r} is neither a LoRA factor of a linear layer nor one of modules_to_save "
-                f"{config.get('modules_to_save') or []}. Embedding, convolution and magnitude tensors are not "
-                f"supported yet."
-            )
-    if not pairs:
-        raise AdapterFormatError(f"{directory}: holds no lora_A / lora_B pair.")
-    modules = {}
-    for name, pair in pairs.items():
-        if set(pair) != {"A", "B"}:
-            raise AdapterFormatError(f"{directory}: module {name!r} lacks lora_{'B' if 'A' in pair else 'A'}.")
-        lora, r = _pair(name, pair["B"], pair["A"]), module_rank(config, name)
-        if lora.rank != r:
-            raise AdapterFormatError(f"{directory}: module {name!r} has rank {lora.rank}, but its config says {r}.")
-        modules[name] = _scaled(lora, relative_scaling(config, name, scaling))
-    return Adapter(modules, heads), _spec(config, scaling)
+    file = AdapterFile(directory, scaling=scaling)
+    modules = {name: file.lora(name) for name in file.modules}
+    return Adapter(modules, {path: file.head(path) for path in file.heads}), spec_of(file.config, scaling)
 
 
 def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: AdapterSpec, *, card: str = "") -> None:
@@ -181,9 +143,9 @@ def read_model(model: nn.Module, name: str = "default", *, scaling: float = 1.0)
     modules = {}
     for path, layer in _lora_layers(model, name):
         lora = _pair(path, layer.lora_B[name].weight.detach(), layer.lora_A[name].weight.detach())
-        modules[path] = _scaled(lora, layer.scaling[name] / scaling).map(Tensor.clone)
+        modules[path] = scaled(lora, layer.scaling[name] / scaling).map(Tensor.clone)
     heads = {path: tensor.detach().clone() for path, tensor in _head_tensors(model, name)}
-    return Adapter(modules, heads), _spec(config, scaling)
+    return Adapter(modules, heads), spec_of(config, scaling)
 
 
 def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *, scaling: float = 1.0) -> None:
@@ -202,7 +164,7 @@ def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *
     copies: list[tuple[str, Tensor, Tensor]] = []
     for path, lora in adapter.modules.items():
         layer = layers[path]
-        B, A = _scaled(lora, scaling / layer.scaling[name]).factors
+        B, A = scaled(lora, scaling / layer.scaling[name]).factors
         copies += [(path, layer.lora_B[name].weight, B), (path, layer.lora_A[name].weight, A)]
     copies += [(path, heads[path], head) for path, head in adapter.heads.items()]
     for path, target, value in copies:
@@ -248,15 +210,8 @@ def _pair(name: str, B: Tensor, A: Tensor) -> LoRA:
         raise AdapterFormatError(f"module {name!r} is no LoRA of a linear layer: {error}") from error
 
 
-def _scaled(lora: LoRA, factor: float) -> LoRA:
-    """B times `factor`; narrow types become float32 first, since rounding B again would move the update."""
-    if factor == 1:
-        return lora
-    B, A = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in lora.factors)
-    return LoRA(B * factor, A)
-
-
-def _spec(config: Mapping[str, Any], scaling: float) -> AdapterSpec:
+def spec_of(config: Mapping[str, Any], scaling: float) -> AdapterSpec:
+    """What a config says besides ranks and scaling, which follow from the adapter."""
     kept = {k: v for k, v in sorted(config.items()) if k not in ("r", "lora_alpha", "rank_pattern", "alpha_pattern")}
     for field in ("target_modules", "exclude_modules"):  # sets in memory: any order on disk
         if isinstance(kept.get(field), list):
@@ -272,34 +227,6 @@ def _plain(value: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------ files
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG_FILE
-    if not path.is_file():
-        raise AdapterFormatError(f"{directory} is no PEFT adapter: it has no {CONFIG_FILE}.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise AdapterFormatError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise AdapterFormatError(f"{path} holds no JSON object.")
-    return config
-
-
-def _read_weights(directory: Path) -> dict[str, Tensor]:
-    path = directory / WEIGHTS_FILE
-    if not path.is_file():
-        if (directory / "adapter_model.bin").exists():
-            raise AdapterFormatError(
-                f"{directory} has only adapter_model.bin, a pickle, which can run code when it is read. "
-                f"Save it again with a current peft, which writes {WEIGHTS_FILE}."
-            )
-        raise AdapterFormatError(f"{directory} is no PEFT adapter: it has no {WEIGHTS_FILE}.")
-    try:
-        return safetensors.torch.load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise AdapterFormatError(f"{path} is damaged or no safetensors file: {error}.") from error
 
 
 def _replace(path: Path, content: bytes) -> None:

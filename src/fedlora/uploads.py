@@ -41,7 +41,7 @@ def read_uploads(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[Up
     uploads, specs = [], []
     for directory in directories:
         adapter, spec = read_adapter(directory)
-        client, examples = _facts(Path(directory))
+        client, examples = read_facts(Path(directory))
         upload = Upload(Client(client, adapter.ranks), examples, adapter)
         checked_examples(upload)
         uploads.append(upload)
@@ -58,7 +58,12 @@ def read_uploads(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[Up
     return uploads, specs[0]
 
 
-def _facts(directory: Path) -> tuple[str, float]:
+def read_facts(directory: Path) -> tuple[str, float]:
+    """(client, num_examples) of an adapter directory; its own path and 1 where it has no upload.json.
+
+    Raises:
+        AdapterFormatError: an upload.json that does not say both.
+    """
     path = directory / FILE
     if not path.is_file():
         return str(directory), 1
