@@ -150,7 +150,9 @@ def plot_curves(
     columns = min(3, max(1, len(panels)))
     rows = max(1, -(-len(panels) // columns))
     figure: Figure
-    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.6 * rows), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(max(5.2 * columns, 9), 3.6 * rows + 0.5), layout="constrained", squeeze=False
+    )
     labels = list(dict.fromkeys(run.cell[axis_name] for run in runs))
     for axis, (panel, lines) in zip(axes.flat, panels.items(), strict=False):
         for label, found in lines.items():
