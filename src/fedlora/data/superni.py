@@ -48,7 +48,7 @@ def list_tasks(folder: Path, *, min_instances: int = 100) -> dict[str, str]:
     found = {}
     for path in sorted(folder.glob("task*.json")):
         raw = _load(path)
-        languages = {*raw.get("Input_language", ["English"]), *raw.get("Output_language", ["English"])}
+        languages = {*(raw.get("Input_language") or ["English"]), *(raw.get("Output_language") or ["English"])}
         if languages == {"English"} and len(raw["Instances"]) >= min_instances:
             found[path.stem] = raw["Categories"][0]
     if not found:
@@ -162,10 +162,11 @@ def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
 def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        words = ("Definition", "Categories", *(key for key in ("Input_language", "Output_language") if key in raw))
-        sound = (
-            all(_strings(raw[key]) for key in words) and isinstance(raw["Instances"], list) and bool(raw["Instances"])
-        )
+        languages = [
+            raw[key] for key in ("Input_language", "Output_language") if raw.get(key, []) != []
+        ]  # may be unsaid
+        sound = all(_strings(words) for words in (raw["Definition"], raw["Categories"], *languages))
+        sound = sound and isinstance(raw["Instances"], list) and bool(raw["Instances"])
         sound = sound and all(isinstance(i["input"], str) and _strings(i["output"]) for i in raw["Instances"])
     except (OSError, ValueError) as error:
         raise DataError(f"the task file {path} cannot be read: {error}.") from error
