@@ -162,10 +162,9 @@ def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
 def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        languages = [
-            raw[key] for key in ("Input_language", "Output_language") if raw.get(key, []) != []
-        ]  # may be unsaid
-        sound = all(_strings(words) for words in (raw["Definition"], raw["Categories"], *languages))
+        sound = isinstance(raw, dict) and _strings(raw["Definition"]) and _strings(raw["Categories"])
+        for key in ("Input_language", "Output_language"):  # may be left out, or empty
+            sound = sound and (raw.get(key, []) == [] or _strings(raw[key]))
         sound = sound and isinstance(raw["Instances"], list) and bool(raw["Instances"])
         sound = sound and all(isinstance(i["input"], str) and _strings(i["output"]) for i in raw["Instances"])
     except (OSError, ValueError) as error:
