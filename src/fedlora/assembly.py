@@ -30,6 +30,7 @@ from fedlora.ranks import RankType, assign_types, is_attention
 from fedlora.rounds import sample_clients
 from fedlora.server import Server, ServerState
 from fedlora.simulation import Trainer
+from fedlora.together import GroupTrainer
 from fedlora.training import LocalTrainer, TrainSettings
 
 
@@ -112,7 +113,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         server=server,
         clients=clients,
         parts=parts,
-        trainer=LocalTrainer(model, parts, settings, seed=config.run.seed),
+        trainer=(GroupTrainer if settings.together > 1 else LocalTrainer)(model, parts, settings, seed=config.run.seed),
         validation=evaluator(data.validation, target, data.own_validation),
         test=evaluator(data.test, target, data.own_test),
         probes={name: probe for name, probe in probes.items() if probe is not None},

@@ -206,6 +206,7 @@ class TrainSection(Section):
     epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive = 16
     accumulation: Positive = 1
+    together: Positive = 1
     clip: Annotated[float, Field(ge=0)] = 1.0
     schedule: Schedule = "constant"
 

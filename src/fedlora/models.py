@@ -197,21 +197,34 @@ class AdaptedModel:
         return chosen
 
     def tail_penalty(self, penalty: TailPenalty) -> Tensor:
-        """The declared penalty on the active adapter, as a term of the loss. `client.tail_size` is the same sum.
+        """The declared penalty on the active adapter, as a term of the loss."""
+        pairs = [
+            (module.lora_B[self._active].weight, module.lora_A[self._active].weight)
+            for module in self._model.modules()
+            if isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and self._active in module.lora_A
+        ]
+        return tail_penalty(pairs, penalty)
 
-        sqrt(x^2 + tiny) in place of the norm: the norm of a zero B, where training starts, has no gradient.
-        """
+    def lora_layer(self, path: str) -> Any:
+        """The adapted layer at `path`: it has a base_layer, and its forward is base and adapter."""
+        return self._model.get_submodule(f"base_model.model.{path}")
 
-        def size(t: Tensor) -> Tensor:
-            return (t.float().square().sum() + 1e-24).sqrt()
+    def lora_dropout(self, path: str) -> nn.Module:
+        """What drops parts of the adapter's input at `path`."""
+        dropout: nn.Module = self.lora_layer(path).lora_dropout[self._active]
+        return dropout
 
-        tails = []
-        for module in self._model.modules():
-            if isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and self._active in module.lora_A:
-                A, B = module.lora_A[self._active].weight, module.lora_B[self._active].weight
-                q = penalty.tail_start(len(A))
-                tails.append(size(B[:, q:]) * size(A[q:]))
-        return penalty.strength * torch.stack(tails).sum()
+    def head_layer(self, path: str) -> Any:
+        """The fully trained module at `path` that the active adapter runs with."""
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            try:
+                outer = self._model.get_submodule(".".join(["base_model.model", *parts[:length]]))
+            except AttributeError:  # inside the wrapper that peft puts around a saved module
+                continue
+            if isinstance(getattr(outer, "modules_to_save", None), nn.ModuleDict):
+                return outer.modules_to_save[self._active].get_submodule(".".join(parts[length:]))
+        raise KeyError(path)
 
     def _adapter_for(self, rank: int | Mapping[str, int]) -> str:
         from peft import get_peft_model
@@ -330,6 +343,20 @@ def _dequantised(file: Path) -> Path:
                 f"Free some space, or name another folder in FEDLORA_CACHE."
             ) from error
     return target
+
+
+def tail_penalty(pairs: Sequence[tuple[Tensor, Tensor]], penalty: TailPenalty) -> Tensor:
+    """The declared penalty over factors (B, A). `client.tail_size` is the same sum.
+
+    sqrt(x^2 + tiny) in place of the norm: the norm of a zero B, where training starts, has no gradient.
+    """
+
+    def size(t: Tensor) -> Tensor:
+        return (t.float().square().sum() + 1e-24).sqrt()
+
+    starts = [penalty.tail_start(len(A)) for _, A in pairs]
+    tails = [size(B[:, q:]) * size(A[q:]) for (B, A), q in zip(pairs, starts, strict=True)]
+    return penalty.strength * torch.stack(tails).sum()
 
 
 def _to(device: torch.device) -> Callable[[Tensor], Tensor]:

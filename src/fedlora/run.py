@@ -54,6 +54,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
         evaluate_every=config.evaluate.every,
         form=config.server.upload,
         gauge_stress=config.server.gauge_stress,
+        together=config.train.together,
     )
     for record in rounds:
         before, state = state, record.state

@@ -49,6 +49,22 @@ class Trainer(Protocol):
         """Train `adapter`, the complete one, from `position` in the client's data. A function of its arguments."""
 
 
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One client's local work: the arguments of `Trainer.train`."""
+
+    download: Download
+    adapter: Adapter
+    position: int
+
+
+class GroupTrainer(Trainer, Protocol):
+    """A trainer that can run several clients' local work at once."""
+
+    def train_group(self, jobs: Sequence[Job]) -> list[Trained]:
+        """What `train` gives for each job, in their order. The jobs are of one round."""
+
+
 class Evaluator(Protocol):
     """Measures a state, on whatever it was made for."""
 
@@ -138,6 +154,7 @@ def simulate(
     evaluate_every: int = 1,
     form: Form = "factors",
     gauge_stress: float | None = None,
+    together: int = 1,
 ) -> Iterator[RoundRecord]:
     """Run from `state` until `rounds` rounds are done, yielding each round's record.
 
@@ -147,6 +164,7 @@ def simulate(
         form: what clients upload, factors or their subspace form. gauge_stress: a condition number; each upload is
             re-expressed in random coordinates of it, new in every round, before it is aggregated. An experiment: what
             is averaged means the same, so a method that minds averages coordinates.
+        together: clients that are trained at once, by a trainer that can (`GroupTrainer`).
 
     Raises:
         ClientFailed: a client's work raised, and the server has no quorum. With one, the round goes on without it.
@@ -156,7 +174,7 @@ def simulate(
     while state.round < rounds:
         chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
         stress = None if gauge_stress is None else (gauge_stress, derive_seed(seed, "gauge-stress", state.round))
-        record = _one_round(server, [by_id[c] for c in chosen], trainer, state, form, stress)
+        record = _one_round(server, [by_id[c] for c in chosen], trainer, state, form, stress, together)
         state = record.state
         if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
             began = time.perf_counter()
@@ -178,6 +196,7 @@ def _one_round(
     state: RunState,
     form: Form,
     stress: tuple[float, int] | None,
+    together: int,
 ) -> RoundRecord:
     opened = server.open(state.server)
     memories = dict(state.clients)
@@ -186,18 +205,23 @@ def _one_round(
     failed: dict[str, str] = {}
     uploads: list[Upload] = []
     traffic = Traffic()
-    for client in clients:
+
+    def begin(client: Client) -> Job:
+        """Send a client what it lacks."""
+        nonlocal traffic
         memory = memories.get(client.id, ClientMemory())
-        client = as_pruned(client, memory)
         with clock("download"):
-            download = server.download(state.server, client)
+            download = server.download(state.server, as_pruned(client, memory))
             mine = receive(download, memory.kept)
             traffic = _with_download(traffic, pack(download, memory.held))
-            memory = memories[client.id] = replace(memory, held=held_after(download, memory.kept))
-        with clock("train"):
-            trained = _train(trainer, download, mine, memory.position, server, failed)
-        if trained is None:
-            continue
+            memories[client.id] = replace(memory, held=held_after(download, memory.kept))
+        return Job(download, mine, memory.position)
+
+    def finish(job: Job, trained: Trained) -> None:
+        """Take in what a client has trained, or say why not."""
+        nonlocal traffic
+        download, mine, client = job.download, job.adapter, job.download.client
+        memory = memories[client.id]
         losses[client.id] = trained.loss
         with clock("upload"):
             made, ranks = trained.adapter, memory.ranks
@@ -218,6 +242,14 @@ def _one_round(
             else:  # what it keeps stays as it was, but its data stream moves on
                 failed[client.id] = reason
                 memories[client.id] = replace(memory, position=trained.position)
+
+    for first in range(0, len(clients), together):
+        jobs = [begin(client) for client in clients[first : first + together]]
+        with clock("train"):
+            group = _train(trainer, jobs, server, failed)
+        for job, trained in zip(jobs, group, strict=True):
+            if trained is not None:
+                finish(job, trained)
     with clock("aggregate"):
         try:
             after = opened.close()
@@ -256,11 +288,24 @@ def _restated(upload: Upload, condition: float, seed: int) -> Upload:
 
 
 def _train(
-    trainer: Trainer, download: Download, mine: Adapter, position: int, server: Server, failed: dict[str, str]
-) -> Trained | None:
-    client = download.client.id
+    trainer: Trainer | GroupTrainer, jobs: Sequence[Job], server: Server, failed: dict[str, str]
+) -> list[Trained | None]:
+    """The jobs' results; None for a client that failed. A group that fails is trained again one by one."""
+    if len(jobs) > 1:
+        assert hasattr(trainer, "train_group"), "together > 1 needs a trainer with train_group"
+        try:
+            return list(trainer.train_group(jobs))
+        except FedLoRAError:
+            raise
+        except Exception as error:
+            log.warning("training %d clients together failed (%s); they are trained one by one", len(jobs), error)
+    return [_train_one(trainer, job, server, failed) for job in jobs]
+
+
+def _train_one(trainer: Trainer, job: Job, server: Server, failed: dict[str, str]) -> Trained | None:
+    client, download = job.download.client.id, job.download
     try:
-        return trainer.train(download, mine, position)
+        return trainer.train(download, job.adapter, job.position)
     except FedLoRAError:
         raise
     except Exception as error:

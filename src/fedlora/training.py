@@ -32,9 +32,9 @@ class TrainSettings:
     """One round of one client.
 
     steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, halved or less by
-    `accumulation` micro-batches, each of examples of alike length. schedule: of the learning rate over `rounds`,
-    constant within a round. clip: largest gradient norm, 0 for none. The optimiser is new each round, as in all
-    reference codes.
+    `accumulation` micro-batches, each of examples of alike length. together: clients trained at once, by
+    `together.GroupTrainer`. schedule: of the learning rate over `rounds`, constant within a round. clip: largest
+    gradient norm, 0 for none. The optimiser is new each round, as in all reference codes.
     """
 
     lr: float = 1e-3
@@ -50,6 +50,7 @@ class TrainSettings:
     max_length: int = 128
     loss_on: LossOn = "response"
     bf16: bool = False
+    together: int = 1
 
 
 class LocalTrainer:
@@ -75,9 +76,7 @@ class LocalTrainer:
             ConfigError: the client has no data.
         """
         client, s = download.client.id, self._settings
-        data = self._data.get(client)
-        if not data:
-            raise ConfigError(f"client {client!r} has no training data; the data are of {sorted(self._data)[:5]}, ...")
+        data = self.examples(client)
         roles = download.roles
         self._model.activate(adapter, download.base_delta)
         parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
@@ -85,8 +84,8 @@ class LocalTrainer:
         network.train()
         batch = min(s.batch_size, len(data))
         steps = s.steps or math.ceil(s.epochs * len(data) / batch)
-        order = _stream(len(data), position, self._seed, client)
-        optimizer = _optimizer(parameters, s, download.round)
+        order = self.order(client, position)
+        optimizer = optimizer_for(parameters, s, download.round)
         total, seen = 0.0, 0
         cuda = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
@@ -113,6 +112,17 @@ class LocalTrainer:
                 optimizer.zero_grad(set_to_none=True)
         return Trained(self._model.read(), len(data), total / seen, position + seen)
 
+    def examples(self, client: str) -> Encoded:
+        """A client's encoded examples. Raises `ConfigError` where it has none."""
+        data = self._data.get(client)
+        if not data:
+            raise ConfigError(f"client {client!r} has no training data; the data are of {sorted(self._data)[:5]}, ...")
+        return data
+
+    def order(self, client: str, position: int) -> Iterator[int]:
+        """Indices of a client's examples from `position` on, without end."""
+        return _stream(len(self._data[client]), position, self._seed, client)
+
 
 def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
     """Indices of a client's examples from `position` on: a new permutation each epoch, going on across rounds."""
@@ -123,7 +133,8 @@ def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
         epoch, offset = epoch + 1, 0
 
 
-def _optimizer(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
+def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
+    """A new optimiser, at the learning rate of `round`."""
     share = round / s.rounds
     scale = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[s.schedule]
     kinds: dict[str, type[torch.optim.Optimizer]] = {
@@ -134,4 +145,4 @@ def _optimizer(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "TrainSettings"]
+__all__ = ["LocalTrainer", "TrainSettings", "optimizer_for"]
