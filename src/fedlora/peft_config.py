@@ -6,12 +6,14 @@ Rules of peft 0.21, read in its source and tested against it. No tensors and no 
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import regex
+
 from fedlora.errors import AdapterFormatError
+from fedlora.layouts import Layout, stored_path
 from fedlora.lora import Adapter
 
 # Fields of adapter_config.json (peft 0.21) that leave the update alone, whatever their value. Those of an
@@ -27,14 +29,14 @@ _HARMLESS = frozenset((
 _APPLIED = frozenset((
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
 ))
+# Fields of AdaLoRA: how it was trained, and (init_r) the divisor of its scaling.
+ADALORA_FIELDS = frozenset((
+    "target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
+))
 # fmt: on
 # Fields that change the update or what it is relative to, with the way out.
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA's magnitudes are not linear in the update; merge it into the base model first",
-    "lora_bias": "it adds a bias to the update; train with lora_bias=False",
-    "target_parameters": "LoRA on bare parameters is not supported yet; target modules instead",
-    "trainable_token_indices": "token embeddings are trained beside the update; not supported yet",
-    "layer_replication": "the base model is another one than its name says; merge it first",
     "use_qalora": "QALoRA pools the inputs of A; not an update B @ A",
     "use_bdlora": "block-diagonal LoRA is not supported yet",
     "alora_invocation_tokens": "aLoRA applies the update to part of the tokens only",
@@ -44,25 +46,36 @@ _REFUSED: Mapping[str, str] = {
     "velora_config": "VeLoRA changes how the update is computed",
     "megatron_config": "tensor-parallel layers are not supported",
 }
+# Fields that files may have, and the models that we train may not.
+_FILES_ONLY: Mapping[str, str] = {
+    "lora_bias": "it adds a bias to the update; train with lora_bias=False",
+    "target_parameters": "LoRA on bare parameters is not trained here; target modules instead",
+    "trainable_token_indices": "token embeddings would be trained beside the update",
+    "layer_replication": "the base model is another one than its name says; merge it first",
+}
+_LARGEST_RANK, _LARGEST_SCALE = 1_000_000, 10_000.0
+_PATTERN_SECONDS = 1.0  # for all that one pattern is asked; peft's own are done in microseconds
 # Initialisations that only choose where A and B start. Others (PiSSA, OLoRA, ...) change the base weights too.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def check_config(config: Mapping[str, Any], *, where: str) -> None:
+def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = False, allow: Collection[str] = ()) -> None:
     """Raises `AdapterFormatError` unless the config means W0 + s B A relative to the pre-trained weights.
 
-    An unknown field that is null, false or empty is warned about; any other is refused, since it may change the update.
+    An unknown field that is null, false or empty is warned about; any other is refused, since it may change the update,
+    unless it is one of `allow`. in_model: the adapter is to be trained, which fewer kinds can be than can be read.
     """
 
     def refuse(field: str, why: str) -> AdapterFormatError:
         return AdapterFormatError(f"{where}: {field} = {config.get(field)!r} is not supported: {why}.")
 
-    if str(config.get("peft_type")).upper().removeprefix("PEFTTYPE.") != "LORA":
-        raise refuse("peft_type", "only LORA adapters can be combined")
-    for field, why in _REFUSED.items():
+    ada = is_adalora(config)
+    if str(config.get("peft_type")).upper().removeprefix("PEFTTYPE.") != "LORA" and (in_model or not ada):
+        raise refuse("peft_type", "only LORA adapters can be combined (and ADALORA's read as LORA)")
+    for field, why in ({**_REFUSED, **_FILES_ONLY} if in_model else _REFUSED).items():
         if config.get(field):
             raise refuse(field, why)
-    if config.get("bias", "none") != "none":
+    if config.get("bias", "none") not in (("none",) if in_model else ("none", "all", "lora_only")):
         raise refuse("bias", "trained biases are no part of B @ A; train with bias='none'")
     if config.get("init_lora_weights", True) not in _PLAIN_INITS:
         raise refuse(
@@ -70,20 +83,48 @@ def check_config(config: Mapping[str, Any], *, where: str) -> None:
             "such an initialisation may change the base weights, and the adapter is then relative to another base; "
             "save it with peft's path_initial_model_for_weight_conversion",
         )
-    for field, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        if not _positive(config.get(field)):
-            raise refuse(field, "it must be a positive number")
-        by_module = config.get(patterns) or {}
-        if not isinstance(by_module, Mapping) or not all(_positive(value) for value in by_module.values()):
-            raise refuse(patterns, "it must map patterns of module names to positive numbers")
-    for field in sorted(set(config) - _HARMLESS - _APPLIED - set(_REFUSED)):
+    _check_ranks(config, refuse, ada)
+    known = _HARMLESS | _APPLIED | set(_REFUSED) | set(_FILES_ONLY) | (ADALORA_FIELDS if ada else frozenset())
+    for field in sorted(set(config) - known - set(allow)):
         if config[field]:
-            raise refuse(field, "the field is unknown (a newer peft?) and may change the update")
+            raise refuse(
+                field,
+                "the field is unknown (a newer peft?) and may change the update; --allow-unknown takes it as harmless",
+            )
         warnings.warn(f"{where}: unknown field {field!r} = {config[field]!r} is ignored.", stacklevel=3)
 
 
+def _check_ranks(config: Mapping[str, Any], refuse: Callable[[str, str], AdapterFormatError], ada: bool) -> None:
+    """r and lora_alpha, and the patterns that replace them for some modules."""
+    whole = f"it must be a whole number from 1 to {_LARGEST_RANK:,}"
+    for field in ("init_r",) if ada else ("r",):
+        if not _is_rank(config.get(field)):
+            raise refuse(field, whole)
+    if not _positive(config.get("lora_alpha")):
+        raise refuse("lora_alpha", "it must be a positive number")
+    tests = [("alpha_pattern", _positive)] + ([] if ada else [("rank_pattern", _is_rank)])
+    for field, test in tests:
+        by_module = config.get(field) or {}
+        if not isinstance(by_module, Mapping) or not all(test(value) for value in by_module.values()):
+            raise refuse(field, "it must map patterns of module names to positive numbers, whole ones for ranks")
+    alphas = [config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()]
+    if max(alphas) > _LARGEST_SCALE * (config["init_r"] if ada else config["r"]):
+        raise refuse("lora_alpha", f"alpha / r is at most {_LARGEST_SCALE:,.0f} here; real adapters have 0.1 to 100")
+
+
+def is_adalora(config: Mapping[str, Any]) -> bool:
+    """Whether the adapter is AdaLoRA's, whose update is B diag(E) A."""
+    return str(config.get("peft_type")).upper().removeprefix("PEFTTYPE.") == "ADALORA"
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LARGEST_RANK
+
+
 def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < 1e300 and math.isfinite(value)
 
 
 def check_scaling(scaling: float) -> None:
@@ -92,13 +133,15 @@ def check_scaling(scaling: float) -> None:
 
 
 def module_rank(config: Mapping[str, Any], module: str) -> int:
-    """r of one module, by rank_pattern."""
+    """r of one module, by rank_pattern. AdaLoRA's follows from its tensors alone: not to be asked here."""
     rank: int = _by_pattern(config.get("rank_pattern") or {}, module, config["r"])
     return rank
 
 
 def relative_scaling(config: Mapping[str, Any], module: str, scaling: float) -> float:
     """(the module's own alpha / r, or alpha / sqrt(r) with rsLoRA) / scaling; 1.0 exactly where they are the same."""
+    if is_adalora(config):  # peft divides by the rank that training began with, plus this
+        return float(config["lora_alpha"] / (config["init_r"] + 1e-5) / scaling)
     r = module_rank(config, module)
     alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     if config.get("use_rslora"):
@@ -109,26 +152,86 @@ def relative_scaling(config: Mapping[str, Any], module: str, scaling: float) -> 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """PEFT's rule: keys are regular expressions for the end of the module path; the first match in file order wins."""
     for key, value in patterns.items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        except re.error as error:
-            raise AdapterFormatError(f"pattern {key!r} is not a regular expression: {error}.") from error
+        if _matches(rf"(.*\.)?({key})$", module):
+            return value
     return default
+
+
+def _matches(pattern: str, text: str, *, whole: bool = False) -> bool:
+    """Whether a stranger's pattern matches, in bounded time."""
+    try:
+        compiled = regex.compile(pattern)
+        found = (compiled.fullmatch if whole else compiled.match)(text, timeout=_PATTERN_SECONDS)
+    except TimeoutError as error:
+        raise AdapterFormatError(
+            f"the pattern {pattern[:80]!r} takes more than {_PATTERN_SECONDS:g} s on {text[:80]!r}: no pattern of "
+            f"module names needs that. Somebody may want to keep this machine busy."
+        ) from error
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise AdapterFormatError(f"the pattern {pattern[:80]!r} is not a regular expression: {error}.") from error
+    return found is not None
 
 
 def is_head(path: str, config: Mapping[str, Any]) -> bool:
     """PEFT's rule: a module is saved in full if its path ends with one of modules_to_save (not: equals)."""
     saved = config.get("modules_to_save") or []
-    return any(re.search(rf"{re.escape(module)}\.(?!.*(lora_|base_layer))", path) for module in saved)
+    if not isinstance(saved, Sequence):
+        raise AdapterFormatError(f"modules_to_save = {saved!r} is no list of module names.")
+    inside = "lora_" in path or "base_layer" in path
+    return any(f"{module}." in path for module in saved) and not inside
 
 
-def targets_for(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
+_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
+
+
+def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
+    """What a tensor beside the LoRA pairs is, by the rules by which peft saves it; None for one that it never saves.
+
+    "head": of modules_to_save. "bias": a trained bias of the base (bias = all, lora_only). "added": lora_bias, part of
+    the update and scaled like it. "base": a weight that peft stores because its vocabulary may have been resized.
+    "tokens": the rows of an embedding that were trained (trainable_token_indices).
+    """
+    if path.endswith(".lora_B.bias"):
+        return "added" if config.get("lora_bias") else None
+    if path.endswith(".token_adapter.trainable_tokens_delta"):
+        return "tokens" if config.get("trainable_token_indices") else None
+    if is_head(path, config):
+        return "head"
+    if path.endswith(".base_layer.bias") and config.get("bias", "none") != "none":
+        return "bias"
+    if path.endswith(".bias") and config.get("bias") == "all" and "lora_" not in path:
+        return "bias"
+    plain = path.replace(".base_layer.", ".")
+    return "base" if plain.endswith(_EMBEDDINGS) or path.endswith(".base_layer.weight") else None
+
+
+def parameter_layout(path: str, config: Mapping[str, Any], nested: int) -> str | None:
+    """The name of the bare parameter whose LoRA is stored at `path`; None where that is a layer.
+
+    Several parameters of one module are stored nested, the alphabetically first innermost: `nested` is how many there
+    are, and `.base_layer` occurs in the path once for each one outside.
+    """
+    module = path.replace(".base_layer", "")
+    names = sorted(set(config.get("target_parameters") or []))
+    mine = [name for name in names if f".{module}".endswith(f".{name.rpartition('.')[0]}") and "." in name]
+    if not mine:
+        return None
+    if len(mine) != nested:
+        raise AdapterFormatError(
+            f"{module!r}: target_parameters names {len(mine)} of its parameters, and the file has pairs for {nested}."
+        )
+    inside = nested - 1 - path.count(".base_layer")
+    return f"{module}.{mine[inside].rpartition('.')[2]}"
+
+
+def targets_for(config: Mapping[str, Any], adapter: Adapter, layouts: Mapping[str, Layout]) -> dict[str, Any]:
     """The spec's own targets where they mean all of the adapter's modules; else the modules by their full paths."""
-    if all(_is_targeted(name, config) for name in adapter.modules):
+    paths = dict.fromkeys(stored_path(name) for name in adapter.modules)
+    layers = [path for path in paths if path not in layouts or layouts[path].kind != "parameter"]
+    if all(_is_targeted(path, config) for path in layers):
         return {}
     nothing = dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
-    return {"target_modules": list(adapter.modules), **nothing}
+    return {"target_modules": layers, **nothing}
 
 
 def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
@@ -136,7 +239,7 @@ def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
 
     def named(names: str | Sequence[str]) -> bool:
         if isinstance(names, str):
-            return bool(re.fullmatch(names, module))
+            return _matches(names, module, whole=True)
         return any(module == name or module.endswith(f".{name}") for name in names)
 
     if not named(config.get("target_modules") or ()) or named(config.get("exclude_modules") or ()):
@@ -145,20 +248,31 @@ def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
     if layers is None:
         return True
     patterns = config.get("layers_pattern") or [r"[^.]*"]
-    found = [re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", module) for p in _listed(patterns)]
+    found = [regex.match(rf"(?:^|.*?\.){p}\.(\d+)\.", module, timeout=_PATTERN_SECONDS) for p in _listed(patterns)]
     index = next((int(match[1]) for match in found if match), None)
     return index is not None and index in _listed(layers)
 
 
 def saved_modules_for(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
     """modules_to_save as the heads need it: peft demands every one that it names, and reads no other."""
-    if not adapter.heads:
+    heads = [path for path in adapter.heads if extra_kind(path, config) in (None, "head")]
+    if not heads:
         # peft adds a classifier to modules_to_save for these tasks, and would then miss it in the file.
         classifies = config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS")
         return {"modules_to_save": None} | ({"task_type": None} if classifies else {})
-    if all(is_head(path, config) for path in adapter.heads):
+    if all(is_head(path, config) for path in heads):
         return {}
-    return {"modules_to_save": sorted({path.rpartition(".")[0] for path in adapter.heads})}
+    return {"modules_to_save": sorted({path.rpartition(".")[0] for path in heads})}
+
+
+def extras_for(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
+    """The fields that say which tensors lie beside the pairs, as the adapter has them."""
+    kinds = {extra_kind(path, config) for path in adapter.heads}
+    return {
+        "bias": config.get("bias", "none") if "bias" in kinds else "none",
+        "lora_bias": "added" in kinds,
+        "trainable_token_indices": config.get("trainable_token_indices") if "tokens" in kinds else None,
+    }
 
 
 def _listed(value: Any) -> Sequence[Any]:

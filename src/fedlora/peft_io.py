@@ -15,7 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,11 +26,15 @@ from torch import Tensor, nn
 
 from fedlora.adapter_file import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile, scaled
 from fedlora.errors import AdapterFormatError, ShapeError
+from fedlora.layouts import Layout, stored_path
 from fedlora.lora import Adapter, LoRA
 from fedlora.peft_config import (
+    ADALORA_FIELDS,
     alpha_for,
     check_config,
     check_scaling,
+    extras_for,
+    is_adalora,
     saved_modules_for,
     targets_for,
 )
@@ -41,11 +45,13 @@ class AdapterSpec:
     """What a PEFT adapter says besides its numbers. Opaque to the core; `write_adapter` puts it back.
 
     config: the fields of adapter_config.json, without rank and alpha, which follow from the adapter.
-    scaling: the update is scaling * B @ A for the adapter that this spec came with.
+    scaling: the update is scaling * B @ A for the adapter that this spec came with. layouts: path -> how the pair is
+    stored, of those that are no linear layers.
     """
 
     config: Mapping[str, Any]
     scaling: float = 1.0
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
     def base_model(self) -> str | None:
@@ -70,7 +76,8 @@ def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> 
     """
     file = AdapterFile(directory, scaling=scaling)
     modules = {name: file.lora(name) for name in file.modules}
-    return Adapter(modules, {path: file.head(path) for path in file.heads}), spec_of(file.config, scaling)
+    heads = {path: file.head(path) for path in file.heads}
+    return Adapter(modules, heads), spec_of(file.config, scaling, file.layouts)
 
 
 def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: AdapterSpec, *, card: str = "") -> None:
@@ -87,22 +94,24 @@ def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: Ada
     if not adapter.modules:
         raise AdapterFormatError(f"the adapter has no modules; nothing was written to {directory}.")
     tensors: dict[str, Tensor] = {}
-    for name, lora in adapter.modules.items():
-        B, A = lora.factors
-        if lora.rank == 0:
-            raise AdapterFormatError(f"module {name!r} has rank 0, which PEFT cannot hold; pad it with `pad_rank`.")
-        tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = A, B
+    ranks: dict[str, int] = {}
+    for path, pairs in _by_path(adapter, spec).items():
+        layout = spec.layouts.get(path, Layout())
+        ranks[path] = max(pair.rank for pair in pairs)
+        if min(pair.rank for pair in pairs) == 0:
+            raise AdapterFormatError(f"module {path!r} has rank 0, which PEFT cannot hold; pad it with `pad_rank`.")
+        key_B, key_A = layout.keys(path)
+        tensors[PREFIX + key_B], tensors[PREFIX + key_A] = layout.packed([pad_rank(p, ranks[path]) for p in pairs])
     tensors |= {f"{PREFIX}{name}": head for name, head in adapter.heads.items()}
     for key, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise AdapterFormatError(f"{key} holds NaN or Inf; nothing was written to {directory}.")
 
-    ranks = adapter.ranks
     common = Counter(ranks.values()).most_common(1)[0][0]
-    other = {f"^{re.escape(name)}": r for name, r in ranks.items() if r != common}
+    other = {f"^{re.escape(_pattern(path, spec))}": r for path, r in ranks.items() if r != common}
     config = {
         **spec.config,
-        **targets_for(spec.config, adapter),
+        **targets_for(spec.config, adapter, spec.layouts),
         **saved_modules_for(spec.config, adapter),
         "peft_type": "LORA",
         "r": common,
@@ -111,15 +120,44 @@ def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: Ada
         "alpha_pattern": {key: alpha_for(spec.scaling, r) for key, r in other.items()},
         "use_rslora": False,
         "init_lora_weights": True,
-        "bias": "none",
+        **extras_for(spec.config, adapter),
         "inference_mode": True,
     }
-    # Clones, since modules may share one tensor, which safetensors does not store.
-    stored = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    stored = _unshared({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
     directory.mkdir(parents=True, exist_ok=True)
     _replace(directory / WEIGHTS_FILE, safetensors.torch.save(stored, metadata={"format": "pt"}))
     _replace(directory / "README.md", (card or _plain_card(spec)).encode())
     _replace(directory / CONFIG_FILE, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _by_path(adapter: Adapter, spec: AdapterSpec) -> dict[str, list[LoRA]]:
+    """The pairs that are stored together: several only for the experts of a parameter, in their order."""
+    found: dict[str, list[LoRA]] = {}
+    for name in adapter.modules:
+        path = name if name in spec.layouts or stored_path(name) not in spec.layouts else stored_path(name)
+        if path not in found:
+            names = spec.layouts.get(path, Layout()).modules(path)
+            lacking = [module for module in names if module not in adapter.modules]
+            if lacking:
+                raise AdapterFormatError(f"the adapter lacks {lacking[0]!r}, which is stored with {name!r}.")
+            found[path] = [adapter.modules[module] for module in names]
+    return found
+
+
+def _pattern(path: str, spec: AdapterSpec) -> str:
+    layout = spec.layouts.get(path)
+    return layout.pattern if layout is not None and layout.pattern else path
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of those that share memory with one before, which safetensors does not store."""
+    seen: set[int] = set()
+    own = {}
+    for key, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        own[key] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return own
 
 
 def pad_rank(lora: LoRA, rank: int) -> LoRA:
@@ -199,7 +237,7 @@ def _model_config(model: Any, name: str) -> dict[str, Any]:
     if name not in configs:
         raise AdapterFormatError(f"the model has no adapter {name!r}; it has {sorted(configs) or 'none'}.")
     config = {key: _plain(value) for key, value in configs[name].to_dict().items()}
-    check_config(config, where=f"adapter {name!r} of the model")
+    check_config(config, where=f"adapter {name!r} of the model", in_model=True)
     return config
 
 
@@ -210,13 +248,15 @@ def _pair(name: str, B: Tensor, A: Tensor) -> LoRA:
         raise AdapterFormatError(f"module {name!r} is no LoRA of a linear layer: {error}") from error
 
 
-def spec_of(config: Mapping[str, Any], scaling: float) -> AdapterSpec:
-    """What a config says besides ranks and scaling, which follow from the adapter."""
-    kept = {k: v for k, v in sorted(config.items()) if k not in ("r", "lora_alpha", "rank_pattern", "alpha_pattern")}
-    for field in ("target_modules", "exclude_modules"):  # sets in memory: any order on disk
-        if isinstance(kept.get(field), list):
-            kept[field] = sorted(kept[field])
-    return AdapterSpec(MappingProxyType(kept), scaling)
+def spec_of(config: Mapping[str, Any], scaling: float, layouts: Mapping[str, Layout] | None = None) -> AdapterSpec:
+    """What a config says besides ranks and scaling, which follow from the adapter. AdaLoRA's becomes LoRA's."""
+    gone = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", *(ADALORA_FIELDS if is_adalora(config) else ())}
+    kept = {k: v for k, v in sorted(config.items()) if k not in gone}
+    for name in ("target_modules", "exclude_modules"):  # sets in memory: any order on disk
+        if isinstance(kept.get(name), list):
+            kept[name] = sorted(kept[name])
+    special = {path: layout for path, layout in (layouts or {}).items() if layout.kind not in ("linear", "adalora")}
+    return AdapterSpec(MappingProxyType(kept), scaling, MappingProxyType(special))
 
 
 def _plain(value: Any) -> Any:
