@@ -234,7 +234,7 @@ def test_inspect_diff_and_validate_from_the_command_line(tmp_path: Path, called:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["a", "--weights", "1,2"], "--weights has 2 numbers for 1 adapters"),
+        (["a", "--weights", "1,2"], "there are 2 weights for 1 adapters"),
         (["a", "--weights", "x"], "--weights takes numbers"),
         (["a", "--weights", "0"], "not all zero"),
         (["a", "--rank", "none"], "a rank is a whole number"),

@@ -727,7 +727,7 @@ REFUSED: dict[str, Any] = {
     "no such run": (["--from-run", "nowhere"], "nowhere holds no uploads"),
     "a round of one": (["--from-run", "lonely"], "at least two adapters are needed; got 1"),
     "damaged upload.json": (["a", "damaged"], "upload.json does not say whose upload it is"),
-    "cut off": (["a", "cut"], "is damaged or no safetensors file"),
+    "cut off": (["a", "cut"], "is damaged: its header tells of"),
     "preset that is a number": (["a", "b", "--methods", "glora preset=1"], "preset"),
     "class without module": (["a", "b", "--methods", ":Method"], "':Method' cannot be made"),
     "class that is no method": (["a", "b", "--methods", "os:getcwd"], "os:getcwd"),

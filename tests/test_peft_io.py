@@ -20,7 +20,7 @@ import socket
 import pytest
 import safetensors.torch
 import torch
-from peft import LoHaConfig, LoraConfig, LoraGAConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoHaConfig, LoraConfig, LoraGAConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fedlora.errors import AdapterFormatError, FactorNotShared, FedLoRAError
 from fedlora.lora import Adapter, LoRA
+from fedlora.peft_config import check_config
 from fedlora.peft_io import (
     CONFIG_FILE,
     PREFIX,
@@ -814,10 +815,18 @@ class TestRefusedLoads:
         with pytest.raises(AdapterFormatError, match=rf"\b{field} = "):
             load_into_model(build(), adapter)
 
-    def test_a_model_whose_embedding_is_adapted_too(self):
+    @pytest.mark.parametrize(
+        ("build", "named"), [(lambda: embedding_model(), "embed_tokens"), (lambda: conv_model(), r"\bconv\b")]
+    )
+    def test_a_model_with_an_adapted_layer_that_is_not_linear(self, build, named):
+        model = build()
+        with pytest.raises(AdapterFormatError, match=named):
+            read_model(model)
+        before = snapshot(model)
         adapter, _ = read_model(trained(llama, lora(**CAUSAL)))
-        with pytest.raises(AdapterFormatError, match="embed_tokens"):
-            load_into_model(embedding_model(), adapter)
+        with pytest.raises(AdapterFormatError, match=named):
+            load_into_model(model, adapter)
+        assert unchanged(model, before)
 
 
 class TestUnits:
@@ -846,19 +855,27 @@ def embedding_model():
     return trained(llama, lora(**CAUSAL, target_modules=["embed_tokens", "q_proj", "v_proj"]))
 
 
+def conv_model():
+    return trained(ConvNet, lora(target_modules=["conv", "fc"]))
+
+
 # what -> (the field that the refusal names, a model built by peft)
 BUILT_BY_PEFT = {
     "use_dora": ("use_dora", built(use_dora=True)),
-    "lora_bias": ("lora_bias", built(bert, **SEQ, lora_bias=True)),
-    "bias all": ("bias", built(bert, **SEQ, bias="all")),
-    "bias lora_only": ("bias", built(bert, **SEQ, bias="lora_only")),
     "pissa": ("init_lora_weights", built(init_lora_weights="pissa")),
     "pissa_niter_4": ("init_lora_weights", built(init_lora_weights="pissa_niter_4")),
     "olora": ("init_lora_weights", built(init_lora_weights="olora")),
+    "LoHa": ("peft_type", lambda: trained(llama, LoHaConfig(r=4, target_modules=["q_proj"], **CAUSAL))),
+}
+# The same, of what is read from files (test_adapter_formats.py) and may not be trained here.
+FILES_ONLY = {
+    "lora_bias": ("lora_bias", built(bert, **SEQ, lora_bias=True)),
+    "bias all": ("bias", built(bert, **SEQ, bias="all")),
+    "bias lora_only": ("bias", built(bert, **SEQ, bias="lora_only")),
     "target_parameters": ("target_parameters", built(target_modules=[], target_parameters=["q_proj.weight"])),
     "trainable_token_indices": ("trainable_token_indices", built(trainable_token_indices=[1, 2])),
     "layer_replication": ("layer_replication", built(layer_replication=[(0, 1), (0, 2)])),
-    "LoHa": ("peft_type", lambda: trained(llama, LoHaConfig(r=4, target_modules=["q_proj"], **CAUSAL))),
+    "AdaLoRA": ("peft_type", lambda: trained(llama, AdaLoraConfig(target_modules=["q_proj"], total_step=9, **CAUSAL))),
 }
 # (field, value) that peft cannot build here, or need not
 EDITED = [
@@ -866,20 +883,22 @@ EDITED = [
         ("init_lora_weights", init)
         for init in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "some-init-of-2031", ["gaussian"])
     ),
-    ("bias", "all"),
-    ("bias", "lora_only"),
     ("bias", "some"),
     ("peft_type", "LOHA"),
-    ("peft_type", "ADALORA"),
     ("peft_type", None),
-    ("target_parameters", ["experts.gate_up_proj"]),
-    ("trainable_token_indices", {"embed_tokens": [0]}),
-    ("layer_replication", [[0, 1], [0, 2]]),
     ("megatron_config", {"hidden_size": 4}),
     ("use_qalora", True),
     ("a_field_of_2031", True),
     ("a_field_of_2031", {"some": "thing"}),
     *((field, value) for field in ("r", "lora_alpha") for value in (0, -4, None, "4", True, math.nan, math.inf)),
+]
+EDITED_FILES_ONLY = [
+    ("bias", "all"),
+    ("bias", "lora_only"),
+    ("lora_bias", True),
+    ("target_parameters", ["experts.gate_up_proj"]),
+    ("trainable_token_indices", {"embed_tokens": [0]}),
+    ("layer_replication", [[0, 1], [0, 2]]),
 ]
 VARIANTS = sorted(field.name for field in dataclasses.fields(LoraConfig) if field.metadata.get("is_lora_variant"))
 
@@ -893,6 +912,25 @@ class TestRefusedConfigs:
             read_adapter(saved(model, tmp_path))
         with pytest.raises(AdapterFormatError, match=rf"\b{field} = "):
             read_model(model)
+
+    @pytest.mark.parametrize("what", FILES_ONLY)
+    def test_what_files_may_have_a_model_may_not(self, what):
+        field, build = FILES_ONLY[what]
+        model = build()
+        before = snapshot(model)
+        adapter, _ = read_model(trained(llama, lora(**CAUSAL)))
+        for use in (lambda: read_model(model), lambda: load_into_model(model, adapter)):
+            with pytest.raises(AdapterFormatError, match=rf"\b{field} = "):
+                use()
+        assert unchanged(model, before)
+
+    @pytest.mark.parametrize(("field", "value"), EDITED_FILES_ONLY, ids=str)
+    def test_a_config_that_is_to_be_trained_is_refused_by_field(self, field, value, plain):
+        edit(plain, **{field: value})
+        config = json.loads((plain / CONFIG_FILE).read_text())
+        check_config(config, where="here")
+        with pytest.raises(AdapterFormatError, match=rf"here: {field} = "):
+            check_config(config, where="here", in_model=True)
 
     @pytest.mark.parametrize(("field", "value"), EDITED, ids=str)
     def test_a_config_is_refused_by_field(self, field, value, plain):
@@ -985,21 +1023,6 @@ class TestRefusedFiles:
         store(plain, change(stored(plain)))
         with pytest.raises(AdapterFormatError, match=message):
             read_adapter(plain)
-
-    def test_an_embedding(self, tmp_path):
-        model = embedding_model()
-        model.save_pretrained(tmp_path, save_embedding_layers=True)
-        with pytest.raises(AdapterFormatError, match="embed_tokens"):
-            read_adapter(tmp_path)
-        with pytest.raises(AdapterFormatError, match="embed_tokens"):
-            read_model(model)
-
-    def test_a_convolution(self, tmp_path):
-        model = trained(ConvNet, lora(target_modules=["conv", "fc"]))
-        with pytest.raises(AdapterFormatError, match=r"\bconv\b"):
-            read_adapter(saved(model, tmp_path))
-        with pytest.raises(AdapterFormatError, match=r"\bconv\b"):
-            read_model(model)
 
     @pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, -1], ids=str)
     def test_a_truncated_file(self, keep, plain):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
 
@@ -24,14 +24,17 @@ from fedlora.lora import LoRA, stack
 
 @dataclass(frozen=True)
 class RankRule:
-    """How many components to keep: "exact" all, "rank" at most `value`, "energy" the least that hold this share."""
+    """How many components to keep: "exact" all, "rank" at most `value`, "energy" the least that hold this share.
 
-    kind: Literal["exact", "rank", "energy"]
+    "budget": as many numbers as rank `value` in every module takes, where they lose least (`budget_ranks`).
+    """
+
+    kind: Literal["exact", "rank", "energy", "budget"]
     value: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> RankRule:
-        """From "exact", a whole number, or "energy=0.99". Raises `HyperparameterError`."""
+        """From "exact", a whole number, "energy=0.99" or "budget=8". Raises `HyperparameterError`."""
         if text == "exact":
             return cls("exact")
         if re.fullmatch(r"[1-9]\d{0,5}", text):
@@ -43,13 +46,16 @@ class RankRule:
             value = math.nan
         if kind == "energy" and 0 < value <= 1:
             return cls("energy", value)
+        if kind == "budget" and 0 < value <= 1e6:
+            return cls("budget", value)
         raise HyperparameterError(
-            f"a rank is a whole number from 1, 'exact', or 'energy=SHARE' with a share in (0, 1]; got {text!r}."
+            f"a rank is a whole number from 1, 'exact', or 'energy=SHARE' with a share in (0, 1], or 'budget=R' with "
+            f"the mean rank R of a module; got {text!r}."
         )
 
     def keep(self, spectrum: Spectrum) -> int:
         """How many components of `spectrum` this rule keeps."""
-        if self.kind == "exact":
+        if self.kind in ("exact", "budget"):  # a budget is for all modules together: cut later
             return spectrum.rank
         if self.kind == "rank":
             return min(int(self.value), spectrum.rank)
@@ -98,6 +104,43 @@ def merge_module(
     head = spectrum.head(kept)
     root = head.s.sqrt()
     return LoRA(head.U * root, head.Vh * root[:, None]), report
+
+
+def cut(lora: LoRA, report: ModuleReport, rank: int) -> tuple[LoRA, ModuleReport]:
+    """A merged module, whose slots are in the order of their size, at a smaller rank, and what that costs."""
+    kept = min(rank, report.kept)
+    B, A = lora.factors
+    energy = [s * s for s in report.singular_values]
+    error = math.sqrt(math.fsum(energy[kept:]) / math.fsum(energy)) if report.norm else 0.0
+    return LoRA(B[:, :kept], A[:kept]), replace(report, kept=kept, error=error)
+
+
+def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_rank: float) -> list[int]:
+    """Each module's rank, so that together they hold as many numbers as rank `mean_rank` everywhere and lose least.
+
+    A component of size s in a module of d_out + d_in = cost numbers a slot saves s^2 of squared error: those with the
+    largest s^2 / cost are taken until the next would not fit. Every module keeps one at least.
+
+    Raises:
+        HyperparameterError: not even one slot for each module fits.
+    """
+    budget = mean_rank * sum(costs)
+    left = budget - sum(costs)
+    if left < 0:
+        raise HyperparameterError(f"a budget of mean rank {mean_rank:g} is less than one slot for each module.")
+    gains = [
+        (s * s / cost, -module, -place)
+        for module, (report, cost) in enumerate(zip(reports, costs, strict=True))
+        for place, s in enumerate(report.singular_values)
+        if place > 0
+    ]
+    ranks = [min(1, report.full) for report in reports]
+    for _, module, _ in sorted(gains, reverse=True):
+        if costs[-module] > left:
+            break
+        ranks[-module] += 1
+        left -= costs[-module]
+    return ranks
 
 
 def total_error(reports: Sequence[ModuleReport]) -> float:

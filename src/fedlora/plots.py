@@ -136,6 +136,32 @@ def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
     return _saved(figure, path)
 
 
+def plot_overlaps(names: Sequence[str], overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Path:
+    """Heat maps of how much adapters' column spaces share: the mean over modules, and the pairs module by module."""
+    count = len(names)
+    pairs = [(i, j) for i in range(count) for j in range(i)]
+    mean = [[sum(m[i][j] for m in overlaps.values()) / len(overlaps) for j in range(count)] for i in range(count)]
+    by_module = [[m[i][j] for i, j in pairs] for m in overlaps.values()]
+    figure: Figure
+    height = max(3.6, 1.2 + 0.16 * len(overlaps))
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(6 + 0.5 * len(pairs), height), layout="constrained", width_ratios=(1, 0.5 + 0.12 * len(pairs))
+    )
+    left.imshow(mean, vmin=0, vmax=1, cmap="viridis")
+    left.set(title="mean over modules")
+    left.set_xticks(range(count), [str(k + 1) for k in range(count)])
+    left.set_yticks(range(count), [f"{k + 1} {name[:24]}" for k, name in enumerate(names)], fontsize=8)
+    for i in range(count):
+        for j in range(count):
+            left.text(j, i, f"{mean[i][j]:.2f}", ha="center", va="center", color="w" if mean[i][j] < 0.6 else "k")
+    image = right.imshow(by_module, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    right.set(title="module by module")
+    right.set_xticks(range(len(pairs)), [f"{i + 1}-{j + 1}" for i, j in pairs], fontsize=7, rotation=90)
+    right.set_yticks(range(len(overlaps)), [_short(module) for module in overlaps], fontsize=6)
+    figure.colorbar(image, ax=right, label="shared column space (1: one lies in the other)")
+    return _saved(figure, path)
+
+
 def plot_curves(
     experiment: Experiment, profile: str, results: Mapping[str, Result], path: Path | BinaryIO
 ) -> Path | BinaryIO:

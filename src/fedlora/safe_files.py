@@ -1,8 +1,8 @@
 """Files from strangers: JSON and safetensors headers, read in bounded time and memory, or refused by name and reason.
 
 safetensors cannot run code, but a header can still claim anything. Here it is read by itself, before any library opens
-the file: how long it is, how many tensors it names, that names occur once and are names, and that the tensors lie end to
-end up to the last byte.
+the file: how long it is, how many tensors it names, that names occur once and are names, and that the tensors lie end
+to end up to the last byte.
 """
 
 from __future__ import annotations

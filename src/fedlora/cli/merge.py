@@ -1,0 +1,245 @@
+"""`fedlora merge`: several PEFT adapters into one, with or without a federated method, and a round of one by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from fedlora.adapter_file import WEIGHTS_FILE, AdapterFile
+from fedlora.assembly import make_method
+from fedlora.by_hand import ByHand
+from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, MaxBytes, MaxTensors, opened
+from fedlora.cli.method_names import parse_methods
+from fedlora.cli.screen import complain, console, notes, print_json
+from fedlora.collection import Collection
+from fedlora.errors import ConfigError, HyperparameterError
+from fedlora.lora import Adapter, LoRA
+from fedlora.merging import ModuleReport, RankRule, budget_ranks, cut, merge_module, total_error
+from fedlora.peft_io import AdapterSpec, pad_rank, write_adapter
+from fedlora.run_folder import plain
+from fedlora.uploads import read_facts
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank takes
+
+
+def merge(
+    adapters: Adapters,
+    out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
+    weights: Annotated[str | None, typer.Option(help="one for each, separated by commas (default: alike)")] = None,
+    weights_from: Annotated[str | None, typer.Option(help="num_examples: from each upload.json")] = None,
+    method: Annotated[str, typer.Option(help="svd, or a federated method, as 'glora rho=0.5'")] = "svd",
+    rank: Annotated[str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)")] = "exact",
+    missing: Annotated[str, typer.Option(help="a module that one lacks: zero or renormalise")] = "zero",
+    heads: Annotated[str, typer.Option(help="fully trained modules: average, holders, first or drop")] = "average",
+    max_error: Annotated[
+        float | None, typer.Option(help="refuse to write beyond this relative truncation error")
+    ] = None,
+    serve: Annotated[str | None, typer.Option("--for", help="vllm: one rank that it takes, no saved modules")] = None,
+    state: Annotated[Path | None, typer.Option(help="folder that keeps the server's state between merges")] = None,
+    readout: Annotated[
+        str | None, typer.Option(help="also one adapter a client: 'same', or a TOML file of client = rank")
+    ] = None,
+    allow_unknown: AllowUnknown = None,
+    max_bytes: MaxBytes = None,
+    max_tensors: MaxTensors = None,
+    json: AsJson = False,
+) -> None:
+    """Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank."""
+    if missing not in ("zero", "renormalise"):
+        raise ConfigError(f"--missing is one of zero, renormalise; got {missing!r}.")
+    if serve not in (None, "vllm"):
+        raise ConfigError(f"--for is vllm; got {serve!r}.")
+    rule = RankRule.parse(rank)
+    files = opened(adapters, allow_unknown, max_bytes, max_tensors)
+    facts = [read_facts(file.directory) for file in files]
+    given = Collection.of(files, _weights(len(files), weights, weights_from, [count for _, count in facts]))
+    clients = [name for name, _ in facts]
+    ranks = _readout_ranks(readout, clients, files) if readout is not None else {}
+    extras = given.extras("drop" if serve == "vllm" and heads == "average" else heads)  # type: ignore[arg-type]
+    hand = None
+    if method == "svd" and state is None and readout is None:
+        steps = track(given.modules, "merging", console=notes, transient=True)
+        found = [given.merged(module, rule, missing) for module in steps]  # type: ignore[arg-type]
+    else:
+        hand = _by_hand(method, state, given, missing)
+        hand.aggregate(given, clients, given.weights)
+        updates = hand.whole()
+        steps = track(list(updates), "reading out", console=notes, transient=True)
+        found = [merge_module(module, [updates[module]], [1.0], rule) for module in steps]
+    if rule.kind == "budget":
+        found = _budgeted(found, rule.value)
+    reports = [report for _, report in found]
+    error = total_error(reports)
+    if max_error is not None and error > max_error:
+        raise typer.Exit(
+            complain(
+                f"cutting to {rank} loses {error:.2%} of the merged update, more than --max-error {max_error:g}; "
+                f"nothing was written. A higher rank or energy=... loses less; exact loses nothing."
+            )
+        )
+    modules = {report.module: pad_rank(lora, 1) for lora, report in found}
+    if serve == "vllm":
+        modules, extras = _for_vllm(modules, given), {}
+    spec = given.spec()
+    write_adapter(out, Adapter(modules, extras), spec, card=_card(given, method, rank, reports))
+    if hand is not None:
+        _hand_out(hand, ranks, out, spec)
+        hand.save()
+    if json:
+        print_json(plain({"out": str(out), "error": error, "modules": [asdict(r) for r in reports]}))
+        return
+    _show(given, reports, out)
+    if hand is not None and hand.state is not None:
+        console.print(f"round {hand.state.round} of {method}", markup=False)
+
+
+# -------------------------------------------------------------------------------------------------------- inside
+
+
+def _weights(count: int, weights: str | None, weights_from: str | None, examples: Sequence[float]) -> list[float]:
+    if weights is not None and weights_from is not None:
+        raise ConfigError("give --weights or --weights-from, not both.")
+    if weights_from not in (None, "num_examples"):
+        raise ConfigError(f"--weights-from is num_examples; got {weights_from!r}.")
+    if weights_from is not None:
+        return list(examples)
+    try:
+        return [float(w) for w in weights.split(",")] if weights is not None else [1.0] * count
+    except ValueError as error:
+        raise ConfigError(f"--weights takes numbers separated by commas; got {weights!r}.") from error
+
+
+def _by_hand(text: str, state: Path | None, given: Collection, missing: str) -> ByHand:
+    sections = parse_methods("svd energy=1.0" if text == "svd" else text)
+    if len(sections) != 1:
+        raise ConfigError(f"--method is one method; got {text!r}.")
+    label, section = next(iter(sections.items()))
+    chosen = make_method(section.name, section.preset, **(section.model_extra or {}))
+    return ByHand(chosen, label, state, base=given.files[0].base, missing=missing)  # type: ignore[arg-type]
+
+
+def _budgeted(found: Sequence[tuple[LoRA, ModuleReport]], mean: float) -> list[tuple[LoRA, ModuleReport]]:
+    costs = [B.shape[0] + A.shape[1] for B, A in (lora.factors for lora, _ in found)]
+    ranks = budget_ranks([report for _, report in found], costs, mean)
+    return [cut(lora, report, r) for (lora, report), r in zip(found, ranks, strict=True)]
+
+
+def _for_vllm(modules: Mapping[str, LoRA], given: Collection) -> dict[str, LoRA]:
+    """One rank for all modules, of those that vLLM takes."""
+    special = sorted({layout.kind for layout in given.layouts.values()} - {"linear"})
+    if special:
+        raise ConfigError(f"vLLM serves LoRA of linear layers; these adapters also have {', '.join(special)} layers.")
+    largest = max(lora.rank for lora in modules.values())
+    rank = next((r for r in VLLM_RANKS if r >= largest), None)
+    if rank is None:
+        raise ConfigError(f"vLLM takes ranks up to {VLLM_RANKS[-1]}, and the merge has {largest}: give --rank as well.")
+    return {name: pad_rank(lora, rank) for name, lora in modules.items()}
+
+
+def _readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile]) -> dict[str, Any]:
+    """Client -> its rank, or its ranks by module."""
+    if text == "same":
+        found: dict[str, Any] = {name: dict(file.ranks) for name, file in zip(clients, files, strict=True)}
+    else:
+        try:
+            found = tomllib.loads(Path(text).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"--readout is 'same' or a TOML file; {text} cannot be read: {error.strerror}."
+            ) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{text} is not TOML: {error}.") from error
+        wrong = [name for name, r in found.items() if not isinstance(r, int) or isinstance(r, bool) or r < 1]
+        if wrong or not found:
+            raise ConfigError(
+                f"{text} has lines client = rank, with whole ranks from 1; {wrong[:1] or 'none'} is none."
+            )
+    folders = {name: _folder(name) for name in found}
+    twice = sorted(f for f in folders.values() if list(folders.values()).count(f) > 1)
+    if twice:
+        raise HyperparameterError(f"two clients would have the folder {twice[0]!r}; give them names that differ more.")
+    return found
+
+
+def _folder(client: str) -> str:
+    """A client's name as a folder's: its last part where the name is a path, and no other letters than these."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", client.rstrip("/").rpartition("/")[2]).lstrip(".")
+    if not name:
+        raise ConfigError(f"the client {client!r} has no name that a folder can have.")
+    return name
+
+
+def _hand_out(hand: ByHand, ranks: Mapping[str, Any], out: Path, spec: AdapterSpec) -> None:
+    for client, rank in ranks.items():
+        adapter = hand.readout(client, rank)
+        modules = {name: pad_rank(lora, 1) for name, lora in adapter.modules.items()}
+        write_adapter(out / "clients" / _folder(client), Adapter(modules), spec)
+
+
+def _show(given: Collection, reports: Sequence[ModuleReport], out: Path) -> None:
+    if len(reports) <= 60:
+        table = Table("module", "stacked rank", "rank of the mean", "kept", "error", "spectrum", title="Merged")
+        for r in reports:
+            values = " ".join(f"{s:.2g}" for s in r.singular_values[:4]) + (" ..." if r.full > 4 else "")
+            table.add_row(r.module, str(r.stacked), str(r.full), str(r.kept), f"{r.error:.1e}", values)
+        console.print(table)
+    size, before = (out / WEIGHTS_FILE).stat().st_size, sum(file.size() for file in given.files)
+    console.print(f"{len(given.files)} adapters, weights {', '.join(f'{w:.4g}' for w in given.weights)}", markup=False)
+    lacking = [m for m in given.modules if any(m not in file.ranks for file in given.files)]
+    if lacking:
+        console.print(f"{len(lacking)} modules are not in every adapter, such as {lacking[0]}", markup=False)
+    console.print(f"truncation error over all modules: {total_error(reports):.2e}", markup=False)
+    console.print(f"{out}: {size / 1e6:.1f} MB, from {before / 1e6:.1f} MB", markup=False)
+
+
+def _card(given: Collection, method: str, rank: str, reports: Sequence[ModuleReport]) -> str:
+    base = given.files[0].base_model
+    rows = "\n".join(
+        f"| {file.directory.name} | {w:.6g} | {_sha256(file.directory / WEIGHTS_FILE)} |"
+        for file, w in zip(given.files, given.weights, strict=True)
+    )
+    worst = sorted(reports, key=lambda r: -r.error)[:10]
+    errors = "\n".join(f"| {r.module} | {r.full} | {r.kept} | {r.error:.2e} |" for r in worst)
+    kept = sorted({r.kept for r in reports})
+    ranks = str(kept[0]) if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
+    what = "The weighted mean of the updates B A" if method == "svd" else f"The server update of {method}"
+    norm = math.sqrt(math.fsum(r.norm**2 for r in reports))
+    return f"""---
+library_name: peft
+{f"base_model: {base}{chr(10)}" if base else ""}tags:
+- lora
+- merge
+- fedlora
+---
+
+# Merged LoRA adapter
+
+{what} of {len(given.files)} adapters, exact up to the asked rank ({rank}): ranks {ranks},
+relative truncation error {total_error(reports):.2e} over all modules (norm of the update {norm:.4g}). alpha = r, so the
+update is B A itself.
+
+| adapter | weight | SHA-256 of {WEIGHTS_FILE} |
+|---|---|---|
+{rows}
+
+The modules that lost most:
+
+| module | rank of the mean | kept | relative error |
+|---|---|---|---|
+{errors}
+"""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
