@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedlora.checks import checked_examples
@@ -18,9 +18,11 @@ from fedlora.peft_io import AdapterSpec, read_adapter, write_adapter
 FILE = "upload.json"
 
 
-def write_upload(directory: Path, upload: Upload, spec: AdapterSpec, *, round: int) -> None:
-    """A complete upload as a PEFT directory. `round` counts from 1, as the records do."""
-    facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round}
+def write_upload(
+    directory: Path, upload: Upload, spec: AdapterSpec, *, round: int, more: Mapping[str, object] | None = None
+) -> None:
+    """A complete upload as a PEFT directory. `round` counts from 1, as the records do; `more`: how it came about."""
+    facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round, **(more or {})}
     directory.mkdir(parents=True, exist_ok=True)
     beside = directory / f"{FILE}.part"
     beside.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ import sys
 import click
 import typer
 
-from fedlora.cli import adapters, audit, experiment, merge, methods, runs
+from fedlora.cli import adapters, audit, experiment, merge, methods, runs, train
 from fedlora.cli.screen import complain, notes
 from fedlora.errors import FedLoRAError
 
@@ -21,7 +21,7 @@ _INTERRUPTED = 130
 
 for command in (
     runs.run, runs.demo, runs.compare, methods.methods, methods.ranks, audit.audit,
-    merge.merge, adapters.inspect, adapters.diff, adapters.validate, adapters.apply,
+    merge.merge, train.train, adapters.inspect, adapters.diff, adapters.validate, adapters.apply,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(experiment.app, name="experiment")

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import track
 from rich.table import Table
 
 from fedlora.adapter_file import AdapterFile
 from fedlora.base_files import BaseFiles, apply_adapter, check_fit
-from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json
+from fedlora.cli.screen import complain, console, import_plots, plotted, print_json, tracked
 from fedlora.collection import Collection
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.inspection import difference, facts, overlap
@@ -113,7 +112,7 @@ def validate(
     """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
     found: dict[str, str | None] = {}
     model = BaseFiles(base) if base is not None else None
-    for directory in track(adapters, "checking", console=notes, transient=True):
+    for directory in tracked(adapters, "checking"):
         try:
             (file,) = opened([directory], allow_unknown, max_bytes, max_tensors)
             for module in file.modules:  # reading checks that all is finite
@@ -143,7 +142,7 @@ def apply(
 ) -> None:
     """Merge an adapter into the full model, for serving without PEFT: one tensor in memory at a time."""
     (file,) = opened([adapter], allow_unknown)
-    changed = apply_adapter(file, BaseFiles(base), out, progress=lambda steps: track(steps, "writing", console=notes))
+    changed = apply_adapter(file, BaseFiles(base), out, progress=lambda steps: tracked(steps, "writing"))
     console.print(f"{out}: {len(changed)} tensors changed or added", markup=False, soft_wrap=True)
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 
 from fedlora.adapter_file import WEIGHTS_FILE, AdapterFile
 from fedlora.assembly import make_method
 from fedlora.by_hand import ByHand
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, MaxBytes, MaxTensors, opened
 from fedlora.cli.method_names import parse_methods
-from fedlora.cli.screen import complain, console, notes, print_json
+from fedlora.cli.screen import complain, console, print_json, tracked
 from fedlora.collection import Collection
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.lora import Adapter, LoRA
@@ -68,13 +68,13 @@ def merge(
     extras = given.extras("drop" if serve == "vllm" and heads == "average" else heads)  # type: ignore[arg-type]
     hand = None
     if method == "svd" and state is None and readout is None:
-        steps = track(given.modules, "merging", console=notes, transient=True)
+        steps = tracked(given.modules, "merging")
         found = [given.merged(module, rule, missing) for module in steps]  # type: ignore[arg-type]
     else:
         hand = _by_hand(method, state, given, missing)
         hand.aggregate(given, clients, given.weights)
         updates = hand.whole()
-        steps = track(list(updates), "reading out", console=notes, transient=True)
+        steps = tracked(list(updates), "reading out")
         found = [merge_module(module, [updates[module]], [1.0], rule) for module in steps]
     if rule.kind == "budget":
         found = _budgeted(found, rule.value)
@@ -93,7 +93,7 @@ def merge(
     spec = given.spec()
     write_adapter(out, Adapter(modules, extras), spec, card=_card(given, method, rank, reports))
     if hand is not None:
-        _hand_out(hand, ranks, out, spec)
+        _hand_out(hand, ranks, out, spec, extras)
         hand.save()
     if json:
         print_json(plain({"out": str(out), "error": error, "modules": [asdict(r) for r in reports]}))
@@ -179,11 +179,13 @@ def _folder(client: str) -> str:
     return name
 
 
-def _hand_out(hand: ByHand, ranks: Mapping[str, Any], out: Path, spec: AdapterSpec) -> None:
+def _hand_out(
+    hand: ByHand, ranks: Mapping[str, Any], out: Path, spec: AdapterSpec, extras: Mapping[str, Tensor]
+) -> None:
     for client, rank in ranks.items():
         adapter = hand.readout(client, rank)
         modules = {name: pad_rank(lora, 1) for name, lora in adapter.modules.items()}
-        write_adapter(out / "clients" / _folder(client), Adapter(modules), spec)
+        write_adapter(out / "clients" / _folder(client), Adapter(modules, extras), spec)
 
 
 def _show(given: Collection, reports: Sequence[ModuleReport], out: Path) -> None:

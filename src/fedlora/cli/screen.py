@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.progress import track
 
 from fedlora.errors import ConfigError
 
+T = TypeVar("T")
 console = Console()
 notes = Console(stderr=True)
 
@@ -18,6 +20,11 @@ notes = Console(stderr=True)
 def print_json(value: Any) -> None:
     """On stdout, for programs."""
     print(json.dumps(value, indent=2, sort_keys=True))
+
+
+def tracked(steps: Iterable[T], what: str) -> Iterable[T]:
+    """The steps behind a progress bar, where somebody is looking."""
+    return track(steps, what, console=notes, transient=True) if notes.is_terminal else steps
 
 
 def complain(message: str) -> int:

@@ -1,0 +1,87 @@
+"""`fedlora train`: a site's half of a round without a network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedlora.cli.screen import console
+from fedlora.data import TextData, demo_model, read_classification, read_instructions, smollm2_model
+from fedlora.data.tables import read_table
+from fedlora.errors import ConfigError
+from fedlora.site import Fresh, train_site
+from fedlora.training import TrainSettings
+
+
+def train(
+    base: Annotated[str, typer.Option(help="the base model: a directory, a hub id, or demo", show_default=False)],
+    data: Annotated[Path, typer.Option(help="own examples: .jsonl, .csv or .tsv", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
+    client: Annotated[str, typer.Option(help="this site's name, the same every round", show_default=False)],
+    adapter: Annotated[Path | None, typer.Option(help="the received adapter (default: a fresh one)")] = None,
+    rank: Annotated[int, typer.Option(min=1, help="of a fresh adapter")] = 8,
+    targets: Annotated[str, typer.Option(help="of a fresh adapter: module names, or all-linear")] = "all-linear",
+    start_seed: Annotated[int, typer.Option(help="of a fresh adapter: the same at every site")] = 0,
+    labels: Annotated[str | None, typer.Option(help="class names in one order for all sites: a,b,c")] = None,
+    text: Annotated[str, typer.Option(help="column of the sentence")] = "text",
+    pair: Annotated[str | None, typer.Option(help="column of a second sentence")] = None,
+    label: Annotated[str, typer.Option(help="column of the class")] = "label",
+    prompt: Annotated[str, typer.Option(help="column of an instruction")] = "prompt",
+    response: Annotated[str, typer.Option(help="column of its answer")] = "response",
+    steps: Annotated[int, typer.Option(min=0, help="optimiser steps; 0: train --epochs")] = 0,
+    epochs: Annotated[float, typer.Option(help="passes over the data, where --steps is 0")] = 1.0,
+    lr: Annotated[float, typer.Option(help="learning rate")] = 1e-3,
+    batch_size: Annotated[int, typer.Option(min=1, help="examples a step")] = 16,
+    max_length: Annotated[int, typer.Option(min=8, help="tokens of an example")] = 128,
+    round: Annotated[int, typer.Option(min=1, help="which round this is, for the record and the data order")] = 1,
+    seed: Annotated[int, typer.Option(help="of the data order and dropout")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    bf16: Annotated[bool, typer.Option("--bf16", help="mixed precision")] = False,
+) -> None:
+    """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
+        raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not empty; name another directory.")
+    if lr <= 0 or epochs <= 0:
+        raise ConfigError(f"--lr and --epochs are positive; got {lr:g} and {epochs:g}.")
+    columns = read_columns(data)
+    names = [name.strip() for name in labels.split(",")] if labels is not None else None
+    examples: TextData
+    if label in columns:
+        examples = read_classification(data, text=text, label=label, pair=pair, label_names=names)
+        given = list(examples.label_names or ())
+        if names is None and given != [str(k) for k in range(len(given))]:
+            raise ConfigError(
+                f"{data} has the classes {given[:5]} by name, and another site may number them otherwise, so the "
+                f"classifiers would not add up. Give --labels, the same at every site."
+            )
+    elif response in columns:
+        examples = read_instructions(data, prompt=prompt, response=response)
+    else:
+        raise ConfigError(f"{data} has neither a column {label!r} (classes) nor {response!r} (answers): {columns}.")
+    packaged: dict[str, Any] = {"demo": demo_model, "smollm2": smollm2_model}
+    settings = TrainSettings(
+        lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, max_length=max_length, bf16=bf16, rounds=max(round, 1)
+    )
+    wanted = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+    done = train_site(
+        packaged[base]() if base in packaged else base,
+        "classification" if examples.kind == "classification" else "causal-lm",
+        adapter if adapter is not None else Fresh(wanted, rank, seed=start_seed),
+        examples, settings, out, client=client, round=round, seed=seed, device=device, data_file=data,
+    )  # fmt: skip
+    console.print(
+        f"{out}: rank {done.ranks}, {done.trained.num_examples} examples, {done.trained.position} seen, mean loss "
+        f"{done.trained.loss:.4f}. Hand it to whoever runs fedlora merge --weights-from num_examples.",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def read_columns(data: Path) -> list[str]:
+    """The columns of a file's first row."""
+    rows = read_table(data, [])
+    return list(rows[0][1]) if rows else []
