@@ -86,10 +86,11 @@ class ByHand:
             uploads.append(Upload(Client(name, adapter.ranks), count, adapter))
         if self.state is None:
             self.state = self._server.init(_zero_start(uploads))
-        if any(self._server.method.readout(s, None, 1).base is not None for s in self.state.modules.values()):
+        after = self._server.aggregate(self.state, uploads)
+        if any(self._server.download(after, upload.client).base for upload in uploads):
             raise ConfigError(f"{self._server.method.name} moves the base weights: an adapter alone is not its result.")
-        self.state = self._server.aggregate(self.state, uploads)
-        return self.state
+        self.state = after
+        return after
 
     def whole(self) -> Mapping[str, LoRA]:
         """The server's update of each module. Raises `NoGlobalModel`."""
