@@ -1,9 +1,9 @@
 """Every kind of adapter that peft writes, read, written and merged. Kinds of evidence: oracle and end-to-end.
 
 peft makes two adapters of random numbers on a tiny model and saves them. Expected values come from peft and PyTorch
-alone: the state dicts of `merge_and_unload` on a fresh base, in float64, and their mean with weights 0.7 and 0.3, key by
-key. Nothing of fedlora computes one. What a merge writes is loaded by peft on a fresh base and compared in the same way,
-and its logits, unmerged, with those of the dense model that has the oracle's weights.
+alone: the state dicts of `merge_and_unload` on a fresh base, in float64, and their mean with weights 0.7 and 0.3, key
+by key. Nothing of fedlora computes one. What a merge writes is loaded by peft on a fresh base and compared in the same
+way, and its logits, unmerged, with those of the dense model that has the oracle's weights.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ pytestmark = [
         r"ignore:Adapter 'default'. \d+ LoRA tensor.s. have invalid shape:UserWarning:peft\.utils\.save_and_load",
         # ... says that it saves an embedding that is adapted, and cannot look up a base that has no name.
         r"ignore:Setting .save_embedding_layers. to .True.:UserWarning:peft\.utils\.save_and_load",
-        # ... says that it merges into tied weights, which is what the tied cases are about.
-        # ... looks for the names of rank_pattern and alpha_pattern among modules only, and applies them to parameters all
-        # the same; for AdaLoRA rank_pattern holds masks.
+        # ... looks for the names of rank_pattern and alpha_pattern among modules only, and applies them to parameters
+        # all the same; for AdaLoRA rank_pattern holds masks.
         r"ignore:The following (rank|alpha)_pattern keys did not match any targeted module:RuntimeWarning",
+        # ... says that it merges into tied weights, which is what the tied cases are about.
         r"ignore:Input and output embeddings are no longer tied after merging:UserWarning:peft",
         r"ignore:Model with .tie_word_embeddings=True.:UserWarning:peft\.tuners\.tuners_utils",
     )
@@ -57,14 +57,15 @@ main = test_run.main
 
 
 def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Builds the same float64 model every time."""
+    """Gives the same float64 model every time, as a copy."""
 
-    def make() -> nn.Module:
+    @functools.cache
+    def once() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             return build().double().eval()
 
-    return make
+    return lambda: copy.deepcopy(once())
 
 
 class ConvNet(nn.Module):
@@ -115,6 +116,18 @@ class NormNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.fc(x))
+
+
+class AttentionNet(nn.Module):
+    """PyTorch's own attention: peft adapts its joint projection and, inside, the one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attention(x, x, x)[0])
 
 
 class Experts(nn.Module):
@@ -193,6 +206,7 @@ _ROWS = torch.randn(4, 10, generator=torch.Generator().manual_seed(5), dtype=tor
 _IMAGES = torch.randn(2, 3, 5, 6, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
 LM: Mapping[str, Tensor] = {"input_ids": TOKENS}
 CAUSAL = {"task_type": "CAUSAL_LM"}
+QUERY = {"target_modules": ["query", "value"]}
 SEQ = {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}
 
 
@@ -214,7 +228,9 @@ class Case:
     alter: Callable[[Any], None] | None = None
 
 
-def lora(build: Callable[[], nn.Module], one: Mapping[str, Any], two: Mapping[str, Any] | None = None, **more: Any) -> Case:
+def lora(
+    build: Callable[[], nn.Module], one: Mapping[str, Any], two: Mapping[str, Any] | None = None, **more: Any
+) -> Case:
     """Ranks 4 and 3, scalings 2 and 5/3, unless said otherwise."""
     defaults = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     return Case(build, defaults | one, defaults | one | {"r": 3, "lora_alpha": 5} | (two or {}), **more)
@@ -223,7 +239,10 @@ def lora(build: Callable[[], nn.Module], one: Mapping[str, Any], two: Mapping[st
 def adalora(build: Callable[[], nn.Module], one: Mapping[str, Any], **more: Any) -> Case:
     defaults = {"init_r": 5, "target_r": 2, "lora_alpha": 8, "total_step": 10, "tinit": 1, "tfinal": 2}
     other = {"init_r": 3, "lora_alpha": 3}
-    more = {"tolerance": 2e-6, "configs": (AdaLoraConfig, AdaLoraConfig)} | more  # fedlora holds these products in float32
+    more = {
+        "tolerance": 2e-6,
+        "configs": (AdaLoraConfig, AdaLoraConfig),
+    } | more  # fedlora holds these products in float32
     return Case(build, defaults | one, defaults | one | other, **more)
 
 
@@ -250,8 +269,17 @@ def pruned(model: Any) -> None:
     model.peft_config["default"].rank_pattern = pattern
 
 
+def emptied(model: Any) -> None:
+    """The same, with one module of rank 0."""
+    names = [n for n, _ in model.base_model.model.named_parameters() if ".lora_E." in n]
+    pattern = {name: [k != 1] * model.peft_config["default"].init_r for k, name in enumerate(names)}
+    model.base_model.resize_modules_by_rank_pattern(pattern, "default")
+    model.peft_config["default"].rank_pattern = pattern
+
+
 LLAMA, GPT2, BERT, TIED = (seeded(build) for build in (llama, gpt2, bert, tied_llama))
 CONV, TABLE, NORM, MIXTRAL = (seeded(build) for build in (ConvNet, TableNet, NormNet, mixtral))
+ATTENTION, GROUPED = seeded(AttentionNet), seeded(GroupedNet)
 QV = ("q_proj", "v_proj")
 EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 BOTH = ("gate_up_proj", "down_proj")
@@ -260,7 +288,8 @@ MOE: dict[str, Any] = {"inputs": {"x": _ROWS}, "changed": BOTH}
 CASES = {
     "linear": lora(LLAMA, CAUSAL, changed=QV),
     "linear, no task type": lora(LLAMA, {}, changed=QV),
-    "list, regex": lora(LLAMA, CAUSAL, {"target_modules": r".*\.1\.self_attn\.(k|v)_proj"}, changed=(*QV, "1.self_attn.k")),
+    "list, regex": lora(LLAMA, CAUSAL, {"target_modules": r".*\.1\.self_attn\.(k|v)_proj"},
+                        changed=(*QV, "1.self_attn.k_proj")),
     "regex, list": lora(LLAMA, CAUSAL | {"target_modules": r".*\.(q|k)_proj"}, {"target_modules": ["v_proj"]},
                         changed=(*QV, "k_proj")),
     "all-linear": lora(LLAMA, CAUSAL | {"target_modules": "all-linear"}, changed=("_proj",)),
@@ -287,19 +316,20 @@ CASES = {
                          inputs={"x": _IMAGES}, changed=("one", "two", "three", "fc")),
     "convolutions, patterns": lora(CONV, {"target_modules": ["one", "two"], "rank_pattern": {"two": 2}},
                                    {"alpha_pattern": {"one": 1}}, inputs={"x": _IMAGES}, changed=("one", "two")),
-    "embedding": lora(LLAMA, CAUSAL | {"target_modules": ["embed_tokens", "q_proj"]}, changed=("embed_tokens", "q_proj")),
+    "embedding": lora(LLAMA, CAUSAL | {"target_modules": ["embed_tokens", "q_proj"]},
+                      changed=("embed_tokens", "q_proj")),
     "embedding of another name": lora(TABLE, {"target_modules": ["words", "out"]}, inputs={"x": TOKENS % 11},
                                       changed=("words", "out")),
     "lm_head": lora(LLAMA, CAUSAL | {"target_modules": ["lm_head", "v_proj"]}, changed=("lm_head", "v_proj")),
     "embedding and lm_head": lora(LLAMA, CAUSAL | {"target_modules": r".*(embed_tokens|lm_head|q_proj)"},
                                   changed=("embed_tokens", "lm_head", "q_proj")),
-    "lora_bias": lora(BERT, {"target_modules": ["query", "value"], "lora_bias": True}, changed=("query", "value")),
+    "lora_bias": lora(BERT, QUERY | {"lora_bias": True}, changed=("query", "value")),
     "lora_bias, rsLoRA, patterns": lora(
-        BERT, {"target_modules": ["query", "value"], "lora_bias": True, "use_rslora": True, "rank_pattern": {"query": 2}},
+        BERT, QUERY | {"lora_bias": True, "use_rslora": True, "rank_pattern": {"query": 2}},
         changed=("query", "value")),
-    "lora_bias of one only": lora(BERT, {"target_modules": ["query", "value"], "lora_bias": True}, {"lora_bias": False},
+    "lora_bias of one only": lora(BERT, QUERY | {"lora_bias": True}, {"lora_bias": False},
                                   changed=("query", "value")),
-    "lora_bias of the other only": lora(BERT, {"target_modules": ["query", "value"]}, {"lora_bias": True},
+    "lora_bias of the other only": lora(BERT, QUERY, {"lora_bias": True},
                                         changed=("query", "value")),
     "bias all": lora(BERT, SEQ | {"bias": "all"}, changed=("query", "value", "bias", "classifier")),
     "bias lora_only": lora(BERT, SEQ | {"bias": "lora_only"}, changed=("query", "value", "classifier")),
@@ -319,7 +349,8 @@ CASES = {
         LLAMA, CAUSAL | {"trainable_token_indices": {"embed_tokens": [2, 0], "lm_head": [4]}},
         changed=(*QV, "embed_tokens", "lm_head")),
     "tied, linear": lora(TIED, CAUSAL, changed=QV),
-    "tied, trained tokens": lora(TIED, CAUSAL | {"trainable_token_indices": [1, 2]}, changed=(*QV, "embed_tokens", "lm_head")),
+    "tied, trained tokens": lora(TIED, CAUSAL | {"trainable_token_indices": [1, 2]},
+                                 changed=(*QV, "embed_tokens", "lm_head")),
     "tied, saved in full": lora(TIED, CAUSAL | {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
                                 changed=(*QV, "embed_tokens", "lm_head")),
     "tied, adapted": lora(TIED, CAUSAL | {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
@@ -342,7 +373,8 @@ CASES = {
         mixture("down_proj", "gate_up_proj"), EXPERTS | {"rank_pattern": {"down_proj": 2}}, **MOE),
     "experts, rank_pattern on the second": lora(
         mixture("down_proj", "gate_up_proj"), EXPERTS | {"rank_pattern": {"experts.gate_up_proj": 2}}, **MOE),
-    "experts, rank_pattern, registered out of order": lora(mixture(), EXPERTS | {"rank_pattern": {"down_proj": 2}}, **MOE),
+    "experts, rank_pattern, registered out of order": lora(
+        mixture(), EXPERTS | {"rank_pattern": {"down_proj": 2}}, **MOE),
     "experts, alpha_pattern, registered out of order": lora(
         mixture(), EXPERTS | {"alpha_pattern": {"down_proj": 2}}, **MOE),
     "experts, alpha_pattern": lora(
@@ -353,17 +385,23 @@ CASES = {
     "Mixtral": lora(MIXTRAL, CAUSAL | EXPERTS | {"target_modules": ["q_proj"]}, changed=(*BOTH, "q_proj")),
     "a matrix as parameter": lora(LLAMA, CAUSAL | {"target_modules": [], "target_parameters": ["q_proj.weight"]},
                                   changed=("q_proj",)),
+    "attention": lora(ATTENTION, {"target_modules": ["attention"]}, inputs={"x": _IMAGES.reshape(6, 15, 8)},
+                      changed=("in_proj_weight", "out_proj.weight")),
     "layers repeated": lora(LLAMA, CAUSAL | {"layer_replication": [[0, 2], [0, 2]]}, changed=QV, unshare=True),
     "AdaLoRA": adalora(LLAMA, CAUSAL | {"target_modules": ["q_proj", "v_proj"]}, changed=QV),
     "AdaLoRA, heads": adalora(BERT, SEQ, changed=("query", "value", "classifier")),
-    "AdaLoRA, Conv1D": adalora(GPT2, CAUSAL | {"target_modules": ["c_attn"], "fan_in_fan_out": True}, changed=("c_attn",)),
+    "AdaLoRA, Conv1D": adalora(GPT2, CAUSAL | {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+                               changed=("c_attn",)),
     "AdaLoRA, pruned": adalora(LLAMA, CAUSAL | {"target_modules": ["q_proj", "v_proj"]}, alter=pruned, changed=QV),
     "AdaLoRA, bias all": adalora(BERT, {"target_modules": ["query"], "bias": "all"}, changed=("query", "bias")),
-    "AdaLoRA, convolution": adalora(CONV, {"target_modules": ["two", "fc"]}, inputs={"x": _IMAGES}, changed=("two", "fc")),
+    "AdaLoRA, convolution": adalora(CONV, {"target_modules": ["two", "fc"]}, inputs={"x": _IMAGES},
+                                    changed=("two", "fc")),
+    "AdaLoRA, a module pruned away": adalora(LLAMA, CAUSAL | {"target_modules": ["q_proj", "v_proj"]}, alter=emptied,
+                                            changed=QV),
     "AdaLoRA and LoRA": Case(
         LLAMA, CAUSAL | {"target_modules": ["q_proj", "v_proj"], "init_r": 5, "total_step": 10, "lora_alpha": 8},
-        CAUSAL | {"target_modules": ["v_proj"], "r": 3, "lora_alpha": 8, "use_rslora": True}, changed=QV, tolerance=2e-6,
-        configs=(AdaLoraConfig, LoraConfig)),
+        CAUSAL | {"target_modules": ["v_proj"], "r": 3, "lora_alpha": 8, "use_rslora": True}, changed=QV,
+        tolerance=2e-6, configs=(AdaLoraConfig, LoraConfig)),
     "LoRA and AdaLoRA": Case(
         LLAMA, CAUSAL | {"target_modules": ["v_proj"], "r": 3, "lora_alpha": 8, "use_rslora": True},
         CAUSAL | {"target_modules": ["q_proj", "v_proj"], "init_r": 5, "total_step": 10, "lora_alpha": 8}, changed=QV,
@@ -426,11 +464,12 @@ def said(case: Case, model: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class Made:
-    """Two adapters that peft saved, what peft's dense models of them hold, and the mean of these."""
+    """Two adapters that peft saved, what peft's dense models of them hold and say, and the mean of what they hold."""
 
     case: Case
     folders: tuple[Path, Path]
     states: tuple[dict[str, Tensor], dict[str, Tensor]]
+    said: tuple[Tensor, Tensor]
     mean: dict[str, Tensor]
     base: dict[str, Tensor]
 
@@ -441,11 +480,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     def make(name: str) -> Made:
         case, root = CASES[name], tmp_path_factory.mktemp("made")
         folders = (saved(case, 0, root / "a"), saved(case, 1, root / "b"))
-        states = tuple({k: t.clone() for k, t in dense(case, f).state_dict().items()} for f in folders)
+        models = [dense(case, folder) for folder in folders]
+        logits = (said(case, models[0]), said(case, models[1]))
+        states = tuple({k: t.clone() for k, t in model.state_dict().items()} for model in models)
         assert states[0].keys() == states[1].keys()
         mean = {k: sum(w * s[k] for w, s in zip(WEIGHTS, states, strict=True)) for k in states[0]}
         mean = {k: t.to(states[0][k].dtype) for k, t in mean.items()}  # type: ignore[union-attr]
-        return Made(case, folders, states, mean, base_state(case))  # type: ignore[arg-type]
+        return Made(case, folders, states, logits, mean, base_state(case))  # type: ignore[arg-type]
 
     return make
 
@@ -459,6 +500,35 @@ def assert_states(got: Mapping[str, Tensor], want: Mapping[str, Tensor], x: Made
             assert torch.equal(got[key], x.base[key]), key
 
 
+# ---- known defects ---------------------------------------------------------------------------------------------------
+
+READ, MERGED = "read and written", "merged"
+_NESTED = "peft nests the parameters of a module in the order in which it registered them, not by the alphabet: "
+_SWAPPED = "a merge's rank_pattern names the other one, and peft cannot load it"
+DEFECTS: dict[tuple[str, str], str] = {
+    (MERGED, "experts, two nested"): _NESTED + _SWAPPED,
+    (MERGED, "experts, transposed, two"): _NESTED + _SWAPPED,
+    (MERGED, "experts, rsLoRA"): _NESTED + _SWAPPED,
+    (MERGED, "experts and layers"): _NESTED + _SWAPPED,
+}
+for _what in (READ, MERGED):
+    DEFECTS |= {
+        (_what, "experts, rank_pattern, registered out of order"): _NESTED + "a sound adapter is refused",
+        (_what, "experts, alpha_pattern, registered out of order"): _NESTED + "scalings are swapped without a word",
+        (
+            _what,
+            "AdaLoRA, convolution",
+        ): "AdaLoRA stores a convolution's A flat; written as LoRA's, peft cannot load it",
+        (_what, "AdaLoRA, a module pruned away"): "AdaLoRA may leave a module no rank at all; it is refused as empty",
+    }
+
+
+def cases(what: str) -> list[Any]:
+    """All names; those that fail for a known reason are marked."""
+    known = {name: pytest.mark.xfail(strict=True, reason=DEFECTS[what, name]) for w, name in DEFECTS if w == what}
+    return [pytest.param(name, marks=[known[name]] if name in known else []) for name in CASES]
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -466,32 +536,31 @@ def assert_states(got: Mapping[str, Tensor], want: Mapping[str, Tensor], x: Made
 def test_the_inputs_are_what_the_test_says(name: str, made: Callable[[str], Made]) -> None:
     """The two adapters differ and change what they should, by a lot; peft's dense models say what its adapters say."""
     x = made(name)
-    for state, folder in zip(x.states, x.folders, strict=True):
+    for state, folder, whole in zip(x.states, x.folders, x.said, strict=True):
         changed = {k for k, t in state.items() if not torch.equal(t, x.base[k])}
         assert changed and all(any(part in key for part in x.case.changed) for key in changed)
         assert max(float((state[k] - x.base[k]).abs().max()) for k in changed) > 0.1
-        whole = said(x.case, dense(x.case, folder))
-        torch.testing.assert_close(said(x.case, loaded(x.case, folder)), whole, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            said(x.case, loaded(x.case, folder)), whole, rtol=0, atol=1e-4 if x.case.tolerance > 1e-6 else 1e-9
+        )
     both = {k for s in x.states for k, t in s.items() if not torch.equal(t, x.base[k])}
     assert all(any(part in key for key in both) for part in x.case.changed)
     assert any(not torch.equal(x.states[0][k], x.states[1][k]) for k in both)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(READ))
 def test_what_is_read_is_written_with_the_same_meaning(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """peft loads the copy on a fresh base: its weights and logits are those of the original."""
     x = made(name)
     for k, (folder, state) in enumerate(zip(x.folders, x.states, strict=True)):
         adapter, spec = read_adapter(folder)
         write_adapter(tmp_path / folder.name, adapter, spec)
-        torch.testing.assert_close(
-            said(x.case, loaded(x.case, tmp_path / folder.name)), said(x.case, loaded(x.case, folder)),
-            rtol=0, atol=max(x.case.tolerance * 100, 1e-9),
-        )  # fmt: skip
+        got = said(x.case, loaded(x.case, tmp_path / folder.name))
+        torch.testing.assert_close(got, x.said[k], rtol=0, atol=max(x.case.tolerance * 100, 1e-9))
         assert_states(dense(x.case, tmp_path / folder.name).state_dict(), state, x, (k,))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(MERGED))
 def test_a_merge_is_the_mean_of_the_dense_models(
     name: str, made: Callable[[str], Made], main: Callable[..., Said], tmp_path: Path
 ) -> None:
@@ -506,3 +575,114 @@ def test_a_merge_is_the_mean_of_the_dense_models(
     torch.testing.assert_close(got, said(x.case, want), rtol=0, atol=max(x.case.tolerance * 100, 1e-9))
     assert float((got - said(x.case, x.case.build())).abs().max()) > 0.05
     assert main("validate", tmp_path / "m").code == 0
+
+
+# name -> (the field that the refusal names, fields of peft's config)
+REFUSED = {
+    "DoRA": ("use_dora", {"use_dora": True}),
+    "PiSSA": ("init_lora_weights", {"init_lora_weights": "pissa"}),
+    "PiSSA, fast": ("init_lora_weights", {"init_lora_weights": "pissa_niter_4"}),
+    "OLoRA": ("init_lora_weights", {"init_lora_weights": "olora"}),
+    "aLoRA": ("alora_invocation_tokens", {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL_LM"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_plain_update_is_refused_by_its_field(
+    name: str, made: Callable[[str], Made], main: Callable[..., Said], tmp_path: Path
+) -> None:
+    """In a merge too, beside a sound adapter; nothing is written."""
+    named, fields = REFUSED[name]
+    bad = saved(lora(llama, CAUSAL | fields), 0, tmp_path / "bad")  # not in float64: PiSSA cannot
+    with pytest.raises(AdapterFormatError, match=rf"\b{named} = "):
+        read_adapter(bad)
+    done = main("merge", made("linear").folders[0], bad, "-o", tmp_path / "m")
+    assert done.code == 2 and f"{named} = " in done.err and done.err.count("\n") == 1
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (peft.LoHaConfig, {"target_modules": ["q_proj"]}),
+        (peft.LoKrConfig, {"target_modules": ["q_proj"]}),
+        (peft.IA3Config, {"target_modules": ["q_proj"], "feedforward_modules": []}),
+        (peft.PromptTuningConfig, {"num_virtual_tokens": 2}),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(
+    config: Callable[..., Any], fields: dict[str, Any], main: Callable[..., Said], tmp_path: Path
+) -> None:
+    bad = saved(Case(LLAMA, CAUSAL | fields, {}, configs=(config, config)), 0, tmp_path / "bad")
+    with pytest.raises(AdapterFormatError, match=r"\bpeft_type = "):
+        AdapterFile(bad)
+    done = main("validate", bad)
+    assert done.code == 2 and "peft_type = " in done.err and done.err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups > 1:UserWarning:peft")
+def test_a_grouped_convolution_is_refused(main: Callable[..., Said], tmp_path: Path) -> None:
+    """Its B has r / groups columns: no product of two matrices."""
+    bad = saved(lora(GROUPED, {"target_modules": ["grouped"]}), 0, tmp_path / "bad")
+    with pytest.raises(AdapterFormatError, match=r"module 'grouped'.*grouped convolutions are not supported"):
+        AdapterFile(bad)
+
+
+# what -> (adapters by case and number, what the refusal names)
+UNALIKE = {
+    "other tokens": (("trained tokens", 0), ("trained tokens by name", 0), "trainable_token_indices"),
+    "no tokens": (("trained tokens", 0), ("linear", 0), "trainable_token_indices"),
+    "repeated layers": (("layers repeated", 0), ("linear", 0), "layer_replication"),
+    "other parameters": (("experts, one parameter", 0), ("experts, two nested", 0), "target_parameters"),
+    "a head of one only": (("lm_head in full", 0), ("linear", 0), "lm_head.weight"),
+    "biases of one only": (("bias all without a head", 0), ("lora_bias of one only", 0), "bias"),
+    "biases of the other only": (("lora_bias of one only", 0), ("bias all without a head", 0), "bias"),
+}
+
+
+@pytest.mark.parametrize("what", UNALIKE)
+def test_adapters_whose_other_tensors_do_not_add_up(
+    what: str, made: Callable[[str], Made], main: Callable[..., Said], tmp_path: Path
+) -> None:
+    (one, i), (two, j), named = UNALIKE[what]
+    done = main("merge", made(one).folders[i], made(two).folders[j], "-o", tmp_path / "m")
+    assert done.code == 2 and named in done.err and done.err.count("\n") == 1
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("name", ["linear", "convolutions", "embedding", "lora_bias", "Mixtral", "AdaLoRA"])
+def test_a_file_says_what_it_holds(name: str, made: Callable[[str], Made]) -> None:
+    """Ranks and shapes of each module, before a tensor is read; their products are peft's updates, one by one."""
+    x = made(name)
+    file = AdapterFile(x.folders[0])
+    assert set(file.ranks) == set(file.modules)
+    for module in file.modules:
+        path, _, expert = module.partition("[")
+        weight = f"{path}.weight"
+        if expert:  # nested: the one registered first is inside
+            weight = path.removesuffix(".base_layer") + (".gate_up_proj" if "base_layer" in path else ".down_proj")
+        change = x.states[0][weight] - x.base[weight]
+        change = change[int(expert[:-1])] if expert else change
+        delta = file.lora(module).delta().double()
+        want = change.T if "embed" in path else change.flatten(1)
+        torch.testing.assert_close(delta, want, rtol=0, atol=max(x.case.tolerance, 1e-9))
+        assert file.lora(module).rank == file.ranks[module]
+
+
+def test_a_merge_is_the_same_in_any_order_of_the_fields(
+    made: Callable[[str], Made], main: Callable[..., Said], tmp_path: Path
+) -> None:
+    """Two runs, and a run of copies whose configs list their fields backwards, give the same bytes."""
+    x = made("rank and alpha patterns")
+    turned = []
+    for folder in x.folders:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        (tmp_path / folder.name).mkdir()
+        (tmp_path / folder.name / CONFIG_FILE).write_text(json.dumps(dict(reversed(config.items()))))
+        tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+        safetensors.torch.save_file(dict(reversed(tensors.items())), tmp_path / folder.name / WEIGHTS_FILE)
+        turned.append(tmp_path / folder.name)
+    for out, folders in zip("pqr", itertools.chain([x.folders, x.folders, turned]), strict=True):
+        assert main("merge", *folders, "-o", tmp_path / out).code == 0
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        assert len({(tmp_path / out / name).read_bytes() for out in "pqr"}) == 1, name

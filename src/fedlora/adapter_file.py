@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedlora.errors import AdapterFormatError
@@ -27,10 +25,10 @@ from fedlora.peft_config import (
     extra_kind,
     is_adalora,
     module_rank,
-    parameter_layout,
+    parameter_names,
     relative_scaling,
 )
-from fedlora.safe_files import FLOATS, Limits, Stored, read_header, read_json
+from fedlora.safe_files import FLOATS, Limits, Stored, read_header, read_json, read_tensor
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -81,10 +79,6 @@ class AdapterFile:
             {name: ranks[path] for path, layout in self.layouts.items() for name in layout.modules(path)}
         )
         self._cached: tuple[str, Tensor, Tensor] | None = None
-        try:
-            self._open: Any = safe_open(weights, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise AdapterFormatError(f"{weights} is damaged or no safetensors file: {error}.") from error
 
     def _sort(self, key: str) -> None:
         if not key.startswith(PREFIX):
@@ -128,18 +122,19 @@ class AdapterFile:
         A = self._shape(pair["A"])
         if len(A) > 2:
             return Layout("conv", kernel=A[2:])
-        module = path.replace(".base_layer", "")
-        nested = Counter(other.replace(".base_layer", "") for other in self._factors)[module] if self.config.get(
-            "target_parameters") else 0  # fmt: skip
-        parameter = parameter_layout(path, self.config, nested) if nested else None
+        parameter = self._parameter(path)
         if parameter is None:
             return Layout()
-        r = module_rank(self.config, parameter)
-        if A[0] % r:
-            raise AdapterFormatError(
-                f"{self.directory}: {parameter!r} has {A[0]} rows of A, no multiple of its rank {r} by the config."
-            )
-        return Layout("parameter", experts=A[0] // r, pattern=parameter)
+        return Layout("parameter", experts=A[0] // module_rank(self.config, parameter), pattern=parameter)
+
+    def _parameter(self, path: str) -> str | None:
+        """The bare parameter that a pair adapts; None for a layer."""
+        if not self.config.get("target_parameters"):
+            return None
+        module = path.replace(".base_layer", "")
+        nested = sorted((other for other in self._factors if other.replace(".base_layer", "") == module), key=len)
+        names = parameter_names(module, [self._shape(self._factors[p]["A"])[0] for p in nested], self.config)
+        return names[nested.index(path)] if names is not None else None
 
     def _rank(self, path: str) -> int:
         """The rank of a stored pair by the shapes in the header, which must be what the config says."""
@@ -240,10 +235,7 @@ class AdapterFile:
         return (self.directory / WEIGHTS_FILE).stat().st_size
 
     def _tensor(self, key: str) -> Tensor:
-        try:
-            tensor: Tensor = self._open.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise AdapterFormatError(f"{self.directory / WEIGHTS_FILE}: {key!r} cannot be read: {error}.") from error
+        tensor = read_tensor(self.directory / WEIGHTS_FILE, self._header[key])
         if not bool(torch.isfinite(tensor).all()):
             raise AdapterFormatError(f"{self.directory / WEIGHTS_FILE}: {key!r} holds NaN or Inf.")
         return tensor

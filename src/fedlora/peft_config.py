@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 import regex
 
 from fedlora.errors import AdapterFormatError
 from fedlora.layouts import Layout, stored_path
-from fedlora.lora import Adapter
 
 # Fields of adapter_config.json (peft 0.21) that leave the update alone, whatever their value. Those of an
 # initialisation stay after peft has converted the adapter to the original base; init_lora_weights says whether it has.
@@ -205,28 +205,56 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
     return "base" if plain.endswith(_EMBEDDINGS) or path.endswith(".base_layer.weight") else None
 
 
-def parameter_layout(path: str, config: Mapping[str, Any], nested: int) -> str | None:
-    """The name of the bare parameter whose LoRA is stored at `path`; None where that is a layer.
+def parameter_names(module: str, rows: Sequence[int], config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Which bare parameter of `module` each of its nested LoRA pairs adapts, outermost first; None where none is.
 
-    Several parameters of one module are stored nested, the alphabetically first innermost: `nested` is how many there
-    are, and `.base_layer` occurs in the path once for each one outside.
+    Args:
+        rows: of the stored A, outermost first: rank times experts.
+
+    PEFT nests several parameters of one module in the order in which the model registered them, which no file tells.
+    Where the patterns give them different ranks, the shapes tell; where only their alphas differ, nothing does.
+
+    Raises:
+        AdapterFormatError: the config names another number of parameters, no order fits the shapes, or several do and
+            mean different updates.
     """
-    module = path.replace(".base_layer", "")
-    names = sorted(set(config.get("target_parameters") or []))
-    mine = [name for name in names if f".{module}".endswith(f".{name.rpartition('.')[0]}") and "." in name]
-    if not mine:
+    short = sorted({name.rpartition(".")[2] for name in config.get("target_parameters") or [] if _is_of(name, module)})
+    if not short:
         return None
-    if len(mine) != nested:
+    if len(short) != len(rows) or len(short) > 6:
         raise AdapterFormatError(
-            f"{module!r}: target_parameters names {len(mine)} of its parameters, and the file has pairs for {nested}."
+            f"{module!r}: target_parameters names {len(short)} of its parameters, the file has pairs for {len(rows)}."
         )
-    inside = nested - 1 - path.count(".base_layer")
-    return f"{module}.{mine[inside].rpartition('.')[2]}"
+    fits: dict[tuple[tuple[int, float], ...], tuple[str, ...]] = {}
+    alike: dict[tuple[tuple[int, float], ...], tuple[str, ...]] = {}
+    for order in permutations(f"{module}.{name}" for name in short):
+        ranks = [module_rank(config, name) for name in order]
+        if all(n % r == 0 for n, r in zip(rows, ranks, strict=True)):
+            means = tuple((r, relative_scaling(config, name, 1.0)) for name, r in zip(order, ranks, strict=True))
+            fits.setdefault(means, order)
+            if len({n // r for n, r in zip(rows, ranks, strict=True)}) == 1:  # as many experts in each
+                alike.setdefault(means, order)
+    fits = alike or fits
+    if not fits:
+        raise AdapterFormatError(
+            f"{module!r}: its factors have {list(rows)} rows, which fit no rank that the config gives."
+        )
+    if len(fits) > 1:
+        raise AdapterFormatError(
+            f"{module!r}: rank_pattern or alpha_pattern gives its parameters {', '.join(short)} different scalings, "
+            f"and which of the nested factors is whose, the file does not tell. Train them with one rank and one alpha."
+        )
+    return next(iter(fits.values()))
 
 
-def targets_for(config: Mapping[str, Any], adapter: Adapter, layouts: Mapping[str, Layout]) -> dict[str, Any]:
+def _is_of(parameter: str, module: str) -> bool:
+    owner = parameter.rpartition(".")[0]
+    return bool(owner) and f".{module}".endswith(f".{owner}")
+
+
+def targets_for(config: Mapping[str, Any], modules: Iterable[str], layouts: Mapping[str, Layout]) -> dict[str, Any]:
     """The spec's own targets where they mean all of the adapter's modules; else the modules by their full paths."""
-    paths = dict.fromkeys(stored_path(name) for name in adapter.modules)
+    paths = dict.fromkeys(name if name in layouts else stored_path(name) for name in modules)
     layers = [path for path in paths if path not in layouts or layouts[path].kind != "parameter"]
     if all(_is_targeted(path, config) for path in layers):
         return {}
@@ -253,9 +281,9 @@ def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
     return index is not None and index in _listed(layers)
 
 
-def saved_modules_for(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
+def saved_modules_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[str, Any]:
     """modules_to_save as the heads need it: peft demands every one that it names, and reads no other."""
-    heads = [path for path in adapter.heads if extra_kind(path, config) in (None, "head")]
+    heads = [path for path in heads if extra_kind(path, config) in (None, "head")]
     if not heads:
         # peft adds a classifier to modules_to_save for these tasks, and would then miss it in the file.
         classifies = config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS")
@@ -265,9 +293,9 @@ def saved_modules_for(config: Mapping[str, Any], adapter: Adapter) -> dict[str, 
     return {"modules_to_save": sorted({path.rpartition(".")[0] for path in heads})}
 
 
-def extras_for(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
+def extras_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[str, Any]:
     """The fields that say which tensors lie beside the pairs, as the adapter has them."""
-    kinds = {extra_kind(path, config) for path in adapter.heads}
+    kinds = {extra_kind(path, config) for path in heads}
     return {
         "bias": config.get("bias", "none") if "bias" in kinds else "none",
         "lora_bias": "added" in kinds,

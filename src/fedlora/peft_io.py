@@ -10,54 +10,20 @@ docs/decisions/0006-peft-boundary.md for the table.
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fedlora.adapter_file import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile, scaled
+from fedlora.adapter_file import PREFIX, AdapterFile, scaled
+from fedlora.adapter_writer import AdapterSpec, AdapterWriter, pad_rank
 from fedlora.errors import AdapterFormatError, ShapeError
-from fedlora.layouts import Layout, stored_path
+from fedlora.layouts import Layout
 from fedlora.lora import Adapter, LoRA
-from fedlora.peft_config import (
-    ADALORA_FIELDS,
-    alpha_for,
-    check_config,
-    check_scaling,
-    extras_for,
-    is_adalora,
-    saved_modules_for,
-    targets_for,
-)
-
-
-@dataclass(frozen=True)
-class AdapterSpec:
-    """What a PEFT adapter says besides its numbers. Opaque to the core; `write_adapter` puts it back.
-
-    config: the fields of adapter_config.json, without rank and alpha, which follow from the adapter.
-    scaling: the update is scaling * B @ A for the adapter that this spec came with. layouts: path -> how the pair is
-    stored, of those that are no linear layers.
-    """
-
-    config: Mapping[str, Any]
-    scaling: float = 1.0
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-
-    @property
-    def base_model(self) -> str | None:
-        name: str | None = self.config.get("base_model_name_or_path")
-        return name
-
+from fedlora.peft_config import ADALORA_FIELDS, check_config, check_scaling, is_adalora
 
 # ------------------------------------------------------------------------------------------------------ directories
 
@@ -89,82 +55,10 @@ def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: Ada
     Raises:
         AdapterFormatError: a factor is missing, or values are not finite.
     """
-    check_scaling(spec.scaling)
-    directory = Path(directory)
-    if not adapter.modules:
-        raise AdapterFormatError(f"the adapter has no modules; nothing was written to {directory}.")
-    tensors: dict[str, Tensor] = {}
-    ranks: dict[str, int] = {}
-    for path, pairs in _by_path(adapter, spec).items():
-        layout = spec.layouts.get(path, Layout())
-        ranks[path] = max(pair.rank for pair in pairs)
-        if min(pair.rank for pair in pairs) == 0:
-            raise AdapterFormatError(f"module {path!r} has rank 0, which PEFT cannot hold; pad it with `pad_rank`.")
-        key_B, key_A = layout.keys(path)
-        tensors[PREFIX + key_B], tensors[PREFIX + key_A] = layout.packed([pad_rank(p, ranks[path]) for p in pairs])
-    tensors |= {f"{PREFIX}{name}": head for name, head in adapter.heads.items()}
-    for key, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise AdapterFormatError(f"{key} holds NaN or Inf; nothing was written to {directory}.")
-
-    common = Counter(ranks.values()).most_common(1)[0][0]
-    other = {f"^{re.escape(_pattern(path, spec))}": r for path, r in ranks.items() if r != common}
-    config = {
-        **spec.config,
-        **targets_for(spec.config, adapter, spec.layouts),
-        **saved_modules_for(spec.config, adapter),
-        "peft_type": "LORA",
-        "r": common,
-        "lora_alpha": alpha_for(spec.scaling, common),
-        "rank_pattern": other,
-        "alpha_pattern": {key: alpha_for(spec.scaling, r) for key, r in other.items()},
-        "use_rslora": False,
-        "init_lora_weights": True,
-        **extras_for(spec.config, adapter),
-        "inference_mode": True,
-    }
-    stored = _unshared({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
-    directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / WEIGHTS_FILE, safetensors.torch.save(stored, metadata={"format": "pt"}))
-    _replace(directory / "README.md", (card or _plain_card(spec)).encode())
-    _replace(directory / CONFIG_FILE, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-
-
-def _by_path(adapter: Adapter, spec: AdapterSpec) -> dict[str, list[LoRA]]:
-    """The pairs that are stored together: several only for the experts of a parameter, in their order."""
-    found: dict[str, list[LoRA]] = {}
-    for name in adapter.modules:
-        path = name if name in spec.layouts or stored_path(name) not in spec.layouts else stored_path(name)
-        if path not in found:
-            names = spec.layouts.get(path, Layout()).modules(path)
-            lacking = [module for module in names if module not in adapter.modules]
-            if lacking:
-                raise AdapterFormatError(f"the adapter lacks {lacking[0]!r}, which is stored with {name!r}.")
-            found[path] = [adapter.modules[module] for module in names]
-    return found
-
-
-def _pattern(path: str, spec: AdapterSpec) -> str:
-    layout = spec.layouts.get(path)
-    return layout.pattern if layout is not None and layout.pattern else path
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those that share memory with one before, which safetensors does not store."""
-    seen: set[int] = set()
-    own = {}
-    for key, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        own[key] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return own
-
-
-def pad_rank(lora: LoRA, rank: int) -> LoRA:
-    """The same update with zero slots up to `rank`: for export only, since such slots cannot train."""
-    B, A = lora.factors
-    grow = max(rank - lora.rank, 0)
-    return LoRA(nn.functional.pad(B, (0, grow)), nn.functional.pad(A, (0, 0, 0, grow)))
+    with AdapterWriter(directory, spec) as writer:
+        for name, lora in adapter.modules.items():
+            writer.add(name, lora)
+        writer.finish(adapter.heads, card)
 
 
 # ----------------------------------------------------------------------------------------------------------- models
@@ -266,18 +160,12 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-# ------------------------------------------------------------------------------------------------------------ files
-
-
-def _replace(path: Path, content: bytes) -> None:
-    beside = path.with_name(path.name + ".part")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
-def _plain_card(spec: AdapterSpec) -> str:
-    base = f"base_model: {spec.base_model}\n" if spec.base_model else ""
-    return f"---\nlibrary_name: peft\n{base}tags:\n- lora\n- fedlora\n---\n\nA LoRA adapter written by fedlora.\n"
+__all__ = [
+    "AdapterSpec",
+    "load_into_model",
+    "pad_rank",
+    "read_adapter",
+    "read_model",
+    "spec_of",
+    "write_adapter",
+]

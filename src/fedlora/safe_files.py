@@ -19,10 +19,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fedlora.errors import AdapterFormatError
 
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of the data types that updates are made of
 SIZES = {**FLOATS, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # and of a saved module's buffers
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _NAME = re.compile(r"[^\s./\\\x00-\x1f\x7f]+(\.[^\s./\\\x00-\x1f\x7f]+)*")
 
 
@@ -39,10 +46,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor by its header: data type and shape."""
+    """One tensor by its header: data type, shape, and where in the file its bytes are."""
 
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    size: int
 
 
 def read_json(path: Path, limits: Limits) -> dict[str, Any]:
@@ -90,13 +99,8 @@ def read_header(path: Path, limits: Limits) -> Mapping[str, Stored]:
     header.pop("__metadata__", None)
     if len(header) > limits.tensors:
         raise AdapterFormatError(f"{path} names {len(header):,} tensors, more than the {limits.tensors:,} allowed.")
-    spans = [(0, 0)]
-    found = {}
-    for name, entry in header.items():
-        stored, span = _entry(path, name, entry, limits)
-        found[name] = stored
-        spans.append(span)
-    spans.sort()
+    found = {name: _entry(path, name, entry, limits, 8 + length) for name, entry in header.items()}
+    spans = sorted([(0, 0), *((s.begin - 8 - length, s.begin + s.size - 8 - length) for s in found.values())])
     for (_, end), (begin, _) in pairwise(spans):
         if begin != end:
             what = "overlap" if begin < end else "leave a gap"
@@ -109,7 +113,35 @@ def read_header(path: Path, limits: Limits) -> Mapping[str, Stored]:
     return found
 
 
-def _entry(path: Path, name: str, entry: Any, limits: Limits) -> tuple[Stored, tuple[int, int]]:
+def type_name(dtype: torch.dtype) -> str:
+    """A data type as safetensors calls it. Raises `AdapterFormatError` for one that adapters do not have."""
+    for name, known in _TYPES.items():
+        if known == dtype:
+            return name
+    raise AdapterFormatError(f"tensors of type {dtype} are not written; adapters hold {', '.join(_TYPES)}.")
+
+
+def read_tensor(path: Path, stored: Stored) -> Tensor:
+    """One tensor. Read, not mapped: a mapped file stays in memory as long as it is open, and merges open many.
+
+    Raises:
+        AdapterFormatError: the file has become shorter since its header was read, or cannot be read.
+    """
+    content = bytearray(stored.size)
+    try:
+        with path.open("rb") as file:
+            file.seek(stored.begin)
+            got = file.readinto(content)
+    except OSError as error:
+        raise AdapterFormatError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if got != stored.size:
+        raise AdapterFormatError(f"{path} has changed while it was read.")
+    if not stored.size:
+        return torch.empty(stored.shape, dtype=_TYPES[stored.dtype])
+    return torch.frombuffer(content, dtype=_TYPES[stored.dtype]).reshape(stored.shape)
+
+
+def _entry(path: Path, name: str, entry: Any, limits: Limits, data: int) -> Stored:
     """One tensor's line of a header, checked by itself."""
 
     def refuse(why: str) -> AdapterFormatError:
@@ -128,7 +160,7 @@ def _entry(path: Path, name: str, entry: Any, limits: Limits) -> tuple[Stored, t
         raise refuse("has a shape or a place in the file that no tensor can have")
     if math.prod(shape) * SIZES[dtype] != end - begin:
         raise refuse(f"should have {math.prod(shape) * SIZES[dtype]:,} bytes by its shape and has {end - begin:,}")
-    return Stored(dtype, tuple(shape)), (begin, end)
+    return Stored(dtype, tuple(shape), data + begin, end - begin)
 
 
 def _regular_size(path: Path) -> int:

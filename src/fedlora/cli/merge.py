@@ -6,26 +6,27 @@ import hashlib
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.table import Table
 from torch import Tensor
 
 from fedlora.adapter_file import WEIGHTS_FILE, AdapterFile
+from fedlora.adapter_writer import AdapterSpec, AdapterWriter, pad_rank
 from fedlora.assembly import make_method
 from fedlora.by_hand import ByHand
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, MaxBytes, MaxTensors, opened
 from fedlora.cli.method_names import parse_methods
 from fedlora.cli.screen import complain, console, print_json, tracked
-from fedlora.collection import Collection
+from fedlora.collection import Collection, Missing, modules_of
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.lora import Adapter, LoRA
 from fedlora.merging import ModuleReport, RankRule, budget_ranks, cut, merge_module, total_error
-from fedlora.peft_io import AdapterSpec, pad_rank, write_adapter
+from fedlora.peft_io import write_adapter
 from fedlora.run_folder import plain
 from fedlora.uploads import read_facts
 
@@ -55,8 +56,9 @@ def merge(
     json: AsJson = False,
 ) -> None:
     """Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank."""
-    if missing not in ("zero", "renormalise"):
-        raise ConfigError(f"--missing is one of zero, renormalise; got {missing!r}.")
+    if missing not in get_args(Missing):
+        raise ConfigError(f"--missing is one of {', '.join(get_args(Missing))}; got {missing!r}.")
+    absent = cast("Missing", missing)
     if serve not in (None, "vllm"):
         raise ConfigError(f"--for is vllm; got {serve!r}.")
     rule = RankRule.parse(rank)
@@ -66,32 +68,35 @@ def merge(
     clients = [name for name, _ in facts]
     ranks = _readout_ranks(readout, clients, files) if readout is not None else {}
     extras = given.extras("drop" if serve == "vllm" and heads == "average" else heads)  # type: ignore[arg-type]
-    hand = None
-    if method == "svd" and state is None and readout is None:
-        steps = tracked(given.modules, "merging")
-        found = [given.merged(module, rule, missing) for module in steps]  # type: ignore[arg-type]
-    else:
-        hand = _by_hand(method, state, given, missing)
-        hand.aggregate(given, clients, given.weights)
-        updates = hand.whole()
-        steps = tracked(list(updates), "reading out")
-        found = [merge_module(module, [updates[module]], [1.0], rule) for module in steps]
-    if rule.kind == "budget":
-        found = _budgeted(found, rule.value)
-    reports = [report for _, report in found]
-    error = total_error(reports)
-    if max_error is not None and error > max_error:
-        raise typer.Exit(
-            complain(
-                f"cutting to {rank} loses {error:.2%} of the merged update, more than --max-error {max_error:g}; "
-                f"nothing was written. A higher rank or energy=... loses less; exact loses nothing."
-            )
-        )
-    modules = {report.module: pad_rank(lora, 1) for lora, report in found}
-    if serve == "vllm":
-        modules, extras = _for_vllm(modules, given), {}
+    hand: ByHand | None = None
     spec = given.spec()
-    write_adapter(out, Adapter(modules, extras), spec, card=_card(given, method, rank, reports))
+    with AdapterWriter(out, spec) as writer:
+        if method == "svd" and state is None and readout is None:
+            merged: Iterator[tuple[LoRA, ModuleReport]] = (
+                given.merged(m, rule, absent) for m in tracked(given.modules, "merging")
+            )
+        else:
+            hand = _by_hand(method, state, given, absent)
+            hand.aggregate(given, clients, given.weights)
+            updates = hand.whole()
+            merged = (merge_module(m, [updates[m]], [1.0], rule) for m in tracked(modules_of(updates), "reading out"))
+        if rule.kind == "budget":  # needs all spectra before the first cut
+            merged = iter(_budgeted(list(merged), rule.value))
+        if serve == "vllm":
+            merged, extras = iter(_for_vllm(list(merged), given)), {}
+        reports = []
+        for lora, report in merged:
+            writer.add(report.module, pad_rank(lora, 1))
+            reports.append(report)
+        error = total_error(reports)
+        if max_error is not None and error > max_error:
+            raise typer.Exit(
+                complain(
+                    f"cutting to {rank} loses {error:.2%} of the merged update, more than --max-error {max_error:g}; "
+                    f"nothing was written. A higher rank or energy=... loses less; exact loses nothing."
+                )
+            )
+        writer.finish(extras, _card(given, method, rank, reports))
     if hand is not None:
         _hand_out(hand, ranks, out, spec, extras)
         hand.save()
@@ -119,13 +124,13 @@ def _weights(count: int, weights: str | None, weights_from: str | None, examples
         raise ConfigError(f"--weights takes numbers separated by commas; got {weights!r}.") from error
 
 
-def _by_hand(text: str, state: Path | None, given: Collection, missing: str) -> ByHand:
+def _by_hand(text: str, state: Path | None, given: Collection, missing: Missing) -> ByHand:
     sections = parse_methods("svd energy=1.0" if text == "svd" else text)
     if len(sections) != 1:
         raise ConfigError(f"--method is one method; got {text!r}.")
     label, section = next(iter(sections.items()))
     chosen = make_method(section.name, section.preset, **(section.model_extra or {}))
-    return ByHand(chosen, label, state, base=given.files[0].base, missing=missing)  # type: ignore[arg-type]
+    return ByHand(chosen, label, state, base=given.files[0].base, missing=missing)
 
 
 def _budgeted(found: Sequence[tuple[LoRA, ModuleReport]], mean: float) -> list[tuple[LoRA, ModuleReport]]:
@@ -134,16 +139,16 @@ def _budgeted(found: Sequence[tuple[LoRA, ModuleReport]], mean: float) -> list[t
     return [cut(lora, report, r) for (lora, report), r in zip(found, ranks, strict=True)]
 
 
-def _for_vllm(modules: Mapping[str, LoRA], given: Collection) -> dict[str, LoRA]:
+def _for_vllm(found: Sequence[tuple[LoRA, ModuleReport]], given: Collection) -> list[tuple[LoRA, ModuleReport]]:
     """One rank for all modules, of those that vLLM takes."""
     special = sorted({layout.kind for layout in given.layouts.values()} - {"linear"})
     if special:
         raise ConfigError(f"vLLM serves LoRA of linear layers; these adapters also have {', '.join(special)} layers.")
-    largest = max(lora.rank for lora in modules.values())
+    largest = max(lora.rank for lora, _ in found)
     rank = next((r for r in VLLM_RANKS if r >= largest), None)
     if rank is None:
         raise ConfigError(f"vLLM takes ranks up to {VLLM_RANKS[-1]}, and the merge has {largest}: give --rank as well.")
-    return {name: pad_rank(lora, rank) for name, lora in modules.items()}
+    return [(pad_rank(lora, rank), report) for lora, report in found]
 
 
 def _readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile]) -> dict[str, Any]:
