@@ -68,8 +68,9 @@ def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
     return path
 
 
-def load_newest(directory: Path, kind: type[T], *extra: type) -> tuple[int, T] | None:
-    """(round, value) of the newest sound checkpoint, as a `kind`; None where there is none.
+def load_newest(directory: Path, kind: type[T], *extra: type, upto: int | None = None) -> tuple[int, T] | None:
+    """(round, value) of the newest sound checkpoint, as a `kind`; None where there is none. upto: of those whose round
+    is at most this.
 
     A damaged one is skipped with a warning, and the one before it used. `extra`: dataclasses that occur where the type
     says only `Any` (a method's own state).
@@ -77,7 +78,7 @@ def load_newest(directory: Path, kind: type[T], *extra: type) -> tuple[int, T] |
     Raises:
         CheckpointError: there are checkpoints, and none is sound.
     """
-    listed = _listed(directory)
+    listed = [entry for entry in _listed(directory) if upto is None or entry[0] <= upto]
     for round, digest, path in listed:
         try:
             return round, _read(path, digest, kind, extra)

@@ -7,7 +7,7 @@ import sys
 import click
 import typer
 
-from fedlora.cli import adapters, audit, experiment, merge, methods, runs, train
+from fedlora.cli import adapters, audit, experiment, flower, merge, methods, runs, train
 from fedlora.cli.screen import complain, notes
 from fedlora.errors import FedLoRAError
 
@@ -22,9 +22,11 @@ _INTERRUPTED = 130
 for command in (
     runs.run, runs.demo, runs.compare, methods.methods, methods.ranks, audit.audit,
     merge.merge, train.train, adapters.inspect, adapters.diff, adapters.validate, adapters.apply,
+    flower.doctor,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(experiment.app, name="experiment")
+app.add_typer(flower.app, name="flower")
 
 
 def main() -> None:

@@ -1,0 +1,353 @@
+"""FedLoRA: Flower's strategy as a thin shell around `Server`.
+
+    strategy = FedLoRA(server, spec, policy, state=start(server, seed_adapter), run="trial", folder=Path("runs/trial"))
+    strategy.start(grid, rounds=10)
+
+What Flower's own loop lacks is in `start`: a message for each node at its own rank, a deadline that is also the life of
+the messages, a round that is played again when too few answer, a checkpoint inside the round, an error instead of a
+"successful" run without training, and going on from where a checkpoint stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedlora import checkpoint
+from fedlora.client import Client, Download, Form, Upload
+from fedlora.delivery import held_after, pack
+from fedlora.errors import ConfigError, QuorumNotMet, UploadRefused
+from fedlora.flower.policy import Policy
+from fedlora.flower.records import RecordError, parcel_record, record_upload, stock_upload, to_array
+from fedlora.rounds import sample_clients
+from fedlora.server import Server, ServerState
+from fedlora.simulation import ClientMemory, RunState, as_pruned
+
+log = logging.getLogger(__name__)
+_MOVE_THE_BASE = ("fedex-lora", "flora")
+Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, of the nodes that are online
+
+
+@dataclass(frozen=True, eq=False)
+class FlowerState:
+    """All that the server remembers of a federation: a run's state, and how often each client was refused."""
+
+    run: str
+    state: RunState
+    refusals: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StockClients:
+    """Clients that know nothing of fedlora and send get_peft_model_state_dict: all of one rank r and alpha."""
+
+    r: int
+    alpha: float
+
+
+def registered_names(grid: Grid) -> dict[str, int]:
+    """The names under which the SuperLink knows its nodes (`flwr supernode register --name`), by authentication."""
+    return {node.name: node.node_id for node in grid.get_nodes() if node.name}
+
+
+class FedLoRA(Strategy):
+    """Federated LoRA on Flower, by any method of fedlora.
+
+    Args:
+        server: with its method, quorum, weighting. policy: who may take part, and how. state: where to begin, as
+            `simulation.start` makes it; a checkpoint in `folder` wins over it where `resume` is on.
+        run: the federation's name: clients keep their state by it. folder: where checkpoints go; None keeps none.
+        participation, seed: of the sampling of clients, as `simulate`. form: what clients upload.
+        identify: how nodes are told apart; by default the names under which they are registered, never what they claim.
+        on_round: called with each finished round's facts. stock: the clients are stock PEFT ones, and how they are set.
+
+    Raises:
+        ConfigError: a method that stock clients cannot run; a checkpoint of another run.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        policy: Policy,
+        state: RunState,
+        *,
+        run: str = "federation",
+        folder: Path | None = None,
+        resume: bool = False,
+        participation: float = 1.0,
+        seed: int = 0,
+        form: Form = "factors",
+        identify: Identify = registered_names,
+        on_round: Callable[[Mapping[str, Any]], None] | None = None,
+        stock: StockClients | None = None,
+        scaling: float = 1.0,
+    ) -> None:
+        self.server, self.policy, self.run = server, policy, run
+        self._folder, self._participation, self._seed, self._form = folder, participation, seed, form
+        self._identify, self._on_round, self._stock, self._scaling = identify, on_round, stock, scaling
+        self.memory = FlowerState(run, state)
+        if resume and folder is not None:
+            loaded = checkpoint.load_newest(folder, FlowerState, server.method.State)
+            if loaded is not None:
+                if loaded[1].run != run:
+                    raise ConfigError(f"{folder} holds the run {loaded[1].run!r}, not {run!r}.")
+                self.memory = loaded[1]
+        if stock is not None:
+            self._check_stock(state.server)
+        self._asked: dict[int, tuple[Download, Client]] = {}  # node id -> what it was sent in this attempt
+        self._group = ""
+        self.refused: dict[str, str] = {}
+
+    # ------------------------------------------------------------------------------------------- what Flower asks for
+
+    def summary(self) -> None:
+        log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """A message for each client of the round, at its own rank. `arrays` is not used: each has its own."""
+        online = dict(self._identify(grid))
+        state = self.memory.state
+        chosen = sample_clients(list(self.policy.clients), self._participation, seed=self._seed, round=state.round)
+        self._asked, messages = {}, []
+        for name in chosen:
+            if name not in online:
+                self.refused[name] = "it is not online"
+                continue
+            if self._quarantined(name):
+                self.refused[name] = f"it is in quarantine after {self.memory.refusals[name]} refused uploads"
+                continue
+            memory = state.clients.get(name, ClientMemory())
+            rank = self.policy.clients[name]
+            client = as_pruned(Client(name, rank if isinstance(rank, int) else dict(rank)), memory)
+            download = self.server.download(state.server, client)
+            self._asked[online[name]] = (download, client)
+            messages.append(
+                Message(
+                    parcel_record(pack(download, memory.held), self.run)
+                    if self._stock is None
+                    else self._raw(download),
+                    online[name],
+                    MessageType.TRAIN,
+                    ttl=self.policy.deadline,  # or a straggler would work through stale rounds
+                    group_id=self._group,
+                )
+            )
+        return messages  # a list: a generator is answered with HTTP 500 in deployment
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Take in the replies, aggregate, and store the new state before anything else happens.
+
+        Raises:
+            QuorumNotMet: too few usable ones. The state is unchanged.
+        """
+        state, opened = self.memory.state, self.server.open(self.memory.state.server)
+        memories, refusals = dict(state.clients), dict(self.memory.refusals)
+        read = [self._read(reply) for reply in replies]
+        taken: dict[str, tuple[Upload, float, list[str], Download]] = {}
+        for client, result in read:
+            if isinstance(result, str):
+                self._refuse(client, result, refusals)
+            elif client in taken:
+                self._refuse(client, "a second reply in one round; the first one stands.", refusals)
+            else:
+                taken[client] = result
+        claimed = {name: float(upload.num_examples) for name, (upload, *_) in taken.items()}
+        counts = claimed | self.policy.examples({name: n for name, n in claimed.items() if 0 <= n < math.inf})
+        losses = {}
+        for name, (upload, loss, kept, download) in taken.items():
+            try:
+                opened.add(replace(upload, num_examples=counts[name]))  # the server refuses what is no number
+            except UploadRefused as refusal:
+                self._refuse(name, refusal.reason, refusals)
+                continue
+            losses[name] = loss
+            held = replace(held_after(download), local=tuple(kept)) if self._stock is None else None
+            ranks = (
+                upload.adapter.ranks if download.roles.penalty is not None else memories.get(name, ClientMemory()).ranks
+            )
+            memories[name] = ClientMemory(None, 0, held, ranks)
+        for node, (download, _) in self._asked.items():
+            name = download.client.id
+            if name not in losses and name in memories:  # what it holds now is not known
+                memories[name] = replace(memories[name], held=None)
+                log.debug("node %d, client %s: no usable reply", node, name)
+        try:
+            after = opened.close()
+        except QuorumNotMet:
+            self.memory = replace(self.memory, refusals=MappingProxyType(refusals))
+            raise
+        run_state = RunState(after.round, after, MappingProxyType(memories))
+        self.memory = FlowerState(self.run, run_state, MappingProxyType(refusals))
+        self._save()
+        assert after.tally is not None
+        metrics = MetricRecord({"clients": len(losses), "loss": sum(losses.values()) / max(len(losses), 1)})
+        facts = {
+            "round": after.round, "losses": losses, "weights": dict(after.tally.weights),
+            "refused": {**after.tally.refused, **self.refused},
+        }  # fmt: skip
+        if self._on_round is not None:
+            self._on_round(facts)
+        return self._arrays(after), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """None: evaluation is the server's, on its own held-out data."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ the rounds
+
+    @property
+    def round(self) -> int:
+        """How many rounds are done."""
+        return self.memory.state.round
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float | None = None,
+        *unused: Any,
+        **also_unused: Any,
+    ) -> Result:
+        """Play rounds until `num_rounds` are done, counting those of a resumed run.
+
+        Raises:
+            QuorumNotMet: a round had too few usable replies, in each of its attempts; the state before it is stored.
+        """
+        result, began = Result(), time.monotonic()
+        nothing, config = ArrayRecord(), ConfigRecord()
+        result.arrays = self._arrays(self.memory.state.server)
+        while self.round < num_rounds:
+            number = self.round + 1
+            for attempt in range(self.policy.retries + 1):
+                self._group, self.refused = f"{self.run}-{number}-{attempt}", {}
+                messages = self.configure_train(number, nothing, config, grid)
+                replies = grid.send_and_receive(messages, timeout=timeout or self.policy.deadline) if messages else []
+                try:
+                    arrays, metrics = self.aggregate_train(number, replies)
+                except QuorumNotMet as error:
+                    log.warning("round %d, attempt %d: %s Not there: %s", number, attempt + 1, error, self.refused)
+                    if attempt == self.policy.retries:
+                        self._save()
+                        raise QuorumNotMet(f"{error} Not there: {self.refused or 'nobody'}.") from error
+                    self._wait_for_nodes(grid)
+                else:
+                    break
+            if arrays is not None:
+                result.arrays = arrays
+            if metrics is not None:
+                result.train_metrics_clientapp[number] = metrics
+            log.info("round %d of %d done, %.1f s since the start", number, num_rounds, time.monotonic() - began)
+        return result
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _read(self, reply: Message) -> tuple[str, str | tuple[Upload, float, list[str], Download]]:
+        """(client, what it sent) or (client, why that is not used). Never raises: a reply is a stranger's."""
+        node = reply.metadata.src_node_id
+        asked = self._asked.get(node)
+        name = asked[0].client.id if asked else f"node {node}"
+        if reply.metadata.group_id != self._group:
+            return (
+                name,
+                f"it answers {str(reply.metadata.group_id)[:60]!r}, and this is {self._group!r}: late or replayed",
+            )
+        if reply.has_error():
+            return name, f"it failed: {str(reply.error.reason)[:300]}"
+        if asked is None:
+            return name, "nobody asked it"
+        download, client = asked
+        start = self.memory.state.server.start
+        shapes = {m: (start.modules[m].factors[0].shape[0], start.modules[m].factors[1].shape[1])
+                  for m in client.ranks(start.modules)}  # fmt: skip
+        try:
+            if self._stock is not None:
+                factor = self._stock.alpha / self._stock.r / self._scaling
+                return name, (stock_upload(reply.content, client, shapes, factor), float("nan"), [], download)
+            upload, loss, kept = record_upload(
+                reply.content, client, run=self.run, round=download.round, shapes=shapes, roles=download.roles,
+                heads=self.memory.state.server.heads, form=self._form,
+            )  # fmt: skip
+        except RecordError as error:
+            return name, str(error)
+        except Exception as error:  # whatever else a forged record brings about is its sender's
+            log.exception("the reply of %s cannot be read", name)
+            return name, f"its reply cannot be read: {type(error).__name__}"
+        return name, (upload, loss, kept, download)
+
+    def _refuse(self, client: str, reason: str, refusals: dict[str, int]) -> None:
+        log.warning("round %d, client %s: %s", self.round + 1, client, reason)
+        self.refused.setdefault(client, reason)
+        if client in self.policy.clients:
+            refusals[client] = refusals.get(client, 0) + 1
+
+    def _quarantined(self, client: str) -> bool:
+        return bool(self.policy.quarantine) and self.memory.refusals.get(client, 0) >= self.policy.quarantine
+
+    def _wait_for_nodes(self, grid: Grid, seconds: float = 30.0) -> None:
+        """Before a round is tried again: until enough clients are online, or no longer than this."""
+        needed, until = self.server.quorum or 1, time.monotonic() + min(seconds, self.policy.deadline)
+        while time.monotonic() < until and len(set(self._identify(grid)) & set(self.policy.clients)) < needed:
+            time.sleep(1.0)
+
+    def _save(self) -> None:
+        if self._folder is not None:
+            checkpoint.save(self._folder, self.round, self.memory)
+
+    def _arrays(self, state: ServerState) -> ArrayRecord:
+        """The server's update as Flower's result; empty for methods without a global model."""
+        if not self.server.has_global_model(state):
+            return ArrayRecord()
+        named = self.server.global_update(state)
+        return ArrayRecord({f"{f}/{m}": to_array(t) for m, lora in named.items() for f, t in lora.tensors().items()})
+
+    def _raw(self, download: Download) -> Any:
+        """What a stock PEFT client expects: its state dict."""
+        from flwr.app import Array, RecordDict
+
+        assert self._stock is not None
+        factor = self._scaling / (self._stock.alpha / self._stock.r)
+        arrays = {}
+        for module, lora in download.adapter.modules.items():
+            B, A = (t.detach().float() for t in lora.factors)
+            arrays[f"base_model.model.{module}.lora_A.weight"] = Array(A.numpy())
+            arrays[f"base_model.model.{module}.lora_B.weight"] = Array((B * factor).numpy())
+        return RecordDict({"arrays": ArrayRecord(arrays), "config": ConfigRecord({"server-round": download.round + 1})})
+
+    def _check_stock(self, state: ServerState) -> None:
+        roles = self.server.roles(state)
+        ranks = {
+            r for rank in self.policy.clients.values() for r in (rank.values() if isinstance(rank, Mapping) else [rank])
+        }
+        name = self.server.method.name
+        assert self._stock is not None
+        if (roles.B, roles.A) != ("shared", "shared") or roles.penalty is not None or name in _MOVE_THE_BASE:
+            raise ConfigError(
+                f"{name} needs clients that keep or freeze a part, or that move their base weights, and stock PEFT "
+                f"clients do neither. Use glora, fedit, flexlora, svd, hetlora without pruning, or fedlora's own "
+                f"ClientApp."
+            )
+        if ranks != {self._stock.r}:
+            raise ConfigError(f"stock clients have r = {self._stock.r}; the policy's ranks are {sorted(ranks)}.")
+
+
+__all__ = ["FedLoRA", "FlowerState", "StockClients", "registered_names"]
