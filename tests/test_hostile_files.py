@@ -347,7 +347,7 @@ def test_weights_that_are_refused(what: str, main: Callable[..., Said], tmp_path
 
 
 @pytest.mark.parametrize(
-    ("count", "why"), [(200_000, "names 200,000 tensors, more than the 100,000"), (90_000, "m0' lacks lora_B")]
+    ("count", "why"), [(200_000, "names 200,000 tensors, more than the 100,000"), (30_000, "m0' lacks lora_B")]
 )
 def test_very_many_empty_tensors(count: int, why: str, tmp_path: Path) -> None:
     line = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
@@ -611,7 +611,7 @@ def test_a_pattern_that_takes_for_ever(what: str, tmp_path: Path) -> None:
             assert "\n" not in str(error) and "more than 1 s" in str(error)
 
 
-@pytest.mark.parametrize("field", PATTERN_FIELDS + TARGET_FIELDS)
+@pytest.mark.parametrize("field", ["rank_pattern", "layers_pattern", "exclude_modules"])
 def test_a_pattern_that_takes_for_ever_on_the_command_line(
     field: str, main: Callable[..., Said], tmp_path: Path
 ) -> None:
@@ -673,11 +673,11 @@ def test_a_pattern_that_is_slow_for_each_of_many_modules(tmp_path: Path) -> None
     """Each question stays below the time that one may take; together they may not take much longer either."""
     pattern = "(a|aa)+"
     letters = next(n for n in range(10, 60) if _seconds(pattern, "a" * n + "b") > 0.1)
-    count = int(5 / _seconds(pattern, "a" * letters + "b"))
+    count = int(3.5 / _seconds(pattern, "a" * letters + "b"))
     names = [f"{'a' * letters}b{k:04}" for k in range(count)]
     shapes = {key: shape for name in names for key, shape in pair(name).items()}
     folder = put(tmp_path / "bad", CONFIG | {"rank_pattern": {pattern: 2}}, shaped(shapes))
-    with quick(3):
+    with quick(2):
         try:
             AdapterFile(folder)
         except AdapterFormatError as error:
@@ -723,12 +723,13 @@ VALUES: tuple[Any, ...] = (
     None, True, 0, 1, -1, 2.5, 10**30, "", "q_proj", [], [1], ["q_proj"], [None], [[0, 1]], [{}], {}, {"q_proj": None},
     {"a": []},
 )  # fmt: skip
-FEWER: tuple[Any, ...] = (True, 2.5, "q_proj", [1], [[]], {"a": 1})
+FEWER: tuple[Any, ...] = (2.5, "q_proj", [1], [[]], {"a": 1})
 
 
 def only_refused(folder: Path, out: Path) -> str | None:
     """None, or the refusal; any other exception is the test's failure."""
-    shutil.rmtree(out, ignore_errors=True)  # to replace files is slow
+    for file in out.glob("*"):  # to replace them is slow
+        file.unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -840,7 +841,7 @@ def test_an_upload_that_does_not_say_how_much_it_counts(
 # ---- drawn damage ----------------------------------------------------------------------------------------------------
 
 drawn = settings(
-    max_examples=120, deadline=None, derandomize=True, database=None,
+    max_examples=100, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 
@@ -871,10 +872,7 @@ def damage(draw: st.DrawFn, content: bytes) -> bytes:
     return content
 
 
-RICH_FILE, ADA_FILE = shaped(RICH_SHAPES), shaped(ADA_SHAPES)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", "rich"])
 @drawn
 @given(data=st.data())
 def test_damaged_weights_are_read_or_refused(kind: str, data: st.DataObject, tmp_path: Path) -> None:
@@ -883,7 +881,7 @@ def test_damaged_weights_are_read_or_refused(kind: str, data: st.DataObject, tmp
     only_refused(folder, tmp_path / "again")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", "AdaLoRA"])
 @drawn
 @given(data=st.data())
 def test_a_damaged_config_is_read_or_refused(kind: str, data: st.DataObject, tmp_path: Path) -> None:

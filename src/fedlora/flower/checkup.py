@@ -6,7 +6,6 @@ import datetime
 import shutil
 import socket
 import stat
-import tomllib
 from pathlib import Path
 
 from cryptography import x509
@@ -16,7 +15,7 @@ from fedlora.config import load_config
 from fedlora.errors import FedLoRAError
 from fedlora.flower.federation import open_federation
 from fedlora.flower.policy import Policy
-from fedlora.flower.project import CONNECTION
+from fedlora.flower.project import connection
 
 Row = tuple[str, str, bool]
 
@@ -65,8 +64,7 @@ def _secrets(folder: Path, names: list[str]) -> list[Row]:
 
 
 def _port(folder: Path) -> Row:
-    raw = tomllib.loads((folder / "flwr" / "config.toml").read_text(encoding="utf-8"))
-    address = str(raw["superlink"][CONNECTION]["address"])
+    address, _ = connection(folder)
     host, _, port = address.rpartition(":")
     with socket.socket() as probe:
         probe.settimeout(2)

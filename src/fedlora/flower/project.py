@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -112,6 +113,15 @@ def write_project(folder: Path, prepared: Prepared, *, port: int, insecure: bool
         _write_units(folder / "systemd", home, names, port, insecure)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}.") from error
+
+
+def connection(folder: Path) -> tuple[str, bool]:
+    """(the SuperLink's address, whether without TLS) of a federation's folder. Raises `ConfigError`."""
+    try:
+        link = tomllib.loads((folder / "flwr" / "config.toml").read_text(encoding="utf-8"))["superlink"][CONNECTION]
+        return str(link["address"]), bool(link.get("insecure"))
+    except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{folder} is no complete folder of `fedlora flower init`: {error}.") from error
 
 
 def superlink_command(home: Path, port: int, *, insecure: bool) -> list[str]:
@@ -219,7 +229,9 @@ def _policy(clients: Mapping[str, int | dict[str, int]]) -> str:
     most = max(max(r.values()) if isinstance(r, dict) else r for r in clients.values())
     head = (
         "# Who may take part, and how much they can count for: the server's word, whatever a client claims.\n"
-        f"max_rank = {most}\nmax_weight_share = 0.5\ndeadline = 600.0   # seconds; a round waits no longer\n"
+        f"max_rank = {most}\n"
+        "max_weight_share = 1.0   # no client counts for more than this share of a round\n"
+        "deadline = 600.0    # seconds; a round waits no longer\n"
         "retries = 1         # of a round with too few usable replies; then the run stops, its state stored\n"
         "quarantine = 3      # refused uploads after which a client is no longer asked\n\n"
     )
@@ -229,7 +241,7 @@ def _policy(clients: Mapping[str, int | dict[str, int]]) -> str:
 def _write_app(folder: Path, home: Path) -> None:
     package = folder / "fedlora_app"
     package.mkdir(parents=True)
-    (folder / "pyproject.toml").write_text(_APP.format(folder=home))
+    (folder / "pyproject.toml").write_text(_APP.replace("{folder}", str(home)))
     (folder / "README.md").write_text(
         "A thin Flower app: fedlora is installed on server and nodes, not shipped in it.\n"
     )

@@ -63,13 +63,13 @@ def _connected(config: Path, client: str, folder: Path) -> socket.socket:
         found = _connect(path)
         if found is not None:
             return found
-        log = (folder / "trainer.log").open("ab")
         command = [sys.executable, "-m", "fedlora.flower.resident", str(config), client, str(folder)]
         owner = _supernode()
-        process = subprocess.Popen(
-            [*command, *(["--owner", str(owner)] if owner else [])],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True,
-        )  # fmt: skip
+        with (folder / "trainer.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*command, *(["--owner", str(owner)] if owner else [])],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True,
+            )  # fmt: skip
         until = time.monotonic() + _START
         while time.monotonic() < until:
             found = _connect(path)

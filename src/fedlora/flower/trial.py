@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +26,7 @@ from typing import Any
 
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.policy import Policy
-from fedlora.flower.project import CONNECTION, SWITCHES, superlink_command, supernode_command
+from fedlora.flower.project import CONNECTION, SWITCHES, connection, superlink_command, supernode_command
 
 
 class TrialFailed(FedLoRAError, RuntimeError):
@@ -42,9 +41,7 @@ class Trial:
         if not (self.home / "run.toml").is_file():
             raise ConfigError(f"{folder} is no folder of `fedlora flower init`: it has no run.toml.")
         self.names = list(Policy.read(self.home / "policy.toml").clients)
-        raw = tomllib.loads((self.home / "flwr" / "config.toml").read_text(encoding="utf-8"))
-        link = raw["superlink"][CONNECTION]
-        self.address, self.insecure = str(link["address"]), bool(link.get("insecure"))
+        self.address, self.insecure = connection(self.home)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs = self.home / "logs"
         self._env = {**os.environ, **SWITCHES, "FLWR_HOME": str(self.home / "flwr"), "NO_COLOR": "1"}
@@ -80,14 +77,17 @@ class Trial:
         self._say(f"SuperLink at {self.address} ({'no TLS' if self.insecure else 'TLS, node authentication'})")
         if self.insecure:
             return
-        known = {node["name"] for node in self.nodes() if node.get("name")}
+        register = self.home / "flwr" / "nodes.json"  # the list that `flwr supernode ls` gives knows no names
+        known: dict[str, str] = json.loads(register.read_text()) if register.is_file() else {}
         for name in self.names:
             if name not in known:
-                code, words = self._flwr(
-                    "supernode", "register", f"{self.home}/keys/{name}.pub", CONNECTION, "--name", name
-                )
-                if code:
+                key = f"{self.home}/keys/{name}.pub"
+                code, words = self._flwr("supernode", "register", key, CONNECTION, "--name", name, "--format", "json")
+                found = _json(words)
+                if code or not isinstance(found, dict) or "node-id" not in found:
                     raise TrialFailed(f"the node {name!r} could not be registered: {_last(words)}")
+                known[name] = str(found["node-id"])
+                register.write_text(json.dumps(known))
 
     def start_node(self, name: str) -> None:
         command = supernode_command(self.home, name, self.address, free_port(), insecure=self.insecure)
@@ -101,7 +101,10 @@ class Trial:
         """The SuperLink's list of nodes: name, status, ..."""
         code, words = self._flwr("supernode", "ls", CONNECTION, "--format", "json", "--verbose")
         found = _json(words) if code == 0 else None
-        return list(found.get("nodes", [])) if isinstance(found, dict) else []
+        listed = list(found.get("nodes", [])) if isinstance(found, dict) else []
+        register = self.home / "flwr" / "nodes.json"
+        names = {i: n for n, i in json.loads(register.read_text()).items()} if register.is_file() else {}
+        return [{**node, "name": names.get(node.get("node-id"))} for node in listed if node.get("status") != "deleted"]
 
     def online(self) -> list[str]:
         return [str(node.get("name") or node.get("node-id")) for node in self.nodes() if node.get("status") == "online"]
@@ -128,11 +131,7 @@ class Trial:
         code, words = self._flwr("ls", CONNECTION, "--format", "json")
         found = _json(words) if code == 0 else None
         runs = found.get("runs", []) if isinstance(found, dict) else []
-        return (
-            str(max(runs, key=lambda run: str(run.get("submitted-at", run.get("created-at", ""))))["status"])
-            if runs
-            else ""
-        )
+        return str(max(runs, key=lambda run: str(run.get("pending-at", "")))["status"]) if runs else ""
 
     def kill(self, name: str) -> None:
         """End a process of the trial at once, with everything that it started: "superlink" or a node."""
