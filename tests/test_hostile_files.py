@@ -130,19 +130,17 @@ def used(folder: Path, out: Path) -> None:
     _ = both.modules, both.layouts, both.spec(), both.extras("average"), file.base, file.stored
 
 
-def refused(
-    folder: Path, why: str, main: Callable[..., Said], *, where: str | None = None, opens: bool = False
-) -> None:
-    """The whole contract of a refusal. opens: it may show only when the adapter is written again."""
+def refused(folder: Path, why: str, main: Callable[..., Said], *, validate: bool = True) -> None:
+    """The whole contract of a refusal."""
     root = folder.parent
     put(root / "sound")
     with pytest.raises(AdapterFormatError, match=why) as caught, quick():
         used(folder, root / "again")
     said = str(caught.value)
-    assert "\n" not in said and (where or str(folder)) in said, said
+    assert "\n" not in said and str(folder) in said, said
     assert not (root / "again").exists()
     merge = ["merge", root / "sound", folder, "-o", root / "out"]
-    for args in [merge] if opens else [merge, ["validate", folder]]:
+    for args in [merge, ["validate", folder]] if validate else [merge]:
         with quick():
             done = main(*args)
         assert done.code == 2 and done.err.count("\n") == 1 and regex.search(why, done.err), done.err
@@ -343,7 +341,7 @@ BAD_WEIGHTS = {
 @pytest.mark.parametrize("what", marked(WEIGHTS, BAD_WEIGHTS))
 def test_weights_that_are_refused(what: str, main: Callable[..., Said], tmp_path: Path) -> None:
     make, why = WEIGHTS[what]
-    refused(put(tmp_path / "bad", content=make()), why, main)
+    refused(put(tmp_path / "bad", content=make()), why, main, validate=False)
 
 
 @pytest.mark.parametrize(
@@ -575,7 +573,20 @@ NAMELESS = {
 @pytest.mark.parametrize("what", marked(CONFIGS, NAMELESS))
 def test_configs_that_are_refused(what: str, main: Callable[..., Said], tmp_path: Path) -> None:
     content, why = CONFIGS[what]
-    refused(put(tmp_path / "bad", content), why, main)
+    refused(put(tmp_path / "bad", content), why, main, validate=False)
+
+
+def test_validate_says_which_of_many_are_sound(main: Callable[..., Said], tmp_path: Path) -> None:
+    """All of the above at once, and a sound one in the middle."""
+    weights = [make() for name, (make, _) in WEIGHTS.items() if name not in BAD_WEIGHTS]
+    folders = [put(tmp_path / f"w{k}", content=content) for k, content in enumerate(weights)]
+    folders += [put(tmp_path / "sound")]
+    folders += [put(tmp_path / f"c{k}", content) for k, (content, _) in enumerate(CONFIGS.values())]
+    done = main("validate", *folders, "--json")
+    said = json.loads(done.out)
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert {name for name, one in said.items() if one["sound"]} == {str(tmp_path / "sound")}
+    assert len(said) == len(folders) and said[str(tmp_path / "sound")]["reason"] is None
 
 
 PATTERN_FIELDS = ("rank_pattern", "alpha_pattern")

@@ -26,6 +26,7 @@ from fedlora.peft_config import (
     is_adalora,
     module_rank,
     parameter_names,
+    pattern_budget,
     relative_scaling,
 )
 from fedlora.safe_files import FLOATS, Limits, Stored, read_header, read_json, read_tensor
@@ -58,9 +59,18 @@ class AdapterFile:
         allow_unknown: Collection[str] = (),
     ) -> None:
         check_scaling(scaling)
-        limits = limits or Limits()
         self.directory = Path(directory)
         self.scaling = scaling
+        self._cached: tuple[str, Tensor, Tensor] | None = None
+        try:
+            with pattern_budget():
+                self._read(limits or Limits(), allow_unknown)
+        except AdapterFormatError as error:
+            if str(self.directory) in str(error):
+                raise
+            raise AdapterFormatError(f"{self.directory}: {error}") from error
+
+    def _read(self, limits: Limits, allow_unknown: Collection[str]) -> None:
         config, weights = _files(self.directory)
         self.config: Mapping[str, Any] = MappingProxyType(read_json(config, limits))
         check_config(self.config, where=str(config), allow=allow_unknown)
@@ -78,7 +88,6 @@ class AdapterFile:
         self.ranks: Mapping[str, int] = MappingProxyType(
             {name: ranks[path] for path, layout in self.layouts.items() for name in layout.modules(path)}
         )
-        self._cached: tuple[str, Tensor, Tensor] | None = None
 
     def _sort(self, key: str) -> None:
         if not key.startswith(PREFIX):
@@ -153,9 +162,9 @@ class AdapterFile:
         says = r if layout.kind == "adalora" else module_rank(self.config, layout.pattern or path)
         if r != says:
             raise AdapterFormatError(f"{self.directory}: module {path!r} has rank {r}, but its config says {says}.")
-        if 0 in B or 0 in A:
+        if B[0] == 0 or 0 in A[1:] or (r == 0 and layout.kind != "adalora"):
             raise AdapterFormatError(f"{self.directory}: module {path!r} is empty: B {B}, A {A}.")
-        return r
+        return max(r, 1)  # AdaLoRA may prune a module away: a zero update
 
     def _shape(self, key: str) -> tuple[int, ...]:
         return self._header[key].shape
@@ -219,6 +228,8 @@ class AdapterFile:
         if "E" in keys:
             A = (A.to(torch.promote_types(A.dtype, torch.float32)) * self._tensor(keys["E"])).to(torch.float32)
             B = B.to(torch.float32)
+            if not len(A):
+                B, A = B.new_zeros(len(B), 1), A.new_zeros(1, A.shape[1])
         return B, A
 
     def head(self, path: str) -> Tensor:

@@ -98,7 +98,14 @@ class Collection:
     def merged(self, module: str, rule: RankRule, missing: Missing) -> tuple[LoRA, ModuleReport]:
         """One module of the weighted mean, at the rank that `rule` gives."""
         held = self.holders(module, missing)
-        return merge_module(module, [file.lora(module) for file, _ in held], [w for _, w in held], rule)
+        loras = [file.lora(module) for file, _ in held]
+        shapes = {(len(B), A.shape[1]) for B, A in (lora.factors for lora in loras)}
+        if len(shapes) > 1:
+            where = ", ".join(str(file.directory) for file, _ in held)
+            raise AdapterFormatError(
+                f"module {module!r} has different shapes {sorted(shapes)} in {where}: other models."
+            )
+        return merge_module(module, loras, [w for _, w in held], rule)
 
     def extras(self, rule: Heads) -> dict[str, Tensor]:
         """The tensors beside the pairs: added biases as the update that they are part of, the others by `rule`.

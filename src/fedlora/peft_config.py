@@ -6,8 +6,12 @@ Rules of peft 0.21, read in its source and tested against it. No tensors and no 
 from __future__ import annotations
 
 import math
+import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
 from itertools import permutations
 from typing import Any
 
@@ -54,7 +58,8 @@ _FILES_ONLY: Mapping[str, str] = {
     "layer_replication": "the base model is another one than its name says; merge it first",
 }
 _LARGEST_RANK, _LARGEST_SCALE = 1_000_000, 10_000.0
-_PATTERN_SECONDS = 1.0  # for all that one pattern is asked; peft's own are done in microseconds
+_PATTERN_SECONDS = 3.0  # for all that the patterns of one file are asked; peft's own are done in microseconds
+_left: ContextVar[list[float] | None] = ContextVar("left", default=None)  # of the file that is being read
 # Initialisations that only choose where A and B start. Others (PiSSA, OLoRA, ...) change the base weights too.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -83,6 +88,7 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
             "such an initialisation may change the base weights, and the adapter is then relative to another base; "
             "save it with peft's path_initial_model_for_weight_conversion",
         )
+    _check_types(config, refuse)
     _check_ranks(config, refuse, ada)
     known = _HARMLESS | _APPLIED | set(_REFUSED) | set(_FILES_ONLY) | (ADALORA_FIELDS if ada else frozenset())
     for field in sorted(set(config) - known - set(allow)):
@@ -92,6 +98,20 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
                 "the field is unknown (a newer peft?) and may change the update; --allow-unknown takes it as harmless",
             )
         warnings.warn(f"{where}: unknown field {field!r} = {config[field]!r} is ignored.", stacklevel=3)
+
+
+def _check_types(config: Mapping[str, Any], refuse: Callable[[str, str], AdapterFormatError]) -> None:
+    """Fields that name modules are names, or lists of names."""
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "target_parameters"):
+        value = config.get(field)
+        named = isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
+        text = isinstance(value, str) and field not in ("modules_to_save", "target_parameters")
+        if value is not None and not named and not text:
+            raise refuse(field, "it must be a list of names")
+    layers = config.get("layers_to_transform")
+    listed = layers if isinstance(layers, list | tuple) else [] if layers is None else [layers]
+    if not all(isinstance(layer, int) for layer in listed):
+        raise refuse("layers_to_transform", "it must be a list of whole numbers")
 
 
 def _check_ranks(config: Mapping[str, Any], refuse: Callable[[str, str], AdapterFormatError], ada: bool) -> None:
@@ -134,7 +154,7 @@ def check_scaling(scaling: float) -> None:
 
 def module_rank(config: Mapping[str, Any], module: str) -> int:
     """r of one module, by rank_pattern. AdaLoRA's follows from its tensors alone: not to be asked here."""
-    rank: int = _by_pattern(config.get("rank_pattern") or {}, module, config["r"])
+    rank: int = _by_pattern(config, "rank_pattern", module, config["r"])
     return rank
 
 
@@ -143,40 +163,57 @@ def relative_scaling(config: Mapping[str, Any], module: str, scaling: float) -> 
     if is_adalora(config):  # peft divides by the rank that training began with, plus this
         return float(config["lora_alpha"] / (config["init_r"] + 1e-5) / scaling)
     r = module_rank(config, module)
-    alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    alpha = _by_pattern(config, "alpha_pattern", module, config["lora_alpha"])
     if config.get("use_rslora"):
         return float(alpha / math.sqrt(r) / scaling)
     return 1.0 if alpha == scaling * r else float(alpha / r / scaling)  # (s r) / r need not be s in floats
 
 
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
     """PEFT's rule: keys are regular expressions for the end of the module path; the first match in file order wins."""
-    for key, value in patterns.items():
-        if _matches(rf"(.*\.)?({key})$", module):
+    for key, value in (config.get(field) or {}).items():
+        if _match(rf"(.*\.)?({key})$", module, field) is not None:
             return value
     return default
 
 
-def _matches(pattern: str, text: str, *, whole: bool = False) -> bool:
-    """Whether a stranger's pattern matches, in bounded time."""
+@contextmanager
+def pattern_budget() -> Iterator[None]:
+    """All patterns that are matched inside share one time limit."""
+    token = _left.set([_PATTERN_SECONDS])
     try:
-        compiled = regex.compile(pattern)
-        found = (compiled.fullmatch if whole else compiled.match)(text, timeout=_PATTERN_SECONDS)
+        yield
+    finally:
+        _left.reset(token)
+
+
+@lru_cache(maxsize=20_000)
+def _compiled(pattern: str) -> Any:
+    return regex.compile(pattern)  # whose own cache holds 500, and compiles again beyond
+
+
+def _match(pattern: str, text: str, field: str, *, whole: bool = False) -> Any:
+    """The match of a stranger's pattern, in bounded time."""
+    left, began = _left.get() or [_PATTERN_SECONDS], time.monotonic()
+    try:
+        compiled = _compiled(pattern)
+        if left[0] <= 0:
+            raise TimeoutError
+        return (compiled.fullmatch if whole else compiled.match)(text, timeout=left[0])
     except TimeoutError as error:
         raise AdapterFormatError(
-            f"the pattern {pattern[:80]!r} takes more than {_PATTERN_SECONDS:g} s on {text[:80]!r}: no pattern of "
-            f"module names needs that. Somebody may want to keep this machine busy."
+            f"{field}: its patterns take more than {_PATTERN_SECONDS:g} s; the last was {pattern[:80]!r} on {text[:80]!r}. "
+            f"No pattern of module names needs that: somebody may want to keep this machine busy."
         ) from error
     except (regex.error, RecursionError, OverflowError) as error:
-        raise AdapterFormatError(f"the pattern {pattern[:80]!r} is not a regular expression: {error}.") from error
-    return found is not None
+        raise AdapterFormatError(f"{field}: the pattern {pattern[:80]!r} is no regular expression: {error}.") from error
+    finally:
+        left[0] -= time.monotonic() - began
 
 
 def is_head(path: str, config: Mapping[str, Any]) -> bool:
     """PEFT's rule: a module is saved in full if its path ends with one of modules_to_save (not: equals)."""
     saved = config.get("modules_to_save") or []
-    if not isinstance(saved, Sequence):
-        raise AdapterFormatError(f"modules_to_save = {saved!r} is no list of module names.")
     inside = "lora_" in path or "base_layer" in path
     return any(f"{module}." in path for module in saved) and not inside
 
@@ -267,7 +304,7 @@ def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
 
     def named(names: str | Sequence[str]) -> bool:
         if isinstance(names, str):
-            return _matches(names, module, whole=True)
+            return _match(names, module, "target_modules or exclude_modules", whole=True) is not None
         return any(module == name or module.endswith(f".{name}") for name in names)
 
     if not named(config.get("target_modules") or ()) or named(config.get("exclude_modules") or ()):
@@ -276,8 +313,9 @@ def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
     if layers is None:
         return True
     patterns = config.get("layers_pattern") or [r"[^.]*"]
-    found = [regex.match(rf"(?:^|.*?\.){p}\.(\d+)\.", module, timeout=_PATTERN_SECONDS) for p in _listed(patterns)]
-    index = next((int(match[1]) for match in found if match), None)
+    asked = [rf"(?:^|.*?\.){p}\.(?P<layer_index>\d+)\." for p in _listed(patterns)]
+    found = [_match(pattern, module, "layers_pattern") for pattern in asked]
+    index = next((int(match["layer_index"]) for match in found if match), None)
     return index is not None and index in _listed(layers)
 
 

@@ -153,8 +153,10 @@ def _entry(path: Path, name: str, entry: Any, limits: Limits, data: int) -> Stor
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise refuse("lacks dtype, shape or data_offsets in the header") from error
-    if dtype not in SIZES:
+    if not isinstance(dtype, str) or dtype not in SIZES:
         raise refuse(f"is of type {str(dtype)[:20]}; adapters hold {', '.join(SIZES)}")
+    if isinstance(shape, list) and len(shape) > 16:
+        raise refuse(f"has {len(shape):,} dimensions; real tensors have a few")
     whole = [*(shape if isinstance(shape, list) else [None]), begin, end]
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**48 for n in whole) or begin > end:
         raise refuse("has a shape or a place in the file that no tensor can have")
@@ -173,8 +175,8 @@ def _regular_size(path: Path) -> int:
             if home not in target.parents and not in_cache:
                 raise AdapterFormatError(f"{path} is a link to another place; an adapter's files lie in its directory.")
             facts = target.stat()
-    except OSError as error:
-        raise AdapterFormatError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise AdapterFormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     if not stat.S_ISREG(facts.st_mode):
         raise AdapterFormatError(f"{path} is no ordinary file.")
     if not os.access(path, os.R_OK):

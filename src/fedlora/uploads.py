@@ -14,6 +14,7 @@ from fedlora.checks import checked_examples
 from fedlora.client import Client, Upload
 from fedlora.errors import AdapterFormatError
 from fedlora.peft_io import AdapterSpec, read_adapter, write_adapter
+from fedlora.safe_files import Limits, read_json
 
 FILE = "upload.json"
 
@@ -69,10 +70,10 @@ def read_facts(directory: Path) -> tuple[str, float]:
     path = directory / FILE
     if not path.is_file():
         return str(directory), 1
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(facts["client"], str):
-            raise TypeError(f"client is {facts['client']!r}")
-        return facts["client"], facts["num_examples"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AdapterFormatError(f"{path} does not say whose upload it is: {error!r}.") from error
+    facts = read_json(path, Limits())
+    client, examples = facts.get("client"), facts.get("num_examples")
+    if not isinstance(client, str) or isinstance(examples, bool) or not isinstance(examples, int | float):
+        raise AdapterFormatError(f"{path} does not say whose upload it is: client and num_examples are needed.")
+    if not 0 <= examples < 1e300:  # also of whole numbers beyond every float
+        raise AdapterFormatError(f"{path}: num_examples is a finite number from 0.")
+    return client, examples

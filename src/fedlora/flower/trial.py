@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -71,9 +72,7 @@ class Trial:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 raise TrialFailed(f"port {port} is in use; `fedlora flower init --port` takes another one.")
         self._start("superlink", superlink_command(self.home, port, insecure=self.insecure))
-        self._until(
-            "the SuperLink answers", 60, lambda: self._flwr("ls", CONNECTION, "--format", "json")[0] == 0, "superlink"
-        )
+        self._until("the SuperLink answers", 60, self._answers, "superlink")
         self._say(f"SuperLink at {self.address} ({'no TLS' if self.insecure else 'TLS, node authentication'})")
         if self.insecure:
             return
@@ -82,11 +81,11 @@ class Trial:
         for name in self.names:
             if name not in known:
                 key = f"{self.home}/keys/{name}.pub"
-                code, words = self._flwr("supernode", "register", key, CONNECTION, "--name", name, "--format", "json")
-                found = _json(words)
-                if code or not isinstance(found, dict) or "node-id" not in found:
+                _, words = self._flwr("supernode", "register", key, CONNECTION, "--name", name)
+                found = re.search(r"SuperNode (\d+) registered", words)
+                if found is None:
                     raise TrialFailed(f"the node {name!r} could not be registered: {_last(words)}")
-                known[name] = str(found["node-id"])
+                known[name] = found[1]
                 register.write_text(json.dumps(known))
 
     def start_node(self, name: str) -> None:
@@ -111,11 +110,10 @@ class Trial:
 
     def run(self, *, resume: bool = False, evaluate: bool = False, out: Callable[[str], None] | None = None) -> int:
         """`flwr run` to its end, its log line by line to `out`. Returns the exit code: 0 if the run completed."""
-        process = self.launch(resume=resume, evaluate=evaluate)
-        assert process.stdout is not None
-        for line in process.stdout:
-            (out or self._say)(line.rstrip())
-        process.wait()
+        with self.launch(resume=resume, evaluate=evaluate) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                (out or self._say)(line.rstrip())
         return 0 if self.last_status() == "finished:completed" else 1
 
     def launch(self, *, resume: bool = False, evaluate: bool = False) -> subprocess.Popen[str]:
@@ -156,6 +154,11 @@ class Trial:
         self._processes.clear()
 
     # -------------------------------------------------------------------------------------------------------- inside
+
+    def _answers(self) -> bool:
+        """Whether the SuperLink does; flwr's exit code is 0 either way."""
+        found = _json(self._flwr("ls", CONNECTION, "--format", "json")[1])
+        return isinstance(found, dict) and bool(found.get("success"))
 
     def _start(self, name: str, command: list[str]) -> None:
         self._logs.mkdir(exist_ok=True)
@@ -200,5 +203,6 @@ def _json(words: str) -> Any:
 
 
 def _last(words: str) -> str:
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    lines = [line.strip("│╭╮╰╯─ \t") for line in words.splitlines()]  # flwr's own errors stand in a box
+    said = [line for line in lines if line and line != "Error"]
+    return said[-1] if said else "it said nothing"
