@@ -506,7 +506,6 @@ for _what in (READ, MERGED):
             _what,
             "AdaLoRA, convolution",
         ): "AdaLoRA stores a convolution's A flat; written as LoRA's, peft cannot load it",
-        (_what, "AdaLoRA, a module pruned away"): "AdaLoRA may leave a module no rank at all; it is refused as empty",
     }
 
 

@@ -16,7 +16,7 @@ import shutil
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,18 +90,6 @@ CONFIG: dict[str, Any] = {
     "alpha_pattern": {}, "use_rslora": False, "init_lora_weights": True, "bias": "none", "modules_to_save": None,
     "task_type": "CAUSAL_LM", "base_model_name_or_path": "some/base", "revision": None, "inference_mode": True,
 }  # fmt: skip
-
-
-def defect(reason: str) -> pytest.MarkDecorator:
-    """A known fault of fedlora: the test says what should be, and must fail until it is."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
-def marked(cases: Iterable[str], defects: Mapping[str, str]) -> list[Any]:
-    """The cases by name, those with a known fault marked."""
-    names = list(cases)
-    assert set(defects) <= set(names), set(defects) - set(names)
-    return [pytest.param(name, marks=[defect(defects[name])] if name in defects else []) for name in names]
 
 
 def put(folder: Path, config: object = CONFIG, content: bytes | None = None) -> Path:
@@ -246,7 +234,7 @@ WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "negative shape": (lambda: changed(shape=[-2, -5]), "no tensor can have"),
     "huge shape": (lambda: changed(shape=[2**62, 2**62]), "no tensor can have"),
     "huge shape times 0": (lambda: changed(shape=[2**62, 0]), "no tensor can have"),
-    "many dimensions": (lambda: changed(shape=[1] * 50_000 + [2, 5]), "module"),
+    "many dimensions": (lambda: changed(shape=[1] * 50_000 + [2, 5]), "50,002 dimensions"),
     "shape of floats": (lambda: changed(shape=[2.0, 5.0]), "no tensor can have"),
     "shape of words": (lambda: changed(shape=["2", "5"]), "no tensor can have"),
     "shape of booleans": (lambda: changed(shape=[True, True]), "no tensor can have"),
@@ -331,14 +319,7 @@ def _torch_pickle() -> bytes:
     return file.getvalue()
 
 
-BAD_WEIGHTS = {
-    "many dimensions": "the message holds the whole shape, 150 kB",
-    "dtype is a list": "TypeError: unhashable type: 'list'",
-    "dtype is an object": "TypeError: unhashable type: 'dict'",
-}
-
-
-@pytest.mark.parametrize("what", marked(WEIGHTS, BAD_WEIGHTS))
+@pytest.mark.parametrize("what", list(WEIGHTS))
 def test_weights_that_are_refused(what: str, main: Callable[..., Said], tmp_path: Path) -> None:
     make, why = WEIGHTS[what]
     refused(put(tmp_path / "bad", content=make()), why, main, validate=False)
@@ -452,11 +433,8 @@ PLACES: dict[str, tuple[Callable[[Path, str], None], str]] = {
 }  # fmt: skip
 
 
-LOOP = {"a link to itself": "RuntimeError: Symlink loop, from Path.resolve(strict=True) before Python 3.13"}
-
-
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-@pytest.mark.parametrize("what", marked(PLACES, LOOP))
+@pytest.mark.parametrize("what", list(PLACES))
 def test_a_file_that_is_no_file_of_the_directory(
     what: str, name: str, main: Callable[..., Said], tmp_path: Path
 ) -> None:
@@ -565,12 +543,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-NAMELESS = {
-    name: "the message names neither the file nor the field" for name, (_, why) in CONFIGS.items() if "regular" in why
-}
-
-
-@pytest.mark.parametrize("what", marked(CONFIGS, NAMELESS))
+@pytest.mark.parametrize("what", list(CONFIGS))
 def test_configs_that_are_refused(what: str, main: Callable[..., Said], tmp_path: Path) -> None:
     content, why = CONFIGS[what]
     refused(put(tmp_path / "bad", content), why, main, validate=False)
@@ -578,7 +551,7 @@ def test_configs_that_are_refused(what: str, main: Callable[..., Said], tmp_path
 
 def test_validate_says_which_of_many_are_sound(main: Callable[..., Said], tmp_path: Path) -> None:
     """All of the above at once, and a sound one in the middle."""
-    weights = [make() for name, (make, _) in WEIGHTS.items() if name not in BAD_WEIGHTS]
+    weights = [make() for make, _ in WEIGHTS.values()]
     folders = [put(tmp_path / f"w{k}", content=content) for k, content in enumerate(weights)]
     folders += [put(tmp_path / "sound")]
     folders += [put(tmp_path / f"c{k}", content) for k, (content, _) in enumerate(CONFIGS.values())]
@@ -604,13 +577,9 @@ def bombed(field: str, pattern: str, module: str = LONG) -> dict[str, object]:
 
 
 LAYERS = "layers_pattern is used beside the function that turns errors of patterns into refusals: "
-IN_TIME = {
-    "layers_pattern (a|aa)+$": f"{LAYERS}TimeoutError",
-    "layers_pattern ^(a+)+b?$|x": f"{LAYERS}ValueError, since the pattern has a group of its own",
-}
 
 
-@pytest.mark.parametrize("what", marked((f"{f} {p}" for f in PATTERN_FIELDS + TARGET_FIELDS for p in BOMBS), IN_TIME))
+@pytest.mark.parametrize("what", [f"{f} {p}" for f in PATTERN_FIELDS + TARGET_FIELDS for p in BOMBS])
 def test_a_pattern_that_takes_for_ever(what: str, tmp_path: Path) -> None:
     """Reading and writing end soon: done, or refused. Catastrophic backtracking would take 2^40 steps."""
     field, pattern = what.split(" ")
@@ -635,10 +604,9 @@ def test_a_pattern_that_takes_for_ever_on_the_command_line(
 
 
 NO_PATTERNS = ("(", "[", "*", "a{2,1}", "\\", "(?z)", "(?P<n>a)(?P<n")
-UNCAUGHT = {f"layers_pattern {p}": f"{LAYERS}regex.error" for p in ("(", "[", "a{2,1}", "(?z)", "(?P<n>a)(?P<n")}
 
 
-@pytest.mark.parametrize("what", marked((f"{f} {p}" for f in TARGET_FIELDS for p in NO_PATTERNS), UNCAUGHT))
+@pytest.mark.parametrize("what", [f"{f} {p}" for f in TARGET_FIELDS for p in NO_PATTERNS])
 def test_targets_that_are_no_pattern(what: str, tmp_path: Path) -> None:
     """peft would have refused to train with them; here they end as success or as a refusal."""
     field, pattern = what.split(" ")
@@ -665,10 +633,7 @@ def test_a_pattern_that_is_hard_to_compile(pattern: str, tmp_path: Path) -> None
             assert len(str(error)) < 2000
 
 
-CACHE = "beyond 500 patterns the cache of regex is of no use: 600 modules take 25 s"
-
-
-@pytest.mark.parametrize("count", [300, pytest.param(520, marks=defect(CACHE))])
+@pytest.mark.parametrize("count", [300, 520])
 def test_many_patterns_for_many_modules(count: int, tmp_path: Path) -> None:
     """As a merge with a rank for each module writes them, anchored and escaped; 80 layers of 7 have 560 modules."""
     names = [f"model.layers.{k // 7}.self_attn.m{k % 7}_proj" for k in range(count)]
@@ -679,7 +644,6 @@ def test_many_patterns_for_many_modules(count: int, tmp_path: Path) -> None:
         assert set(AdapterFile(folder).ranks.values()) == {2}
 
 
-@defect("the second is for each question, not for all that one pattern is asked, as the constant says")
 def test_a_pattern_that_is_slow_for_each_of_many_modules(tmp_path: Path) -> None:
     """Each question stays below the time that one may take; together they may not take much longer either."""
     pattern = "(a|aa)+"
@@ -692,7 +656,7 @@ def test_a_pattern_that_is_slow_for_each_of_many_modules(tmp_path: Path) -> None
         try:
             AdapterFile(folder)
         except AdapterFormatError as error:
-            assert "takes more than" in str(error)
+            assert "more than 1 s" in str(error)
 
 
 def _seconds(pattern: str, text: str) -> float:
@@ -759,17 +723,7 @@ def test_the_fuzzed_configs_are_sound(kind: str, tmp_path: Path, main: Callable[
     assert main("merge", folder, folder, "-o", tmp_path / "m").code == 0
 
 
-WRONG_TYPES = {
-    "exclude_modules": "TypeError for numbers and booleans",
-    "layers_pattern": "TypeError for 2.5, regex.error for [[]]",
-    "layers_to_transform": "TypeError for 2.5",
-    "modules_to_save": "TypeError for numbers, booleans, and lists of lists or objects",
-    "target_modules": "TypeError for numbers and booleans",
-    "target_parameters": "TypeError for numbers and booleans, AttributeError for lists of what is no word",
-}
-
-
-@pytest.mark.parametrize("field", marked(sorted({*FULL, *ADA}), WRONG_TYPES))
+@pytest.mark.parametrize("field", sorted({*FULL, *ADA}))
 def test_every_field_of_every_type(field: str, tmp_path: Path) -> None:
     """Success or a refusal, for each value in place of the sound one, in three kinds of adapters."""
     failed = []
@@ -806,7 +760,6 @@ def test_adapters_of_different_bases_are_not_merged(
     assert not (tmp_path / "out").exists()
 
 
-@defect("RuntimeError of torch.cat, from lora.stack")
 def test_adapters_of_other_shapes_are_not_merged(good: Path, main: Callable[..., Said], tmp_path: Path) -> None:
     """Each is sound by itself; the message names the module."""
     other = put(tmp_path / "other", content=shaped({**pair(Q, d_out=7), **pair(V, 4)}))
@@ -828,16 +781,7 @@ UPLOADS = {
 }  # fmt: skip
 
 
-BAD_UPLOADS = {
-    "deep": "RecursionError",
-    "number is a word": "TypeError: must be real number, from math.isfinite",
-    "number is null": "TypeError: must be real number, from math.isfinite",
-    "number is a list": "TypeError: must be real number, from math.isfinite",
-    "number is 400 digits": "OverflowError: int too large to convert to float, from math.isfinite",
-}
-
-
-@pytest.mark.parametrize("what", marked(UPLOADS, BAD_UPLOADS))
+@pytest.mark.parametrize("what", list(UPLOADS))
 def test_an_upload_that_does_not_say_how_much_it_counts(
     what: str, good: Path, main: Callable[..., Said], tmp_path: Path
 ) -> None:
@@ -908,7 +852,6 @@ JUNK = st.recursive(
 )
 
 
-@defect("TypeError: unhashable type, where dtype is a list or an object")
 @drawn
 @given(
     key=st.sampled_from([QA, QB, "__metadata__", "x"]),
@@ -923,7 +866,6 @@ def test_a_header_with_anything_in_it_is_read_or_refused(
     only_refused(put(tmp_path / "bad", content=weights(header, data)), tmp_path / "again")
 
 
-@defect("the fields in WRONG_TYPES")
 @drawn
 @given(field=st.sampled_from(sorted({*FULL, *ADA})), value=JUNK, kind=st.sampled_from(sorted(KINDS)))
 def test_a_config_with_anything_in_it_is_read_or_refused(field: str, value: object, kind: str, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ class AdapterFile:
             {path: self._layout(path, pair) for path, pair in self._factors.items()}
         )
         ranks = {path: self._rank(path) for path in self._factors}
+        self._scales = {path: self._scaled_by(path, self.scaling) for path in self._factors}
         self.ranks: Mapping[str, int] = MappingProxyType(
             {name: ranks[path] for path, layout in self.layouts.items() for name in layout.modules(path)}
         )
@@ -203,7 +204,10 @@ class AdapterFile:
     def scale(self, module: str) -> float:
         """The module's own alpha / r (or alpha / sqrt(r)), as the config has it."""
         path = stored_path(module) if module not in self.layouts else module
-        return relative_scaling(self.config, self.layouts[path].pattern or path, 1.0)
+        return self._scaled_by(path, 1.0)
+
+    def _scaled_by(self, path: str, scaling: float) -> float:
+        return relative_scaling(self.config, self.layouts[path].pattern or path, scaling)
 
     def lora(self, module: str) -> LoRA:
         """One module's pair, in units of `scaling`.
@@ -220,7 +224,7 @@ class AdapterFile:
             self._cached = None
         expert = layout.modules(path).index(module)
         pair = layout.unpacked(B, A, expert)
-        return scaled(pair, relative_scaling(self.config, layout.pattern or path, self.scaling))
+        return scaled(pair, self._scales[path])
 
     def _pair(self, path: str) -> tuple[Tensor, Tensor]:
         keys = self._factors[path]
@@ -236,7 +240,7 @@ class AdapterFile:
         """One tensor beside the pairs; an added bias in units of `scaling`, as the update that it is part of."""
         tensor = self._tensor(self._heads[path])
         if self.kind(path) == "added":
-            factor = relative_scaling(self.config, path.removesuffix(".lora_B.bias"), self.scaling)
+            factor = self._scales[path.removesuffix(".lora_B.bias")]
             if factor != 1:
                 tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
         return tensor

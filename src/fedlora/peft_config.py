@@ -58,7 +58,7 @@ _FILES_ONLY: Mapping[str, str] = {
     "layer_replication": "the base model is another one than its name says; merge it first",
 }
 _LARGEST_RANK, _LARGEST_SCALE = 1_000_000, 10_000.0
-_PATTERN_SECONDS = 3.0  # for all that the patterns of one file are asked; peft's own are done in microseconds
+_PATTERN_SECONDS = 1.0  # for all that the patterns of one file are asked; peft's own are done in microseconds
 _left: ContextVar[list[float] | None] = ContextVar("left", default=None)  # of the file that is being read
 # Initialisations that only choose where A and B start. Others (PiSSA, OLoRA, ...) change the base weights too.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -202,11 +202,13 @@ def _match(pattern: str, text: str, field: str, *, whole: bool = False) -> Any:
         return (compiled.fullmatch if whole else compiled.match)(text, timeout=left[0])
     except TimeoutError as error:
         raise AdapterFormatError(
-            f"{field}: its patterns take more than {_PATTERN_SECONDS:g} s; the last was {pattern[:80]!r} on {text[:80]!r}. "
-            f"No pattern of module names needs that: somebody may want to keep this machine busy."
+            f"{field}: its patterns take more than {_PATTERN_SECONDS:g} s; the last was {pattern[:80]!r} on "
+            f"{text[:80]!r}. No pattern of module names needs that: somebody may want to keep this machine busy."
         ) from error
     except (regex.error, RecursionError, OverflowError) as error:
-        raise AdapterFormatError(f"{field}: the pattern {pattern[:80]!r} is no regular expression: {error}.") from error
+        raise AdapterFormatError(
+            f"{field}: the pattern {pattern[:80]!r} is not a regular expression: {error}."
+        ) from error
     finally:
         left[0] -= time.monotonic() - began
 
@@ -315,7 +317,7 @@ def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
     patterns = config.get("layers_pattern") or [r"[^.]*"]
     asked = [rf"(?:^|.*?\.){p}\.(?P<layer_index>\d+)\." for p in _listed(patterns)]
     found = [_match(pattern, module, "layers_pattern") for pattern in asked]
-    index = next((int(match["layer_index"]) for match in found if match), None)
+    index = next((int(m["layer_index"]) for m in found if m and m["layer_index"]), None)
     return index is not None and index in _listed(layers)
 
 
