@@ -26,7 +26,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import test_adapter_formats as formats
-
 from fedlora.cli import app
 from fedlora.errors import FedLoRAError
 

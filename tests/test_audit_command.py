@@ -28,7 +28,7 @@ import test_run
 from federations import SHAPES, noise
 from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, build, read_adapter, write_adapter
 from fedlora.audit import regauge
-from fedlora.errors import AdapterFormatError, FedLoRAError, UploadRefused
+from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.run_folder import RunFolder
 from fedlora.uploads import read_uploads, write_upload
 from recorded import Call, recording
@@ -726,7 +726,7 @@ REFUSED: dict[str, Any] = {
     "no uploads": (["--from-run", "run"], "run holds no uploads; run it with --set run.keep_uploads=last"),
     "no such run": (["--from-run", "nowhere"], "nowhere holds no uploads"),
     "a round of one": (["--from-run", "lonely"], "at least two adapters are needed; got 1"),
-    "damaged upload.json": (["a", "damaged"], "upload.json does not say whose upload it is"),
+    "damaged upload.json": (["a", "damaged"], "upload.json is not JSON"),
     "cut off": (["a", "cut"], "is damaged: its header tells of"),
     "preset that is a number": (["a", "b", "--methods", "glora preset=1"], "preset"),
     "class without module": (["a", "b", "--methods", ":Method"], "':Method' cannot be made"),
@@ -844,13 +844,13 @@ def test_an_adapter_without_the_file_is_one_example_named_by_its_path(equal: Sit
         (b'{"num_examples": 3}', AdapterFormatError),
         (b'{"client": "a", "num_examples": 3', AdapterFormatError),
         (b'\xff\xfe{"client": "a", "num_examples": 3}', AdapterFormatError),
-        (b'{"client": "a", "num_examples": "3"}', UploadRefused),
-        (b'{"client": "a", "num_examples": -3}', UploadRefused),
-        (b'{"client": "a", "num_examples": NaN}', UploadRefused),
-        (b'{"client": "a", "num_examples": Infinity}', UploadRefused),
-        (b'{"client": "a", "num_examples": true}', UploadRefused),
-        (b'{"client": "a", "num_examples": null}', UploadRefused),
-        (b'{"client": "a", "num_examples": [3]}', UploadRefused),
+        (b'{"client": "a", "num_examples": "3"}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": -3}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": NaN}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": Infinity}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": true}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": null}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": [3]}', AdapterFormatError),
         (b'{"client": "", "num_examples": 3}', FedLoRAError),
         pytest.param(
             b'{"client": null, "num_examples": 3}', FedLoRAError,

@@ -673,3 +673,24 @@ def test_work_for_another_client_or_of_no_server_is_refused(tmp_path: Path) -> N
     node = Node("one", Toy(), tmp_path)
     with pytest.raises(RecordError, match="no parcel of fedlora/1"):
         node.work(RecordDict({"config": ConfigRecord({"x": 1})}))
+
+
+def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
+    """examples/flowertune: the same state dict in as with FedAvg; stock clients receive B = 0 and A of their rank."""
+    from fedlora.flower.stock import stock_strategy
+
+    state = {
+        f"base_model.model.{m}.lora_{f}.weight": t
+        for m, lora in seed_adapter(4).modules.items()
+        for f, t in lora.tensors().items()
+    }
+    strategy = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rho=1.0)
+    grid = LocalGrid({name: StockNode(0.1) for name in RANKS})  # type: ignore[misc]
+    result = strategy.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=2)
+    first = grid.sent[0].content.array_records["arrays"].to_torch_state_dict()
+    assert first.keys() == state.keys() and strategy.round == 2 and result.arrays is not None
+    for key, tensor in first.items():
+        if "lora_B" in key:
+            assert not tensor.any()  # B = 0; A may be in other coordinates, which change nothing then
+    with pytest.raises(ConfigError, match="no LoRA factor of rank 8"):
+        stock_strategy(state, r=8, alpha=16, clients=["x"])

@@ -1,0 +1,77 @@
+"""`FedLoRA` for stock PEFT clients (FlowerTune): two changed lines on the server, none on the clients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedlora.errors import ConfigError
+from fedlora.flower.policy import Policy
+from fedlora.flower.strategy import FedLoRA, Identify, StockClients, registered_names
+from fedlora.lora import Adapter, LoRA
+from fedlora.methods import build
+from fedlora.server import Server
+from fedlora.simulation import start
+
+
+def stock_strategy(
+    peft_state: Mapping[str, Tensor],
+    *,
+    r: int,
+    alpha: float,
+    clients: Sequence[str],
+    method: str = "glora",
+    names: Literal["registered", "order"] = "registered",
+    participation: float = 1.0,
+    quorum: int | None = 1,
+    deadline: float = 3600.0,
+    seed: int = 0,
+    folder: Path | None = None,
+    resume: bool = False,
+    **hparams: Any,
+) -> FedLoRA:
+    """A strategy for clients that exchange `get_peft_model_state_dict` and know nothing of fedlora.
+
+    Args:
+        peft_state: the initial state dict of linear LoRA layers. r, alpha: as all clients have them.
+        clients: their registered names; with names="order" (simulation, where nodes have none) the nodes online in the
+            order of their ids are these. method, hparams: as `fedlora.build`.
+
+    Raises:
+        ConfigError: other tensors than LoRA factors of rank r, or a method that such clients cannot run.
+    """
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in peft_state.items():
+        found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
+        if found is None or tensor.shape[0 if found[2] == "A" else 1] != r:
+            raise ConfigError(
+                f"{key!r} of shape {tuple(tensor.shape)} is no LoRA factor of rank {r} of a linear layer."
+            )
+        pairs.setdefault(found[1], {})[found[2]] = tensor.detach().cpu().float()
+    factor = alpha / r
+    adapter = Adapter({m: LoRA(pair["B"] * factor, pair["A"]) for m, pair in sorted(pairs.items())})
+    server = Server(build(method, **hparams), heads="frozen", quorum=quorum, seed=seed)
+    return FedLoRA(
+        server,
+        Policy(dict.fromkeys(clients, r), deadline=deadline),
+        start(server, adapter),
+        run="stock",
+        folder=folder,
+        resume=resume,
+        participation=participation,
+        seed=seed,
+        identify=registered_names if names == "registered" else _in_order(clients),
+        stock=StockClients(r, alpha),
+    )
+
+
+def _in_order(clients: Sequence[str]) -> Identify:
+    def identify(grid: Grid) -> dict[str, int]:
+        return dict(zip(clients, sorted(grid.get_node_ids()), strict=False))
+
+    return identify
