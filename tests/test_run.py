@@ -602,7 +602,7 @@ def test_an_interrupt_stops_with_a_hint_and_the_run_goes_on_later(
     wait_for(child, lambda: lines_in(out) >= 2)
     while child.is_alive():  # one interrupt may fall into a destructor, where Python ignores it
         os.kill(child.pid, signal.SIGINT)
-        child.join(2.0)
+        child.join(0.3)
     ran(configured(project, *LONG), out, resume=True)
     same_run(RunFolder(out), uninterrupted)
     log = (tmp_path / "log.txt").read_text()

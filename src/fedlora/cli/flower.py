@@ -66,6 +66,19 @@ def up(
     console.print((folder / "server" / "summary.json").read_text(encoding="utf-8"), markup=False)
 
 
+@app.command()
+def simulate(
+    folder: Folder,
+    resume: Annotated[bool, typer.Option("--resume", help="go on after the last checkpoint")] = False,
+    evaluate: Annotated[bool, typer.Option(help="measure the test metric at the end")] = True,
+) -> None:
+    """The same federation in Flower's simulation engine (Ray), in place of SuperLink and SuperNodes."""
+    needed()
+    from fedlora.flower.simulated import simulate_federation
+
+    print_json(simulate_federation(folder, resume=resume, evaluate=evaluate))
+
+
 def doctor(
     folder: Annotated[Path | None, typer.Argument(help="a folder of `fedlora flower init`, to check too")] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,

@@ -6,6 +6,7 @@ policy.py       who may take part, at which rank, with which weight
 node.py         a node's own work and state: what its ClientApp calls
 resident.py     that work in a process which stays, so that the base model is loaded once
 apps.py         the ServerApp and the ClientApp
+simulated.py    the same in Flower's simulation engine (Ray)
 project.py      `fedlora flower init`: an app, keys, certificates, units; trial.py: `fedlora flower up`
 """
 

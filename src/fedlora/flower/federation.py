@@ -51,7 +51,7 @@ def open_federation(
     server = server_of(config)
     seed_adapter, spec = read_adapter(folder / "start", scaling=config.lora.scaling)
     out = folder / "server"
-    if not resume and (out / "checkpoints").is_dir() and any((out / "checkpoints").iterdir()):
+    if not resume and any((out / "checkpoints").glob("round-*[1-9]*.*.safetensors")):
         raise ConfigError(f"{out} already holds rounds; go on with resume=true, or move it away.")
     strategy = FedLoRA(
         server,

@@ -105,7 +105,7 @@ class FedLoRA(Strategy):
         if stock is not None:
             self._check_stock(state.server)
         self._asked: dict[int, tuple[Download, Client]] = {}  # node id -> what it was sent in this attempt
-        self._group = ""
+        self._group, self._began = "", time.monotonic()
         self.refused: dict[str, str] = {}
 
     # ------------------------------------------------------------------------------------------- what Flower asks for
@@ -196,7 +196,8 @@ class FedLoRA(Strategy):
         assert after.tally is not None
         metrics = MetricRecord({"clients": len(losses), "loss": sum(losses.values()) / max(len(losses), 1)})
         facts = {
-            "round": after.round, "losses": losses, "weights": dict(after.tally.weights),
+            "round": after.round,
+            "seconds": round(time.monotonic() - self._began, 3), "losses": losses, "weights": dict(after.tally.weights),
             "refused": {**after.tally.refused, **self.refused},
         }  # fmt: skip
         if self._on_round is not None:
@@ -239,7 +240,7 @@ class FedLoRA(Strategy):
         while self.round < num_rounds:
             number = self.round + 1
             for attempt in range(self.policy.retries + 1):
-                self._group, self.refused = f"{self.run}-{number}-{attempt}", {}
+                self._group, self.refused, self._began = f"{self.run}-{number}-{attempt}", {}, time.monotonic()
                 messages = self.configure_train(number, nothing, config, grid)
                 replies = grid.send_and_receive(messages, timeout=timeout or self.policy.deadline) if messages else []
                 try:

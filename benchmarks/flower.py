@@ -1,0 +1,163 @@
+"""What Flower costs: overhead of a round in process, in its simulation engine and deployed; a resident trainer against
+loading the model for every message.
+
+    python benchmarks/flower.py [--rounds 3] [--skip-simulation] [--json FILE]
+
+The demo's model with three clients, two optimiser steps a round, so that what is measured is what is around training.
+in process: the in-process engine. wire: the same messages through Flower's records and protobuf, both ways. simulation:
+Flower's engine on Ray. deployment: SuperLink and three SuperNodes over TLS on this machine. A first round loads models
+and starts processes, so it is shown apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from flwr.app import Message, MessageType
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedlora.assembly import Prepared, prepare
+from fedlora.client import Upload, receive, send
+from fedlora.config import load_config
+from fedlora.delivery import pack
+from fedlora.flower.project import write_project
+from fedlora.flower.records import parcel_record, record_parcel, record_upload, upload_record
+from fedlora.flower.resident import ask, node_work
+from fedlora.flower.trial import Trial, free_port
+from fedlora.simulation import simulate, start
+from measure import as_json, machine
+
+DEMO = Path(__file__).parent.parent / "src" / "fedlora" / "demo.toml"
+
+
+def prepared_for(rounds: int) -> Prepared:
+    sets = ["clients.count=3", "clients.ranks=[2,4,8]", "train.steps=2", "run.threads=1", "server.quorum=2"]
+    sets += [f"run.rounds={rounds}", "data.validation=0.01", "data.test=0.01"]
+    return prepare(load_config(DEMO, sets))
+
+
+def in_process(prepared: Prepared, rounds: int) -> tuple[list[float], list[float]]:
+    """(seconds of each round, of them training)."""
+    seconds, training = [], []
+    began = time.perf_counter()
+    state = start(prepared.server, prepared.seed_adapter)
+    for record in simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=rounds):
+        seconds.append(time.perf_counter() - began)
+        training.append(record.seconds["train"])
+        began = time.perf_counter()
+    return seconds, training
+
+
+def wire(prepared: Prepared) -> dict[str, float]:
+    """Seconds and bytes of one round's messages through Flower's records and protobuf, both ways, without training."""
+    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 1, 1, 1
+    server, state = prepared.server, start(prepared.server, prepared.seed_adapter)
+    shapes = {
+        m: (lora.factors[0].shape[0], lora.factors[1].shape[1]) for m, lora in prepared.seed_adapter.modules.items()
+    }
+    sent, counted, began = 0, 0, time.perf_counter()
+    for client in prepared.clients:
+        download = server.download(state.server, client)
+        parcel = pack(download, None)
+        raw = message_to_proto(Message(parcel_record(parcel, "b"), 7, MessageType.TRAIN)).SerializeToString()
+        came, _ = record_parcel(
+            message_from_proto(message_to_proto(Message(parcel_record(parcel, "b"), 7, "train"))).content
+        )
+        mine = receive(download, None)
+        upload = Upload(client, 10, send(mine, download.roles))
+        reply = upload_record(upload, run="b", round=0, loss=0.0, kept=[])
+        back = message_to_proto(Message(reply, 7, "train"))
+        record_upload(
+            message_from_proto(back).content, client, run="b", round=0, shapes=shapes, roles=download.roles,
+            heads=state.server.heads,
+        )  # fmt: skip
+        sent += len(raw) + len(back.SerializeToString())
+        tensors = [
+            *came.tensors().values(),
+            *(t for x in upload.adapter.modules.values() for t in x.tensors().values()),
+        ]
+        counted += sum(t.numel() * t.element_size() for t in [*tensors, *upload.adapter.heads.values()])
+    return {"seconds": time.perf_counter() - began, "bytes": sent, "counted": counted}
+
+
+def resident(prepared: Prepared, folder: Path, repeats: int = 3) -> dict[str, float]:
+    """Seconds of one message's work: by a trainer that stays (its first and later ones), and with loading each time."""
+    server, state = prepared.server, start(prepared.server, prepared.seed_adapter)
+    client = prepared.clients[0]
+    record = parcel_record(pack(server.download(state.server, client), None), "b")
+    home = folder / "n"
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        ask(folder / "run.toml", client.id, home, record)
+        times.append(time.perf_counter() - began)
+    loads = []
+    for k in range(repeats):
+        began = time.perf_counter()
+        node_work(folder / "run.toml", client.id, folder / f"m{k}")(record)
+        loads.append(time.perf_counter() - began)
+    return {"first": times[0], "resident": median(times[1:]), "loading": median(loads)}
+
+
+def rounds_of(folder: Path) -> list[float]:
+    return [json.loads(line)["seconds"] for line in (folder / "server" / "rounds.jsonl").read_text().splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--skip-simulation", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine()}
+    prepared = prepared_for(options.rounds)
+    seconds, training = in_process(prepared, options.rounds)
+    work = median(training)
+    rows = {"in process": seconds}
+    found["wire"] = wire(prepared)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "f"
+        write_project(folder, prepared, port=free_port(), insecure=False)
+        found["resident"] = resident(prepared, folder)
+        if not options.skip_simulation:
+            from fedlora.flower.simulated import simulate_federation
+
+            with contextlib.redirect_stdout(io.StringIO()):
+                simulate_federation(folder, resume=False, evaluate=False)
+            rows["simulation (Ray)"] = rounds_of(folder)
+            shutil.rmtree(folder / "server")
+            shutil.rmtree(folder / "nodes", ignore_errors=True)
+        with Trial(folder) as trial:
+            trial.run(out=lambda line: None)
+        rows["deployment (TLS)"] = rounds_of(folder)
+    print(f"{'':20}{'first round, s':>16}{'later rounds, s':>17}{'beyond training, s':>20}")
+    for name, times in rows.items():
+        later = median(times[1:]) if len(times) > 1 else float("nan")
+        print(f"{name:20}{times[0]:16.2f}{later:17.2f}{later - work:20.2f}")
+    w, r = found["wire"], found["resident"]
+    print(
+        f"wire: {w['seconds'] * 1e3:.0f} ms a round; {w['bytes'] / 1e6:.3f} MB, of them tensors {w['counted'] / 1e6:.3f} MB"
+    )
+    print(
+        f"one message: resident trainer {r['resident']:.2f} s (its first {r['first']:.1f}), loading {r['loading']:.2f} s"
+    )
+    found |= {"rounds": rows, "training": training}
+    if options.json:
+        options.json.write_text(as_json(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
