@@ -148,12 +148,10 @@ def main() -> None:
         later = median(times[1:]) if len(times) > 1 else float("nan")
         print(f"{name:20}{times[0]:16.2f}{later:17.2f}{later - work:20.2f}")
     w, r = found["wire"], found["resident"]
-    print(
-        f"wire: {w['seconds'] * 1e3:.0f} ms a round; {w['bytes'] / 1e6:.3f} MB, of them tensors {w['counted'] / 1e6:.3f} MB"
-    )
-    print(
-        f"one message: resident trainer {r['resident']:.2f} s (its first {r['first']:.1f}), loading {r['loading']:.2f} s"
-    )
+    tensors = f"{w['bytes'] / 1e6:.3f} MB, of them tensors {w['counted'] / 1e6:.3f} MB"
+    print(f"wire: {w['seconds'] * 1e3:.0f} ms a round; {tensors}")
+    stays = f"resident trainer {r['resident']:.2f} s (its first {r['first']:.1f})"
+    print(f"one message: {stays}, loading {r['loading']:.2f} s")
     found |= {"rounds": rows, "training": training}
     if options.json:
         options.json.write_text(as_json(found) + "\n")
