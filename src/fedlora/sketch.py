@@ -1,0 +1,173 @@
+"""GLoRA for very many clients: two exchanges a round, constant memory at the server, messages that are plain sums.
+
+    plan    = SketchPlan(d_out, d_in, rank=64, seed=round)         everybody derives the same test matrix Omega
+    first   = range_message(lora, examples, plan)         client:  n_i U_i (U_i^T Omega),  n_i k_i,  n_i
+    basis   = range_basis(sum of the first, plan)         server:  Q = orth(sum), sent to all
+    second  = core_message(lora, examples, basis, plan)   client:  n_i Q^T B_i A_i,  n_i (Q^T U_i)(Q^T U_i)^T,  sizes
+    result  = sketched(sum of the second, basis, plan)    server:  (U_ref, Z_g) within span(Q), and how much it caught
+
+Messages add up with +, so secure aggregation can compute them, and the server need not see one client's. A client's
+cost and the server's memory do not depend on how many there are. The result approximates the consensus subspace of K =
+sum p_i U_i U_i^T (paper section 4.2): well where clients share a subspace, badly where K's spectrum is flat, for which no
+cheap method works. `captured` and `error_bound` say which it is; below `least_captured` the result is refused.
+
+Differs from `GLoRA`: no history, so readouts are by spectrum alone. One module; a federation has one plan for each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fedlora.errors import HyperparameterError, RankMismatch, ShapeError
+from fedlora.linalg import Spectrum, gauge_fix, rank_tolerance, spectral_form
+from fedlora.lora import LoRA, fresh_rows
+
+M = TypeVar("M", "RangeMessage", "CoreMessage")
+
+
+@dataclass(frozen=True)
+class SketchPlan:
+    """What all sides of a round agree on. rank: R. oversample: columns of Omega beyond R. seed: of Omega."""
+
+    d_out: int
+    d_in: int
+    rank: int
+    seed: int
+    oversample: int = 16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= self.d_out or self.oversample < 0 or self.d_in < 1:
+            raise HyperparameterError(
+                f"a sketch has a rank from 1 to d_out = {self.d_out} and oversample >= 0; got {self.rank} and "
+                f"{self.oversample}."
+            )
+
+    @property
+    def width(self) -> int:
+        """Columns of Omega."""
+        return min(self.rank + self.oversample, self.d_out)
+
+    def omega(self) -> Tensor:
+        """The test matrix (d_out, width), float32: the same wherever it is drawn."""
+        return fresh_rows(self.width, self.d_out, "sketch", self.seed, like=torch.empty(0, dtype=torch.float32)).mT
+
+
+class _Summed:
+    """Messages add up, and nothing else is ever done with one."""
+
+    def __add__(self: M, other: M) -> M:  # type: ignore[misc]
+        if type(other) is not type(self):
+            return NotImplemented
+        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class RangeMessage(_Summed):
+    """Y (d_out, width): n_i U_i (U_i^T Omega). trace: n_i k_i, k_i the update's rank. examples: n_i."""
+
+    Y: Tensor
+    trace: Tensor
+    examples: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CoreMessage(_Summed):
+    """Z (width, d_in): n_i Q^T B_i A_i. C (width, width): n_i (Q^T U_i)(Q^T U_i)^T. trace, examples: as before.
+
+    missed: n_i times the squared size of what of B_i A_i lies outside span(Q). size: n_i ||B_i A_i||_F^2.
+    """
+
+    Z: Tensor
+    C: Tensor
+    trace: Tensor
+    missed: Tensor
+    size: Tensor
+    examples: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sketched:
+    """spectrum: of the mean update, projected. captured: the share of tr K in span(U_ref).
+
+    error_bound: of what lies outside span(Q), relative to the clients' root mean square size; an upper bound (Jensen).
+    """
+
+    spectrum: Spectrum
+    captured: float
+    error_bound: float
+
+
+def range_message(lora: LoRA, examples: float, plan: SketchPlan) -> RangeMessage:
+    """A client's first message.
+
+    Raises:
+        ShapeError: the update is of another matrix than the plan's.
+    """
+    U = _basis(lora, plan)
+    n = torch.tensor(float(examples), dtype=torch.float64)
+    Y = U @ (U.mT @ plan.omega())
+    return RangeMessage(Y * float(examples), n * U.shape[1], n)
+
+
+def range_basis(total: RangeMessage, plan: SketchPlan) -> Tensor:
+    """Q (d_out, width), orthonormal, float32, from the sum of the first messages."""
+    if not float(total.examples) > 0:
+        raise RankMismatch("nobody took part in this round: the examples add up to 0.")
+    Q: Tensor = torch.linalg.qr((total.Y / total.examples).double())[0]
+    return Q.float()
+
+
+def core_message(lora: LoRA, examples: float, basis: Tensor, plan: SketchPlan) -> CoreMessage:
+    """A client's second message: its update and its subspace within span(Q)."""
+    U = _basis(lora, plan)
+    B, A = (t.float() for t in lora.factors)
+    inside = basis.mT @ U
+    QB = basis.mT @ B
+    gram = (A @ A.mT).double()
+    size = float((gram * (B.mT @ B).double()).sum())
+    kept = float((gram * (QB.mT @ QB).double()).sum())
+    n = torch.tensor(float(examples), dtype=torch.float64)
+    return CoreMessage(
+        Z=(QB @ A) * float(examples), C=(inside @ inside.mT).double() * n, trace=n * U.shape[1],
+        missed=n * max(size - kept, 0.0), size=n * size, examples=n,
+    )  # fmt: skip
+
+
+def sketched(total: CoreMessage, basis: Tensor, plan: SketchPlan, *, least_captured: float = 0.5) -> Sketched:
+    """The round's result: the strongest R directions of K within span(Q), and the mean update in them.
+
+    Raises:
+        RankMismatch: they hold less than `least_captured` of tr K: the clients do not share a subspace, and what would
+            be lost is most of what they sent. A larger rank, or `GLoRA`, which is exact.
+    """
+    n = float(total.examples)
+    eigenvalues, V = torch.linalg.eigh(total.C / n)
+    V = V.flip(1)[:, : plan.rank]
+    captured = float(eigenvalues.flip(0)[: plan.rank].sum()) / (float(total.trace) / n) if float(total.trace) else 1.0
+    if captured < least_captured:
+        raise RankMismatch(
+            f"rank {plan.rank} holds {captured:.0%} of the clients' subspaces, less than {least_captured:.0%}: they do "
+            f"not share a subspace (a flat spectrum), and a sketch cannot stand for them. Take a larger rank, or glora."
+        )
+    Z = V.mT @ (total.Z.double() / n)
+    U = basis.double() @ V
+    tolerance = rank_tolerance(torch.float32)
+    spectrum = spectral_form(U.float(), Z.float(), noise=tolerance * float(torch.linalg.vector_norm(Z)))
+    size = float(total.size)
+    return Sketched(spectrum, captured, math.sqrt(float(total.missed) / size) if size else 0.0)
+
+
+def _basis(lora: LoRA, plan: SketchPlan) -> Tensor:
+    """U_i (d_out, k_i), float32: of the column space of B_i."""
+    B, A = lora.factors
+    if (B.shape[0], A.shape[1]) != (plan.d_out, plan.d_in):
+        raise ShapeError(
+            f"the plan is of a matrix ({plan.d_out}, {plan.d_in}), the update of ({B.shape[0]}, {A.shape[1]})."
+        )
+    U, _ = gauge_fix(B, A, tolerance=rank_tolerance(B.dtype))
+    return U.float()
