@@ -8,8 +8,8 @@
 
 Messages add up with +, so secure aggregation can compute them, and the server need not see one client's. A client's
 cost and the server's memory do not depend on how many there are. The result approximates the consensus subspace of K =
-sum p_i U_i U_i^T (paper section 4.2): well where clients share a subspace, badly where K's spectrum is flat, for which no
-cheap method works. `captured` and `error_bound` say which it is; below `least_captured` the result is refused.
+sum p_i U_i U_i^T (paper section 4.2): well where clients share a subspace, badly where K's spectrum is flat, for which
+no cheap method works. `captured` and `error_bound` say which it is; below `least_captured` the result is refused.
 
 Differs from `GLoRA`: no history, so readouts are by spectrum alone. One module; a federation has one plan for each.
 """

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.serverapp import Grid
 
 from fedlora.adapter_writer import pad_rank
@@ -75,6 +76,8 @@ def play(
 ) -> dict[str, Any]:
     """All rounds that are still to do, then the adapter and a summary. What a ServerApp's main is."""
     config = load_config(folder / "run.toml", [])
+    if config.run.threads:  # as `prepare` does on the nodes: results are bit for bit at one number of threads
+        torch.set_num_threads(config.run.threads)
     strategy, spec = open_federation(folder, resume=resume, identify=identify)
     out = folder / "server"
     strategy.start(grid, num_rounds=config.run.rounds)
