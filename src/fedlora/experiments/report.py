@@ -72,7 +72,7 @@ and best rounds were chosen on a share of the training data, never on the test s
 def write_report(
     path: Path, experiments: Sequence[Experiment], profile: str, results: Mapping[str, Result], paper: Path
 ) -> None:
-    """The page, of those experiments that have the profile and any result.
+    """The page, of those experiments that have the profile and any result; with "mini" go all profiles but "paper".
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
@@ -87,16 +87,17 @@ def write_report(
     sections: list[dict[str, Any]] = []
     used: dict[str, Result] = {}
     for experiment in experiments:
-        if profile not in experiment.profiles:
-            continue
-        found = {r.digest: results[r.digest] for r in mains(experiment, profile, results) if r.digest in results}
-        if not found:
-            continue
-        used |= found
-        picture = io.BytesIO()
-        plot_curves(experiment, profile, results, picture)
-        encoded = base64.b64encode(picture.getvalue()).decode()
-        sections.append(_section(experiment, profile, results, printed) | {"pictures": [encoded]})
+        for name in experiment.profiles:
+            if name != profile and (profile != "mini" or name == "paper"):
+                continue
+            found = {r.digest: results[r.digest] for r in mains(experiment, name, results) if r.digest in results}
+            if not found:
+                continue
+            used |= found
+            picture = io.BytesIO()
+            plot_curves(experiment, name, results, picture)
+            encoded = base64.b64encode(picture.getvalue()).decode()
+            sections.append(_section(experiment, name, results, printed) | {"pictures": [encoded]})
     if not sections:
         raise ConfigError(f"no experiment has a result of profile {profile}; run some first.")
     page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
@@ -124,9 +125,10 @@ def _section(
     by_place = {(_label(c, experiment.rows), _label(c, _columns(experiment))): c for c in cells}
     differences = paired(cells, experiment.rows[0], experiment.reference) if experiment.reference else []
     runs = mains(experiment, profile, results)
+    apart = "" if profile in ("mini", "paper") else f" ({profile})"
     return {
-        "name": experiment.name,
-        "title": experiment.title,
+        "name": f"{experiment.name}{apart}".replace(" ", "-"),
+        "title": f"{experiment.title}{apart}",
         "question": experiment.question,
         "note": experiment.profile(profile).note,
         "metric": experiment.profile(profile).metric or experiment.metric,
