@@ -238,6 +238,66 @@ def test_an_adapter_of_another_model_is_refused_before_anything_is_written(
     assert done.code == 2 and "is no model directory" in done.err
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_square_weights_tied_heads_and_two_biases(tmp_path: Path, called: Callable[..., Said]) -> None:
+    """peft's own merge is the oracle: GPT-2's square Conv1D beside a linear head (its config then says fan_in_fan_out =
+    false), and a bias that is replaced and added to; what cannot be written is refused."""
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "square": (gpt2, {"target_modules": ["c_proj", "lm_head"]}),
+        "biases": (bert, {"target_modules": ["query"], "bias": "lora_only", "lora_bias": True}),
+    }
+    for name, (kind, options) in cases.items():
+        model: Any = kind()
+        if name == "square":
+            model.config.tie_word_embeddings = False
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.save_pretrained(tmp_path / name / "base")
+        peft_model = get_peft_model(model, LoraConfig(r=2, lora_alpha=5, **options))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in peft_model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        peft_model.save_pretrained(tmp_path / name / "adapter")
+        done = called(
+            "apply", tmp_path / name / "adapter", "--base", tmp_path / name / "base", "-o", tmp_path / name / "full"
+        )
+        assert done.code == 0, done.err
+        auto = AutoModelForSequenceClassification if kind is bert else AutoModelForCausalLM
+        got = auto.from_pretrained(tmp_path / name / "full").state_dict()
+        base = auto.from_pretrained(tmp_path / name / "base")
+        want = PeftModel.from_pretrained(base, tmp_path / name / "adapter").merge_and_unload().state_dict()
+        for key, tensor in want.items():
+            torch.testing.assert_close(got[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+
+    whole: Any = llama()
+    whole.config.tie_word_embeddings = True
+    whole.tie_weights()
+    whole.save_pretrained(tmp_path / "tied-llama")
+    peft_model = get_peft_model(whole, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    peft_model.save_pretrained(tmp_path / "embeds")
+    done = called("apply", tmp_path / "embeds", "--base", tmp_path / "tied-llama", "-o", tmp_path / "no")
+    assert done.code == 2 and "ties it to the embedding" in done.err and not (tmp_path / "no").exists()
+
+
+def test_an_upload_counts_once_and_outputs_are_checked_before_the_work(
+    tmp_path: Path, called: Callable[..., Said]
+) -> None:
+    folders = [saved(tmp_path, name, 2) for name in "ab"]
+    for folder in folders:
+        (folder / "upload.json").write_text(json.dumps({"client": folder.name, "num_examples": 1, "round": 1}))
+    state = ["--method", "glora", "--state", tmp_path / "s"]
+    assert called("merge", *folders, *state, "-o", tmp_path / "o").code == 0
+    done = called("merge", *folders, *state, "-o", tmp_path / "p")
+    assert done.code == 2 and "another round than 2" in done.err and not (tmp_path / "p").exists()
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "x"):
+        done = called("merge", *folders, "-o", out)
+        assert done.code == 2 and "Traceback" not in done.err and done.err.count("\n") == 1
+    done = called("merge", *folders, "--method", "glora", "--state", tmp_path / "file", "-o", tmp_path / "q")
+    assert done.code == 2 and "is a file" in done.err and not (tmp_path / "q").exists()
+
+
 # ---- a site's half ---------------------------------------------------------------------------------------------------
 
 

@@ -356,6 +356,7 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "another run": (said(run="other"), "of 'test'"),
     "another form": (said(form="subspace"), "'factors' was asked for"),
     "kept names": (said(kept=[1, 2]), "no list of names"),
+    "kept names that nobody has": (said(kept=["x" * 1000]), "no list of names"),
     "no json": (altered(config=lambda r: ConfigRecord({"protocol": "fedlora/1", "upload": "{"})), "not JSON"),
     "deep json": (
         altered(config=lambda r: ConfigRecord({"protocol": "fedlora/1", "upload": "[" * 100000})),
@@ -385,7 +386,8 @@ def test_a_bad_reply_costs_its_sender_the_round_and_nobody_else(tmp_path: Path, 
         assert facts[0]["refused"] == {}
     else:
         assert reason in facts[0]["refused"]["three"], facts[0]["refused"]
-        assert strategy.memory.refusals == {"three": 1}
+        counted = {} if name == "its app raised" else {"three": 1}  # a failure at the client is no attempt at anything
+        assert strategy.memory.refusals == counted
     strategy.start(grid, num_rounds=2)  # and the next round works, whatever is held by now
     assert strategy.round == 2
 
@@ -694,3 +696,61 @@ def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
             assert not tensor.any()  # B = 0; A may be in other coordinates, which change nothing then
     with pytest.raises(ConfigError, match="no LoRA factor of rank 8"):
         stock_strategy(state, r=8, alpha=16, clients=["x"])
+
+
+def test_a_refused_claim_raises_nobodys_share(tmp_path: Path) -> None:
+    """An accomplice claims as much and sends NaN: the cap is over those that count, not over those that claim."""
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=1), policy=Policy(RANKS, max_weight_share=0.5, retries=0)
+    )
+    nan = ATTACKS["NaN"][0]
+    grid.meddle = {
+        "one": numbers(num_examples=1e9),
+        "three": lambda asked, reply: numbers(num_examples=1e9)(asked, nan(asked, reply)),
+    }
+    strategy.start(grid, num_rounds=1)
+    tally = strategy.memory.state.server.tally
+    assert tally is not None and tally.weights == pytest.approx({"one": 0.5, "two": 0.5})
+
+
+def test_a_quarantined_client_is_not_drawn_any_more(tmp_path: Path) -> None:
+    """Two of three a round, a quorum of two, one hostile: the run would stop for ever if it were drawn again."""
+    policy = Policy(RANKS, quarantine=1, retries=1)
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), policy=policy, participation=0.67)
+    grid.meddle = {"three": ATTACKS["NaN"][0]}
+    strategy.start(grid, num_rounds=6)
+    assert strategy.round == 6 and set(strategy.memory.refusals) <= {"three"}
+
+
+@pytest.mark.parametrize("method", ["glora", "fedsa-lora"])
+def test_a_node_keeps_the_state_that_a_round_starts_from_however_often_it_is_played(
+    tmp_path: Path, method: str
+) -> None:
+    """Training that is not reproducible (as on a GPU) leaves another file each time; and a federation begun anew in the
+    same folder meets states of later rounds."""
+    from fedlora.delivery import pack
+
+    class Restless(Toy):
+        calls = 0
+
+        def train(self, download: Any, adapter: Adapter, position: int) -> Trained:
+            self.calls += 1
+            done = super().train(download, adapter, position)
+            return replace(done, adapter=done.adapter.map(lambda t: t + 1e-6 * self.calls))
+
+    server, node = Server(build(method)), Node("one", Restless(), tmp_path)
+    state = start(server, seed_adapter()).server
+
+    def play(round: int) -> float:
+        download = replace(server.download(state, Client("one", 4)), round=round)
+        return float(node.work(parcel_record(pack(download, None), RUN))["metrics"]["loss"])
+
+    assert [play(0), play(1), play(2)] == pytest.approx([0.5, 0.8, 1.1])  # the loss tells the data position
+    assert [play(2), play(2), play(2)] == pytest.approx([1.1] * 3)
+    assert [play(0), play(1)] == pytest.approx([0.5, 0.8])  # begun anew
+    for path in tmp_path.rglob("round-00001*"):
+        path.unlink()
+    from fedlora.errors import KeptStateError
+
+    with pytest.raises(KeptStateError, match="is not in"):
+        play(1)

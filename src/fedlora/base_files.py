@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from fedlora.layouts import Layout
 from fedlora.safe_files import Limits, read_header, read_json
 
 Change = Callable[[Tensor], Tensor]
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "ctrl")  # models of transformers' Conv1D
+_CONV1D_LAYERS = ("c_attn", "c_proj", "c_fc", "q_attn")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -53,6 +56,8 @@ class BaseFiles:
         except (AdapterFormatError, KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"the base model in {directory} cannot be read: {error}") from error
         self.shards: Sequence[str] = names
+        described = directory / "config.json"
+        self.config: Mapping[str, Any] = read_json(described, Limits()) if described.is_file() else {}
 
     def find(self, name: str) -> str | None:
         """The stored name of a parameter: its own, or without the outermost module, as encoders are stored alone."""
@@ -105,15 +110,19 @@ def apply_adapter(
         AdapterFormatError: the adapter does not fit the base model. ConfigError: `out` is not empty, or cannot be
             written.
     """
+    _check_tied(file, base)
     if file.config.get("layer_replication"):
         raise AdapterFormatError(f"{file.directory}: layer_replication makes another model, which is not written here.")
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; name another directory.")
     changes, added = _changes(file, base)
-    beside = out.with_name(out.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)
+    out = out.absolute()
     try:
-        beside.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise ConfigError(f"the model cannot be written to {out}: {error.strerror or error}.") from error
+    try:
         for path in sorted(base.directory.iterdir()):
             if (
                 path.is_file()
@@ -124,6 +133,7 @@ def apply_adapter(
         _write_shards(base, beside, changes, added, progress)
         if out.exists():
             out.rmdir()
+        beside.chmod(0o755)
         beside.rename(out)
     except OSError as error:
         raise ConfigError(f"the model cannot be written to {out}: {error.strerror or error}.") from error
@@ -141,9 +151,10 @@ def _changes(file: AdapterFile, base: BaseFiles) -> tuple[dict[str, Change], dic
         check_fit(file.directory, path, layout, (B.shape[0], A.shape[1]), base.shape(name))
         if name in changes:
             raise AdapterFormatError(f"{file.directory}: two of its modules are the one stored weight {name!r}.")
-        changes[name] = _update(file, path, layout)
+        square = layout.kind == "linear" and len(set(base.shape(name))) == 1
+        changes[name] = _update(file, path, layout, flipped=square and _transposed(file, base, path))
     added: dict[str, Tensor] = {}
-    for head in file.heads:
+    for head in sorted(file.heads, key=lambda path: file.kind(path) == "added"):  # what replaces first, then what adds
         kind, value = file.kind(head), file.head(head)
         plain = head.replace(".base_layer.", ".")
         if kind == "added":
@@ -168,8 +179,9 @@ def _combined(before: Change | None, kind: str, value: Tensor, rows: Sequence[in
 
     def change(weight: Tensor) -> Tensor:
         if kind == "added":
-            weight = (weight.double() + value.double()).to(weight.dtype)
-        elif kind == "tokens":
+            before_it = before(weight) if before is not None else weight
+            return (before_it.double() + value.double()).to(weight.dtype)
+        if kind == "tokens":
             weight = weight.clone()
             weight[list(rows)] = value.to(weight.dtype)
         else:
@@ -177,6 +189,31 @@ def _combined(before: Change | None, kind: str, value: Tensor, rows: Sequence[in
         return before(weight) if before is not None else weight
 
     return change
+
+
+def _check_tied(file: AdapterFile, base: BaseFiles) -> None:
+    """Raises `AdapterFormatError` for an embedding trained in full on a base that has no head of its own: the head
+    would become another one with it."""
+    saved = [path for path in file.heads if file.kind(path) == "head" and "embed" in path]
+    ties = base.config.get("tie_word_embeddings", False) is True
+    if saved and ties and base.find("lm_head.weight") is None and "lm_head.weight" not in file.heads:
+        raise AdapterFormatError(
+            f"{file.directory} trained {saved[0]!r} in full, and the base model has no head of its own but "
+            f"ties it to the embedding: written into it, the adapter would change the head too. Merge it with "
+            f"peft's merge_and_unload."
+        )
+
+
+def _transposed(file: AdapterFile, base: BaseFiles, path: str) -> bool:
+    """Whether a square weight is kept as (d_in, d_out). The config's fan_in_fan_out is of one layer only, so the base
+    model's type decides."""
+    conv1d = base.config.get("model_type") in _CONV1D and path.rpartition(".")[2] in _CONV1D_LAYERS
+    if bool(file.config.get("fan_in_fan_out")) and base.config.get("model_type") not in _CONV1D:
+        raise AdapterFormatError(
+            f"{path!r} is square, and which way round this base model ({base.config.get('model_type')}) keeps it is "
+            f"not known here. Merge this adapter with peft's merge_and_unload."
+        )
+    return conv1d
 
 
 def _token_rows(file: AdapterFile, weight: str) -> list[int]:
@@ -189,7 +226,7 @@ def _token_rows(file: AdapterFile, weight: str) -> list[int]:
     return indices
 
 
-def _update(file: AdapterFile, path: str, layout: Layout) -> Change:
+def _update(file: AdapterFile, path: str, layout: Layout, *, flipped: bool) -> Change:
     def change(weight: Tensor) -> Tensor:
         updates = []
         for module in layout.modules(path):
@@ -203,10 +240,9 @@ def _update(file: AdapterFile, path: str, layout: Layout) -> Change:
             )
         if layout.kind == "parameter" and weight.dim() == 2:
             delta = delta[0]
-        flipped = layout.kind == "embedding" or bool(file.config.get("fan_in_fan_out"))
         if layout.kind == "conv":
             delta = delta.reshape(weight.shape)
-        elif delta.shape != weight.shape or (flipped and delta.mT.shape == weight.shape):
+        elif delta.shape != weight.shape or flipped or layout.kind == "embedding":
             delta = delta.mT
         return (weight.float() + delta).to(weight.dtype) if weight.dtype != torch.float64 else weight + delta.double()
 
@@ -249,6 +285,10 @@ def _copy_shard(source: Path, target: Path, changes: Mapping[str, Change]) -> li
     with safe_open(source, framework="pt") as tensors, target.open("r+b") as stream:
         for name in (name for name in header if name in changes):
             before = tensors.get_tensor(name)
+            if not before.is_floating_point():
+                raise AdapterFormatError(
+                    f"the base model's {name!r} is {before.dtype}: quantised weights cannot take it."
+                )
             after = changes[name](before)
             if after.shape != before.shape:
                 raise AdapterFormatError(

@@ -21,6 +21,7 @@ from fedlora.collection import Collection, Missing
 from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError
 from fedlora.lora import Adapter, LoRA
 from fedlora.method import Method
+from fedlora.safe_files import Limits, read_json
 from fedlora.server import Server, ServerState
 
 
@@ -57,11 +58,13 @@ class ByHand:
         self.state = self._kept()
 
     def _kept(self) -> ServerState | None:
+        if self._folder is not None and self._folder.exists() and not self._folder.is_dir():
+            raise CheckpointError(f"{self._folder} is a file; --state names a folder.")
         if self._folder is None or not self._folder.is_dir():
             return None
         facts = self._folder / "method.json"
         if facts.is_file():
-            said = json.loads(facts.read_text(encoding="utf-8"))
+            said = read_json(facts, Limits())
             for what, mine in (("method", self._label), ("base", self._base)):
                 if said.get(what) != mine:
                     raise CheckpointError(
@@ -71,15 +74,29 @@ class ByHand:
         loaded = checkpoint.load_newest(self._folder, HandState, self._server.method.State)
         return loaded[1].server if loaded else None
 
-    def aggregate(self, adapters: Collection, clients: Sequence[str], examples: Sequence[float]) -> ServerState:
-        """The next round's state from one adapter of each client.
+    def aggregate(
+        self,
+        adapters: Collection,
+        clients: Sequence[str],
+        examples: Sequence[float],
+        rounds: Sequence[int | None],
+    ) -> ServerState:
+        """The next round's state from one adapter of each client. rounds: which one each says that it is of.
 
         Raises:
-            AdapterFormatError: two of one client. UploadRefused, RankMismatch: as the server and the method say.
+            AdapterFormatError: two of one client, or, where a state is kept, an upload of another round than its next.
+            UploadRefused, RankMismatch: as the server and the method say.
         """
         twice = sorted({name for name in clients if clients.count(name) > 1})
         if twice:
             raise AdapterFormatError(f"two of the adapters are of client {twice[0]!r}: give one for each client.")
+        wanted = 1 if self.state is None else self.state.round + 1
+        stale = [name for name, number in zip(clients, rounds, strict=True) if number not in (None, wanted)]
+        if stale and self._folder is not None:
+            raise AdapterFormatError(
+                f"the upload of {stale[0]!r} is of another round than {wanted}, which the state in {self._folder} "
+                f"waits for: it counted already, or is early. For another cut of the same round leave out --state."
+            )
         uploads = []
         for file, name, count in zip(adapters.files, clients, examples, strict=True):
             adapter = Adapter({module: file.lora(module) for module in file.modules})

@@ -44,7 +44,10 @@ def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
     """
     tensors: dict[str, Tensor] = {}
     tree = _encode(value, "", tensors)
-    content = safetensors.torch.save(tensors, metadata={"tree": json.dumps(tree, sort_keys=True)})
+    try:
+        content = safetensors.torch.save(tensors, metadata={"tree": json.dumps(tree, sort_keys=True)})
+    except SafetensorError as error:
+        raise CheckpointError(f"the checkpoint of round {round} cannot be stored: {error}.") from error
     digest = hashlib.sha256(content).hexdigest()[:16]
     path = directory / f"round-{round:05d}.{digest}.safetensors"
     beside = path.with_suffix(".part")

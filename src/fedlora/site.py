@@ -58,6 +58,7 @@ def train_site(
     client: str,
     round: int,
     seed: int,
+    start_seed: int = 0,
     device: str = "cpu",
     data_file: Path | None = None,
 ) -> SiteRound:
@@ -74,7 +75,7 @@ def train_site(
         model = AdaptedModel.load(base, task, lora, labels=labels, seed=start.seed, device=device)
         adapter, spec = model.seed_adapter(start.rank, seed=start.seed)
     else:
-        model, adapter, spec = _received(base, task, start, labels, seed, device)
+        model, adapter, spec = _received(base, task, start, labels, start_seed, device)
     trainer = LocalTrainer(model, {client: data}, settings, seed=seed)
     ranks = adapter.ranks
     download = Download(Client(client, ranks), round - 1, adapter, Roles(), Adapter({}), {}, {})

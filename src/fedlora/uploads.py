@@ -61,6 +61,13 @@ def read_uploads(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[Up
     return uploads, specs[0]
 
 
+def read_round(directory: Path) -> int | None:
+    """Which round an adapter directory says that it is of, from 1; None where it does not."""
+    path = directory / FILE
+    found = read_json(path, Limits()).get("round") if path.is_file() else None
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
 def read_facts(directory: Path) -> tuple[str, float]:
     """(client, num_examples) of an adapter directory; its own path and 1 where it has no upload.json.
 

@@ -38,6 +38,8 @@ def main() -> None:
         sys.exit(code)
     except FedLoRAError as error:
         sys.exit(complain(str(error)))
+    except OSError as error:  # a full disk, a folder that may not be written
+        sys.exit(complain(f"{error.filename or 'a file'}: {error.strerror or error}."))
     except click.ClickException as error:  # a wrong option or argument
         error.show()
         sys.exit(error.exit_code)

@@ -21,14 +21,14 @@ from fedlora.assembly import make_method
 from fedlora.by_hand import ByHand
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, MaxBytes, MaxTensors, opened
 from fedlora.cli.method_names import parse_methods
-from fedlora.cli.screen import complain, console, print_json, tracked
+from fedlora.cli.screen import can_write, complain, console, print_json, tracked
 from fedlora.collection import Collection, Missing, modules_of
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.lora import Adapter, LoRA
 from fedlora.merging import ModuleReport, RankRule, budget_ranks, cut, merge_module, total_error
 from fedlora.peft_io import write_adapter
 from fedlora.run_folder import plain
-from fedlora.uploads import read_facts
+from fedlora.uploads import read_facts, read_round
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank takes
 
@@ -61,6 +61,7 @@ def merge(
     absent = cast("Missing", missing)
     if serve not in (None, "vllm"):
         raise ConfigError(f"--for is vllm; got {serve!r}.")
+    can_write(out)
     rule = RankRule.parse(rank)
     files = opened(adapters, allow_unknown, max_bytes, max_tensors)
     facts = [read_facts(file.directory) for file in files]
@@ -77,7 +78,7 @@ def merge(
             )
         else:
             hand = _by_hand(method, state, given, absent)
-            hand.aggregate(given, clients, given.weights)
+            hand.aggregate(given, clients, given.weights, [read_round(file.directory) for file in files])
             updates = hand.whole()
             merged = (merge_module(m, [updates[m]], [1.0], rule) for m in tracked(modules_of(updates), "reading out"))
         if rule.kind == "budget":  # needs all spectra before the first cut
@@ -164,10 +165,11 @@ def _readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFil
             ) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{text} is not TOML: {error}.") from error
-        wrong = [name for name, r in found.items() if not isinstance(r, int) or isinstance(r, bool) or r < 1]
+        most = 8192
+        wrong = [n for n, r in found.items() if not isinstance(r, int) or isinstance(r, bool) or not 1 <= r <= most]
         if wrong or not found:
             raise ConfigError(
-                f"{text} has lines client = rank, with whole ranks from 1; {wrong[:1] or 'none'} is none."
+                f"{text} has lines client = rank, with whole ranks from 1 to {most}; {wrong[:1] or 'none'} is none."
             )
     folders = {name: _folder(name) for name in found}
     twice = sorted(f for f in folders.values() if list(folders.values()).count(f) > 1)

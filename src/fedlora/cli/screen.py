@@ -27,6 +27,16 @@ def tracked(steps: Iterable[T], what: str) -> Iterable[T]:
     return track(steps, what, console=notes, transient=True) if notes.is_terminal else steps
 
 
+def can_write(out: Path) -> None:
+    """Raises `ConfigError`, before any work is done, where a directory cannot be made at `out`."""
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}.") from error
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file; name a directory.")
+
+
 def complain(message: str) -> int:
     """One red line on stderr; the exit code of bad input."""
     notes.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.screen import console
+from fedlora.cli.screen import can_write, console
 from fedlora.data import TextData, demo_model, read_classification, read_instructions, smollm2_model
 from fedlora.data.tables import read_table
 from fedlora.errors import ConfigError
@@ -24,7 +24,7 @@ def train(
     adapter: Annotated[Path | None, typer.Option(help="the received adapter (default: a fresh one)")] = None,
     rank: Annotated[int, typer.Option(min=1, help="of a fresh adapter")] = 8,
     targets: Annotated[str, typer.Option(help="of a fresh adapter: module names, or all-linear")] = "all-linear",
-    start_seed: Annotated[int, typer.Option(help="of a fresh adapter: the same at every site")] = 0,
+    start_seed: Annotated[int, typer.Option(help="of a fresh adapter or classifier: the same at every site")] = 0,
     labels: Annotated[str | None, typer.Option(help="class names in one order for all sites: a,b,c")] = None,
     text: Annotated[str, typer.Option(help="column of the sentence")] = "text",
     pair: Annotated[str | None, typer.Option(help="column of a second sentence")] = None,
@@ -46,8 +46,9 @@ def train(
         raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; name another directory.")
-    if lr <= 0 or epochs <= 0:
-        raise ConfigError(f"--lr and --epochs are positive; got {lr:g} and {epochs:g}.")
+    if not (0 < lr < 1e6 and 0 < epochs < 1e6):
+        raise ConfigError(f"--lr and --epochs are positive numbers; got {lr:g} and {epochs:g}.")
+    can_write(out)
     columns = read_columns(data)
     names = [name.strip() for name in labels.split(",")] if labels is not None else None
     examples: TextData
@@ -72,7 +73,8 @@ def train(
         packaged[base]() if base in packaged else base,
         "classification" if examples.kind == "classification" else "causal-lm",
         adapter if adapter is not None else Fresh(wanted, rank, seed=start_seed),
-        examples, settings, out, client=client, round=round, seed=seed, device=device, data_file=data,
+        examples, settings, out, client=client, round=round, seed=seed, start_seed=start_seed, device=device,
+        data_file=data,
     )  # fmt: skip
     console.print(
         f"{out}: rank {done.ranks}, {done.trained.num_examples} examples, {done.trained.position} seen, mean loss "

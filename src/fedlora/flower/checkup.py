@@ -50,7 +50,11 @@ def _secrets(folder: Path, names: list[str]) -> list[Row]:
         return [("TLS", "off: made with --insecure", False)]
     rows = []
     for name in ("ca.crt", "server.crt"):
-        found = x509.load_pem_x509_certificate((folder / "certs" / name).read_bytes())
+        try:
+            found = x509.load_pem_x509_certificate((folder / "certs" / name).read_bytes())
+        except (OSError, ValueError) as error:
+            rows.append((f"certificate {name}", f"cannot be read: {error}", False))
+            continue
         left = found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
         rows.append((f"certificate {name}", f"valid for {left.days} days", left.days > 0))
     for path in [folder / "certs" / "server.key", *(folder / "keys" / name for name in names)]:

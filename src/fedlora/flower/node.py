@@ -61,6 +61,7 @@ class Node:
             made = prune(mine, made, download.roles.penalty)
         kept = keep(made, download.roles)
         after = NodeState(kept, trained.position, remember(download, kept))
+        _forget_after(folder, parcel.round)
         checkpoint.save(folder, parcel.round + 1, after, keep=2)
         upload = Upload(parcel.client, trained.num_examples, send(made, download.roles, self._form), self._form)  # type: ignore[arg-type]
         names = [*kept.modules, *kept.heads] if kept is not None else []
@@ -71,4 +72,15 @@ class Node:
             loaded = checkpoint.load_newest(folder, NodeState, upto=round)
         except Exception as error:
             raise KeptStateError(f"the state in {folder} cannot be read: {error}") from error
+        if loaded is None and round > 0 and any(folder.glob("round-*.safetensors")):
+            raise KeptStateError(f"the state before round {round + 1} is not in {folder} any more, only later ones.")
         return loaded[1] if loaded else NodeState()
+
+
+def _forget_after(folder: Path, round: int) -> None:
+    """Remove states of later rounds than the one that is being played: they are of a trajectory that the server left,
+    and keeping the newest two must never drop the one that this round started from."""
+    for path in folder.glob("round-*.safetensors"):
+        number = path.name.split(".")[0].removeprefix("round-")
+        if number.isdigit() and int(number) > round:
+            path.unlink(missing_ok=True)

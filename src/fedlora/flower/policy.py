@@ -34,8 +34,12 @@ class Policy:
         if not self.clients:
             raise ConfigError("the policy names no clients, so nobody could take part.")
         for name, value in (("max_weight_share", self.max_weight_share), ("max_examples", self.max_examples)):
-            if not 0 < value < math.inf:
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"the policy's {name} is a positive number; got {value}.")
+        numbers = (self.max_weight_share, self.deadline, self.retries, self.quarantine)
+        whole = isinstance(self.retries, int) and isinstance(self.quarantine, int)
+        if not whole or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
+            raise ConfigError("the policy: retries and quarantine are whole numbers, deadline and shares finite ones.")
         if self.max_weight_share > 1 or self.deadline <= 0 or self.retries < 0 or self.quarantine < 0:
             raise ConfigError("the policy: max_weight_share <= 1, deadline > 0, retries >= 0, quarantine >= 0.")
 
@@ -75,6 +79,8 @@ class Policy:
                 f"the policy {path} has an unknown field {unknown[0]!r}; it knows {', '.join(sorted(known))}."
             )
         most = raw.pop("max_rank", None)
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+            raise ConfigError(f"the policy {path}: max_rank is a whole number from 1; got {most!r}.")
         clients = raw.get("clients")
         if not isinstance(clients, dict):
             raise ConfigError(f"the policy {path} has no table [clients] with name = rank.")

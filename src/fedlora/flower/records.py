@@ -248,12 +248,12 @@ def record_upload(
         client = Client(client.id, {**declared, **adapter.ranks})
     examples, loss = _number(record, "num-examples"), _number(record, "loss")
     kept = said.get("kept")
-    if (
-        not isinstance(kept, list)
-        or not all(isinstance(name, str) for name in kept)
-        or len(kept) > 2 * len(shapes) + 99
-    ):
-        raise RecordError("what it keeps is no list of names.")
+    local = "local" in (roles.B, roles.A, roles.heads)
+    known = {*shapes, *heads} if local else set()
+    if not isinstance(kept, list) or not all(isinstance(name, str) and name in known for name in kept):
+        raise RecordError("what it keeps is no list of names of this round's local parts.")
+    if len(set(kept)) < len(kept):
+        raise RecordError("what it keeps names a part twice.")
     return Upload(client, examples, adapter, form), loss, kept
 
 

@@ -11,7 +11,6 @@ the messages, a round that is played again when too few answer, a checkpoint ins
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedlora import checkpoint
 from fedlora.client import Client, Download, Form, Upload
 from fedlora.delivery import held_after, pack
-from fedlora.errors import ConfigError, QuorumNotMet, UploadRefused
+from fedlora.errors import ConfigError, QuorumNotMet, RankMismatch, UploadRefused
 from fedlora.flower.policy import Policy
 from fedlora.flower.records import RecordError, parcel_record, record_upload, stock_upload, to_array
 from fedlora.rounds import sample_clients
@@ -119,14 +118,17 @@ class FedLoRA(Strategy):
         """A message for each client of the round, at its own rank. `arrays` is not used: each has its own."""
         online = dict(self._identify(grid))
         state = self.memory.state
-        chosen = sample_clients(list(self.policy.clients), self._participation, seed=self._seed, round=state.round)
+        for name in filter(self._quarantined, self.policy.clients):
+            self.refused[name] = f"it is in quarantine after {self.memory.refusals[name]} refused uploads"
+        asked = [name for name in self.policy.clients if not self._quarantined(name)]
+        share = self._participation
+        if 0 < len(asked) < len(self.policy.clients):  # as many as before, of those that are left
+            share = min(1.0, share * len(self.policy.clients) / len(asked))
+        chosen = sample_clients(asked, share, seed=self._seed, round=state.round) if asked else []
         self._asked, messages = {}, []
         for name in chosen:
             if name not in online:
                 self.refused[name] = "it is not online"
-                continue
-            if self._quarantined(name):
-                self.refused[name] = f"it is in quarantine after {self.memory.refusals[name]} refused uploads"
                 continue
             memory = state.clients.get(name, ClientMemory())
             rank = self.policy.clients[name]
@@ -156,25 +158,32 @@ class FedLoRA(Strategy):
         """
         state, opened = self.memory.state, self.server.open(self.memory.state.server)
         memories, refusals = dict(state.clients), dict(self.memory.refusals)
-        read = [self._read(reply) for reply in replies]
         taken: dict[str, tuple[Upload, float, list[str], Download]] = {}
-        for client, result in read:
-            if isinstance(result, str):
-                self._refuse(client, result, refusals)
+        for reply in replies:
+            client, result = self._read(reply)
+            if isinstance(result, str):  # what failed at the client (memory, a lost disk) is no attempt at anything
+                self._refuse(client, result, {} if reply.has_error() else refusals)
             elif client in taken:
                 self._refuse(client, "a second reply in one round; the first one stands.", refusals)
             else:
                 taken[client] = result
-        claimed = {name: float(upload.num_examples) for name, (upload, *_) in taken.items()}
-        counts = claimed | self.policy.examples({name: n for name, n in claimed.items() if 0 <= n < math.inf})
-        losses = {}
-        for name, (upload, loss, kept, download) in taken.items():
+        sound = {}
+        for name, (
+            upload,
+            *_,
+        ) in taken.items():  # who counts is known before shares are capped: a refused claim caps nobody
             try:
-                opened.add(replace(upload, num_examples=counts[name]))  # the server refuses what is no number
+                self.server.open(state.server).add(upload)
+                sound[name] = float(upload.num_examples)
             except UploadRefused as refusal:
                 self._refuse(name, refusal.reason, refusals)
-                continue
+        counts = self.policy.examples(sound)
+        losses = {}
+        for name, count in counts.items():
+            upload, loss, kept, download = taken[name]
+            opened.add(replace(upload, num_examples=count))
             losses[name] = loss
+            refusals.pop(name, None)
             held = replace(held_after(download), local=tuple(kept)) if self._stock is None else None
             ranks = (
                 upload.adapter.ranks if download.roles.penalty is not None else memories.get(name, ClientMemory()).ranks
@@ -187,8 +196,10 @@ class FedLoRA(Strategy):
                 log.debug("node %d, client %s: no usable reply", node, name)
         try:
             after = opened.close()
-        except QuorumNotMet:
+        except (QuorumNotMet, RankMismatch) as error:
             self.memory = replace(self.memory, refusals=MappingProxyType(refusals))
+            if isinstance(error, RankMismatch):  # some upload's rank, which only the method can see
+                raise QuorumNotMet(f"round {self.round + 1} cannot be aggregated: {error}") from error
             raise
         run_state = RunState(after.round, after, MappingProxyType(memories))
         self.memory = FlowerState(self.run, run_state, MappingProxyType(refusals))
