@@ -31,7 +31,7 @@ from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower.node import Node
 from fedlora.flower.policy import Policy
 from fedlora.flower.records import NUMPY, RAW, RecordError, parcel_record, record_parcel, to_array, to_tensor
-from fedlora.flower.resident import TrainerFailed, ask, private_directory, serve
+from fedlora.flower.resident import TrainerFailed, ask, private_directory, serve, socket_of
 from fedlora.flower.strategy import FedLoRA, StockClients
 from fedlora.flower.wire import receive_message, send_message
 from fedlora.simulation import Trained, simulate, start
@@ -625,13 +625,14 @@ def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path) -> None:
     record = parcel_record(pack(server.download(state, Client("one", 2)), None), RUN)
     folder = tmp_path / "n"
     work = Node("one", Toy(), tmp_path / "state").work
-    thread = threading.Thread(target=serve, args=(work, folder), kwargs={"owner": None, "idle": 1.5}, daemon=True)
+    sock = socket_of(tmp_path / "unused.toml", "one", folder)
+    thread = threading.Thread(target=serve, args=(work, sock), kwargs={"owner": None, "idle": 1.5}, daemon=True)
     thread.start()
     for _ in range(100):
-        if (folder / "trainer.sock").exists():
+        if sock.exists():
             break
         threading.Event().wait(0.02)
-    assert folder.stat().st_mode & 0o777 == 0o700 and (folder / "trainer.sock").stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700 and sock.stat().st_mode & 0o777 == 0o600
     reply = ask(tmp_path / "unused.toml", "one", folder, record)
     alone = Node("one", Toy(), tmp_path / "other").work(record)
     assert {k: a.data for k, a in reply["arrays"].items()} == {k: a.data for k, a in alone["arrays"].items()}
@@ -640,7 +641,7 @@ def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path) -> None:
         other = parcel_record(pack(server.download(state, Client("two", 2)), None), RUN)
         ask(tmp_path / "unused.toml", "one", folder, other)
     thread.join(10)
-    assert not thread.is_alive() and not (folder / "trainer.sock").exists()
+    assert not thread.is_alive() and not sock.exists()
 
 
 def test_a_trainer_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def _combined(before: Change | None, kind: str, value: Tensor, rows: Sequence[in
 def _check_tied(file: AdapterFile, base: BaseFiles) -> None:
     """Raises `AdapterFormatError` for an embedding trained in full on a base that has no head of its own: the head
     would become another one with it."""
-    saved = [path for path in file.heads if file.kind(path) == "head" and "embed" in path]
+    saved = [path for path in file.heads if file.kind(path) == "head" and ("embed" in path or "wte" in path)]
     ties = base.config.get("tie_word_embeddings", False) is True
     if saved and ties and base.find("lm_head.weight") is None and "lm_head.weight" not in file.heads:
         raise AdapterFormatError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import hashlib
 import os
 import socket
 import struct
@@ -54,7 +55,7 @@ def ask(config: Path, client: str, folder: Path, record: RecordDict) -> RecordDi
 def _connected(config: Path, client: str, folder: Path) -> socket.socket:
     """A connection to the node's trainer; one start at a time."""
     private_directory(folder)
-    path = folder / "trainer.sock"
+    path = socket_of(config, client, folder)
     found = _connect(path)
     if found is not None:
         return found
@@ -78,8 +79,18 @@ def _connected(config: Path, client: str, folder: Path) -> socket.socket:
             if process.poll() is not None:
                 break
             time.sleep(0.1)
+        if process.poll() is None:
+            process.kill()  # or it would come later, and be nobody's
+            process.wait()
     words = (folder / "trainer.log").read_text(errors="replace").strip().splitlines()[-1:]
     raise TrainerFailed(f"the trainer of {client!r} did not start: {words[0] if words else 'it said nothing'}")
+
+
+def socket_of(config: Path, client: str, folder: Path) -> Path:
+    """Where the trainer of this client listens: another place for another configuration, which it has not loaded."""
+    content = config.read_bytes() if config.is_file() else b""
+    digest = hashlib.sha256(b"\0".join([client.encode(), str(config).encode(), content])).hexdigest()[:12]
+    return folder / f"trainer-{digest}.sock"
 
 
 def _connect(path: Path) -> socket.socket | None:
@@ -119,15 +130,15 @@ def _supernode() -> int | None:
 # --------------------------------------------------------------------------------------------------- in the trainer
 
 
-def serve(work: Callable[[RecordDict], RecordDict], folder: Path, *, owner: int | None, idle: float = IDLE) -> None:
-    """Answer one message after the other until the owner is gone or nothing came for `idle` seconds."""
-    private_directory(folder)
-    path = folder / "trainer.sock"
+def serve(work: Callable[[RecordDict], RecordDict], path: Path, *, owner: int | None, idle: float = IDLE) -> None:
+    """Answer one message after the other at the socket `path`, until the owner is gone or nothing came for `idle` s."""
+    private_directory(path.parent)
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(str(path))
     path.chmod(0o600)
+    mine = path.stat().st_ino
     listening.listen(4)
     listening.settimeout(1.0)
     if owner is not None:  # also while it trains: an orphan would keep its accelerator
@@ -147,7 +158,8 @@ def serve(work: Callable[[RecordDict], RecordDict], folder: Path, *, owner: int 
     finally:
         listening.close()
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+            if path.stat().st_ino == mine:  # and not that of a trainer which came after this one
+                path.unlink()
 
 
 def _watch(owner: int) -> None:
@@ -188,7 +200,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--owner", type=int)
     options = parser.parse_args(arguments)
-    serve(node_work(options.config, options.client, options.folder), options.folder, owner=options.owner)
+    path = socket_of(options.config, options.client, options.folder)
+    serve(node_work(options.config, options.client, options.folder), path, owner=options.owner)
 
 
 def node_work(config: Path, client: str, folder: Path) -> Callable[[RecordDict], RecordDict]:
