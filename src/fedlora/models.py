@@ -148,6 +148,13 @@ class AdaptedModel:
         return next(self._base.parameters()).device
 
     @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model has positions for; None where it does not say."""
+        config: Any = getattr(self._base, "config", None)
+        found = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+        return found if isinstance(found, int) else None
+
+    @property
     def quantised(self) -> bool:
         """Whether an adapted weight is no floating-point number, so that nothing can be added to it."""
         return any(not self._base_layer(path).weight.is_floating_point() for path in self._adapted())

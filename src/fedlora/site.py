@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ def train_site(
         adapter, spec = model.seed_adapter(start.rank, seed=start.seed)
     else:
         model, adapter, spec = _received(base, task, start, labels, start_seed, device)
+    if model.positions is not None:  # a model cannot read further than that
+        settings = replace(settings, max_length=min(settings.max_length, model.positions))
     trainer = LocalTrainer(model, {client: data}, settings, seed=seed)
     ranks = adapter.ranks
     download = Download(Client(client, ranks), round - 1, adapter, Roles(), Adapter({}), {}, {})
