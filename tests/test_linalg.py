@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import families
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.audit import padded_average_error
+from fedlora.fastpath import gauge_fix_all
 from fedlora.linalg import (
     consensus,
     gauge_fix,
-    gauge_fix_all,
     rank_tolerance,
     right_svd,
     spectral_form,

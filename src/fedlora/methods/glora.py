@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError
+from fedlora.fastpath import consensus_spectrum, gauge_fix_all
 from fedlora.linalg import (
     Canonical,
     Spectrum,
     Tie,
-    consensus,
-    energy_consensus,
-    gauge_fix_all,
+    energy_spectrum,
     rank_tolerance,
-    spectral_form,
     tie_tolerance,
     unit_roundoff,
 )
@@ -57,11 +55,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class Cut:
-    """What the last aggregation kept. gap and captured as in `linalg.Consensus`."""
+    """What the last aggregation kept. The last four as in `linalg.ConsensusSpectrum`."""
 
     server_rank: int
     total_rank: int
-    union_rank: int
+    union_rank: int | None
     gap: float
     tied: bool
     captured: float
@@ -160,34 +158,33 @@ class GLoRA:
     def aggregate(self, state: GLoRAState, updates: Sequence[Update]) -> GLoRAState:
         if self.weighting == "rank-partition":
             updates = partitioned(updates)
+        dtype = updates[0].B.dtype
         fixed = gauge_fix_all(
             [(u.B, u.A) for u in updates],
             tolerances=[self._tolerance(u.stored) for u in updates],
             canonical=self.canonical,
+            dtype=dtype,
         )
         root_p = [math.sqrt(1 / len(updates) if self.weighting == "uniform" else u.weight) for u in updates]
-        dtype = updates[0].B.dtype
-        M = torch.cat([U * w for (U, _), w in zip(fixed, root_p, strict=True)], dim=1).to(dtype)
-        N = torch.cat([Ahat * w for (_, Ahat), w in zip(fixed, root_p, strict=True)], dim=0).to(dtype)
+        M = torch.cat([U * w for (U, _), w in zip(fixed, root_p, strict=True)], dim=1)
+        N = torch.cat([Ahat * w for (_, Ahat), w in zip(fixed, root_p, strict=True)], dim=0)
 
         revealed = {u.client: U.shape[1] for u, (U, _) in zip(updates, fixed, strict=True)}
         total = sum(u.rank for u in updates) if self.budget == "nominal" else sum(revealed.values())
         R = self.rank or max(1, math.ceil(self.rho * total - 1e-9))
         stored = max((u.stored for u in updates), key=unit_roundoff)
-        tolerance = self._tolerance(stored)
+        tolerances = {"tolerance": self._tolerance(stored), "tie_tolerance": tie_tolerance(stored)}
         if self.basis == "projector":
-            c = consensus(M, N, R, tolerance=tolerance, tie_tolerance=tie_tolerance(stored), tie=self.tie)
+            c = consensus_spectrum(M, N, R, tie=self.tie, **tolerances)
         else:
-            c = energy_consensus(M, N, R, tolerance=tolerance, tie_tolerance=tie_tolerance(stored))
-        noise = tolerance * float(torch.linalg.vector_norm(N.double()))
-        spectrum = spectral_form(c.basis, c.coordinates, noise=noise)
+            c = energy_spectrum(M, N, R, **tolerances)
         cut = Cut(R, sum(u.rank for u in updates), c.union_rank, c.gap, c.tied, c.captured, revealed)
 
         made = state.round + 1
-        traces = {u.client: Trace(made, U.to(dtype)) for u, (U, _) in zip(updates, fixed, strict=True) if U.shape[1]}
+        traces = {u.client: Trace(made, U) for u, (U, _) in zip(updates, fixed, strict=True) if U.shape[1]}
         kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
         history = {**state.history, **{c: (*kept[c], trace) for c, trace in traces.items()}}
-        return GLoRAState(state.key, made, spectrum, None, history, cut)
+        return GLoRAState(state.key, made, c.spectrum, None, history, cut)
 
     def readout(self, state: GLoRAState, client: str | None, rank: int) -> Readout:
         chosen = self.select(state, client, rank)
