@@ -98,21 +98,25 @@ def _check_heads(upload: Upload, heads: Mapping[str, Tensor]) -> None:
 
 def _check_numbers(upload: Upload) -> None:
     client = upload.client.id
+    sizes: dict[str, float] = {}
     for name, tensor in named_tensors(upload.adapter):
         if tensor.dtype not in _DTYPES:
             raise UploadRefused(
                 client, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
             )
-        if not bool(torch.isfinite(tensor).all()):
+        # One pass for both questions: a norm is finite only where every entry is.
+        size = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
+        if not math.isfinite(size) and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise UploadRefused(
                 client,
                 f"{name} holds NaN or Inf in {bad} of {tensor.numel()} entries: training diverged there "
                 f"(a lower learning rate or gradient clipping helps).",
             )
+        sizes[name] = size
     for name, lora in upload.adapter.modules.items():
-        sizes = [float(torch.linalg.vector_norm(t.detach().double())) for t in lora.tensors().values()]
-        size = max(*sizes, math.prod(sizes))
+        factors = [sizes[factor_name(factor, name)] for factor in lora.tensors()]
+        size = max(*factors, math.prod(factors))
         if size > math.sqrt(torch.finfo(compute_dtype(lora)).max):
             raise UploadRefused(
                 client, f"the update of module {name!r} has size up to {size:.1e}; its energy would overflow."
@@ -123,9 +127,13 @@ def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of an adapter, under a name for messages."""
     for name, lora in adapter.modules.items():
         for factor, tensor in lora.tensors().items():
-            yield f"factor {factor} of module {name!r}", tensor
+            yield factor_name(factor, name), tensor
     for name, head in adapter.heads.items():
         yield f"head {name!r}", head
+
+
+def factor_name(factor: str, module: str) -> str:
+    return f"factor {factor} of module {module!r}"
 
 
 def compute_dtype(lora: LoRA) -> torch.dtype:

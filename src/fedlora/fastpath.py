@@ -1,15 +1,16 @@
 """The fast path of GLoRA's aggregation. What it must equal stands in `linalg`, written to be read:
 
-    here                            reference in `linalg`           the difference
-    gauge_fix_all(pairs)            gauge_fix, pair by pair         equal shapes at once, from Gram matrices
-    consensus_spectrum(M, N, R)     consensus_spectrum(M, N, R)     fewer passes over M and N, no QR
+    here                            reference in `linalg`                   the difference
+    gauge_fix_all(pairs)            gauge_fix, pair by pair                 equal shapes at once, from Gram matrices
+    consensus_spectrum(M, N, R)     consensus_spectrum(M, N, R)             fewer passes over M and N, no QR
+    whole_means([pairs, weights])   both, one after the other, R >= S       M and N are never made
 
-Four tall products cannot be avoided: two Gram matrices in float64, which say everything about M N, then U_s and V^T.
-All between them is S x S, S = sum r_i. Where nothing is cut any orthonormal basis of the whole range does, so a
-Cholesky factor of M^T M takes the place of its eigenvectors; and where S exceeds d_out the mean update itself is the
-smallest thing there is. What is not ordinary - float64, badly conditioned, deficient in a way that a Gram matrix cannot
-tell from noise - goes to the reference. tests/test_fastpath.py compares the two on every hard family,
-benchmarks/aggregation.py measures both.
+Four tall products cannot be avoided: two Gram matrices in float64, which say everything about the mean, then U_s and
+V^T. All between them is S x S, S = sum r_i. Where nothing is cut any orthonormal basis of the whole range does, so a
+Cholesky factor of a Gram matrix takes the place of eigenvectors, and no client's gauge has to be fixed before the sum;
+and where S exceeds d_out the mean update itself is the smallest thing there is. What is not ordinary - float64, badly
+conditioned, deficient in a way that a Gram matrix cannot tell from noise - goes one row up in the table, and in the end
+to the reference. tests/test_fastpath.py compares them on every hard family, benchmarks/aggregation.py measures all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,6 +40,11 @@ from fedlora.shapes import Float
 # The least lambda / lambda_1 of K among the kept directions. A basis M X made from a Gram matrix is orthonormal up to
 # the roundoff of the product over the square root of this (6e-6 in float32), and up to 1e-16 over it (1e-7 in float64).
 _LEAST_IN_FLOAT32, _LEAST_IN_FLOAT64 = 1e-4, 1e-9
+
+# How much larger than a sum of unit vectors its terms may be, so that float32 keeps 1e-6 of it.
+_MOST_IN_FLOAT32 = 8.0
+# Bytes of one factor of a batch in float64, so that a batch and what is made of it stay in a core's cache.
+_CACHED = 2**20
 
 
 def consensus_spectrum(
@@ -62,6 +69,130 @@ def consensus_spectrum(
     return made or linalg.consensus_spectrum(M, N, R, tolerance=tolerance, tie_tolerance=tie_tolerance, tie=tie)
 
 
+@dataclass(frozen=True, eq=False)
+class WholeMean:
+    """The mean update of clients whose factors all have full rank, and of each client, in their order, its basis
+    U_i (d_out, r_i) and alignment ||U_i^T u_j||^2 (l,) with each component.
+    """
+
+    spectrum: Spectrum
+    bases: tuple[Tensor, ...]
+    alignments: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Uncut:
+    """One matrix's clients, whose mean no budget cuts: their factor pairs, weights p_i and relative rounding noise."""
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    weights: Sequence[float]
+    tolerance: float
+
+
+def whole_means(problems: Sequence[Uncut]) -> list[WholeMean | None]:
+    """Of each: sum_i p_i B_i A_i in energy order, straight from the factors as they came; matrices of a shape at once.
+
+    None where this is not sound: float64, more columns than rows, or a rank that could be mistaken.
+    """
+    alike: dict[tuple[torch.device, int, int, tuple[int, ...]], list[int]] = {}
+    for k, problem in enumerate(problems):
+        dtypes = {t.dtype for pair in problem.pairs for t in pair}
+        ranks = tuple(B.shape[1] for B, _ in problem.pairs)
+        (B, A), S = problem.pairs[0], sum(ranks)
+        if dtypes == {torch.float32} and min(ranks) > 0 and min(len(B), A.shape[1]) >= S and min(problem.weights) > 0:
+            alike.setdefault((B.device, len(B), A.shape[1], ranks), []).append(k)
+    made: list[WholeMean | None] = [None] * len(problems)
+    for (_, d_out, _, ranks), members in alike.items():
+        at_once = max(1, _CACHED // (8 * d_out * sum(ranks)))
+        for first in range(0, len(members), at_once):
+            some = members[first : first + at_once]
+            for k, mean in zip(some, _whole_means([problems[k] for k in some], ranks), strict=True):
+                made[k] = mean
+    return made
+
+
+def _whole_means(problems: Sequence[Uncut], ranks: Sequence[int]) -> list[WholeMean | None]:
+    """Of matrices of one shape, m of them; all arrays have m in front.
+
+    With the columns of B = [B_1 B_2 ...] scaled to norm 1 by D, and L L^T their Gram matrix, the mean is
+    (B D L^-T) (L^T D^-1 P A): the first orthonormal, and the Gram matrix of the second's rows known from that of A.
+    """
+    B = _stacked([torch.cat([B for B, _ in problem.pairs], dim=1) for problem in problems])
+    A = _stacked([torch.cat([A for _, A in problem.pairs], dim=0) for problem in problems])
+    G_B, G_A = gram(B), gram(A.mT)
+    sizes_A = G_A.diagonal(dim1=1, dim2=2)
+    scale = G_B.diagonal(dim1=1, dim2=2).clamp(min=1e-300).rsqrt()
+    G = scale[:, :, None] * G_B * scale[:, None, :]
+    L, failed = torch.linalg.cholesky_ex(G)
+    L = torch.where(failed[:, None, None] > 0, torch.eye(L.shape[1]).to(L), L)  # not to be used, only to be finite
+    per_row = [[p for p, r in zip(problem.weights, ranks, strict=True) for _ in range(r)] for problem in problems]
+    weight = torch.tensor(per_row, dtype=torch.float64).to(scale)
+    Y = L * (weight / scale)[:, :, None]  # Z = Y^T A
+    eigenvalues, O = torch.linalg.eigh(Y.mT @ G_A @ Y)
+    s, O = eigenvalues.flip(1).clamp(min=1e-300).sqrt(), O.flip(2)
+
+    # Full rank beyond doubt, of B D and of Z: so of each client's factors, and far above what rounding can do.
+    blocks = [slice(end - r, end) for r, end in zip(ranks, accumulate(ranks), strict=True)]
+    each = torch.stack([(G_B[:, k, k] * G_A[:, k, k]).sum(dim=(1, 2)) * weight[:, k.start] for k in blocks]).sum(dim=0)
+    terms = (Y.square().sum(dim=2) * sizes_A).sum(dim=1)  # the round-off of Z Z^T is 1e-16 of it
+    pivot = L.diagonal(dim1=1, dim2=2).amin(dim=1)
+    rows = zip(failed.tolist(), pivot.tolist(), s.tolist(), each.tolist(), terms.tolist(), strict=True)
+    sound = []
+    for problem, (fails, least, values, energy, total) in zip(problems, rows, strict=True):
+        in_B = max(_LEAST_IN_FLOAT32**0.5, 4 * problem.tolerance * max(ranks) ** 0.5)
+        in_Z = max(1e-5 * values[0], 3e-6 * math.sqrt(total), 4 * problem.tolerance * math.sqrt(energy))
+        sound.append(not fails and least > in_B and values[-1] > in_Z)
+    if not any(sound):
+        return [None] * len(problems)
+
+    to_U, to_V = torch.linalg.solve_triangular(L.mT, O, upper=True), (O / s[:, None, :]).mT @ Y.mT
+    U = _times(B, scale[:, :, None] * to_U, _cancels(to_U))
+    Vh = _times(A.mT, to_V.mT, _cancels(to_V.mT * sizes_A.sqrt()[:, :, None])).mT
+    bases, alignments = _of_clients(problems, G, scale, L @ O, blocks)
+    return [
+        WholeMean(with_canonical_signs(U[k], s[k].to(U), Vh[k]), bases[k], alignments[k]) if sound[k] else None
+        for k in range(len(problems))
+    ]
+
+
+def _stacked(matrices: list[Tensor]) -> Tensor:
+    return torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]
+
+
+def _cancels(small: Tensor) -> bool:
+    """Whether sums of columns of norm 1 with the coefficients in `small` (.., S, l) cancel more than float32 bears."""
+    return float(torch.linalg.vector_norm(small, dim=-2).max()) > _MOST_IN_FLOAT32
+
+
+def _times(X: Tensor, small: Tensor, in_float64: bool) -> Tensor:
+    """X @ small in X's dtype and memory layout."""
+    if in_float64:
+        return (X.double() @ small).to(X)
+    small = small.to(X)
+    return (small.mT @ X.mT).mT if X.mT.is_contiguous() else X @ small
+
+
+def _of_clients(
+    problems: Sequence[Uncut], G: Tensor, scale: Tensor, along: Tensor, blocks: Sequence[slice]
+) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor, ...]]]:
+    """Each client's basis and alignment, matrix by matrix. along: D B^T U."""
+    bases = [[torch.empty(0)] * len(blocks) for _ in problems]
+    alignments = [[torch.empty(0)] * len(blocks) for _ in problems]
+    ranks = [k.stop - k.start for k in blocks]
+    for r in sorted(set(ranks)):
+        alike = [i for i, rank in enumerate(ranks) if rank == r]
+        at = torch.stack([torch.arange(blocks[i].start, blocks[i].stop, device=G.device) for i in alike])
+        own, _ = torch.linalg.cholesky_ex(G[:, at[:, :, None], at[:, None, :]])  # B_i D_i = U_i own^T
+        score = torch.linalg.solve_triangular(own, along[:, at], upper=False).square().sum(dim=2)
+        to_basis = torch.linalg.solve_triangular(own, torch.diag_embed(scale[:, at]), upper=False).mT
+        careful = _cancels(to_basis / scale[:, at][..., None])
+        for k, problem in enumerate(problems):
+            for j, i in enumerate(alike):
+                B_i = problem.pairs[i][0]
+                bases[k][i], alignments[k][i] = _times(B_i, to_basis[k, j], careful), score[k, j]
+    return [tuple(b) for b in bases], [tuple(a) for a in alignments]
+
+
 def _of_the_mean(M: Tensor, N: Tensor, noise: float) -> ConsensusSpectrum:
     """Nothing is cut, and the mean update (d_out x d_in) is no larger than M and N: its SVD from its smaller side."""
     mean = M @ N
@@ -76,13 +207,15 @@ def _of_the_mean(M: Tensor, N: Tensor, noise: float) -> ConsensusSpectrum:
 
 def _uncut(M: Tensor, N: Tensor, noise: float) -> ConsensusSpectrum | None:
     """Nothing is cut: M N = (M L^-T)(L^T N) with M^T M = L L^T. None where M is near to losing rank."""
-    L, failed = torch.linalg.cholesky_ex(gram(M.double()))
+    L, failed = torch.linalg.cholesky_ex(gram(M))
     pivots = L.diagonal().square()
     if int(failed) or not float(pivots.min()) >= _LEAST_IN_FLOAT32 * float(pivots.max()):
         return None
     rotation = _rotation(L, N, noise)
     left = torch.linalg.solve_triangular(L.mT, rotation.O, upper=True)
-    return ConsensusSpectrum(rotation.spectrum(M @ left.to(M)), M.shape[1], math.inf, False, 1.0)
+    return ConsensusSpectrum(
+        rotation.spectrum(M @ left.to(M)), M.shape[1], math.inf, False, 1.0, (L @ rotation.O).square()
+    )
 
 
 def _cut(
@@ -91,7 +224,7 @@ def _cut(
     """The general case. None where the kept directions come too near to noise."""
     thin = M.shape[1] <= M.shape[0]
     if thin:  # U_ref = M left, Z = right^T N
-        G = gram(M.double())
+        G = gram(M)
         eigenvalues, V = torch.linalg.eigh(G)
         s_M, V = eigenvalues.flip(0).clamp(min=0).sqrt(), V.flip(1)
         left, right = V / s_M, V * s_M
@@ -103,15 +236,17 @@ def _cut(
     least = float(s_M[at.keep - 1] / s_M[0]) ** 2 if at.keep else 1.0
     if thin and least < _LEAST_IN_FLOAT64:
         return None
-    rotation = _rotation(at.turn(right), N, noise)
+    right = at.turn(right)
+    rotation = _rotation(right, N, noise)
+    alignment = (right @ rotation.O).square() if thin else None  # M^T U_s = V s^2 V^T (V / s) O
     left = at.turn(left) @ rotation.O
     if thin:
         left = M @ left.to(M) if least >= _LEAST_IN_FLOAT32 else M.double() @ left
     captured = 1.0
     if at.keep < union:
-        energy = float(((G * gram(N.mT)) if thin else N.square()).sum(dtype=torch.float64))  # ||M N||^2
+        energy = float(((G * gram(N.mT, torch.float32)) if thin else N.square()).sum(dtype=torch.float64))  # ||M N||^2
         captured = min(rotation.energy / energy, 1.0) if energy else 1.0
-    return ConsensusSpectrum(rotation.spectrum(left.to(M)), union, at.gap, at.tied, captured)
+    return ConsensusSpectrum(rotation.spectrum(left.to(M)), union, at.gap, at.tied, captured, alignment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +265,10 @@ class _Rotation:
 def _rotation(right: Tensor, N: Tensor, noise: float) -> _Rotation:
     """The SVD of Z = right^T N. Where Z is nearly as large as N it is not formed: N N^T says as much."""
     if 2 * right.shape[1] > right.shape[0]:
-        ZZ, rows, back = right.mT @ gram(N.double().mT) @ right, N, right
+        ZZ, rows, back = right.mT @ gram(N.mT) @ right, N, right
     else:
         rows = right.mT.to(N) @ N
-        ZZ, back = gram(rows.double().mT), None
+        ZZ, back = gram(rows.mT), None
     eigenvalues, O = torch.linalg.eigh(ZZ)
     s = eigenvalues.flip(0).clamp(min=0).sqrt()
     rank = int((s > noise).sum())
@@ -155,14 +290,17 @@ def gauge_fix_all(
     to 1e-9. Whatever is not - deficient, badly conditioned, float64 - goes through `gauge_fix` itself. dtype: of the
     results; all is computed in float64.
     """
-    alike: dict[tuple[torch.Size, torch.Size, torch.dtype], list[int]] = {}
+    alike: dict[tuple[torch.Size, torch.Size, torch.dtype, float], list[int]] = {}
     for k, (B, A) in enumerate(pairs):
-        alike.setdefault((B.shape, A.shape, torch.promote_types(B.dtype, A.dtype)), []).append(k)
+        alike.setdefault((B.shape, A.shape, torch.promote_types(B.dtype, A.dtype), tolerances[k]), []).append(k)
     fixed: dict[int, tuple[Tensor, Tensor]] = {}
-    for (shape, _, stored), members in alike.items():
+    for (shape, _, stored, tolerance), members in alike.items():
         if stored != torch.float64 and 0 < shape[1] <= shape[0]:
-            found = _gauge_fix_alike([pairs[k] for k in members], [tolerances[k] for k in members], dtype)
-            fixed |= {k: pair for k, pair in zip(members, found, strict=True) if pair is not None}
+            at_once = max(1, _CACHED // (8 * pairs[members[0]][0].numel()))
+            for first in range(0, len(members), at_once):
+                some = members[first : first + at_once]
+                found = _gauge_fix_alike([pairs[k] for k in some], tolerance, dtype)
+                fixed |= {k: pair for k, pair in zip(some, found, strict=True) if pair is not None}
     for k, (B, A) in enumerate(pairs):
         if k not in fixed:
             U, Ahat = gauge_fix(B, A, tolerance=tolerances[k], canonical=canonical)
@@ -171,24 +309,23 @@ def gauge_fix_all(
 
 
 def _gauge_fix_alike(
-    pairs: Sequence[tuple[Tensor, Tensor]], tolerances: Sequence[float], dtype: torch.dtype
+    pairs: Sequence[tuple[Tensor, Tensor]], tolerance: float, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor] | None]:
     """(U, Ahat) of pairs of one shape, None for those that are not ordinary."""
     B = torch.stack([B for B, _ in pairs]).double()
     A = torch.stack([A for _, A in pairs]).double()
     G = B.mT @ B
-    norms = G.diagonal(dim1=1, dim2=2).sqrt()
-    # The column scales D are powers of two, so exact wherever they act. A zero column keeps scale 1: not ordinary.
-    D = torch.exp2(-torch.floor(torch.log2(norms.masked_fill(norms == 0, 1.0))))
-    eigenvalues, V = torch.linalg.eigh(D[:, :, None] * G * D[:, None, :])
-    s = eigenvalues.clamp(min=0).sqrt()
-    T = s[:, :, None] * V.mT / D[:, None, :]
-    Ahat = T @ A
-    sizes = torch.linalg.eigvalsh(Ahat @ Ahat.mT).clamp(min=0).sqrt()
+    scale = G.diagonal(dim1=1, dim2=2).clamp(min=1e-300).rsqrt()  # columns of B to norm 1
+    eigenvalues, V = torch.linalg.eigh(scale[:, :, None] * G * scale[:, None, :])
+    s = eigenvalues.clamp(min=1e-30).sqrt()  # of a matrix of trace r: what is that small is not ordinary anyway
+    X, T = scale[:, :, None] * V / s[:, None, :], s[:, :, None] * V.mT / scale[:, None, :]  # X T = I, (B X)^T B X = I
+    U, Ahat = B @ X, T @ A
+    energies = torch.linalg.eigvalsh(Ahat @ Ahat.mT)
     noise = torch.linalg.vector_norm(T.abs() @ torch.linalg.vector_norm(A, dim=2, keepdim=True), dim=(1, 2))
-    tolerance = torch.tensor(tolerances, dtype=torch.float64, device=B.device)
-    # Four digits above round-off in both Grams, and above the noise of the stored factors.
-    sound = (s[:, 0] > 1e-3 * s[:, -1]) & (sizes[:, 0] > 1e-6 * sizes[:, -1])
-    sound &= (s[:, 0] > tolerance * torch.linalg.vector_norm(s, dim=1)) & (sizes[:, 0] > tolerance * noise)
-    U, Ahat = (B @ (D[:, :, None] * V / s[:, None, :])).to(dtype), Ahat.to(dtype)
-    return [(U[i], Ahat[i]) if ok else None for i, ok in enumerate(sound.tolist())]
+    made: list[tuple[Tensor, Tensor] | None] = []
+    for i, (of_B, of_A, level) in enumerate(zip(s.tolist(), energies.tolist(), noise.tolist(), strict=True)):
+        # Four digits above round-off in both Gram matrices, and twice the noise of the stored factors.
+        sound = of_B[0] > max(1e-3 * of_B[-1], 2 * tolerance * math.hypot(*of_B))
+        sound = sound and of_A[0] > max(1e-12 * of_A[-1], (2 * tolerance * level) ** 2)
+        made.append((U[i].to(dtype, copy=True), Ahat[i].to(dtype, copy=True)) if sound else None)
+    return made

@@ -49,14 +49,20 @@ def tie_tolerance(dtype: torch.dtype) -> float:
 # ---------------------------------------------------------------------------------------------------- primitives
 
 
-def gram(X: Float[Tensor, "d n"]) -> Float[Tensor, "n n"]:
-    """X^T X. Above a width by strips of its lower triangle, 1.3 to 1.7x faster than the whole product on a CPU."""
-    n, strip = X.shape[1], 48
-    if n <= 2 * strip:
+def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Float[Tensor, "*m n n"]:
+    """X^T X in `dtype`. Above a size by panels of rows, which stay in cache, and by strips of the lower triangle.
+
+    1.3 to 1.7x faster on a CPU than the whole product of the whole, which a cast of all of X would precede.
+    """
+    n, strip, panel = X.shape[-1], 48, 2048
+    if n <= 2 * strip and X.shape[-2] <= panel:
+        X = X.to(dtype)
         return X.mT @ X
-    G = X.new_zeros(n, n)
-    for at in range(0, n, strip):
-        G[at:, at : at + strip] = X[:, at:].mT @ X[:, at : at + strip]
+    G = torch.zeros(*X.shape[:-2], n, n, dtype=dtype, device=X.device)
+    for top in range(0, X.shape[-2], panel):
+        P = X[..., top : top + panel, :].to(dtype)
+        for at in range(0, n, strip):
+            G[..., at:, at : at + strip] += P[..., at:].mT @ P[..., at : at + strip]
     return G.tril() + G.tril(-1).mT
 
 
@@ -71,7 +77,7 @@ def right_svd(X: Float[Tensor, "d n"]) -> tuple[Float[Tensor, " m"], Float[Tenso
     if X.dtype == torch.float64:
         _, s, Vh = torch.linalg.svd(torch.linalg.qr(X, mode="r").R, full_matrices=False)
         return s, Vh.mH
-    eigenvalues, V = torch.linalg.eigh(gram(X.double()))
+    eigenvalues, V = torch.linalg.eigh(gram(X))
     return eigenvalues.flip(0).clamp(min=0).sqrt(), V.flip(1)
 
 
@@ -314,6 +320,7 @@ class ConsensusSpectrum:
     """The aggregate in energy order, and how it was cut: the other fields as in `Consensus`.
 
     union_rank: None where the budget reaches d_out: nothing can be cut then, and the fast path does not count.
+    alignment: the squares of M^T U_s (S, l), float64, where they came with the rest at no cost; None elsewhere.
     """
 
     spectrum: Spectrum
@@ -321,6 +328,7 @@ class ConsensusSpectrum:
     gap: float
     tied: bool
     captured: float
+    alignment: Tensor | None = None
 
 
 def consensus_spectrum(

@@ -152,3 +152,12 @@ class Method(Protocol[S]):
 
     def diagnostics(self, state: S) -> Mapping[str, object]:
         """Plain numbers and words about the last aggregation, for logs and reports."""
+
+
+def aggregate_all(method: Method[S], states: Sequence[S], updates: Sequence[Sequence[Update]]) -> list[S]:
+    """`method.aggregate` of several matrices: by its own `aggregate_all(states, updates)` where it has one."""
+    together = getattr(method, "aggregate_all", None)
+    if together is not None:
+        found: list[S] = together(states, updates)
+        return found
+    return [method.aggregate(s, us) for s, us in zip(states, updates, strict=True)]

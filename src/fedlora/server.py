@@ -23,7 +23,7 @@ from fedlora.checks import check_adapter, checked_examples, compute_dtype, named
 from fedlora.client import Client, Download, Upload
 from fedlora.errors import HyperparameterError, NoGlobalModel, QuorumNotMet, ShapeError, UploadRefused
 from fedlora.lora import Adapter, LoRA
-from fedlora.method import Method, Role, Roles, Update
+from fedlora.method import Method, Role, Roles, Update, aggregate_all
 from fedlora.methods.factors import weighted_mean
 from fedlora.seeds import derive_seed
 
@@ -267,7 +267,10 @@ class OpenRound:
         counts = {u.client.id: float(u.num_examples) if server.weighting == "examples" else 1.0 for u in uploads}
         weights = _shares(counts)
 
-        modules = {name: self._aggregate_module(name, s, uploads, counts) for name, s in state.modules.items()}
+        updates = {name: self._updates(name, uploads, counts) for name in state.modules}
+        held = {name: us for name, us in updates.items() if us}
+        after = aggregate_all(server.method, [state.modules[name] for name in held], list(held.values()))
+        modules = {**state.modules, **dict(zip(held, after, strict=True))}
         heads = state.heads
         if self._roles.heads == "shared":
             heads = {
@@ -285,10 +288,11 @@ class OpenRound:
             tally=Tally(weights, tuple(sorted(self._abstained)), dict(sorted(self._refused.items()))),
         )
 
-    def _aggregate_module(self, name: str, s: Any, uploads: list[Upload], counts: Mapping[str, float]) -> Any:
+    def _updates(self, name: str, uploads: list[Upload], counts: Mapping[str, float]) -> list[Update]:
+        """What the clients that hold this module sent for it."""
         held = [u for u in uploads if name in u.adapter.modules]
         if not held:
-            return s
+            return []
         over = {u.client.id for u in (held if self._server.missing == "renormalise" else uploads)}
         weights = _shares({client: n for client, n in counts.items() if client in over})
         dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[name]) for u in held))
@@ -296,7 +300,7 @@ class OpenRound:
         for u in held:
             lora, r = u.adapter.modules[name], u.client.ranks(self._state.modules)[name]
             updates.append(Update(u.client.id, weights[u.client.id], r, _promoted(lora, dtype), _stored_dtype(lora)))
-        return self._server.method.aggregate(s, updates)
+        return updates
 
 
 def _shares(counts: Mapping[str, float]) -> dict[str, float]:

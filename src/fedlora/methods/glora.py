@@ -16,7 +16,7 @@ Cost: O(S^2 (d_out + d_in) + S^3), S = sum r_i; a readout O(r_i R d_out) for its
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
 
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError
-from fedlora.fastpath import consensus_spectrum, gauge_fix_all
+from fedlora.fastpath import Uncut, consensus_spectrum, gauge_fix_all, whole_means
 from fedlora.linalg import (
     Canonical,
+    ConsensusSpectrum,
     Spectrum,
     Tie,
     energy_spectrum,
@@ -70,7 +71,8 @@ class Cut:
 class GLoRAState:
     """(U_ref, Z_g) as the SVD of its product, each client's newest traces, and how the last cut went.
 
-    start: the rows of A that a fresh start shares; None later.
+    start: the rows of A that a fresh start shares; None later. alignment: client -> ||U_i^T u_j||^2 (l,) of its upload
+    in the last aggregation with each component; absent where it did not come with the rest at no cost.
     """
 
     key: int
@@ -79,6 +81,16 @@ class GLoRAState:
     start: Tensor | None
     history: Mapping[str, tuple[Trace, ...]]
     cut: Cut | None
+    alignment: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Aggregate:
+    """One aggregation: its result, and of each client in order its basis U_i and, where known, its alignment."""
+
+    spectrum: ConsensusSpectrum
+    bases: tuple[Tensor, ...]
+    alignments: tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
@@ -150,14 +162,58 @@ class GLoRA:
 
     def init(self, seed: LoRA, key: int) -> GLoRAState:
         spectrum, start = start_spectrum(seed)
-        return GLoRAState(key, 0, spectrum, start, {}, None)
+        return GLoRAState(key, 0, spectrum, start, {}, None, {})
 
     def roles(self, round: int) -> Roles:
         return Roles()
 
     def aggregate(self, state: GLoRAState, updates: Sequence[Update]) -> GLoRAState:
+        return self.aggregate_all([state], [updates])[0]
+
+    def aggregate_all(self, states: Sequence[GLoRAState], updates: Sequence[Sequence[Update]]) -> list[GLoRAState]:
+        """`aggregate` of several matrices, faster than one by one where they are small and of one shape."""
         if self.weighting == "rank-partition":
-            updates = partitioned(updates)
+            updates = [partitioned(us) for us in updates]
+        uncut: dict[int, Uncut] = {}
+        for k, us in enumerate(updates):
+            ranks = [u.B.shape[1] for u in us]
+            if self._budget(us, ranks) >= sum(ranks):
+                tolerance = max(self._tolerance(u.stored) for u in us)
+                uncut[k] = Uncut([(u.B, u.A) for u in us], self._weights(us), tolerance)
+        means = dict(zip(uncut, whole_means(list(uncut.values())), strict=True))
+        after = []
+        for k, (state, us) in enumerate(zip(states, updates, strict=True)):
+            mean = means.get(k)
+            if mean is None:
+                after.append(self._after(state, us, self._projected(us)))
+            else:
+                nothing_cut = ConsensusSpectrum(mean.spectrum, sum(u.B.shape[1] for u in us), math.inf, False, 1.0)
+                after.append(self._after(state, us, _Aggregate(nothing_cut, mean.bases, mean.alignments)))
+        return after
+
+    def _after(self, state: GLoRAState, updates: Sequence[Update], made: _Aggregate) -> GLoRAState:
+        """The next state, from one aggregation."""
+        revealed = {u.client: U.shape[1] for u, U in zip(updates, made.bases, strict=True)}
+        c, spectrum, total_rank = made.spectrum, made.spectrum.spectrum, sum(u.rank for u in updates)
+        cut = Cut(
+            self._budget(updates, revealed.values()), total_rank, c.union_rank, c.gap, c.tied, c.captured, revealed
+        )
+
+        round = state.round + 1
+        traces = {u.client: Trace(round, U) for u, U in zip(updates, made.bases, strict=True) if U.shape[1]}
+        kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
+        history = {**state.history, **{c: (*kept[c], trace) for c, trace in traces.items()}}
+        alignment = {}
+        if made.alignments is not None:
+            alignment = {c: a.to(spectrum.s) for c, a in zip(revealed, made.alignments, strict=True)}
+        return GLoRAState(state.key, round, spectrum, None, history, cut, alignment)
+
+    def _weights(self, updates: Sequence[Update]) -> list[float]:
+        return [1 / len(updates) if self.weighting == "uniform" else u.weight for u in updates]
+
+    def _projected(self, updates: Sequence[Update]) -> _Aggregate:
+        """The aggregate as the paper writes it: gauge fixing, the consensus subspace, the mean update in it."""
+        weights = self._weights(updates)
         dtype = updates[0].B.dtype
         fixed = gauge_fix_all(
             [(u.B, u.A) for u in updates],
@@ -165,26 +221,28 @@ class GLoRA:
             canonical=self.canonical,
             dtype=dtype,
         )
-        root_p = [math.sqrt(1 / len(updates) if self.weighting == "uniform" else u.weight) for u in updates]
-        M = torch.cat([U * w for (U, _), w in zip(fixed, root_p, strict=True)], dim=1)
-        N = torch.cat([Ahat * w for (_, Ahat), w in zip(fixed, root_p, strict=True)], dim=0)
+        bases, ranks = tuple(U for U, _ in fixed), [U.shape[1] for U, _ in fixed]
+        per_column = [p for p, k in zip(weights, ranks, strict=True) for _ in range(k)]
+        root = torch.tensor(per_column, dtype=torch.float64).sqrt().to(updates[0].B)
+        M = torch.cat(bases, dim=1).mul_(root)
+        N = torch.cat([Ahat for _, Ahat in fixed], dim=0).mul_(root[:, None])
 
-        revealed = {u.client: U.shape[1] for u, (U, _) in zip(updates, fixed, strict=True)}
-        total = sum(u.rank for u in updates) if self.budget == "nominal" else sum(revealed.values())
-        R = self.rank or max(1, math.ceil(self.rho * total - 1e-9))
+        R = self._budget(updates, ranks)
         stored = max((u.stored for u in updates), key=unit_roundoff)
         tolerances = {"tolerance": self._tolerance(stored), "tie_tolerance": tie_tolerance(stored)}
         if self.basis == "projector":
             c = consensus_spectrum(M, N, R, tie=self.tie, **tolerances)
         else:
             c = energy_spectrum(M, N, R, **tolerances)
-        cut = Cut(R, sum(u.rank for u in updates), c.union_rank, c.gap, c.tied, c.captured, revealed)
+        if c.alignment is None:
+            return _Aggregate(c, bases, None)
+        blocks = torch.split(c.alignment, ranks)
+        return _Aggregate(c, bases, tuple(b.sum(dim=0) / p for b, p in zip(blocks, weights, strict=True)))
 
-        made = state.round + 1
-        traces = {u.client: Trace(made, U) for u, (U, _) in zip(updates, fixed, strict=True) if U.shape[1]}
-        kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
-        history = {**state.history, **{c: (*kept[c], trace) for c, trace in traces.items()}}
-        return GLoRAState(state.key, made, c.spectrum, None, history, cut)
+    def _budget(self, updates: Sequence[Update], revealed: Iterable[int]) -> int:
+        """R. Source: paper section 4.2, R = ceil(rho sum r_i)."""
+        total = sum(u.rank for u in updates) if self.budget == "nominal" else sum(revealed)
+        return self.rank or max(1, math.ceil(self.rho * total - 1e-9))
 
     def readout(self, state: GLoRAState, client: str | None, rank: int) -> Readout:
         chosen = self.select(state, client, rank)
@@ -200,13 +258,17 @@ class GLoRA:
         spectrum = state.spectrum
         budget = min(rank, spectrum.rank)
         core = min(math.floor(self.gamma * rank + 1e-9), budget)
-        H = self._history(state, client)
-        if H is None or core == budget:
+        trace = self._trace(state, client)
+        if trace is None or core == budget:
             return torch.arange(budget)
-        score = (H.mH.to(spectrum.U) @ spectrum.U[:, core:]).double().square().sum(dim=0)
+        known = state.alignment.get(client or "") if trace.round == state.round else None
+        if known is not None:
+            score = known[core:].double()
+        else:
+            score = (trace.basis.mH.to(spectrum.U) @ spectrum.U[:, core:]).double().square().sum(dim=0)
         if self.score == "energy":
             score = score * spectrum.s[core:].double().square()
-        grid = tie_tolerance(H.dtype) * float(score.max().clamp(min=1e-300))
+        grid = tie_tolerance(trace.basis.dtype) * float(score.max().clamp(min=1e-300))
         tail = torch.argsort(torch.round(score / grid), descending=True, stable=True)[: budget - core]
         return torch.cat([torch.arange(core), core + tail.sort().values.cpu()])
 
@@ -231,8 +293,8 @@ class GLoRA:
     def _tolerance(self, stored: torch.dtype) -> float:
         return rank_tolerance(stored) if self.rank_tol is None else self.rank_tol
 
-    def _history(self, state: GLoRAState, client: str | None) -> Tensor | None:
-        """H_i: the newest basis of the client that `history_lag` allows; None where there is none."""
+    def _trace(self, state: GLoRAState, client: str | None) -> Trace | None:
+        """Where H_i is: the newest trace of the client that `history_lag` allows; None where there is none."""
         traces = state.history.get(client, ()) if client is not None else ()
-        usable = [trace.basis for trace in traces if trace.round <= state.round - self.history_lag]
+        usable = [trace for trace in traces if trace.round <= state.round - self.history_lag]
         return usable[-1] if usable else None
