@@ -11,28 +11,69 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
+def elapsed(work: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Work in parts, each counted so many times. repeats: at most so many; once: without a warm-up then."""
+
+    parts: Sequence[tuple[float, Callable[[], object]]]
+    repeats: int | None = None
+
+    def seconds(self) -> float:
+        return sum(times * elapsed(work) for times, work in self.parts)
+
+
+def contest(
+    contestants: Mapping[str, Contestant],
+    repeats: int,
+    limit: float = float("inf"),
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, list[float]]:
+    """Name -> seconds of each repeat, one repeat of each in turn; none after a contestant has spent `limit` seconds."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    spent = dict.fromkeys(contestants, 0.0)
+    for k in range(-1, repeats):  # -1: warm up, allocations and lazy imports
+        for name, contestant in contestants.items():
+            most = repeats if contestant.repeats is None else min(contestant.repeats, repeats)
+            if k >= most or (k < 0 and most == 1) or (times[name] and spent[name] > limit):
+                continue
+            if progress is not None:
+                progress(f"{name}, {'warm-up' if k < 0 else f'repeat {k + 1} of {most}'}")
+            began = time.perf_counter()
+            seconds = contestant.seconds()
+            spent[name] += time.perf_counter() - began
+            if k >= 0:
+                times[name].append(seconds)
+    return times
+
+
 def interleaved(
     contestants: Mapping[str, Callable[[], object]], repeats: int, slow: Mapping[str, int] | None = None
 ) -> dict[str, list[float]]:
     """Name -> seconds of each repeat, one repeat of each in turn. `slow` gives some of them fewer repeats."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for name, work in contestants.items():
-        if (slow or {}).get(name, repeats) > 1:
-            work()  # warm up: allocations, lazy imports
-    for k in range(repeats):
-        for name, work in contestants.items():
-            if k < (slow or {}).get(name, repeats):
-                began = time.perf_counter()
-                work()
-                times[name].append(time.perf_counter() - began)
-    return times
+    fewer = slow or {}
+    return contest({name: Contestant([(1.0, work)], fewer.get(name)) for name, work in contestants.items()}, repeats)
+
+
+def on_stderr(text: str) -> None:
+    """One line of progress that the next one overwrites; none where nobody looks."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
 
 
 def median(times: list[float]) -> float:
@@ -47,6 +88,14 @@ def spread(times: list[float]) -> float:
     return (high - low) / statistics.median(times)
 
 
+def _processor() -> str:
+    """Its model where the system tells, else its architecture."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()} {models[0]}" if models else platform.machine()
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     root = Path(__file__).parent
@@ -57,7 +106,7 @@ def machine() -> dict[str, Any]:
         ["git", "-C", str(root), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
     )
     return {
-        "processor": platform.machine(),
+        "processor": _processor(),
         "cores": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

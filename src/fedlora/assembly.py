@@ -80,7 +80,13 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     seed_adapter = _cut(seed_adapter, clients)
     s = config.server
     server = Server(
-        method, weighting=s.weighting, heads=s.heads, quorum=s.quorum, missing=s.missing, seed=config.run.seed
+        method,
+        weighting=s.weighting,
+        heads=s.heads,
+        quorum=s.quorum,
+        missing=s.missing,
+        memory=s.memory,
+        seed=config.run.seed,
     )
     initial = server.init(seed_adapter)
     for client in clients:  # a method that cannot serve these ranks says so now, not after the first round
@@ -148,6 +154,8 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
         raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
     if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
         raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, and {name} shares {roles}.")
+    if config.run.keep_uploads != "none" and server.memory is not None:
+        raise ConfigError("run.keep_uploads stores a round's uploads, and server.memory drops them as they arrive.")
     a_round = len(sample_clients([str(k) for k in range(clients)], config.run.participation, seed=0, round=0))
     if server.quorum is not None and server.quorum > a_round:
         raise ConfigError(

@@ -107,6 +107,7 @@ class ServerSection(Section):
     heads: Heads | None = None
     quorum: Positive | None = None
     missing: Missing = "renormalise"
+    memory: Annotated[float, Field(gt=0)] | None = None
     upload: Form = "factors"
     gauge_stress: Annotated[float, Field(ge=1)] | None = None
 

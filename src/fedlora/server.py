@@ -10,7 +10,7 @@ Knows no engine and no network: simulation and Flower are both thin shells aroun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from fedlora.lora import Adapter, LoRA
 from fedlora.method import Method, Role, Roles, Update, aggregate_all
 from fedlora.methods.factors import weighted_mean
 from fedlora.seeds import derive_seed
+from fedlora.streaming import Stream, size
 
 Heads = Literal["average", "local", "frozen"]
 Weighting = Literal["examples", "uniform"]
@@ -72,6 +73,9 @@ class Server:
         missing: a module that some participants do not hold: "renormalise" the weights over those who do, or let the
             others count as a "zero" update.
         seed: of the method's own random draws.
+        memory: megabytes that one round's uploads may take here; None: as many as there are. What does not fit is
+            folded in as it arrives and dropped (`streaming`): exact while it fits, an approximation beyond, of which
+            the diagnostics say what was left out.
 
     Raises:
         HyperparameterError: an impossible option.
@@ -83,6 +87,7 @@ class Server:
     quorum: int | None = None
     missing: Missing = "renormalise"
     seed: int = 0
+    memory: float | None = None
 
     def __post_init__(self) -> None:
         for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
@@ -91,6 +96,13 @@ class Server:
                 raise HyperparameterError(f"Server: {name} is one of {get_args(options)}; got {value!r}.")
         if self.quorum is not None and self.quorum < 1:
             raise HyperparameterError(f"Server: quorum is at least 1 accepted upload, or None; got {self.quorum}.")
+        if self.memory is not None and not self.memory > 0:
+            raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
+        if self.memory is not None and not hasattr(self.method, "aggregate_folded"):
+            raise HyperparameterError(
+                f"Server: a memory limit ({self.memory:g} MB) needs a method that can forget uploads, which glora can "
+                f"and {self.method.name} cannot. Leave memory out, or use glora."
+            )
 
     # ------------------------------------------------------------------------------------------------ the protocol
 
@@ -219,7 +231,10 @@ class OpenRound:
         self._server = server
         self._state = state
         self._roles = server.roles(state)
-        self._accepted: dict[str, Upload] = {}
+        self._accepted: dict[str, Upload] = {}  # those held
+        self._counts: dict[str, float] = {}  # of all that were accepted
+        self._size = 0
+        self._stream = None if server.memory is None else Stream(server.method, state.start, server.memory * 2**20)
         self._abstained: set[str] = set()
         self._refused: dict[str, str] = {}
 
@@ -231,7 +246,7 @@ class OpenRound:
         """
         client = upload.client.id
         try:
-            if client in self._accepted or client in self._abstained:
+            if client in self._counts or client in self._abstained:
                 raise UploadRefused(client, "a second upload in the same round; the first one stands.")
             if checked_examples(upload) == 0:
                 self._abstained.add(client)
@@ -241,6 +256,20 @@ class OpenRound:
             self._refused.setdefault(client, refusal.reason)
             raise
         self._accepted[client] = upload
+        self._counts[client] = float(upload.num_examples) if self._server.weighting == "examples" else 1.0
+        self._size += size(upload)
+        if self._stream is not None and self._size > self._stream.room:
+            self._fold(self._stream)
+
+    def _fold(self, stream: Stream) -> None:
+        """Fold in the uploads that are held, and drop them."""
+        uploads = [self._accepted[c] for c in sorted(self._accepted)]
+        shared = self._roles.heads == "shared"
+        stream.take(
+            {name: self._updates(name, uploads, self._counts) for name in self._state.modules},
+            [(u.adapter.heads, self._counts[u.client.id]) for u in uploads if shared],
+        )
+        self._accepted, self._size = {}, 0
 
     def _check_adapter(self, upload: Upload) -> None:
         try:
@@ -255,28 +284,16 @@ class OpenRound:
         Raises:
             QuorumNotMet: fewer accepted uploads than the quorum (at least one).
         """
-        server, state = self._server, self._state
-        uploads = [self._accepted[c] for c in sorted(self._accepted)]
+        server, state, counts = self._server, self._state, dict(sorted(self._counts.items()))
         quorum = server.quorum or 1
-        if len(uploads) < quorum:
+        if len(counts) < quorum:
             refused = "; ".join(f"{c}: {why}" for c, why in sorted(self._refused.items())) or "none"
             raise QuorumNotMet(
-                f"round {state.round + 1}: {len(uploads)} usable uploads, the quorum is {quorum} "
+                f"round {state.round + 1}: {len(counts)} usable uploads, the quorum is {quorum} "
                 f"({len(self._abstained)} abstained; refused: {refused}). The state is unchanged."
             )
-        counts = {u.client.id: float(u.num_examples) if server.weighting == "examples" else 1.0 for u in uploads}
-        weights = _shares(counts)
-
-        updates = {name: self._updates(name, uploads, counts) for name in state.modules}
-        held = {name: us for name, us in updates.items() if us}
-        after = aggregate_all(server.method, [state.modules[name] for name in held], list(held.values()))
-        modules = {**state.modules, **dict(zip(held, after, strict=True))}
-        heads = state.heads
-        if self._roles.heads == "shared":
-            heads = {
-                name: _mean_head([u.adapter.heads[name] for u in uploads], list(weights.values()), like=head)
-                for name, head in state.heads.items()
-            }
+        weights = shares(counts)
+        modules, heads = self._folded() if self._stream and self._stream.used else self._whole(counts)
         made = state.round + 1
         replaced = {part: made for part in state.changed if getattr(self._roles, part) == "shared"}
         return replace(
@@ -288,13 +305,39 @@ class OpenRound:
             tally=Tally(weights, tuple(sorted(self._abstained)), dict(sorted(self._refused.items()))),
         )
 
-    def _updates(self, name: str, uploads: list[Upload], counts: Mapping[str, float]) -> list[Update]:
-        """What the clients that hold this module sent for it."""
+    def _whole(self, counts: Mapping[str, float]) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        """The next modules and heads from uploads that are all held."""
+        server, state = self._server, self._state
+        uploads = [self._accepted[c] for c in counts]
+        updates = {}
+        for name in state.modules:
+            over = [u for u in uploads if name in u.adapter.modules] if server.missing == "renormalise" else uploads
+            if any(name in u.adapter.modules for u in uploads):
+                updates[name] = self._updates(name, uploads, shares({u.client.id: counts[u.client.id] for u in over}))
+        after = aggregate_all(server.method, [state.modules[name] for name in updates], list(updates.values()))
+        heads = state.heads
+        if self._roles.heads == "shared":
+            weights = list(shares(counts).values())
+            heads = {
+                name: _mean_head([u.adapter.heads[name] for u in uploads], weights, like=head)
+                for name, head in state.heads.items()
+            }
+        return {**state.modules, **dict(zip(updates, after, strict=True))}, heads
+
+    def _folded(self) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        """The next modules and heads from uploads of which some were folded in and dropped."""
+        stream, state = self._stream, self._state
+        assert stream is not None
+        self._fold(stream)
+        everyone = math.fsum(self._counts.values())
+        modules = stream.modules(state.modules, everyone if self._server.missing == "zero" else None)
+        return modules, stream.heads(state.heads, everyone) if self._roles.heads == "shared" else state.heads
+
+    def _updates(self, name: str, uploads: Sequence[Upload], weights: Mapping[str, float]) -> list[Update]:
+        """What those of the clients that hold this module sent for it."""
         held = [u for u in uploads if name in u.adapter.modules]
         if not held:
             return []
-        over = {u.client.id for u in (held if self._server.missing == "renormalise" else uploads)}
-        weights = _shares({client: n for client, n in counts.items() if client in over})
         dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[name]) for u in held))
         updates = []
         for u in held:
@@ -303,7 +346,7 @@ class OpenRound:
         return updates
 
 
-def _shares(counts: Mapping[str, float]) -> dict[str, float]:
+def shares(counts: Mapping[str, float]) -> dict[str, float]:
     """Client -> its share of the counts; also where they have no finite sum."""
     top = 1.0 if math.isfinite(sum(counts.values())) else max(counts.values())
     total = math.fsum(n / top for n in counts.values())

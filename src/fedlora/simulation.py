@@ -120,7 +120,8 @@ class RoundRecord:
     round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i of those that counted.
     refused: client -> why not (a refused upload or a failed client). seconds: by phase. server_rank: the mean over
     modules of the state's rank. padded_error: the relative error that zero-padded factor averaging would have made on
-    this round's uploads; None where factors stay local. metrics: of the evaluator, {} where it did not run.
+    this round's uploads; None where factors stay local, or uploads are dropped (`Server.memory`). metrics: of the
+    evaluator, {} where it did not run.
     """
 
     round: int
@@ -236,7 +237,8 @@ def _one_round(
                 upload = _restated(upload, *stress)
             reason = _refusal(opened, upload, kept, server)
             if reason is None:
-                uploads.append(upload)
+                if server.memory is None:  # else they are not to pile up here either
+                    uploads.append(upload)
                 held = held_after(download, kept)
                 memories[client.id] = ClientMemory(kept, trained.position, held, ranks)
             else:  # what it keeps stays as it was, but its data stream moves on
@@ -259,7 +261,7 @@ def _one_round(
     assert tally is not None  # close() always counts
     roles = server.roles(state.server)
     padded_error = None
-    if (roles.B, roles.A) == ("shared", "shared"):
+    if (roles.B, roles.A) == ("shared", "shared") and server.memory is None:
         with clock("diagnose"):
             padded_error = padded_average_error(state.server, uploads, tally.weights)
     return RoundRecord(

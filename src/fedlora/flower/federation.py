@@ -35,7 +35,13 @@ def server_of(config: RunConfig) -> Server:
     method = make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))
     s = config.server
     return Server(
-        method, weighting=s.weighting, heads=s.heads, quorum=s.quorum, missing=s.missing, seed=config.run.seed
+        method,
+        weighting=s.weighting,
+        heads=s.heads,
+        quorum=s.quorum,
+        missing=s.missing,
+        memory=s.memory,
+        seed=config.run.seed,
     )
 
 

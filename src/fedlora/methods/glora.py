@@ -15,6 +15,7 @@ Cost: O(S^2 (d_out + d_in) + S^3), S = sum r_i; a readout O(r_i R d_out) for its
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,8 +24,9 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedlora.errors import HyperparameterError
+from fedlora.errors import HyperparameterError, RankMismatch
 from fedlora.fastpath import Uncut, consensus_spectrum, gauge_fix_all, whole_means
+from fedlora.folding import Folded, fold
 from fedlora.linalg import (
     Canonical,
     ConsensusSpectrum,
@@ -39,6 +41,8 @@ from fedlora.lora import LoRA
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.rank_partition import partitioned
 from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, whole
+
+log = logging.getLogger(__name__)
 
 Basis = Literal["projector", "energy"]
 Budget = Literal["nominal", "revealed"]
@@ -56,7 +60,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class Cut:
-    """What the last aggregation kept. The last four as in `linalg.ConsensusSpectrum`."""
+    """What the last aggregation kept. union_rank, gap, tied, captured as in `linalg.ConsensusSpectrum`.
+
+    approximation: None, or the name of what stood in for all clients' subspaces together: "incremental" (`folding`) or
+    "two-pass sketch" (`sketch`). kept: the share of tr K that it kept. error: an upper bound of what it left out of the
+    mean update, relative to the result. client_ranks: empty where uploads were not kept.
+    """
 
     server_rank: int
     total_rank: int
@@ -65,6 +74,9 @@ class Cut:
     tied: bool
     captured: float
     client_ranks: Mapping[str, int]
+    approximation: str | None = None
+    kept: float = 1.0
+    error: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +94,19 @@ class GLoRAState:
     history: Mapping[str, tuple[Trace, ...]]
     cut: Cut | None
     alignment: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class FoldedUpdates:
+    """What a part of a round's uploads was folded into: `folding.Folded` with weights n_i (None: nothing yet), the sums
+    of these weights, of nominal and of revealed ranks, and the narrowest dtype that factors came in.
+    """
+
+    pair: Folded | None
+    weight: float
+    nominal: int
+    revealed: int
+    stored: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,22 +247,67 @@ class GLoRA:
             dtype=dtype,
         )
         bases, ranks = tuple(U for U, _ in fixed), [U.shape[1] for U, _ in fixed]
-        per_column = [p for p, k in zip(weights, ranks, strict=True) for _ in range(k)]
-        root = torch.tensor(per_column, dtype=torch.float64).sqrt().to(updates[0].B)
-        M = torch.cat(bases, dim=1).mul_(root)
-        N = torch.cat([Ahat for _, Ahat in fixed], dim=0).mul_(root[:, None])
-
-        R = self._budget(updates, ranks)
+        M, N = _side_by_side(fixed, weights)
         stored = max((u.stored for u in updates), key=unit_roundoff)
-        tolerances = {"tolerance": self._tolerance(stored), "tie_tolerance": tie_tolerance(stored)}
-        if self.basis == "projector":
-            c = consensus_spectrum(M, N, R, tie=self.tie, **tolerances)
-        else:
-            c = energy_spectrum(M, N, R, **tolerances)
+        c = self._consensus(M, N, self._budget(updates, ranks), stored)
         if c.alignment is None:
             return _Aggregate(c, bases, None)
         blocks = torch.split(c.alignment, ranks)
         return _Aggregate(c, bases, tuple(b.sum(dim=0) / p for b, p in zip(blocks, weights, strict=True)))
+
+    def _consensus(self, M: Tensor, N: Tensor, R: int, stored: torch.dtype) -> ConsensusSpectrum:
+        tolerances = {"tolerance": self._tolerance(stored), "tie_tolerance": tie_tolerance(stored)}
+        if self.basis == "projector":
+            return consensus_spectrum(M, N, R, tie=self.tie, **tolerances)
+        return energy_spectrum(M, N, R, **tolerances)
+
+    def fold(self, folded: FoldedUpdates | None, updates: Sequence[Update], columns: int) -> FoldedUpdates:
+        """For `streaming`: some updates, with weights n_i, on top of those that were folded before."""
+        if self.weighting == "rank-partition":
+            raise HyperparameterError("glora: rank-partition weighting needs all uploads at once; set no memory limit.")
+        counts = [1.0 if self.weighting == "uniform" else u.weight for u in updates]
+        fixed = gauge_fix_all(
+            [(u.B, u.A) for u in updates],
+            tolerances=[self._tolerance(u.stored) for u in updates],
+            canonical=self.canonical,
+            dtype=updates[0].B.dtype,
+        )
+        before = folded or FoldedUpdates(None, 0.0, 0, 0, updates[0].stored)
+        return FoldedUpdates(
+            fold(before.pair, *_side_by_side(fixed, counts), columns),
+            before.weight + math.fsum(counts),
+            before.nominal + sum(u.rank for u in updates),
+            before.revealed + sum(U.shape[1] for U, _ in fixed),
+            max((before.stored, *(u.stored for u in updates)), key=unit_roundoff),
+        )
+
+    def aggregate_folded(self, state: GLoRAState, folded: FoldedUpdates, total: float) -> GLoRAState:
+        """For `streaming`: the next state. Who took part in this round leaves no trace in the history.
+
+        Raises:
+            RankMismatch: less than half of the clients' subspaces could be kept.
+        """
+        pair = folded.pair
+        assert pair is not None
+        if pair.kept < 0.5:
+            raise RankMismatch(
+                f"only {pair.kept:.0%} of the clients' subspaces could be kept in {pair.M.shape[1]} columns: they "
+                f"share too little (a flat spectrum), and what is left would stand for few of them. Give the server "
+                f"more memory; all of this round needs {folded.revealed} columns."
+            )
+        if pair.kept < 0.9:
+            log.warning("%.0f %% of the clients' subspaces kept in memory; the rest of them is lost", 100 * pair.kept)
+        root = (folded.weight if self.weighting == "uniform" else total) ** 0.5
+        rank = folded.nominal if self.budget == "nominal" else folded.revealed
+        R = self.rank or max(1, math.ceil(self.rho * rank - 1e-9))
+        c = self._consensus(pair.M / root, pair.N / root, R, folded.stored)
+        size = float(torch.linalg.vector_norm(c.spectrum.s, dtype=torch.float64))
+        error = pair.lost / root**2 / size if size else 0.0
+        cut = Cut(
+            R, folded.nominal, c.union_rank, c.gap, c.tied, c.captured, {},
+            "incremental" if pair.left_out else None, pair.kept, error,
+        )  # fmt: skip
+        return GLoRAState(state.key, state.round + 1, c.spectrum, None, state.history, cut, {})
 
     def _budget(self, updates: Sequence[Update], revealed: Iterable[int]) -> int:
         """R. Source: paper section 4.2, R = ceil(rho sum r_i)."""
@@ -298,3 +368,11 @@ class GLoRA:
         traces = state.history.get(client, ()) if client is not None else ()
         usable = [trace for trace in traces if trace.round <= state.round - self.history_lag]
         return usable[-1] if usable else None
+
+
+def _side_by_side(fixed: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """M = [sqrt(p_i) U_i] and N = [sqrt(p_i) Ahat_i]."""
+    per_column = [p for p, (U, _) in zip(weights, fixed, strict=True) for _ in range(U.shape[1])]
+    root = torch.tensor(per_column, dtype=torch.float64).sqrt().to(fixed[0][0])
+    M = torch.cat([U for U, _ in fixed], dim=1).mul_(root)
+    return M, torch.cat([Ahat for _, Ahat in fixed], dim=0).mul_(root[:, None])

@@ -1,0 +1,137 @@
+"""The server's workloads W1 to W5 of the design notes, as synthetic uploads: shapes, ranks, weights, factors.
+
+A workload has modules of a few shapes, each so many times. A contest runs a sample of each shape and counts it up to
+the whole. Imported by the benchmarks, not run by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedlora import LoRA
+from fedlora.fastpath import gauge_fix_all
+from fedlora.linalg import rank_tolerance
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`count` modules of (d_out, d_in), of which a contest runs `sample`, and in quick mode `quick`."""
+
+    d_out: int
+    d_in: int
+    count: int
+    sample: int
+    quick: int
+
+    def run(self, quick: bool) -> int:
+        return min(self.quick if quick else self.sample, self.count)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """repeats: how many there are in all for each that was asked for, since short ones scatter more."""
+
+    name: str
+    what: str
+    shapes: tuple[Shape, ...]
+    ranks: tuple[int, ...]
+    repeats: int = 1
+
+    @property
+    def S(self) -> int:
+        """sum r_i"""
+        return sum(self.ranks)
+
+    @property
+    def modules(self) -> int:
+        return sum(shape.count for shape in self.shapes)
+
+    @property
+    def weights(self) -> list[float]:
+        """p_i, unequal, so that no eigenvalues tie by construction."""
+        raw = [k + 2.0 for k in range(len(self.ranks))]
+        return [x / sum(raw) for x in raw]
+
+    def budget(self, rho: float) -> int:
+        """R = ceil(rho S)."""
+        return math.ceil(rho * self.S - 1e-9)
+
+
+def _ranks(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """So many clients of each of the ranks 4, 8, 16, 32, 64, the kinds mixed."""
+    dealt = [(k / n, r) for n, r in zip(counts, (4, 8, 16, 32, 64), strict=True) for k in range(n)]
+    return tuple(r for _, r in sorted(dealt))
+
+
+# 25 participants of 50: their ranks as near to the profile's shares as whole clients come, with the sums of the notes.
+_PROFILES = {
+    "uniform": (5, 5, 5, 5, 5),  # 620
+    "normal": (2, 6, 10, 5, 2),  # 504; the notes have 502, which no such ranks add up to
+    "heavy tail": (19, 3, 1, 1, 1),  # 212
+    "heavy tail, strong": (1, 2, 0, 2, 20),  # 1364, above d_out
+}
+
+WORKLOADS: dict[str, tuple[Workload, ...]] = {
+    "W1": (
+        Workload("W1", "RoBERTa-base q, v; 3 clients of rank 8", (Shape(768, 768, 24, 24, 24),), (8,) * 3, repeats=3),
+    ),
+    "W2": (
+        Workload(
+            "W2", "LLaMA-1B q, v; 5 clients of ranks 4 to 64", (Shape(2048, 2048, 44, 11, 2),), (4, 8, 16, 32, 64)
+        ),
+    ),
+    "W3": (
+        Workload(
+            "W3",
+            "Qwen2-7B q, v; 10 clients of rank 16",
+            (Shape(3584, 3584, 28, 4, 1), Shape(512, 3584, 28, 4, 1)),
+            (16,) * 10,
+        ),
+    ),
+    "W4": (
+        Workload(
+            "W4",
+            "Llama-7B, all linear layers; 20 clients of rank 16",
+            (Shape(4096, 4096, 128, 1, 1), Shape(11008, 4096, 64, 1, 1), Shape(4096, 11008, 32, 1, 1)),
+            (16,) * 20,
+        ),
+    ),
+    "W5": tuple(
+        Workload(f"W5 {name}", f"25 participants of 50, ranks 4 to 64: {name}", (Shape(768, 768, 24, 2, 1),), ranks)
+        for name, ranks in ((name, _ranks(counts)) for name, counts in _PROFILES.items())
+    ),
+}
+LIGHT_W5 = ("W5 uniform", "W5 heavy tail, strong")  # the profiles of quick mode
+
+
+def draw_factors(d_out: int, d_in: int, ranks: tuple[int, ...], seed: int) -> list[LoRA]:
+    """Clients that share most of their start, as after a round: B_i = B0 + noise, A_i = A0 + noise, in float32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    B0, A0 = draw(d_out, max(ranks)), draw(max(ranks), d_in)
+    return [LoRA(B0[:, :r] + 0.3 * draw(d_out, r), A0[:r] + 0.3 * draw(r, d_in)) for r in ranks]
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """M = [sqrt(p_i) U_i], N = [sqrt(p_i) Ahat_i] and the U_i in float32: what the paper's server starts from."""
+
+    M: Tensor
+    N: Tensor
+    bases: list[Tensor]
+
+
+def gauge_fixed(loras: list[LoRA], weights: list[float]) -> Core:
+    tolerances = [rank_tolerance(torch.float32)] * len(loras)
+    fixed = gauge_fix_all([lora.factors for lora in loras], tolerances=tolerances)
+    root = [math.sqrt(p) for p in weights]
+    M = torch.cat([U * p for (U, _), p in zip(fixed, root, strict=True)], dim=1).float()
+    N = torch.cat([A * p for (_, A), p in zip(fixed, root, strict=True)], dim=0).float()
+    return Core(M, N, [U.float() for U, _ in fixed])
