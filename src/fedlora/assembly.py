@@ -30,6 +30,7 @@ from fedlora.ranks import RankType, assign_types, is_attention
 from fedlora.rounds import sample_clients
 from fedlora.server import Server, ServerState
 from fedlora.simulation import Trainer
+from fedlora.sketch_round import Sketch, SketchedRound
 from fedlora.together import GroupTrainer
 from fedlora.training import LocalTrainer, TrainSettings
 
@@ -154,8 +155,13 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
         raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
     if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
         raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, and {name} shares {roles}.")
-    if config.run.keep_uploads != "none" and server.memory is not None:
-        raise ConfigError("run.keep_uploads stores a round's uploads, and server.memory drops them as they arrive.")
+    drops = (
+        "server.memory" if server.memory is not None else "server.sketch_rank" if config.server.sketch_rank else None
+    )
+    if config.run.keep_uploads != "none" and drops:
+        raise ConfigError(f"run.keep_uploads stores a round's uploads, and {drops} keeps none of them.")
+    if config.server.sketch_rank:
+        SketchedRound(server, initial, Sketch(config.server.sketch_rank))
     a_round = len(sample_clients([str(k) for k in range(clients)], config.run.participation, seed=0, round=0))
     if server.quorum is not None and server.quorum > a_round:
         raise ConfigError(

@@ -97,10 +97,12 @@ class MethodSection(Section):
 
 
 class ServerSection(Section):
-    """As the arguments of `fedlora.Server`, and two experiments with uploads.
+    """As the arguments of `fedlora.Server`, rounds by a sketch, and two experiments with uploads.
 
-    upload: the form they come in. gauge_stress: re-express each in fresh random coordinates of this condition number
-    before it is aggregated, every round.
+    sketch_rank: play rounds by the two exchanges of `fedlora.sketch_round`, keeping so many directions of each module;
+    in the simulation only. sketch_oversample: directions beyond these that are sketched along. upload: the form they
+    come in. gauge_stress: re-express each in fresh random coordinates of this condition number before it is
+    aggregated, every round.
     """
 
     weighting: Weighting = "examples"
@@ -108,6 +110,8 @@ class ServerSection(Section):
     quorum: Positive | None = None
     missing: Missing = "renormalise"
     memory: Annotated[float, Field(gt=0)] | None = None
+    sketch_rank: Positive | None = None
+    sketch_oversample: Annotated[int, Field(ge=0)] = 16
     upload: Form = "factors"
     gauge_stress: Annotated[float, Field(ge=1)] | None = None
 

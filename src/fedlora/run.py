@@ -18,6 +18,7 @@ from fedlora.assembly import Prepared
 from fedlora.audit import gauge_drift
 from fedlora.card import model_card
 from fedlora.client import receive
+from fedlora.config import ServerSection
 from fedlora.errors import CheckpointError
 from fedlora.lora import Adapter, LoRA, stack
 from fedlora.methods.padded_average import PaddedAverage
@@ -25,6 +26,7 @@ from fedlora.peft_io import pad_rank, write_adapter
 from fedlora.run_folder import RunFolder
 from fedlora.server import Server
 from fedlora.simulation import ClientMemory, RoundRecord, RunState, as_pruned, simulate, start
+from fedlora.sketch_round import Sketch
 from fedlora.tracking import make_tracker, numbers
 from fedlora.uploads import write_upload
 
@@ -55,6 +57,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
         form=config.server.upload,
         gauge_stress=config.server.gauge_stress,
         together=config.train.together,
+        sketch=_sketch(config.server),
     )
     for record in rounds:
         before, state = state, record.state
@@ -74,6 +77,10 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
     for tracker in trackers:
         tracker.close()
     _finish(prepared, folder, state)
+
+
+def _sketch(server: ServerSection) -> Sketch | None:
+    return None if server.sketch_rank is None else Sketch(server.sketch_rank, server.sketch_oversample)
 
 
 def describe(record: RoundRecord, gauge: Mapping[str, float] | None = None) -> dict[str, Any]:

@@ -244,22 +244,28 @@ class OpenRound:
         Raises:
             UploadRefused: with the client id and the reason.
         """
+        if not self.check(upload):
+            return
+        self._accepted[upload.client.id] = upload
+        self._size += size(upload)
+        if self._stream is not None and self._size > self._stream.room:
+            self._fold(self._stream)
+
+    def check(self, upload: Upload) -> bool:
+        """Whether the upload counts (False: it abstained), and from now on it does. Raises as `add`."""
         client = upload.client.id
         try:
             if client in self._counts or client in self._abstained:
                 raise UploadRefused(client, "a second upload in the same round; the first one stands.")
             if checked_examples(upload) == 0:
                 self._abstained.add(client)
-                return
+                return False
             self._check_adapter(upload)
         except UploadRefused as refusal:
             self._refused.setdefault(client, refusal.reason)
             raise
-        self._accepted[client] = upload
         self._counts[client] = float(upload.num_examples) if self._server.weighting == "examples" else 1.0
-        self._size += size(upload)
-        if self._stream is not None and self._size > self._stream.room:
-            self._fold(self._stream)
+        return True
 
     def _fold(self, stream: Stream) -> None:
         """Fold in the uploads that are held, and drop them."""

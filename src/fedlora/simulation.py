@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -28,6 +28,8 @@ from fedlora.lora import Adapter, LoRA
 from fedlora.rounds import sample_clients
 from fedlora.seeds import derive_seed
 from fedlora.server import OpenRound, Server, ServerState
+from fedlora.sketch import CoreMessage, RangeMessage
+from fedlora.sketch_round import Sketch, SketchedRound, first_messages, second_messages
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +158,7 @@ def simulate(
     form: Form = "factors",
     gauge_stress: float | None = None,
     together: int = 1,
+    sketch: Sketch | None = None,
 ) -> Iterator[RoundRecord]:
     """Run from `state` until `rounds` rounds are done, yielding each round's record.
 
@@ -166,6 +169,7 @@ def simulate(
             re-expressed in random coordinates of it, new in every round, before it is aggregated. An experiment: what
             is averaged means the same, so a method that minds averages coordinates.
         together: clients that are trained at once, by a trainer that can (`GroupTrainer`).
+        sketch: rounds by two exchanges of sums (`sketch_round`) instead of uploads that the server sees.
 
     Raises:
         ClientFailed: a client's work raised, and the server has no quorum. With one, the round goes on without it.
@@ -175,7 +179,7 @@ def simulate(
     while state.round < rounds:
         chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
         stress = None if gauge_stress is None else (gauge_stress, derive_seed(seed, "gauge-stress", state.round))
-        record = _one_round(server, [by_id[c] for c in chosen], trainer, state, form, stress, together)
+        record = _one_round(server, [by_id[c] for c in chosen], trainer, state, form, stress, together, sketch)
         state = record.state
         if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
             began = time.perf_counter()
@@ -198,8 +202,9 @@ def _one_round(
     form: Form,
     stress: tuple[float, int] | None,
     together: int,
+    sketch: Sketch | None,
 ) -> RoundRecord:
-    opened = server.open(state.server)
+    opened = server.open(state.server) if sketch is None else _Exchanges(server, state.server, sketch)
     memories = dict(state.clients)
     clock = _Clock()
     losses: dict[str, float] = {}
@@ -232,12 +237,13 @@ def _one_round(
                 client = replace(client, rank=ranks or client.rank)
             upload = Upload(client, trained.num_examples, send(made, download.roles, form), form)
             kept = keep(made, download.roles)
-            traffic = _with_upload(traffic, upload)
+            if sketch is None:
+                traffic = _with_upload(traffic, upload)
             if stress is not None:
                 upload = _restated(upload, *stress)
             reason = _refusal(opened, upload, kept, server)
             if reason is None:
-                if server.memory is None:  # else they are not to pile up here either
+                if server.memory is None and sketch is None:  # else they are not to pile up here either
                     uploads.append(upload)
                 held = held_after(download, kept)
                 memories[client.id] = ClientMemory(kept, trained.position, held, ranks)
@@ -257,11 +263,18 @@ def _one_round(
             after = opened.close()
         except QuorumNotMet as error:
             raise QuorumNotMet(f"{error} Failed clients: {failed or 'none'}.") from error
+    if isinstance(opened, _Exchanges):
+        traffic = replace(
+            traffic,
+            up_adapter=opened.sent,
+            up_heads=opened.sent_heads,
+            down_adapter=traffic.down_adapter + opened.received,
+        )
     tally = after.tally
     assert tally is not None  # close() always counts
     roles = server.roles(state.server)
     padded_error = None
-    if (roles.B, roles.A) == ("shared", "shared") and server.memory is None:
+    if (roles.B, roles.A) == ("shared", "shared") and server.memory is None and sketch is None:
         with clock("diagnose"):
             padded_error = padded_average_error(state.server, uploads, tally.weights)
     return RoundRecord(
@@ -319,7 +332,46 @@ def _train_one(trainer: Trainer, job: Job, server: Server, failed: dict[str, str
         return None
 
 
-def _refusal(opened: OpenRound, upload: Upload, kept: Adapter | None, server: Server) -> str | None:
+class _Exchanges:
+    """A sketched round with both sides in one process; what clients keep between the exchanges is kept here."""
+
+    def __init__(self, server: Server, state: ServerState, sketch: Sketch) -> None:
+        self._round = SketchedRound(server, state, sketch)
+        self._checks = server.open(state)
+        self._at_clients: list[Upload] = []
+        self._alike = server.weighting == "uniform"
+        self.sent = self.sent_heads = self.received = 0
+
+    def add(self, upload: Upload) -> None:
+        """A client's first message, once its own check of its update has passed."""
+        if not self._checks.check(upload):
+            return
+        message = first_messages(upload, self._round.plans, self._examples(upload))
+        self.sent += _bytes(message.modules.values())
+        self._round.add_first(message)
+        self._at_clients.append(upload)
+
+    def close(self) -> ServerState:
+        """The second exchange with all who took part in the first."""
+        bases = self._round.bases()
+        for upload in self._at_clients:
+            message = second_messages(upload, bases, self._round.plans, self._examples(upload))
+            self.sent += _bytes(message.modules.values())
+            self.sent_heads += sum(head.numel() * head.element_size() for head in message.heads.values())
+            self.received += sum(bases[name].numel() * bases[name].element_size() for name in message.modules)
+            self._round.add_second(message)
+        return self._round.close()
+
+    def _examples(self, upload: Upload) -> float:
+        return 1.0 if self._alike else float(upload.num_examples)
+
+
+def _bytes(messages: Iterable[RangeMessage | CoreMessage]) -> int:
+    tensors = [getattr(message, f.name) for message in messages for f in fields(message)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _refusal(opened: OpenRound | _Exchanges, upload: Upload, kept: Adapter | None, server: Server) -> str | None:
     """None, and the upload counts; or why it does not. What stays local the server cannot see: it is checked here."""
     try:
         for name, tensor in named_tensors(kept or Adapter({})):

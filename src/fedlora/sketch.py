@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError, RankMismatch, ShapeError
-from fedlora.linalg import Spectrum, gauge_fix, rank_tolerance, spectral_form
+from fedlora.fastpath import gauge_fix_all
+from fedlora.linalg import Spectrum, rank_tolerance, spectral_form
 from fedlora.lora import LoRA, fresh_rows
 
 M = TypeVar("M", "RangeMessage", "CoreMessage")
@@ -148,7 +149,8 @@ def sketched(total: CoreMessage, basis: Tensor, plan: SketchPlan, *, least_captu
     n = float(total.examples)
     eigenvalues, V = torch.linalg.eigh(total.C / n)
     V = V.flip(1)[:, : plan.rank]
-    captured = float(eigenvalues.flip(0)[: plan.rank].sum()) / (float(total.trace) / n) if float(total.trace) else 1.0
+    trace = float(total.trace) / n
+    captured = min(float(eigenvalues.flip(0)[: plan.rank].sum()) / trace, 1.0) if trace else 1.0
     if captured < least_captured:
         raise RankMismatch(
             f"rank {plan.rank} holds {captured:.0%} of the clients' subspaces, less than {least_captured:.0%}: they do "
@@ -169,5 +171,5 @@ def _basis(lora: LoRA, plan: SketchPlan) -> Tensor:
         raise ShapeError(
             f"the plan is of a matrix ({plan.d_out}, {plan.d_in}), the update of ({B.shape[0]}, {A.shape[1]})."
         )
-    U, _ = gauge_fix(B, A, tolerance=rank_tolerance(B.dtype))
-    return U.float()
+    ((U, _),) = gauge_fix_all([(B, A)], tolerances=[rank_tolerance(B.dtype)], dtype=torch.float32)
+    return U

@@ -54,6 +54,8 @@ def open_federation(
         ConfigError: files that are missing or do not fit; rounds are there and `resume` is off.
     """
     config = load_config(folder / "run.toml", [])
+    if config.server.sketch_rank:
+        raise ConfigError("server.sketch_rank is for simulated runs; the Flower app has no second exchange in a round.")
     policy = Policy.read(folder / "policy.toml")
     server = server_of(config)
     seed_adapter, spec = read_adapter(folder / "start", scaling=config.lora.scaling)
@@ -82,6 +84,8 @@ def play(
 ) -> dict[str, Any]:
     """All rounds that are still to do, then the adapter and a summary. What a ServerApp's main is."""
     config = load_config(folder / "run.toml", [])
+    if config.server.sketch_rank:
+        raise ConfigError("server.sketch_rank is for simulated runs; the Flower app has no second exchange in a round.")
     if config.run.threads:  # as `prepare` does on the nodes: results are bit for bit at one number of threads
         torch.set_num_threads(config.run.threads)
     strategy, spec = open_federation(folder, resume=resume, identify=identify)

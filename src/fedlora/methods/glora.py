@@ -41,6 +41,7 @@ from fedlora.lora import LoRA
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.rank_partition import partitioned
 from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, whole
+from fedlora.sketch import Sketched
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +309,14 @@ class GLoRA:
             "incremental" if pair.left_out else None, pair.kept, error,
         )  # fmt: skip
         return GLoRAState(state.key, state.round + 1, c.spectrum, None, state.history, cut, {})
+
+    def aggregate_sketched(self, state: GLoRAState, sketched: Sketched, rank: int) -> GLoRAState:
+        """For `sketch_round`: the next state. No single upload is known, so nobody's history changes."""
+        s = sketched.spectrum
+        cut = Cut(
+            rank, 0, None, math.inf, False, 1.0, {}, "two-pass sketch", sketched.captured, sketched.error_bound
+        )  # fmt: skip
+        return GLoRAState(state.key, state.round + 1, s, None, state.history, cut, {})
 
     def _budget(self, updates: Sequence[Update], revealed: Iterable[int]) -> int:
         """R. Source: paper section 4.2, R = ceil(rho sum r_i)."""

@@ -1,0 +1,174 @@
+"""A round by the two exchanges of `sketch`, over all modules and heads: what the server holds, what a client computes.
+
+    opened = SketchedRound(server, state, Sketch(rank=64))
+    opened.add_first(first_messages(upload, opened.plans))                      each client, then
+    bases = opened.bases()                                                      sent to all of them
+    opened.add_second(second_messages(upload, bases, opened.plans))             each client again
+    state = opened.close()
+
+The server keeps sums only: its memory does not grow with the clients, and secure aggregation can compute them in its
+place. What it cannot do then is look at one client's message, so a client checks its own update before it adds it, and
+shares and refusals of single clients are not known. Who is gone by the second exchange is missing from that one alone:
+both are divided by their own examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import TypeVar
+
+from torch import Tensor
+
+from fedlora.client import Upload
+from fedlora.errors import HyperparameterError, QuorumNotMet
+from fedlora.seeds import derive_seed
+from fedlora.server import Server, ServerState, Tally
+from fedlora.sketch import CoreMessage, RangeMessage, SketchPlan, core_message, range_basis, range_message, sketched
+
+M = TypeVar("M", RangeMessage, CoreMessage)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """rank: R, what the server keeps of each module. oversample: directions beyond it that are sketched along.
+    least_captured: the share of the clients' subspaces under which a round is refused.
+    """
+
+    rank: int
+    oversample: int = 16
+    least_captured: float = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class FirstMessages:
+    """Module -> message."""
+
+    modules: Mapping[str, RangeMessage]
+
+    def __add__(self, other: FirstMessages) -> FirstMessages:
+        return FirstMessages(_added(self.modules, other.modules))
+
+
+@dataclass(frozen=True, eq=False)
+class SecondMessages:
+    """Module -> message; heads: n_i times each head, float64; examples: n_i."""
+
+    modules: Mapping[str, CoreMessage]
+    heads: Mapping[str, Tensor]
+    examples: float
+
+    def __add__(self, other: SecondMessages) -> SecondMessages:
+        heads = {name: head + other.heads[name] for name, head in self.heads.items()}
+        return SecondMessages(_added(self.modules, other.modules), heads, self.examples + other.examples)
+
+
+def first_messages(upload: Upload, plans: Mapping[str, SketchPlan], examples: float) -> FirstMessages:
+    """A client's part in the first exchange. examples: n_i, 1 for everybody where all count alike."""
+    return FirstMessages({name: range_message(x, examples, plans[name]) for name, x in upload.adapter.modules.items()})
+
+
+def second_messages(
+    upload: Upload, bases: Mapping[str, Tensor], plans: Mapping[str, SketchPlan], examples: float
+) -> SecondMessages:
+    """A client's part in the second exchange."""
+    modules = upload.adapter.modules
+    heads = {name: examples * head.detach().double() for name, head in upload.adapter.heads.items()}
+    return SecondMessages(
+        {name: core_message(x, examples, bases[name], plans[name]) for name, x in modules.items()}, heads, examples
+    )
+
+
+class SketchedRound:
+    """The server's side of one round. Mutable, used up by `close`.
+
+    Raises:
+        HyperparameterError: the method is none that a sketch can stand in for.
+    """
+
+    def __init__(self, server: Server, state: ServerState, sketch: Sketch) -> None:
+        if not hasattr(server.method, "aggregate_sketched"):
+            raise HyperparameterError(f"a sketch stands in for glora's consensus; {server.method.name} has none.")
+        if server.missing == "zero" or server.memory is not None:
+            raise HyperparameterError("a sketch renormalises over who holds a module and keeps no uploads: leave out "
+                                      "missing = 'zero' and memory.")  # fmt: skip
+        self._server, self._state, self._sketch = server, state, sketch
+        shapes = {name: (B.shape[0], A.shape[1]) for name, (B, A) in _factors(state).items()}
+        self.plans: Mapping[str, SketchPlan] = MappingProxyType({
+            name: SketchPlan(
+                d_out, d_in, min(sketch.rank, d_out), derive_seed(server.seed, "sketch", state.round, name),
+                sketch.oversample,
+            )
+            for name, (d_out, d_in) in shapes.items()
+        })  # fmt: skip
+        self._first: FirstMessages | None = None
+        self._second: SecondMessages | None = None
+        self._bases: Mapping[str, Tensor] = {}
+        self._clients = 0
+
+    def add_first(self, messages: FirstMessages) -> None:
+        self._first = messages if self._first is None else self._first + messages
+
+    def bases(self) -> Mapping[str, Tensor]:
+        """Module -> Q (d_out, width), for everybody. Ends the first exchange."""
+        if self._first is None:
+            raise QuorumNotMet(f"round {self._state.round + 1}: nobody took part in the first exchange.")
+        self._bases = MappingProxyType(
+            {name: range_basis(x, self.plans[name]) for name, x in self._first.modules.items()}
+        )
+        self._first = None
+        return self._bases
+
+    def add_second(self, messages: SecondMessages) -> None:
+        self._second = messages if self._second is None else self._second + messages
+        self._clients += 1
+
+    @property
+    def held(self) -> int:
+        """Bytes of all that the server holds for the round: the running sums and the bases."""
+        sums = [x for part in (self._first, self._second) if part is not None for x in part.modules.values()]
+        tensors = [getattr(x, f.name) for x in sums for f in fields(x)] + list(self._bases.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def close(self) -> ServerState:
+        """The next state.
+
+        Raises:
+            QuorumNotMet: too few in the second exchange. RankMismatch: the clients share too little to be sketched.
+        """
+        server, state, total = self._server, self._state, self._second
+        quorum = server.quorum or 1
+        if total is None or self._clients < quorum:
+            raise QuorumNotMet(
+                f"round {state.round + 1}: {self._clients} clients in the second exchange, the quorum is {quorum}. "
+                f"The state is unchanged."
+            )
+        modules = dict(state.modules)
+        for name, message in total.modules.items():
+            result = sketched(message, self._bases[name], self.plans[name], least_captured=self._sketch.least_captured)
+            modules[name] = server.method.aggregate_sketched(state.modules[name], result, self.plans[name].rank)  # type: ignore[attr-defined]
+        roles, made = server.roles(state), state.round + 1
+        heads = dict(state.heads)
+        if roles.heads == "shared":
+            heads = {name: (total.heads[name] / total.examples).to(head.dtype) for name, head in state.heads.items()}
+        replaced = {part: made for part in state.changed if getattr(roles, part) == "shared"}
+        return replace(
+            state,
+            round=made,
+            modules=MappingProxyType(modules),
+            heads=MappingProxyType(heads),
+            changed={**state.changed, **replaced},
+            tally=Tally({}),
+        )
+
+
+def _factors(state: ServerState) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: lora.factors for name, lora in state.start.modules.items()}
+
+
+def _added(a: Mapping[str, M], b: Mapping[str, M]) -> dict[str, M]:
+    """Sums by module; a module that only one of them has is that one's."""
+    return {
+        name: a[name] + b[name] if name in a and name in b else (a.get(name) or b[name]) for name in sorted({*a, *b})
+    }
