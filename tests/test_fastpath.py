@@ -188,10 +188,12 @@ def force_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(glora_module, "gauge_fix_all", one_by_one)
     monkeypatch.setattr(glora_module, "consensus_spectrum", linalg.consensus_spectrum)
-    monkeypatch.setattr(glora_module, "whole_means", lambda problems: [None] * len(problems))
+    monkeypatch.setattr(glora_module, "whole_means", lambda problems, each: [None] * len(problems))
 
 
-def served(cases: list[families.Case], **hparams: object) -> tuple[Server, ServerState, list[Client]]:
+def served(
+    cases: list[families.Case], *, workers: int | None = None, **hparams: object
+) -> tuple[Server, ServerState, list[Client]]:
     clients = [Client(c, {f"m{k}": case.uploads[c][0].shape[1] for k, case in enumerate(cases)})
                for c in sorted(cases[0].uploads)]  # fmt: skip
     rank = max(B.shape[1] for case in cases for B, _ in case.uploads.values())
@@ -205,7 +207,7 @@ def served(cases: list[families.Case], **hparams: object) -> tuple[Server, Serve
         )
         for client in clients
     ]
-    server = Server(build("glora", **hparams))
+    server = Server(build("glora", **hparams), workers=workers)
     return server, server.aggregate(server.init(start), uploads), clients
 
 
@@ -244,3 +246,22 @@ def test_gram_by_panels_and_strips_is_the_product() -> None:
             assert torch.allclose(got, want, rtol=1e-12, atol=1e-9)
             assert torch.equal(got, got.mT)
         assert gram(X, torch.float32).dtype == torch.float32
+
+
+def test_the_bits_are_the_same_for_any_number_of_workers() -> None:
+    """Over modules of two shapes and a deficient one, for a cut too; whatever torch's own thread count is."""
+    cases = [
+        families.family(name, seed=k) for k, name in enumerate(("generic", "zero_B", "generic", "duplicated_column"))
+    ]
+    for hparams in ({}, {"rho": 0.4}):
+        seen = set()
+        for threads, workers in ((1, None), (1, 1), (1, 3), (2, None), (2, 2)):
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            try:
+                _, state, _ = served(cases, workers=workers, **hparams)
+                assert torch.get_num_threads() == threads
+            finally:
+                torch.set_num_threads(before)
+            seen.add(b"".join(s.spectrum.U.numpy().tobytes() for s in state.modules.values()))
+        assert len(seen) == 1

@@ -395,3 +395,35 @@ def test_tolerances_follow_the_stored_dtype() -> None:
     state = server.aggregate(server.init(seed), sent)
     assert server.diagnostics(state)["m"]["tied"]
     assert glora_state(state).spectrum.U.dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------------------------ limited history
+
+
+@pytest.mark.parametrize("limit", [None, 0, 2, 3])
+def test_a_limited_history_forgets_the_longest_absent(limit: int | None) -> None:
+    """Clients take part in turns, c0 alone, then c1, ...: the newest `limit` are kept."""
+    case = families.family("generic", dtype=np.float32)
+    server = Server(build("glora", history_limit=limit, gamma=0.0))
+    names = sorted(case.uploads)
+    rank = max(B.shape[1] for B, _ in case.uploads.values())
+    d_out, d_in = case.uploads["c0"][0].shape[0], case.uploads["c0"][1].shape[1]
+    state = server.init(Adapter({"m": LoRA(torch.zeros(d_out, rank), torch.ones(rank, d_in))}))
+    for name in names:
+        B, A = (torch.from_numpy(x) for x in case.uploads[name])
+        state = server.aggregate(state, [Upload(Client(name, B.shape[1]), 1, Adapter({"m": LoRA(B, A)}))])
+    kept = names if limit is None else names[len(names) - limit :]
+    assert list(glora_state(state).history) == kept
+    assert set(glora_state(state).alignment) <= set(kept)
+    for name in names:  # whoever is forgotten reads out by energy
+        rank = 2
+        chosen = server.method.select(glora_state(state), name, rank)  # type: ignore[attr-defined]
+        assert len(chosen) == 2
+        if name not in kept:
+            assert chosen.tolist() == [0, 1]
+
+
+def test_impossible_history_limits() -> None:
+    for limit in (-1, 1.5):
+        with pytest.raises(HyperparameterError, match="history_limit"):
+            build("glora", history_limit=limit)

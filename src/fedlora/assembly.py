@@ -87,6 +87,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         quorum=s.quorum,
         missing=s.missing,
         memory=s.memory,
+        workers=s.workers,
         seed=config.run.seed,
     )
     initial = server.init(seed_adapter)

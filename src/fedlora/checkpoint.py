@@ -99,7 +99,9 @@ def _listed(directory: Path) -> list[tuple[int, str, Path]]:
 
 
 def _read(path: Path, digest: str, kind: type[T], extra: tuple[type, ...]) -> T:
-    if hashlib.sha256(path.read_bytes()).hexdigest()[:16] != digest:
+    with path.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+    if found != digest:
         raise CheckpointError(f"checkpoint {path.name} is damaged: its content does not match its digest.")
     try:
         with safe_open(path, framework="pt") as file:

@@ -110,6 +110,7 @@ class ServerSection(Section):
     quorum: Positive | None = None
     missing: Missing = "renormalise"
     memory: Annotated[float, Field(gt=0)] | None = None
+    workers: Positive | None = None
     sketch_rank: Positive | None = None
     sketch_oversample: Annotated[int, Field(ge=0)] = 16
     upload: Form = "factors"

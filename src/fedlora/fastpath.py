@@ -35,6 +35,7 @@ from fedlora.linalg import (
     right_svd,
     with_canonical_signs,
 )
+from fedlora.method import Each, one_by_one
 from fedlora.shapes import Float
 
 # The least lambda / lambda_1 of K among the kept directions. A basis M X made from a Gram matrix is orthonormal up to
@@ -89,10 +90,11 @@ class Uncut:
     tolerance: float
 
 
-def whole_means(problems: Sequence[Uncut]) -> list[WholeMean | None]:
+def whole_means(problems: Sequence[Uncut], each: Each = one_by_one) -> list[WholeMean | None]:
     """Of each: sum_i p_i B_i A_i in energy order, straight from the factors as they came; matrices of a shape at once.
 
-    None where this is not sound: float64, more columns than rows, or a rank that could be mistaken.
+    None where this is not sound: float64, more columns than rows, or a rank that could be mistaken. each: how to go
+    through the batches, which are the same however that is.
     """
     alike: dict[tuple[torch.device, int, int, tuple[int, ...]], list[int]] = {}
     for k, problem in enumerate(problems):
@@ -101,13 +103,15 @@ def whole_means(problems: Sequence[Uncut]) -> list[WholeMean | None]:
         (B, A), S = problem.pairs[0], sum(ranks)
         if dtypes == {torch.float32} and min(ranks) > 0 and min(len(B), A.shape[1]) >= S and min(problem.weights) > 0:
             alike.setdefault((B.device, len(B), A.shape[1], ranks), []).append(k)
-    made: list[WholeMean | None] = [None] * len(problems)
+    batches = []
     for (_, d_out, _, ranks), members in alike.items():
         at_once = max(1, _CACHED // (8 * d_out * sum(ranks)))
-        for first in range(0, len(members), at_once):
-            some = members[first : first + at_once]
-            for k, mean in zip(some, _whole_means([problems[k] for k in some], ranks), strict=True):
-                made[k] = mean
+        batches += [(members[first : first + at_once], ranks) for first in range(0, len(members), at_once)]
+    found = each(lambda batch: _whole_means([problems[k] for k in batch[0]], batch[1]), batches)
+    made: list[WholeMean | None] = [None] * len(problems)
+    for (members, _), means in zip(batches, found, strict=True):
+        for k, mean in zip(members, means, strict=True):
+            made[k] = mean
     return made
 
 

@@ -29,7 +29,7 @@ Contracts (tests/test_contracts.py runs each over all methods; s a state, us upd
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, TypeVar
 
@@ -122,6 +122,8 @@ class Readout:
 
 
 S = TypeVar("S")
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 
 class Method(Protocol[S]):
@@ -154,10 +156,23 @@ class Method(Protocol[S]):
         """Plain numbers and words about the last aggregation, for logs and reports."""
 
 
-def aggregate_all(method: Method[S], states: Sequence[S], updates: Sequence[Sequence[Update]]) -> list[S]:
-    """`method.aggregate` of several matrices: by its own `aggregate_all(states, updates)` where it has one."""
+class Each(Protocol):
+    """Applies a function to each item, in order or at once: the results in the items' order."""
+
+    def __call__(self, work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]: ...
+
+
+def one_by_one(work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]:
+    """The plain `Each`."""
+    return [work(item) for item in items]
+
+
+def aggregate_all(
+    method: Method[S], states: Sequence[S], updates: Sequence[Sequence[Update]], each: Each = one_by_one
+) -> list[S]:
+    """`method.aggregate` of several matrices: by its own `aggregate_all(states, updates, each)` where it has one."""
     together = getattr(method, "aggregate_all", None)
     if together is not None:
-        found: list[S] = together(states, updates)
+        found: list[S] = together(states, updates, each)
         return found
-    return [method.aggregate(s, us) for s, us in zip(states, updates, strict=True)]
+    return each(lambda pair: method.aggregate(*pair), list(zip(states, updates, strict=True)))

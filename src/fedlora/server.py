@@ -10,7 +10,9 @@ Knows no engine and no network: simulation and Flower are both thin shells aroun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from types import MappingProxyType
@@ -23,7 +25,7 @@ from fedlora.checks import check_adapter, checked_examples, compute_dtype, named
 from fedlora.client import Client, Download, Upload
 from fedlora.errors import HyperparameterError, NoGlobalModel, QuorumNotMet, ShapeError, UploadRefused
 from fedlora.lora import Adapter, LoRA
-from fedlora.method import Method, Role, Roles, Update, aggregate_all
+from fedlora.method import Each, Method, Role, Roles, Update, X, Y, aggregate_all, one_by_one
 from fedlora.methods.factors import weighted_mean
 from fedlora.seeds import derive_seed
 from fedlora.streaming import Stream, size
@@ -76,6 +78,8 @@ class Server:
         memory: megabytes that one round's uploads may take here; None: as many as there are. What does not fit is
             folded in as it arrives and dropped (`streaming`): exact while it fits, an approximation beyond, of which
             the diagnostics say what was left out.
+        workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
+            None: as many as torch has threads.
 
     Raises:
         HyperparameterError: an impossible option.
@@ -88,6 +92,7 @@ class Server:
     missing: Missing = "renormalise"
     seed: int = 0
     memory: float | None = None
+    workers: int | None = None
 
     def __post_init__(self) -> None:
         for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
@@ -96,6 +101,8 @@ class Server:
                 raise HyperparameterError(f"Server: {name} is one of {get_args(options)}; got {value!r}.")
         if self.quorum is not None and self.quorum < 1:
             raise HyperparameterError(f"Server: quorum is at least 1 accepted upload, or None; got {self.quorum}.")
+        if self.workers is not None and self.workers < 1:
+            raise HyperparameterError(f"Server: workers is a number of threads >= 1, or None; got {self.workers}.")
         if self.memory is not None and not self.memory > 0:
             raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
         if self.memory is not None and not hasattr(self.method, "aggregate_folded"):
@@ -320,7 +327,10 @@ class OpenRound:
             over = [u for u in uploads if name in u.adapter.modules] if server.missing == "renormalise" else uploads
             if any(name in u.adapter.modules for u in uploads):
                 updates[name] = self._updates(name, uploads, shares({u.client.id: counts[u.client.id] for u in over}))
-        after = aggregate_all(server.method, [state.modules[name] for name in updates], list(updates.values()))
+        with workers(server.workers) as each:
+            after = aggregate_all(
+                server.method, [state.modules[name] for name in updates], list(updates.values()), each
+            )
         heads = state.heads
         if self._roles.heads == "shared":
             weights = list(shares(counts).values())
@@ -350,6 +360,23 @@ class OpenRound:
             lora, r = u.adapter.modules[name], u.client.ranks(self._state.modules)[name]
             updates.append(Update(u.client.id, weights[u.client.id], r, _promoted(lora, dtype), _stored_dtype(lora)))
         return updates
+
+
+@contextmanager
+def workers(count: int | None) -> Iterator[Each]:
+    """How to go through matrices: in so many threads with one BLAS thread each. Small products on several BLAS threads
+    can be a hundred times slower than on one, where cores are shared.
+    """
+    count = count or torch.get_num_threads()
+    if count == torch.get_num_threads() == 1:
+        yield one_by_one
+        return
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+
+        def at_once(work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]:
+            return list(pool.map(work, items))
+
+        yield at_once
 
 
 def shares(counts: Mapping[str, float]) -> dict[str, float]:

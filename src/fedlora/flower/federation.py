@@ -41,6 +41,7 @@ def server_of(config: RunConfig) -> Server:
         quorum=s.quorum,
         missing=s.missing,
         memory=s.memory,
+        workers=s.workers,
         seed=config.run.seed,
     )
 

@@ -38,7 +38,7 @@ from fedlora.linalg import (
     unit_roundoff,
 )
 from fedlora.lora import LoRA
-from fedlora.method import Readout, Roles, Update
+from fedlora.method import Each, Readout, Roles, Update, one_by_one
 from fedlora.methods.rank_partition import partitioned
 from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, whole
 from fedlora.sketch import Sketched
@@ -136,6 +136,8 @@ class GLoRA:
         score: tail components by "alignment" ||H_i^T u_j||^2, or by "energy" s_j^2 ||H_i^T u_j||^2.
         factor_split: "balanced" (sqrt(s) on both) or "left" (s on B).
         rank_tol: overrides `linalg.rank_tolerance`.
+        history_limit: clients whose history is kept, None: all of them, 0: nobody's. Whose is not reads out by energy.
+            One takes 4 d_out r_i bytes for each matrix.
         weighting: "examples" uses the p_i that the server hands in, "uniform" 1/n instead; "rank-partition" gives the
             components that only high-rank clients hold the weight among these (raFLoRA's cure for rank collapse).
     """
@@ -168,6 +170,7 @@ class GLoRA:
     factor_split: FactorSplit = "balanced"
     rank_tol: float | None = None
     weighting: Weighting = "examples"
+    history_limit: int | None = None
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, what: str) -> None:
@@ -179,6 +182,10 @@ class GLoRA:
         require(whole and (self.rank is None or self.rank >= 1), "rank", "a whole rank budget >= 1, or None to use rho")
         require(0 <= self.gamma <= 1, "gamma", "the core ratio, in [0, 1]")
         require(self.history_lag in (0, 1), "history_lag", "0 (latest upload) or 1 (Algorithm 1 to the letter)")
+        limit = self.history_limit
+        require(
+            limit is None or (isinstance(limit, int) and limit >= 0), "history_limit", "a number of clients, or None"
+        )
         require(self.rank_tol is None or 0 < self.rank_tol < 1, "rank_tol", "a relative tolerance in (0, 1), or None")
         for name, options in {
             "tie": Tie, "basis": Basis, "canonical": Canonical, "budget": Budget,
@@ -196,7 +203,9 @@ class GLoRA:
     def aggregate(self, state: GLoRAState, updates: Sequence[Update]) -> GLoRAState:
         return self.aggregate_all([state], [updates])[0]
 
-    def aggregate_all(self, states: Sequence[GLoRAState], updates: Sequence[Sequence[Update]]) -> list[GLoRAState]:
+    def aggregate_all(
+        self, states: Sequence[GLoRAState], updates: Sequence[Sequence[Update]], each: Each = one_by_one
+    ) -> list[GLoRAState]:
         """`aggregate` of several matrices, faster than one by one where they are small and of one shape."""
         if self.weighting == "rank-partition":
             updates = [partitioned(us) for us in updates]
@@ -206,16 +215,14 @@ class GLoRA:
             if self._budget(us, ranks) >= sum(ranks):
                 tolerance = max(self._tolerance(u.stored) for u in us)
                 uncut[k] = Uncut([(u.B, u.A) for u in us], self._weights(us), tolerance)
-        means = dict(zip(uncut, whole_means(list(uncut.values())), strict=True))
-        after = []
-        for k, (state, us) in enumerate(zip(states, updates, strict=True)):
-            mean = means.get(k)
-            if mean is None:
-                after.append(self._after(state, us, self._projected(us)))
-            else:
-                nothing_cut = ConsensusSpectrum(mean.spectrum, sum(u.B.shape[1] for u in us), math.inf, False, 1.0)
-                after.append(self._after(state, us, _Aggregate(nothing_cut, mean.bases, mean.alignments)))
-        return after
+        made: dict[int, _Aggregate] = {}
+        for k, mean in zip(uncut, whole_means(list(uncut.values()), each), strict=True):
+            if mean is not None:
+                nothing_cut = ConsensusSpectrum(mean.spectrum, mean.spectrum.rank, math.inf, False, 1.0)
+                made[k] = _Aggregate(nothing_cut, mean.bases, mean.alignments)
+        others = [k for k in range(len(states)) if k not in made]
+        made |= dict(zip(others, each(lambda k: self._projected(updates[k]), others), strict=True))
+        return [self._after(states[k], updates[k], made[k]) for k in range(len(states))]
 
     def _after(self, state: GLoRAState, updates: Sequence[Update], made: _Aggregate) -> GLoRAState:
         """The next state, from one aggregation."""
@@ -229,9 +236,13 @@ class GLoRA:
         traces = {u.client: Trace(round, U) for u, U in zip(updates, made.bases, strict=True) if U.shape[1]}
         kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
         history = {**state.history, **{c: (*kept[c], trace) for c, trace in traces.items()}}
+        if self.history_limit is not None:  # the longest absent go first
+            newest = sorted(history, key=lambda c: (history[c][-1].round, c), reverse=True)[: self.history_limit]
+            history = {c: history[c] for c in sorted(newest)}
         alignment = {}
         if made.alignments is not None:
-            alignment = {c: a.to(spectrum.s) for c, a in zip(revealed, made.alignments, strict=True)}
+            known = zip(revealed, made.alignments, strict=True)
+            alignment = {c: a.to(spectrum.s) for c, a in known if c in history}
         return GLoRAState(state.key, round, spectrum, None, history, cut, alignment)
 
     def _weights(self, updates: Sequence[Update]) -> list[float]:
