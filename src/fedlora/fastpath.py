@@ -30,6 +30,7 @@ from fedlora.linalg import (
     Spectrum,
     Tie,
     cut_at,
+    eigh,
     gauge_fix,
     gram,
     right_svd,
@@ -132,7 +133,7 @@ def _whole_means(problems: Sequence[Uncut], ranks: Sequence[int]) -> list[WholeM
     per_row = [[p for p, r in zip(problem.weights, ranks, strict=True) for _ in range(r)] for problem in problems]
     weight = torch.tensor(per_row, dtype=torch.float64).to(scale)
     Y = L * (weight / scale)[:, :, None]  # Z = Y^T A
-    eigenvalues, O = torch.linalg.eigh(Y.mT @ G_A @ Y)
+    eigenvalues, O = eigh(Y.mT @ G_A @ Y)
     s, O = eigenvalues.flip(1).clamp(min=1e-300).sqrt(), O.flip(2)
 
     # Full rank beyond doubt, of B D and of Z: so of each client's factors, and far above what rounding can do.
@@ -229,7 +230,7 @@ def _cut(
     thin = M.shape[1] <= M.shape[0]
     if thin:  # U_ref = M left, Z = right^T N
         G = gram(M)
-        eigenvalues, V = torch.linalg.eigh(G)
+        eigenvalues, V = eigh(G)
         s_M, V = eigenvalues.flip(0).clamp(min=0).sqrt(), V.flip(1)
         left, right = V / s_M, V * s_M
     else:  # U_ref = left, Z = right^T (M N): K and the mean are the smaller ones
@@ -273,7 +274,7 @@ def _rotation(right: Tensor, N: Tensor, noise: float) -> _Rotation:
     else:
         rows = right.mT.to(N) @ N
         ZZ, back = gram(rows.mT), None
-    eigenvalues, O = torch.linalg.eigh(ZZ)
+    eigenvalues, O = eigh(ZZ)
     s = eigenvalues.flip(0).clamp(min=0).sqrt()
     rank = int((s > noise).sum())
     s, O = s[:rank], O.flip(1)[:, :rank]
@@ -320,7 +321,7 @@ def _gauge_fix_alike(
     A = torch.stack([A for _, A in pairs]).double()
     G = B.mT @ B
     scale = G.diagonal(dim1=1, dim2=2).clamp(min=1e-300).rsqrt()  # columns of B to norm 1
-    eigenvalues, V = torch.linalg.eigh(scale[:, :, None] * G * scale[:, None, :])
+    eigenvalues, V = eigh(scale[:, :, None] * G * scale[:, None, :])
     s = eigenvalues.clamp(min=1e-30).sqrt()  # of a matrix of trace r: what is that small is not ordinary anyway
     X, T = scale[:, :, None] * V / s[:, None, :], s[:, :, None] * V.mT / scale[:, None, :]  # X T = I, (B X)^T B X = I
     U, Ahat = B @ X, T @ A

@@ -66,6 +66,17 @@ def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Floa
     return G.tril() + G.tril(-1).mT
 
 
+def eigh(G: Float[Tensor, "*m n n"]) -> tuple[Float[Tensor, "*m n"], Float[Tensor, "*m n n"]]:
+    """Eigenvalues (ascending) and eigenvectors of a symmetric G, where G is. A small one on a GPU goes to the CPU and
+    back, for its eigenproblem is a chain of tiny steps. How small was not measured; no GPU was at hand.
+    """
+    if G.device.type == "cpu" or G.shape[-1] > 512:
+        values, vectors = torch.linalg.eigh(G)
+        return values, vectors
+    values, vectors = torch.linalg.eigh(G.cpu())
+    return values.to(G.device), vectors.to(G.device)
+
+
 def right_svd(X: Float[Tensor, "d n"]) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
     """Singular values (descending) and right singular vectors V of a tall X (d >= n, else of either shape), in float64.
 
@@ -77,7 +88,7 @@ def right_svd(X: Float[Tensor, "d n"]) -> tuple[Float[Tensor, " m"], Float[Tenso
     if X.dtype == torch.float64:
         _, s, Vh = torch.linalg.svd(torch.linalg.qr(X, mode="r").R, full_matrices=False)
         return s, Vh.mH
-    eigenvalues, V = torch.linalg.eigh(gram(X))
+    eigenvalues, V = eigh(gram(X))
     return eigenvalues.flip(0).clamp(min=0).sqrt(), V.flip(1)
 
 

@@ -111,7 +111,7 @@ def range_message(lora: LoRA, examples: float, plan: SketchPlan) -> RangeMessage
     """
     U = _basis(lora, plan)
     n = torch.tensor(float(examples), dtype=torch.float64)
-    Y = U @ (U.mT @ plan.omega())
+    Y = U @ (U.mT @ plan.omega().to(U.device))
     return RangeMessage(Y * float(examples), n * U.shape[1], n)
 
 

@@ -38,6 +38,7 @@ def instantiate(
         start: (r_max, d_in) rows of A for the slots that no component fills, in the first round; None later.
         seed: names the fresh rows for slots still empty; they carry B = 0, so the update is the chosen sum exactly.
     """
+    chosen = chosen.to(spectrum.s.device)
     s = spectrum.s[chosen]
     on_B, on_A = (s.sqrt(), s.sqrt()) if split == "balanced" else (s, torch.ones_like(s))
     B = spectrum.U.index_select(1, chosen) * on_B
