@@ -106,6 +106,11 @@ def test_alignment_is_that_of_the_columns_with_the_directions(name: str) -> None
 SOUND = ("generic", "near_equal_1e-1", "gauge_1e1", "column_scales", "dominant_rank", "orthogonal_equal", "one_client")
 
 
+def large(name: str, seed: int = 0) -> families.Case:
+    """Of a matrix that is large enough for `whole_means`."""
+    return families.family(name, seed=seed, d_out=96, d_in=80)
+
+
 def whole(case: families.Case) -> fastpath.WholeMean | None:
     weights = [case.weights[c] for c in sorted(case.uploads)]
     (mean,) = fastpath.whole_means([fastpath.Uncut(pairs_of(case), weights, U32)])
@@ -115,7 +120,7 @@ def whole(case: families.Case) -> fastpath.WholeMean | None:
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_the_whole_mean_is_the_dense_one_or_none(name: str) -> None:
     """Against the dense float64 mean, relative to it; its ranks are the nominal ones, or it must not answer."""
-    case = families.family(name, d_out=96, d_in=80)
+    case = large(name)
     mean = whole(case)
     if name in SOUND:
         assert mean is not None
@@ -143,13 +148,13 @@ def test_what_is_not_ordinary_gives_no_whole_mean_or_a_right_one(name: str) -> N
         "near_equal_1e-4", "near_equal_1e-5", "near_equal_1e-6",
     }  # fmt: skip
     if name in deficient:
-        assert whole(families.family(name)) is None
+        assert whole(large(name)) is None
 
 
 def test_of_many_matrices_each_gets_its_own() -> None:
     """One call over matrices of two shapes, sound and unsound ones between each other: as one by one, bit for bit."""
-    cases = [families.family(name, seed=k) for k, name in enumerate(("generic", "zero_B", "generic", "deficient_A"))]
-    cases += [families.family("generic", seed=9, d_out=60), families.family("orthogonal_equal", seed=4)]
+    cases = [large(name, k) for k, name in enumerate(("generic", "zero_B", "generic", "deficient_A"))]
+    cases += [families.family("generic", seed=9, d_out=120, d_in=80), large("orthogonal_equal", 4)]
     problems = [fastpath.Uncut(pairs_of(case), [case.weights[c] for c in sorted(case.uploads)], U32) for case in cases]
     together = fastpath.whole_means(problems)
     assert [mean is None for mean in together] == [False, True, False, True, False, False]
@@ -221,7 +226,7 @@ def test_a_server_on_the_fast_path_is_one_on_the_reference(
     name: str, hparams: dict[str, object], request: pytest.FixtureRequest
 ) -> None:
     """Update, diagnostics and every client's readout, over two modules; from the same stored float32 factors."""
-    cases = [families.family(name, seed=k, d_out=64, d_in=56) for k in range(2)]
+    cases = [families.family(name, seed=k, d_out=96, d_in=80) for k in range(2)]
     server, fast, clients = served(cases, **hparams)
     request.getfixturevalue("force_reference")
     _, slow, _ = served(cases, **hparams)

@@ -6,7 +6,8 @@ Kind of evidence: oracle (a sketch as wide as the matrix loses nothing, so it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from fedlora import Adapter, Client, Download, LoRA, Server, Upload, build, chec
 from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.simulation import RoundRecord, RunState, Trained, simulate, start
 from fedlora.sketch_round import Sketch, SketchedRound, first_messages, second_messages
+from test_run import Said, main, project
+
+__all__ = ["main", "project"]  # fixtures
 
 WIDE = Sketch(rank=30, oversample=0)  # as wide as the largest d_out of SHAPES: nothing is left out
 
@@ -175,3 +179,44 @@ def test_what_cannot_be_sketched_says_so() -> None:
     server = Server(build("glora"))
     with pytest.raises(QuorumNotMet, match="nobody took part"):
         SketchedRound(server, server.init(seed_adapter(4, torch.float32)), WIDE).bases()
+
+
+# ------------------------------------------------------------------------------------------------ from the command line
+
+
+@pytest.mark.parametrize(
+    "sets", [("server.sketch_rank=4", "server.sketch_oversample=2"), ("server.memory=0.02",)], ids=str
+)
+def test_a_run_of_a_real_model_by_sketch_or_in_little_memory(
+    sets: tuple[str, ...], project: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """From the configuration to the folder, its plots and summary: nothing there needs uploads or union ranks."""
+    out = tmp_path / "run"
+    said = main(
+        "run", project / "config.toml", "--out", out, *(x for s in (*sets, "run.rounds=2") for x in ("--set", s))
+    )
+    assert said.code == 0, said.err
+    facts = json.loads((out / "summary.json").read_text())["diagnostics"]
+    assert {f["approximation"] for f in facts.values()} <= {"two-pass sketch", "incremental", None}
+    assert (out / "plots" / "spectrum.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (("server.sketch_rank=4", "run.keep_uploads=all"), "sketch_rank keeps none"),
+        (("server.memory=10", "run.keep_uploads=all"), "server.memory keeps none"),
+        (("server.sketch_rank=4", "method.name=flexlora"), "flexlora has none"),
+        (("server.sketch_rank=4", "server.missing=zero"), "renormalises"),
+        (("server.memory=10", "method.name=flexlora"), "flexlora cannot"),
+        (("server.memory=0.001",), "leave room for"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_one_line(
+    sets: tuple[str, ...], why: str, project: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(x for s in sets for x in ("--set", s)))
+    assert said.code == 2
+    assert why in said.err
+    assert not (tmp_path / "run").exists()

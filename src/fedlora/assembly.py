@@ -163,6 +163,7 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
         raise ConfigError(f"run.keep_uploads stores a round's uploads, and {drops} keeps none of them.")
     if config.server.sketch_rank:
         SketchedRound(server, initial, Sketch(config.server.sketch_rank))
+    server.open(initial)  # says so if its memory is too small
     a_round = len(sample_clients([str(k) for k in range(clients)], config.run.participation, seed=0, round=0))
     if server.quorum is not None and server.quorum > a_round:
         raise ConfigError(

@@ -43,6 +43,8 @@ from fedlora.shapes import Float
 # the roundoff of the product over the square root of this (6e-6 in float32), and up to 1e-16 over it (1e-7 in float64).
 _LEAST_IN_FLOAT32, _LEAST_IN_FLOAT64 = 1e-4, 1e-9
 
+# Columns, relative to the smaller side of the matrix, up to which `whole_means` pays: its S^3 terms are float64.
+_WHOLE_UPTO = 0.3
 # How much larger than a sum of unit vectors its terms may be, so that float32 keeps 1e-6 of it.
 _MOST_IN_FLOAT32 = 8.0
 # Bytes of one factor of a batch in float64, so that a batch and what is made of it stay in a core's cache.
@@ -94,15 +96,16 @@ class Uncut:
 def whole_means(problems: Sequence[Uncut], each: Each = one_by_one) -> list[WholeMean | None]:
     """Of each: sum_i p_i B_i A_i in energy order, straight from the factors as they came; matrices of a shape at once.
 
-    None where this is not sound: float64, more columns than rows, or a rank that could be mistaken. each: how to go
-    through the batches, which are the same however that is.
+    None where this is not sound: float64, or a rank that could be mistaken; and where the clients have so many columns
+    that it does not pay. each: how to go through the batches, which are the same however that is.
     """
     alike: dict[tuple[torch.device, int, int, tuple[int, ...]], list[int]] = {}
     for k, problem in enumerate(problems):
         dtypes = {t.dtype for pair in problem.pairs for t in pair}
         ranks = tuple(B.shape[1] for B, _ in problem.pairs)
-        (B, A), S = problem.pairs[0], sum(ranks)
-        if dtypes == {torch.float32} and min(ranks) > 0 and min(len(B), A.shape[1]) >= S and min(problem.weights) > 0:
+        B, A = problem.pairs[0]
+        fits = min(ranks) > 0 and sum(ranks) <= _WHOLE_UPTO * min(len(B), A.shape[1])
+        if dtypes == {torch.float32} and fits and min(problem.weights) > 0:
             alike.setdefault((B.device, len(B), A.shape[1], ranks), []).append(k)
     batches = []
     for (_, d_out, _, ranks), members in alike.items():
@@ -171,10 +174,9 @@ def _cancels(small: Tensor) -> bool:
 
 def _times(X: Tensor, small: Tensor, in_float64: bool) -> Tensor:
     """X @ small in X's dtype and memory layout."""
-    if in_float64:
-        return (X.double() @ small).to(X)
-    small = small.to(X)
-    return (small.mT @ X.mT).mT if X.mT.is_contiguous() else X @ small
+    wide = X.double() if in_float64 else X
+    small = small.to(wide)
+    return ((small.mT @ wide.mT).mT if X.mT.is_contiguous() else wide @ small).to(X)
 
 
 def _of_clients(
@@ -191,6 +193,7 @@ def _of_clients(
         score = torch.linalg.solve_triangular(own, along[:, at], upper=False).square().sum(dim=2)
         to_basis = torch.linalg.solve_triangular(own, torch.diag_embed(scale[:, at]), upper=False).mT
         careful = _cancels(to_basis / scale[:, at][..., None])
+        to_basis = to_basis if careful else to_basis.to(problems[0].pairs[0][0])
         for k, problem in enumerate(problems):
             for j, i in enumerate(alike):
                 B_i = problem.pairs[i][0]
@@ -200,14 +203,18 @@ def _of_clients(
 
 def _of_the_mean(M: Tensor, N: Tensor, noise: float) -> ConsensusSpectrum:
     """Nothing is cut, and the mean update (d_out x d_in) is no larger than M and N: its SVD from its smaller side."""
-    mean = M @ N
+    return ConsensusSpectrum(_svd(M @ N, noise), None, math.inf, False, 1.0)
+
+
+def _svd(mean: Tensor, noise: float) -> Spectrum:
+    """The SVD of a dense float32 matrix, from its smaller side's Gram matrix, above noise."""
     wide = mean.shape[0] <= mean.shape[1]
     s, near = right_svd(mean.mT if wide else mean)
     rank = int((s > noise).sum())
     s, near = s[:rank], near[:, :rank]
     far = (near / s).to(mean)
     U, Vh = (near.to(mean), far.mT @ mean) if wide else (mean @ far, near.mT.to(mean))
-    return ConsensusSpectrum(with_canonical_signs(U, s.to(mean), Vh), None, math.inf, False, 1.0)
+    return with_canonical_signs(U, s.to(mean), Vh)
 
 
 def _uncut(M: Tensor, N: Tensor, noise: float) -> ConsensusSpectrum | None:
@@ -244,9 +251,11 @@ def _cut(
     right = at.turn(right)
     rotation = _rotation(right, N, noise)
     alignment = (right @ rotation.O).square() if thin else None  # M^T U_s = V s^2 V^T (V / s) O
-    left = at.turn(left) @ rotation.O
     if thin:
+        left = at.turn(left) @ rotation.O
         left = M @ left.to(M) if least >= _LEAST_IN_FLOAT32 else M.double() @ left
+    else:
+        left = at.turn(left).to(M) @ rotation.O.to(M)
     captured = 1.0
     if at.keep < union:
         energy = float(((G * gram(N.mT, torch.float32)) if thin else N.square()).sum(dtype=torch.float64))  # ||M N||^2
@@ -268,8 +277,10 @@ class _Rotation:
 
 
 def _rotation(right: Tensor, N: Tensor, noise: float) -> _Rotation:
-    """The SVD of Z = right^T N. Where Z is nearly as large as N it is not formed: N N^T says as much."""
-    if 2 * right.shape[1] > right.shape[0]:
+    """The SVD of Z = right^T N. Where Z is nearly as large as N, and both are long, it is not formed: N N^T says as
+    much.
+    """
+    if 2 * right.shape[1] > right.shape[0] and 4 * right.shape[0] <= N.shape[1]:
         ZZ, rows, back = right.mT @ gram(N.mT) @ right, N, right
     else:
         rows = right.mT.to(N) @ N

@@ -63,7 +63,11 @@ def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Floa
         P = X[..., top : top + panel, :].to(dtype)
         for at in range(0, n, strip):
             G[..., at:, at : at + strip] += P[..., at:].mT @ P[..., at : at + strip]
-    return G.tril() + G.tril(-1).mT
+    for at in range(0, n, strip):  # mirrored in place: of this size a second matrix would cost more than the products
+        block = G[..., at : at + strip, at : at + strip]
+        block.copy_(block.tril() + block.tril(-1).mT)
+        G[..., at : at + strip, at + strip :] = G[..., at + strip :, at : at + strip].mT
+    return G
 
 
 def eigh(G: Float[Tensor, "*m n n"]) -> tuple[Float[Tensor, "*m n"], Float[Tensor, "*m n n"]]:

@@ -268,6 +268,7 @@ def _spectrum(summary: Mapping[str, Any]) -> Figure:
     places = range(len(names))
     if all("server_rank" in facts for facts in diagnostics.values()):
         right.barh(places, [f["server_rank"] for f in diagnostics.values()], color="#dddddd", label="budget R")
+    if all(facts.get("union_rank") is not None for facts in diagnostics.values()):  # else not counted
         right.barh(
             places, [f["union_rank"] for f in diagnostics.values()], color=COLOURS[5], height=0.55, label="union rank"
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from fedlora.client import Upload
@@ -93,5 +92,4 @@ class Stream:
 def size(upload: Upload) -> int:
     """Bytes of an upload's tensors."""
     factors = [t for lora in upload.adapter.modules.values() for t in lora.tensors().values()]
-    tensors: list[Tensor] = [*factors, *upload.adapter.heads.values()]
-    return sum(t.numel() * torch.empty(0, dtype=t.dtype).element_size() for t in tensors)
+    return sum(t.nbytes for t in (*factors, *upload.adapter.heads.values()))

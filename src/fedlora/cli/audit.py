@@ -117,7 +117,8 @@ def _consensus(audit: Audit) -> str:
     if not cuts:
         return ""
     budget = sum(c["server_rank"] for c in cuts) / len(cuts)
-    union = sum(c["union_rank"] for c in cuts) / len(cuts)
+    counted = [c["union_rank"] for c in cuts if c["union_rank"] is not None]
+    union = f"union rank {sum(counted) / len(counted):.3g}, " if counted else ""
     gap, tied = min(c["gap"] for c in cuts), sum(bool(c["tied"]) for c in cuts)
     cut = "nothing cut" if math.isinf(gap) else f"least gap {gap:.1e}, {tied} of {len(cuts)} cuts tied"
-    return f"R {budget:.3g}, union rank {union:.3g}, {cut}"
+    return f"R {budget:.3g}, {union}{cut}"
