@@ -27,6 +27,9 @@ lint: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/aggregation.py
+	$(BIN)/python benchmarks/complexity.py
+	$(BIN)/python benchmarks/readouts.py
+	$(BIN)/python benchmarks/many_clients.py
 	$(BIN)/python benchmarks/rank_tolerance.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/training.py

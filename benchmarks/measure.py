@@ -28,7 +28,7 @@ def elapsed(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Contestant:
-    """Work in parts, each counted so many times. repeats: at most so many; once: without a warm-up then."""
+    """Work in parts, each counted so many times. repeats: at most so many; where it is 1, without a warm-up."""
 
     parts: Sequence[tuple[float, Callable[[], object]]]
     repeats: int | None = None
