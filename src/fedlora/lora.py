@@ -151,7 +151,7 @@ def fresh_rows(count: int, d_in: int, *seed: str | int, like: Tensor) -> Tensor:
     """
     generator = torch.Generator().manual_seed(derive_seed("fresh-rows", *seed))
     rows = torch.rand(count, d_in, generator=generator, dtype=torch.float64)
-    return ((2 * rows - 1) / math.sqrt(d_in)).to(like)
+    return rows.mul_(2).sub_(1).div_(math.sqrt(d_in)).to(like)
 
 
 def revive(lora: LoRA, *seed: str | int) -> LoRA:

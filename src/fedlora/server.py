@@ -239,6 +239,7 @@ class OpenRound:
         self._state = state
         self._roles = server.roles(state)
         self._accepted: dict[str, Upload] = {}  # those held
+        self._ranks: dict[str, Mapping[str, int]] = {}  # theirs
         self._counts: dict[str, float] = {}  # of all that were accepted
         self._size = 0
         self._stream = None if server.memory is None else Stream(server.method, state.start, server.memory * 2**20)
@@ -254,6 +255,7 @@ class OpenRound:
         if not self.check(upload):
             return
         self._accepted[upload.client.id] = upload
+        self._ranks[upload.client.id] = upload.client.ranks(self._state.modules)
         self._size += size(upload)
         if self._stream is not None and self._size > self._stream.room:
             self._fold(self._stream)
@@ -282,7 +284,7 @@ class OpenRound:
             {name: self._updates(name, uploads, self._counts) for name in self._state.modules},
             [(u.adapter.heads, self._counts[u.client.id]) for u in uploads if shared],
         )
-        self._accepted, self._size = {}, 0
+        self._accepted, self._ranks, self._size = {}, {}, 0
 
     def _check_adapter(self, upload: Upload) -> None:
         try:
@@ -357,7 +359,7 @@ class OpenRound:
         dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[name]) for u in held))
         updates = []
         for u in held:
-            lora, r = u.adapter.modules[name], u.client.ranks(self._state.modules)[name]
+            lora, r = u.adapter.modules[name], self._ranks[u.client.id][name]
             updates.append(Update(u.client.id, weights[u.client.id], r, _promoted(lora, dtype), _stored_dtype(lora)))
         return updates
 

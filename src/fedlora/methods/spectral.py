@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product
-from fedlora.lora import LoRA, revive
+from fedlora.lora import LoRA, fresh_rows, revive
 
 FactorSplit = Literal["balanced", "left"]
 
@@ -46,9 +46,11 @@ def instantiate(
     empty = rank - len(s)
     if empty == 0:
         return LoRA(B, A)
-    B, A = pad(B, (0, empty)), pad(A, (0, 0, 0, empty))
-    if start is not None:
-        A[len(s) : len(start)] = start[len(s) : rank]
+    B = pad(B, (0, empty))
+    if start is None:
+        return LoRA(B, torch.cat([A, fresh_rows(rank, A.shape[1], *seed, like=A)[len(s) :]]))
+    A = pad(A, (0, 0, 0, empty))
+    A[len(s) : len(start)] = start[len(s) : rank]
     return revive(LoRA(B, A), *seed)
 
 
