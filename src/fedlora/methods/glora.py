@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -94,7 +94,7 @@ class GLoRAState:
     start: Tensor | None
     history: Mapping[str, tuple[Trace, ...]]
     cut: Cut | None
-    alignment: Mapping[str, Tensor]
+    alignment: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
