@@ -23,9 +23,8 @@ pytest.importorskip("flwr")
 
 import test_run
 from fedlora import checkpoint, read_adapter
-from fedlora.assembly import prepare
+from fedlora.assembly import prepare, server_of
 from fedlora.config import load_config
-from fedlora.flower.federation import server_of
 from fedlora.flower.strategy import FlowerState
 from fedlora.flower.trial import Trial, free_port
 from fedlora.simulation import simulate, start

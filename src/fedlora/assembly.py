@@ -67,7 +67,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     Raises:
         ConfigError, DataError, HyperparameterError: what cannot be run as written.
     """
-    method = make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))
+    server = server_of(config)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     data = deal(config, data_root)
@@ -79,17 +79,6 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
     clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
     seed_adapter = _cut(seed_adapter, clients)
-    s = config.server
-    server = Server(
-        method,
-        weighting=s.weighting,
-        heads=s.heads,
-        quorum=s.quorum,
-        missing=s.missing,
-        memory=s.memory,
-        workers=s.workers,
-        seed=config.run.seed,
-    )
     initial = server.init(seed_adapter)
     for client in clients:  # a method that cannot serve these ranks says so now, not after the first round
         server.download(initial, client)
@@ -169,6 +158,16 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
         raise ConfigError(
             f"server.quorum = {server.quorum} can never be met: {a_round} of {clients} clients take part in a round."
         )
+
+
+def server_of(config: RunConfig) -> Server:
+    """The server that a configuration describes."""
+    method = make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))
+    s = config.server
+    return Server(
+        method, weighting=s.weighting, heads=s.heads, quorum=s.quorum, missing=s.missing, memory=s.memory,
+        workers=s.workers, seed=config.run.seed,
+    )  # fmt: skip
 
 
 def make_method(name: str, preset: str | None = None, **hparams: Any) -> Method[Any]:

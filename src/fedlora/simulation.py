@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -28,8 +28,7 @@ from fedlora.lora import Adapter, LoRA
 from fedlora.rounds import sample_clients
 from fedlora.seeds import derive_seed
 from fedlora.server import OpenRound, Server, ServerState
-from fedlora.sketch import CoreMessage, RangeMessage
-from fedlora.sketch_round import Sketch, SketchedRound, first_messages, second_messages
+from fedlora.sketch_round import BothSides, Sketch
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ def _one_round(
     together: int,
     sketch: Sketch | None,
 ) -> RoundRecord:
-    opened = server.open(state.server) if sketch is None else _Exchanges(server, state.server, sketch)
+    opened = server.open(state.server) if sketch is None else BothSides(server, state.server, sketch)
     memories = dict(state.clients)
     clock = _Clock()
     losses: dict[str, float] = {}
@@ -263,7 +262,7 @@ def _one_round(
             after = opened.close()
         except QuorumNotMet as error:
             raise QuorumNotMet(f"{error} Failed clients: {failed or 'none'}.") from error
-    if isinstance(opened, _Exchanges):
+    if isinstance(opened, BothSides):
         traffic = replace(
             traffic,
             up_adapter=opened.sent,
@@ -332,46 +331,7 @@ def _train_one(trainer: Trainer, job: Job, server: Server, failed: dict[str, str
         return None
 
 
-class _Exchanges:
-    """A sketched round with both sides in one process; what clients keep between the exchanges is kept here."""
-
-    def __init__(self, server: Server, state: ServerState, sketch: Sketch) -> None:
-        self._round = SketchedRound(server, state, sketch)
-        self._checks = server.open(state)
-        self._at_clients: list[Upload] = []
-        self._alike = server.weighting == "uniform"
-        self.sent = self.sent_heads = self.received = 0
-
-    def add(self, upload: Upload) -> None:
-        """A client's first message, once its own check of its update has passed."""
-        if not self._checks.check(upload):
-            return
-        message = first_messages(upload, self._round.plans, self._examples(upload))
-        self.sent += _bytes(message.modules.values())
-        self._round.add_first(message)
-        self._at_clients.append(upload)
-
-    def close(self) -> ServerState:
-        """The second exchange with all who took part in the first."""
-        bases = self._round.bases()
-        for upload in self._at_clients:
-            message = second_messages(upload, bases, self._round.plans, self._examples(upload))
-            self.sent += _bytes(message.modules.values())
-            self.sent_heads += sum(head.numel() * head.element_size() for head in message.heads.values())
-            self.received += sum(bases[name].numel() * bases[name].element_size() for name in message.modules)
-            self._round.add_second(message)
-        return self._round.close()
-
-    def _examples(self, upload: Upload) -> float:
-        return 1.0 if self._alike else float(upload.num_examples)
-
-
-def _bytes(messages: Iterable[RangeMessage | CoreMessage]) -> int:
-    tensors = [getattr(message, f.name) for message in messages for f in fields(message)]
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _refusal(opened: OpenRound | _Exchanges, upload: Upload, kept: Adapter | None, server: Server) -> str | None:
+def _refusal(opened: OpenRound | BothSides, upload: Upload, kept: Adapter | None, server: Server) -> str | None:
     """None, and the upload counts; or why it does not. What stays local the server cannot see: it is checked here."""
     try:
         for name, tensor in named_tensors(kept or Adapter({})):

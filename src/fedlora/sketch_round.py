@@ -14,7 +14,7 @@ both are divided by their own examples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -161,6 +161,48 @@ class SketchedRound:
             changed={**state.changed, **replaced},
             tally=Tally({}),
         )
+
+
+class BothSides:
+    """A round with both sides in one process, for the engine: what clients keep between the exchanges is kept here.
+
+    sent, sent_heads, received: bytes of the messages so far, all clients together.
+    """
+
+    def __init__(self, server: Server, state: ServerState, sketch: Sketch) -> None:
+        self._round = SketchedRound(server, state, sketch)
+        self._checks = server.open(state)
+        self._at_clients: list[Upload] = []
+        self._alike = server.weighting == "uniform"
+        self.sent = self.sent_heads = self.received = 0
+
+    def add(self, upload: Upload) -> None:
+        """A client's first message, once its own check of its update has passed."""
+        if not self._checks.check(upload):
+            return
+        message = first_messages(upload, self._round.plans, self._examples(upload))
+        self.sent += _bytes(message.modules.values())
+        self._round.add_first(message)
+        self._at_clients.append(upload)
+
+    def close(self) -> ServerState:
+        """The second exchange with all who took part in the first."""
+        bases = self._round.bases()
+        for upload in self._at_clients:
+            message = second_messages(upload, bases, self._round.plans, self._examples(upload))
+            self.sent += _bytes(message.modules.values())
+            self.sent_heads += sum(head.numel() * head.element_size() for head in message.heads.values())
+            self.received += sum(bases[name].numel() * bases[name].element_size() for name in message.modules)
+            self._round.add_second(message)
+        return self._round.close()
+
+    def _examples(self, upload: Upload) -> float:
+        return 1.0 if self._alike else float(upload.num_examples)
+
+
+def _bytes(messages: Iterable[RangeMessage | CoreMessage]) -> int:
+    tensors = [getattr(message, f.name) for message in messages for f in fields(message)]
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _factors(state: ServerState) -> dict[str, tuple[Tensor, Tensor]]:

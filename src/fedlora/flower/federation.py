@@ -18,7 +18,7 @@ import torch
 from flwr.serverapp import Grid
 
 from fedlora.adapter_writer import pad_rank
-from fedlora.assembly import make_method, prepare
+from fedlora.assembly import prepare, server_of
 from fedlora.config import RunConfig, load_config
 from fedlora.errors import ConfigError
 from fedlora.evaluation import ModelEvaluator
@@ -28,22 +28,6 @@ from fedlora.lora import Adapter
 from fedlora.peft_io import AdapterSpec, read_adapter, write_adapter
 from fedlora.server import Server
 from fedlora.simulation import RunState, start
-
-
-def server_of(config: RunConfig) -> Server:
-    """The server that a configuration describes."""
-    method = make_method(config.method.name, config.method.preset, **(config.method.model_extra or {}))
-    s = config.server
-    return Server(
-        method,
-        weighting=s.weighting,
-        heads=s.heads,
-        quorum=s.quorum,
-        missing=s.missing,
-        memory=s.memory,
-        workers=s.workers,
-        seed=config.run.seed,
-    )
 
 
 def open_federation(
