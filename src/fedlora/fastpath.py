@@ -36,7 +36,7 @@ from fedlora.linalg import (
     right_svd,
     with_canonical_signs,
 )
-from fedlora.method import Each, one_by_one
+from fedlora.parallel import Each, one_by_one
 from fedlora.shapes import Float
 
 # The least lambda / lambda_1 of K among the kept directions. A basis M X made from a Gram matrix is orthonormal up to

@@ -29,7 +29,7 @@ Contracts (tests/test_contracts.py runs each over all methods; s a state, us upd
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, TypeVar
 
@@ -39,6 +39,7 @@ from torch import Tensor
 from fedlora.base_change import BaseChange
 from fedlora.errors import FactorNotShared
 from fedlora.lora import LoRA
+from fedlora.parallel import Each, one_by_one
 
 Role = Literal["shared", "local", "frozen"]
 
@@ -122,8 +123,6 @@ class Readout:
 
 
 S = TypeVar("S")
-X = TypeVar("X")
-Y = TypeVar("Y")
 
 
 class Method(Protocol[S]):
@@ -154,17 +153,6 @@ class Method(Protocol[S]):
 
     def diagnostics(self, state: S) -> Mapping[str, object]:
         """Plain numbers and words about the last aggregation, for logs and reports."""
-
-
-class Each(Protocol):
-    """Applies a function to each item, in order or at once: the results in the items' order."""
-
-    def __call__(self, work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]: ...
-
-
-def one_by_one(work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]:
-    """The plain `Each`."""
-    return [work(item) for item in items]
 
 
 def aggregate_all(

@@ -10,9 +10,7 @@ Knows no engine and no network: simulation and Flower are both thin shells aroun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from types import MappingProxyType
@@ -25,8 +23,9 @@ from fedlora.checks import check_adapter, checked_examples, compute_dtype, named
 from fedlora.client import Client, Download, Upload
 from fedlora.errors import HyperparameterError, NoGlobalModel, QuorumNotMet, ShapeError, UploadRefused
 from fedlora.lora import Adapter, LoRA
-from fedlora.method import Each, Method, Role, Roles, Update, X, Y, aggregate_all, one_by_one
+from fedlora.method import Method, Role, Roles, Update, aggregate_all
 from fedlora.methods.factors import weighted_mean
+from fedlora.parallel import workers
 from fedlora.seeds import derive_seed
 from fedlora.streaming import Stream, size
 
@@ -362,23 +361,6 @@ class OpenRound:
             lora, r = u.adapter.modules[name], self._ranks[u.client.id][name]
             updates.append(Update(u.client.id, weights[u.client.id], r, _promoted(lora, dtype), _stored_dtype(lora)))
         return updates
-
-
-@contextmanager
-def workers(count: int | None) -> Iterator[Each]:
-    """How to go through matrices: in so many threads with one BLAS thread each. Small products on several BLAS threads
-    can be a hundred times slower than on one, where cores are shared.
-    """
-    count = count or torch.get_num_threads()
-    if count == torch.get_num_threads() == 1:
-        yield one_by_one
-        return
-    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-
-        def at_once(work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]:
-            return list(pool.map(work, items))
-
-        yield at_once
 
 
 def shares(counts: Mapping[str, float]) -> dict[str, float]:

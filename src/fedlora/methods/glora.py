@@ -38,9 +38,10 @@ from fedlora.linalg import (
     unit_roundoff,
 )
 from fedlora.lora import LoRA
-from fedlora.method import Each, Readout, Roles, Update, one_by_one
+from fedlora.method import Readout, Roles, Update
 from fedlora.methods.rank_partition import partitioned
 from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, whole
+from fedlora.parallel import Each, one_by_one
 from fedlora.sketch import Sketched
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,43 @@
+"""Work on several matrices at a time, with the same bits for any number of threads.
+
+Each thread has one BLAS thread. Small products on several BLAS threads can be a hundred times slower than on one, where
+cores are shared; large ones gain as much from going side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+import torch
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+class Each(Protocol):
+    """Applies a function to each item, in order or at once: the results in the items' order."""
+
+    def __call__(self, work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]: ...
+
+
+def one_by_one(work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]:
+    """The plain `Each`."""
+    return [work(item) for item in items]
+
+
+@contextmanager
+def workers(count: int | None) -> Iterator[Each]:
+    """An `Each` of so many threads; None: as many as torch has."""
+    count = count or torch.get_num_threads()
+    if count == torch.get_num_threads() == 1:
+        yield one_by_one
+        return
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+
+        def at_once(work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]:
+            return list(pool.map(work, items))
+
+        yield at_once
