@@ -8,6 +8,7 @@ modules). `force_reference` runs a whole server on the reference.
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -270,3 +271,78 @@ def test_the_bits_are_the_same_for_any_number_of_workers() -> None:
                 torch.set_num_threads(before)
             seen.add(b"".join(s.spectrum.U.numpy().tobytes() for s in state.modules.values()))
         assert len(seen) == 1
+
+
+# ------------------------------------------------------------------------------------- what a review once found
+
+
+def alone(B: Tensor, A: Tensor, **hparams: object) -> tuple[Server, ServerState]:
+    server = Server(build("glora", **hparams))
+    start = Adapter({"m": LoRA(torch.zeros_like(B), torch.ones_like(A))})
+    upload = Upload(Client("c", B.shape[1]), 1, Adapter({"m": LoRA(B, A)}))
+    return server, server.aggregate(server.init(start), [upload])
+
+
+@pytest.mark.parametrize("seed", range(10, 30))
+def test_terms_that_cancel_to_the_last_bit(seed: int) -> None:
+    """[b 3b] [3a; -a] = 0: the energy of the terms may come out below zero, which is no reason to stop."""
+    g = torch.Generator().manual_seed(seed)
+    b, a = (torch.randint(-99, 100, shape, generator=g).float() / 7 for shape in ((64, 1), (1, 64)))
+    server, state = alone(torch.cat([b, 3 * b], dim=1), torch.cat([3 * a, -a]))
+    size = float(torch.linalg.matrix_norm(3 * b @ a))
+    assert float(torch.linalg.matrix_norm(server.global_update(state)["m"].delta())) < 1e-5 * size
+
+
+@pytest.mark.parametrize("top", [-2, -3, -4])
+@pytest.mark.parametrize("shape", [(300, 24), (24, 300)], ids=str)
+def test_a_decaying_spectrum_keeps_both_sides_orthonormal(top: int, shape: tuple[int, int]) -> None:
+    """More columns than the smaller side has: the far side is made from the near one, over small singular values."""
+    g = torch.Generator().manual_seed(0)
+    d_out, d_in = shape
+    space = torch.linalg.qr(torch.randn(d_out, 24, generator=g))[0] * torch.logspace(0, top, 24)
+    each = [(space @ torch.randn(24, 8, generator=g), torch.randn(8, d_in, generator=g)) for _ in range(5)]
+    fixed = [gauge_fix(B, A, tolerance=U32) for B, A in each]
+    M, N = (torch.cat(x, dim=k).float() for k, x in ((1, [U for U, _ in fixed]), (0, [Ahat for _, Ahat in fixed])))
+    c = fastpath.consensus_spectrum(M, N, 40, tolerance=U32, tie_tolerance=tie_tolerance(torch.float32))
+    assert orthonormality(c.spectrum.U) < 2e-5
+    assert orthonormality(c.spectrum.Vh.mT) < 1e-3  # as the reference's
+
+
+def test_a_rank_that_bfloat16_cannot_tell_is_not_told() -> None:
+    """16 columns that nearly agree, and one that is noise beside their first singular value, whatever pivots say."""
+    g = torch.Generator().manual_seed(0)
+    one = torch.randn(64, 1, generator=g)
+    M = torch.cat([one + 0.3 * torch.randn(64, 16, generator=g), 0.1 * torch.randn(64, 1, generator=g)], dim=1)
+    M = M / torch.linalg.vector_norm(M[:, :16], dim=0).mean()
+    N = torch.randn(17, 90, generator=g)
+    options = {"tolerance": rank_tolerance(torch.bfloat16), "tie_tolerance": tie_tolerance(torch.bfloat16)}
+    got, want = (x.consensus_spectrum(M, N, 17, **options) for x in (fastpath, linalg))  # type: ignore[attr-defined]
+    assert (got.union_rank, got.spectrum.rank) == (want.union_rank, want.spectrum.rank)
+
+
+def test_captured_is_a_share_also_where_clients_cancel() -> None:
+    """Two clients that cancel up to 1e-4, one direction kept: the share of the dense mean, in [0, 1]."""
+    g = torch.Generator().manual_seed(1)
+    U = torch.linalg.qr(torch.randn(60, 4, generator=g))[0]
+    other = torch.linalg.qr(U + 1e-4 * torch.randn(60, 4, generator=g))[0]
+    M, Z = torch.cat([U, other], dim=1) / 2**0.5, torch.randn(4, 50, generator=g)
+    N = torch.cat([Z, -Z]) / 2**0.5
+    for rank in (3, 5):
+        options = {"tolerance": U32, "tie_tolerance": tie_tolerance(torch.float32)}
+        c = fastpath.consensus_spectrum(M, N, rank, **options)
+        kept = float(torch.linalg.matrix_norm(dense(c)) / torch.linalg.matrix_norm(M.double() @ N.double())) ** 2
+        assert 0 <= c.captured <= 1
+        assert c.captured == pytest.approx(min(kept, 1.0), abs=0.02)
+
+
+def test_threads_to_come_have_as_many_as_before() -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        served([large("generic", k) for k in range(2)], workers=2)
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2]

@@ -80,7 +80,7 @@ def test_what_travels() -> None:
     _, records = run(sketch, EQUAL, rounds=1)
     (record,) = records
     r, width, clients = next(iter(EQUAL.values())), 6, len(EQUAL)
-    up = sum(4 * width * (d_out + d_in) + 8 * width**2 + 8 * (2 + 4) for d_out, d_in in SHAPES.values())
+    up = sum(4 * width * (d_out + d_in) + 8 * width**2 + 8 * (2 + 3) for d_out, d_in in SHAPES.values())
     down = sum(4 * r * (d_out + d_in) + 4 * width * d_out for d_out, d_in in SHAPES.values())
     heads = sum(torch.Size(shape).numel() for shape in HEADS.values())
     assert (record.bytes.up_adapter, record.bytes.down_adapter) == (clients * up, clients * down)
@@ -208,6 +208,9 @@ def test_a_run_of_a_real_model_by_sketch_or_in_little_memory(
         (("server.memory=10", "run.keep_uploads=all"), "server.memory keeps none"),
         (("server.sketch_rank=4", "method.name=flexlora"), "flexlora has none"),
         (("server.sketch_rank=4", "server.missing=zero"), "renormalises"),
+        (("server.sketch_rank=4", "method.weighting=uniform"), "leave out weighting"),
+        (("server.sketch_rank=4", "method.rho=0.5", "method.basis=energy"), "leave out rho, basis"),
+        (("server.memory=10", "method.weighting=rank-partition"), "all uploads at once"),
         (("server.memory=10", "method.name=flexlora"), "flexlora cannot"),
         (("server.memory=0.001",), "leave room for"),
     ],

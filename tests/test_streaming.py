@@ -215,9 +215,38 @@ def test_impossible_limits_say_what_would_do() -> None:
     tight = server(3)
     with pytest.raises(HyperparameterError, match=r"room for 3 columns .* rank 4 needs 4. Give at least 0.0 MB"):
         tight.open(start(tight))
-    ranked = server(12, hparams={"weighting": "rank-partition"})
     with pytest.raises(HyperparameterError, match="all uploads at once"):
-        ranked.aggregate(start(ranked), uploads(20))
+        server(12, hparams={"weighting": "rank-partition"})
+
+
+def test_many_folds_make_no_directions() -> None:
+    """400 clients in 6 dimensions, folded 130 times: rounding adds up, and stays below what counts as a direction."""
+    us = uploads(400, heads=False)
+    s = server(12, heads="frozen")
+    state = s.init(Adapter({name: LoRA(torch.zeros(D_OUT, RANK), torch.ones(RANK, D_IN)) for name in MODULES}))
+    after = s.aggregate(state, us)
+    for module in MODULES:
+        assert s.diagnostics(after)[module]["rank"] == 6
+        assert apart(update(s, after, module), mean(us, module)) < 1e-5
+
+
+def test_float64_uploads_stay_within_the_memory() -> None:
+    """Half as many columns: what is held after a fold is no more than the half of the memory that is meant for it."""
+    s = server(16)
+    opened = s.open(start(s))
+    for u in uploads(20):
+        opened.add(Upload(u.client, u.num_examples, u.adapter.map(Tensor.double)))
+    pairs = [folded.pair for folded in opened._stream._folded.values()]  # type: ignore[union-attr]
+    assert {pair.M.dtype for pair in pairs} == {torch.float64}
+    assert sum(t.nbytes for pair in pairs for t in (pair.M, pair.N)) <= 16 * COLUMN
+    opened.close()
+
+
+@pytest.mark.parametrize("n", [1e300, 1e-100, 10**300])
+def test_counts_that_sums_cannot_carry_are_refused(n: float) -> None:
+    s = server(12)
+    with pytest.raises(UploadRefused, match="sums over clients carry"):
+        s.open(start(s)).add(Upload(Client("x", RANK), n, uploads(1)[0].adapter))
 
 
 # ------------------------------------------------------------------------------------------------------- the fold

@@ -35,6 +35,14 @@ def checked_examples(upload: Upload) -> float:
     return float(n)
 
 
+def check_count(upload: Upload) -> None:
+    """Raises `UploadRefused` for a num_examples that running sums in float32 cannot carry."""
+    if not 1e-12 <= upload.num_examples <= 1e12:
+        raise UploadRefused(
+            upload.client.id, f"num_examples = {upload.num_examples:g}: sums over clients carry from 1e-12 to 1e12."
+        )
+
+
 def check_adapter(
     upload: Upload, *, ranks: Mapping[str, int], roles: Roles, start: Adapter, heads: Mapping[str, Tensor]
 ) -> None:

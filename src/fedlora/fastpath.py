@@ -68,7 +68,7 @@ def consensus_spectrum(
         if min(S, d_out) <= R and min(d_out, d_in) <= S:
             made = _of_the_mean(M, N, noise)
         elif S <= R:
-            made = _uncut(M, N, noise)
+            made = _uncut(M, N, noise, tolerance)
         made = made or _cut(M, N, R, noise, tolerance, tie_tolerance, tie)
     return made or linalg.consensus_spectrum(M, N, R, tolerance=tolerance, tie_tolerance=tie_tolerance, tie=tie)
 
@@ -133,6 +133,7 @@ def _whole_means(problems: Sequence[Uncut], ranks: Sequence[int]) -> list[WholeM
     G = scale[:, :, None] * G_B * scale[:, None, :]
     L, failed = torch.linalg.cholesky_ex(G)
     L = torch.where(failed[:, None, None] > 0, torch.eye(L.shape[1]).to(L), L)  # not to be used, only to be finite
+    per_slot = [float(r) for r in ranks for _ in range(r)]
     per_row = [[p for p, r in zip(problem.weights, ranks, strict=True) for _ in range(r)] for problem in problems]
     weight = torch.tensor(per_row, dtype=torch.float64).to(scale)
     Y = L * (weight / scale)[:, :, None]  # Z = Y^T A
@@ -141,14 +142,15 @@ def _whole_means(problems: Sequence[Uncut], ranks: Sequence[int]) -> list[WholeM
 
     # Full rank beyond doubt, of B D and of Z: so of each client's factors, and far above what rounding can do.
     blocks = [slice(end - r, end) for r, end in zip(ranks, accumulate(ranks), strict=True)]
-    each = torch.stack([(G_B[:, k, k] * G_A[:, k, k]).sum(dim=(1, 2)) * weight[:, k.start] for k in blocks]).sum(dim=0)
+    # What rounding of the stored factors can be, before the tolerance: of sqrt(p_i) U_i^T B_i A_i, row by row at most.
+    noise = (weight * sizes_A / scale.square() * torch.tensor(per_slot, device=scale.device)).sum(dim=1)
     terms = (Y.square().sum(dim=2) * sizes_A).sum(dim=1)  # the round-off of Z Z^T is 1e-16 of it
     pivot = L.diagonal(dim1=1, dim2=2).amin(dim=1)
-    rows = zip(failed.tolist(), pivot.tolist(), s.tolist(), each.tolist(), terms.tolist(), strict=True)
+    rows = zip(failed.tolist(), pivot.tolist(), s.tolist(), noise.tolist(), terms.tolist(), strict=True)
     sound = []
-    for problem, (fails, least, values, energy, total) in zip(problems, rows, strict=True):
+    for problem, (fails, least, values, amplified, total) in zip(problems, rows, strict=True):
         in_B = max(_LEAST_IN_FLOAT32**0.5, 4 * problem.tolerance * max(ranks) ** 0.5)
-        in_Z = max(1e-5 * values[0], 3e-6 * math.sqrt(total), 4 * problem.tolerance * math.sqrt(energy))
+        in_Z = max(1e-5 * values[0], 3e-6 * math.sqrt(total), 4 * problem.tolerance * math.sqrt(amplified))
         sound.append(not fails and least > in_B and values[-1] > in_Z)
     if not any(sound):
         return [None] * len(problems)
@@ -201,27 +203,33 @@ def _of_clients(
     return [tuple(b) for b in bases], [tuple(a) for a in alignments]
 
 
-def _of_the_mean(M: Tensor, N: Tensor, noise: float) -> ConsensusSpectrum:
-    """Nothing is cut, and the mean update (d_out x d_in) is no larger than M and N: its SVD from its smaller side."""
-    return ConsensusSpectrum(_svd(M @ N, noise), None, math.inf, False, 1.0)
+def _of_the_mean(M: Tensor, N: Tensor, noise: float) -> ConsensusSpectrum | None:
+    """Nothing is cut, and the mean update (d_out x d_in) is no larger than M and N: its SVD from its smaller side.
 
-
-def _svd(mean: Tensor, noise: float) -> Spectrum:
-    """The SVD of a dense float32 matrix, from its smaller side's Gram matrix, above noise."""
+    The other side is made from this one, and loses orthonormality as the least singular value comes near to round-off:
+    it is made in float64 then, and where that is not enough the answer is None.
+    """
+    mean = M @ N
     wide = mean.shape[0] <= mean.shape[1]
     s, near = right_svd(mean.mT if wide else mean)
     rank = int((s > noise).sum())
     s, near = s[:rank], near[:, :rank]
-    far = (near / s).to(mean)
-    U, Vh = (near.to(mean), far.mT @ mean) if wide else (mean @ far, near.mT.to(mean))
-    return with_canonical_signs(U, s.to(mean), Vh)
+    least = float(s[-1] / s[0]) if rank else 1.0
+    if least < 1e-5:
+        return None
+    exact = mean if least > _LEAST_IN_FLOAT32**0.5 else mean.double()
+    far = (near / s).to(exact)
+    U, Vh = (near, far.mT @ exact) if wide else (exact @ far, near.mT)
+    return ConsensusSpectrum(with_canonical_signs(U.to(mean), s.to(mean), Vh.to(mean)), None, math.inf, False, 1.0)
 
 
-def _uncut(M: Tensor, N: Tensor, noise: float) -> ConsensusSpectrum | None:
+def _uncut(M: Tensor, N: Tensor, noise: float, tolerance: float) -> ConsensusSpectrum | None:
     """Nothing is cut: M N = (M L^-T)(L^T N) with M^T M = L L^T. None where M is near to losing rank."""
     L, failed = torch.linalg.cholesky_ex(gram(M))
-    pivots = L.diagonal().square()
-    if int(failed) or not float(pivots.min()) >= _LEAST_IN_FLOAT32 * float(pivots.max()):
+    pivots, size = L.diagonal(), float(torch.linalg.vector_norm(L))
+    if int(failed) or not float(pivots.min()) >= max(
+        _LEAST_IN_FLOAT32**0.5 * float(pivots.max()), 4 * tolerance * size
+    ):
         return None
     rotation = _rotation(L, N, noise)
     left = torch.linalg.solve_triangular(L.mT, rotation.O, upper=True)
@@ -258,9 +266,19 @@ def _cut(
         left = at.turn(left).to(M) @ rotation.O.to(M)
     captured = 1.0
     if at.keep < union:
-        energy = float(((G * gram(N.mT, torch.float32)) if thin else N.square()).sum(dtype=torch.float64))  # ||M N||^2
-        captured = min(rotation.energy / energy, 1.0) if energy else 1.0
+        energy = _energy(G, N) if thin else float(N.square().sum(dtype=torch.float64))  # ||M N||^2
+        captured = min(max(rotation.energy / energy, 0.0), 1.0) if energy > 0 else 1.0
     return ConsensusSpectrum(rotation.spectrum(left.to(M)), union, at.gap, at.tied, captured, alignment)
+
+
+def _energy(G: Tensor, N: Tensor) -> float:
+    """||M N||_F^2 = <M^T M, N N^T>: from float32 products, or from float64 where clients cancel."""
+    for dtype in (torch.float32, torch.float64):
+        NN = gram(N.mT, dtype).double()
+        energy = float((G * NN).sum())
+        if energy > 1e-3 * float(torch.linalg.vector_norm(G) * torch.linalg.vector_norm(NN)):
+            break
+    return energy
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ are left out stay weak. `kept` and `lost` say how good: exact numbers of what wa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,8 @@ class Folded:
     """M (d_out, c) and N (c, d_in) of all clients so far, in the compute dtype.
 
     trace: sum n_k rank_k, of K, before anything was left out. left_out: how much of it has been. lost: an upper bound
-    of the norm of what was left out of sum n_k Delta W_k, the sum of the norms of what each step left out.
+    of the norm of what was left out of sum n_k Delta W_k, the sum of the norms of what each step left out. folds: how
+    often M and N were rounded on the way.
     """
 
     M: Tensor
@@ -32,6 +34,12 @@ class Folded:
     trace: float
     left_out: float = 0.0
     lost: float = 0.0
+    folds: int = 0
+
+    @property
+    def noise(self) -> float:
+        """How much larger the rounding noise in M and N is than in stored factors: it adds up as a random walk."""
+        return math.sqrt(max(self.folds, 1))
 
     @property
     def kept(self) -> float:
@@ -42,17 +50,17 @@ class Folded:
 def fold(folded: Folded | None, M: Float[Tensor, "d_out S"], N: Float[Tensor, "S d_in"], columns: int) -> Folded:
     """`folded` (None: nothing yet) and some more clients, in at most `columns` columns."""
     trace = float(M.square().sum(dtype=torch.float64))
-    left_out, lost = 0.0, 0.0
+    left_out, lost, folds = 0.0, 0.0, 0
     if folded is not None:
         M, N = torch.cat([folded.M, M], dim=1), torch.cat([folded.N, N], dim=0)
-        trace, left_out, lost = trace + folded.trace, folded.left_out, folded.lost
+        trace, left_out, lost, folds = trace + folded.trace, folded.left_out, folded.lost, folded.folds
     if M.shape[1] > columns:
         s, V = right_svd(M)
         keep, weak = V[:, :columns].to(M), V[:, columns:].to(M)
         lost += _norm(s[columns:], weak, N)
         left_out += float(s[columns:].square().sum())
-        M, N = M @ keep, keep.mT @ N
-    return Folded(M, N, trace, left_out, lost)
+        M, N, folds = M @ keep, keep.mT @ N, folds + 1
+    return Folded(M, N, trace, left_out, lost, folds)
 
 
 def _norm(s: Tensor, V: Tensor, N: Tensor) -> float:

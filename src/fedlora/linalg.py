@@ -258,7 +258,7 @@ def consensus(
 
     at = cut_at(eigenvalues, right, N, R, tie_tolerance=tie_tolerance, tie=tie)
     # ||M N||^2 without M N; only where something is cut
-    energy = float(torch.sum((right.mH @ (N @ N.mH).double()) * right.mH)) if at.keep < union else None
+    energy = float(torch.sum((right.mH @ gram(N.mH)) * right.mH)) if at.keep < union else None
     left, right, keep = at.turn(left), at.turn(right), at.keep
 
     basis = M @ left.to(M) if thin else left.to(M)
@@ -267,7 +267,7 @@ def consensus(
         # M V s^-1 loses orthonormality as 1 / s: orthonormalise again, carrying Z along so that the product stays.
         basis, T = torch.linalg.qr(basis)
         Z = T @ Z
-    captured = float(Z.double().square().sum()) / energy if energy else 1.0
+    captured = float(Z.double().square().sum()) / energy if energy and energy > 0 else 1.0
     return Consensus(basis, Z, eigenvalues, at.gap, at.tied, min(captured, 1.0))
 
 

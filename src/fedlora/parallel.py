@@ -35,9 +35,13 @@ def workers(count: int | None) -> Iterator[Each]:
     if count == torch.get_num_threads() == 1:
         yield one_by_one
         return
+    before = torch.get_num_threads()
     with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
         def at_once(work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]:
             return list(pool.map(work, items))
 
-        yield at_once
+        try:
+            yield at_once
+        finally:  # torch keeps the last number that any thread set for threads to come
+            pool.submit(torch.set_num_threads, before).result()

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedlora.checks import check_adapter, checked_examples, compute_dtype, named_tensors
+from fedlora.checks import check_adapter, check_count, checked_examples, compute_dtype, named_tensors
 from fedlora.client import Client, Download, Upload
 from fedlora.errors import HyperparameterError, NoGlobalModel, QuorumNotMet, ShapeError, UploadRefused
 from fedlora.lora import Adapter, LoRA
@@ -109,6 +109,8 @@ class Server:
                 f"Server: a memory limit ({self.memory:g} MB) needs a method that can forget uploads, which glora can "
                 f"and {self.method.name} cannot. Leave memory out, or use glora."
             )
+        if self.memory is not None:
+            self.method.require_folding()  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------------------------------------ the protocol
 
@@ -268,6 +270,8 @@ class OpenRound:
             if checked_examples(upload) == 0:
                 self._abstained.add(client)
                 return False
+            if self._stream is not None:
+                check_count(upload)
             self._check_adapter(upload)
         except UploadRefused as refusal:
             self._refused.setdefault(client, refusal.reason)
@@ -279,10 +283,12 @@ class OpenRound:
         """Fold in the uploads that are held, and drop them."""
         uploads = [self._accepted[c] for c in sorted(self._accepted)]
         shared = self._roles.heads == "shared"
-        stream.take(
-            {name: self._updates(name, uploads, self._counts) for name in self._state.modules},
-            [(u.adapter.heads, self._counts[u.client.id]) for u in uploads if shared],
-        )
+        with workers(self._server.workers) as each:
+            stream.take(
+                {name: self._updates(name, uploads, self._counts) for name in self._state.modules},
+                [(u.adapter.heads, self._counts[u.client.id]) for u in uploads if shared],
+                each,
+            )
         self._accepted, self._ranks, self._size = {}, {}, 0
 
     def _check_adapter(self, upload: Upload) -> None:
@@ -347,7 +353,8 @@ class OpenRound:
         assert stream is not None
         self._fold(stream)
         everyone = math.fsum(self._counts.values())
-        modules = stream.modules(state.modules, everyone if self._server.missing == "zero" else None)
+        with workers(self._server.workers) as each:
+            modules = stream.modules(state.modules, everyone if self._server.missing == "zero" else None, each)
         return modules, stream.heads(state.heads, everyone) if self._roles.heads == "shared" else state.heads
 
     def _updates(self, name: str, uploads: Sequence[Upload], weights: Mapping[str, float]) -> list[Update]:

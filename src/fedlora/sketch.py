@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedlora.errors import HyperparameterError, RankMismatch, ShapeError
 from fedlora.fastpath import gauge_fix_all
-from fedlora.linalg import Spectrum, rank_tolerance, spectral_form
+from fedlora.linalg import Spectrum, gram, rank_tolerance, spectral_form
 from fedlora.lora import LoRA, fresh_rows
 
 M = TypeVar("M", "RangeMessage", "CoreMessage")
@@ -80,14 +80,13 @@ class RangeMessage(_Summed):
 class CoreMessage(_Summed):
     """Z (width, d_in): n_i Q^T B_i A_i. C (width, width): n_i (Q^T U_i)(Q^T U_i)^T. trace, examples: as before.
 
-    missed: n_i times the squared size of what of B_i A_i lies outside span(Q). size: n_i ||B_i A_i||_F^2.
+    missed: n_i times the squared size of what of B_i A_i lies outside span(Q).
     """
 
     Z: Tensor
     C: Tensor
     trace: Tensor
     missed: Tensor
-    size: Tensor
     examples: Tensor
 
 
@@ -95,7 +94,8 @@ class CoreMessage(_Summed):
 class Sketched:
     """spectrum: of the mean update, projected. captured: the share of tr K in span(U_ref).
 
-    error_bound: of what lies outside span(Q), relative to the clients' root mean square size; an upper bound (Jensen).
+    error_bound: an upper bound of what was left out of the mean update, relative to the result: exactly what lies in
+    span(Q) outside U_ref, and for what lies outside span(Q) the clients' root mean square (Jensen).
     """
 
     spectrum: Spectrum
@@ -129,13 +129,11 @@ def core_message(lora: LoRA, examples: float, basis: Tensor, plan: SketchPlan) -
     B, A = (t.float() for t in lora.factors)
     inside = basis.mT @ U
     QB = basis.mT @ B
-    gram = (A @ A.mT).double()
-    size = float((gram * (B.mT @ B).double()).sum())
-    kept = float((gram * (QB.mT @ QB).double()).sum())
+    missed = float((gram(A.mT) * gram(B - basis @ QB)).sum())
     n = torch.tensor(float(examples), dtype=torch.float64)
     return CoreMessage(
         Z=(QB @ A) * float(examples), C=(inside @ inside.mT).double() * n, trace=n * U.shape[1],
-        missed=n * max(size - kept, 0.0), size=n * size, examples=n,
+        missed=n * max(missed, 0.0), examples=n,
     )  # fmt: skip
 
 
@@ -148,7 +146,7 @@ def sketched(total: CoreMessage, basis: Tensor, plan: SketchPlan, *, least_captu
     """
     n = float(total.examples)
     eigenvalues, V = torch.linalg.eigh(total.C / n)
-    V = V.flip(1)[:, : plan.rank]
+    V, rest = V.flip(1)[:, : plan.rank], V.flip(1)[:, plan.rank :]
     trace = float(total.trace) / n
     captured = min(float(eigenvalues.flip(0)[: plan.rank].sum()) / trace, 1.0) if trace else 1.0
     if captured < least_captured:
@@ -156,12 +154,14 @@ def sketched(total: CoreMessage, basis: Tensor, plan: SketchPlan, *, least_captu
             f"rank {plan.rank} holds {captured:.0%} of the clients' subspaces, less than {least_captured:.0%}: they do "
             f"not share a subspace (a flat spectrum), and a sketch cannot stand for them. Take a larger rank, or glora."
         )
-    Z = V.mT @ (total.Z.double() / n)
+    mean = total.Z.double() / n
+    Z = V.mT @ mean
     U = basis.double() @ V
     tolerance = rank_tolerance(torch.float32)
     spectrum = spectral_form(U.float(), Z.float(), noise=tolerance * float(torch.linalg.vector_norm(Z)))
-    size = float(total.size)
-    return Sketched(spectrum, captured, math.sqrt(float(total.missed) / size) if size else 0.0)
+    left_out = math.hypot(float(torch.linalg.vector_norm(rest.mT @ mean)), math.sqrt(float(total.missed) / n))
+    size = float(torch.linalg.vector_norm(Z))
+    return Sketched(spectrum, captured, left_out / size if size else 0.0)
 
 
 def _basis(lora: LoRA, plan: SketchPlan) -> Tensor:
@@ -171,5 +171,6 @@ def _basis(lora: LoRA, plan: SketchPlan) -> Tensor:
         raise ShapeError(
             f"the plan is of a matrix ({plan.d_out}, {plan.d_in}), the update of ({B.shape[0]}, {A.shape[1]})."
         )
-    ((U, _),) = gauge_fix_all([(B, A)], tolerances=[rank_tolerance(B.dtype)], dtype=torch.float32)
+    tolerance = max(rank_tolerance(B.dtype), rank_tolerance(A.dtype))
+    ((U, _),) = gauge_fix_all([(B, A)], tolerances=[tolerance], dtype=torch.float32)
     return U

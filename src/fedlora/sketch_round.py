@@ -1,9 +1,9 @@
 """A round by the two exchanges of `sketch`, over all modules and heads: what the server holds, what a client computes.
 
     opened = SketchedRound(server, state, Sketch(rank=64))
-    opened.add_first(first_messages(upload, opened.plans))                      each client, then
+    opened.add_first(first_messages(upload, opened.plans, n))                   each client, then
     bases = opened.bases()                                                      sent to all of them
-    opened.add_second(second_messages(upload, bases, opened.plans))             each client again
+    opened.add_second(second_messages(upload, bases, opened.plans, n))          each client again
     state = opened.close()
 
 The server keeps sums only: its memory does not grow with the clients, and secure aggregation can compute them in its
@@ -14,15 +14,18 @@ both are divided by their own examples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
+from fedlora.checks import check_count
 from fedlora.client import Upload
-from fedlora.errors import HyperparameterError, QuorumNotMet
+from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.seeds import derive_seed
 from fedlora.server import Server, ServerState, Tally
 from fedlora.sketch import CoreMessage, RangeMessage, SketchPlan, core_message, range_basis, range_message, sketched
@@ -65,7 +68,18 @@ class SecondMessages:
 
 
 def first_messages(upload: Upload, plans: Mapping[str, SketchPlan], examples: float) -> FirstMessages:
-    """A client's part in the first exchange. examples: n_i, 1 for everybody where all count alike."""
+    """A client's part in the first exchange. examples: n_i, 1 for everybody where all count alike.
+
+    Raises:
+        UploadRefused: numbers that a sum in float32 could not carry: the client stays out of this round.
+    """
+    check_count(replace(upload, num_examples=examples))
+    for name, lora in upload.adapter.modules.items():
+        size = math.prod(float(torch.linalg.vector_norm(t.detach().float())) for t in lora.factors)
+        if not size < 1e18:
+            raise UploadRefused(
+                upload.client.id, f"the update of module {name!r} has size up to {size:.1e}: sums in float32 end there."
+            )
     return FirstMessages({name: range_message(x, examples, plans[name]) for name, x in upload.adapter.modules.items()})
 
 
@@ -90,6 +104,7 @@ class SketchedRound:
     def __init__(self, server: Server, state: ServerState, sketch: Sketch) -> None:
         if not hasattr(server.method, "aggregate_sketched"):
             raise HyperparameterError(f"a sketch stands in for glora's consensus; {server.method.name} has none.")
+        server.method.require_sketching()  # type: ignore[attr-defined]
         if server.missing == "zero" or server.memory is not None:
             raise HyperparameterError("a sketch renormalises over who holds a module and keeps no uploads: leave out "
                                       "missing = 'zero' and memory.")  # fmt: skip

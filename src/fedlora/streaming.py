@@ -16,6 +16,7 @@ from fedlora.client import Upload
 from fedlora.errors import HyperparameterError
 from fedlora.lora import Adapter
 from fedlora.method import Method, Update
+from fedlora.parallel import Each
 
 S = TypeVar("S")
 F = TypeVar("F")
@@ -23,6 +24,9 @@ F = TypeVar("F")
 
 class FoldingMethod(Protocol[S, F]):
     """A method that can forget uploads before the round is over. Updates come with weights n_i, not yet shares."""
+
+    def require_folding(self) -> None:
+        """Raises `HyperparameterError` where its options need all uploads at once."""
 
     def fold(self, folded: F | None, updates: Sequence[Update], columns: int) -> F:
         """`folded` (None: nothing yet) and some more updates of one matrix, in at most `columns` columns."""
@@ -63,26 +67,31 @@ class Stream:
         return bool(self._weights)
 
     def take(
-        self, updates: Mapping[str, Sequence[Update]], heads: Sequence[tuple[Mapping[str, Tensor], float]]
+        self, updates: Mapping[str, Sequence[Update]], heads: Sequence[tuple[Mapping[str, Tensor], float]], each: Each
     ) -> None:
         """Fold in some uploads: module -> updates with weights n_i; and each one's heads with its n_i."""
+
+        def folded(name: str) -> Any:
+            us = updates[name]
+            columns = self.columns * 4 // us[0].B.element_size()
+            return self._method.fold(self._folded.get(name), us, columns)
+
+        sent = [name for name, us in updates.items() if us]
+        self._folded |= dict(zip(sent, each(folded, sent), strict=True))
         for name, us in updates.items():
-            if us:
-                self._folded[name] = self._method.fold(self._folded.get(name), us, self.columns)
             self._weights[name] = self._weights.get(name, 0.0) + sum(u.weight for u in us)
         for tensors, n in heads:
             for name, head in tensors.items():
                 more = n * head.detach().double()
                 self._heads[name] = self._heads[name] + more if name in self._heads else more
 
-    def modules(self, states: Mapping[str, Any], everyone: float | None) -> dict[str, Any]:
+    def modules(self, states: Mapping[str, Any], everyone: float | None, each: Each) -> dict[str, Any]:
         """The next states. everyone: the sum of all clients' n_i where those without a module count as zero updates."""
-        return {
-            name: self._method.aggregate_folded(s, self._folded[name], everyone or self._weights[name])
-            if name in self._folded
-            else s
-            for name, s in states.items()
-        }
+
+        def after(name: str) -> Any:
+            return self._method.aggregate_folded(states[name], self._folded[name], everyone or self._weights[name])
+
+        return {**states, **dict(zip(self._folded, each(after, list(self._folded)), strict=True))}
 
     def heads(self, before: Mapping[str, Tensor], everyone: float) -> dict[str, Tensor]:
         """The mean heads, in the dtypes of `before`."""

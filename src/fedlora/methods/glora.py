@@ -117,7 +117,7 @@ class _Aggregate:
 
     spectrum: ConsensusSpectrum
     bases: tuple[Tensor, ...]
-    alignments: tuple[Tensor, ...] | None
+    alignments: tuple[Tensor | None, ...] | None
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class GLoRA:
         alignment = {}
         if made.alignments is not None:
             known = zip(revealed, made.alignments, strict=True)
-            alignment = {c: a.to(spectrum.s) for c, a in known if c in history}
+            alignment = {c: a.to(spectrum.s) for c, a in known if a is not None and c in history}
         return GLoRAState(state.key, round, spectrum, None, history, cut, alignment)
 
     def _weights(self, updates: Sequence[Update]) -> list[float]:
@@ -266,18 +266,34 @@ class GLoRA:
         if c.alignment is None:
             return _Aggregate(c, bases, None)
         blocks = torch.split(c.alignment, ranks)
-        return _Aggregate(c, bases, tuple(b.sum(dim=0) / p for b, p in zip(blocks, weights, strict=True)))
+        parts = zip(blocks, weights, strict=True)  # of a weight near zero nothing is left to divide
+        return _Aggregate(c, bases, tuple(b.sum(dim=0) / p if p > 1e-12 else None for b, p in parts))
 
-    def _consensus(self, M: Tensor, N: Tensor, R: int, stored: torch.dtype) -> ConsensusSpectrum:
-        tolerances = {"tolerance": self._tolerance(stored), "tie_tolerance": tie_tolerance(stored)}
+    def _consensus(self, M: Tensor, N: Tensor, R: int, stored: torch.dtype, noise: float = 1.0) -> ConsensusSpectrum:
+        """noise: how much more of it there is than in factors stored as `stored`."""
+        tolerances = {"tolerance": noise * self._tolerance(stored), "tie_tolerance": tie_tolerance(stored)}
         if self.basis == "projector":
             return consensus_spectrum(M, N, R, tie=self.tie, **tolerances)
         return energy_spectrum(M, N, R, **tolerances)
 
-    def fold(self, folded: FoldedUpdates | None, updates: Sequence[Update], columns: int) -> FoldedUpdates:
-        """For `streaming`: some updates, with weights n_i, on top of those that were folded before."""
+    def require_folding(self) -> None:
+        """Raises `HyperparameterError` where these options need all uploads at once."""
         if self.weighting == "rank-partition":
             raise HyperparameterError("glora: rank-partition weighting needs all uploads at once; set no memory limit.")
+
+    def require_sketching(self) -> None:
+        """Raises `HyperparameterError` for options that a sketched round could not keep."""
+        kept = GLoRA(gamma=self.gamma, factor_split=self.factor_split, history_lag=self.history_lag, score=self.score,
+                     tie=self.tie, history_limit=self.history_limit)  # fmt: skip
+        other = [f.name for f in fields(GLoRA) if getattr(self, f.name) != getattr(kept, f.name)]
+        if other:
+            raise HyperparameterError(
+                f"glora: a sketched round has a rank of its own, the projector basis, and weights by the server's "
+                f"choice; leave out {', '.join(other)}."
+            )
+
+    def fold(self, folded: FoldedUpdates | None, updates: Sequence[Update], columns: int) -> FoldedUpdates:
+        """For `streaming`: some updates, with weights n_i, on top of those that were folded before."""
         counts = [1.0 if self.weighting == "uniform" else u.weight for u in updates]
         fixed = gauge_fix_all(
             [(u.B, u.A) for u in updates],
@@ -313,7 +329,7 @@ class GLoRA:
         root = (folded.weight if self.weighting == "uniform" else total) ** 0.5
         rank = folded.nominal if self.budget == "nominal" else folded.revealed
         R = self.rank or max(1, math.ceil(self.rho * rank - 1e-9))
-        c = self._consensus(pair.M / root, pair.N / root, R, folded.stored)
+        c = self._consensus(pair.M / root, pair.N / root, R, folded.stored, pair.noise)
         size = float(torch.linalg.vector_norm(c.spectrum.s, dtype=torch.float64))
         error = pair.lost / root**2 / size if size else 0.0
         cut = Cut(
