@@ -21,6 +21,7 @@ from fedlora.linalg import ConsensusSpectrum, gauge_fix, gram, rank_tolerance, t
 from fedlora.methods import glora as glora_module
 
 U32 = rank_tolerance(torch.float32)
+SOUND = ("generic", "near_equal_1e-1", "gauge_1e1", "column_scales", "dominant_rank", "orthogonal_equal", "one_client")
 SHAPES = ((48, 40), (40, 60), (24, 70))  # d_out x d_in; the last has fewer rows than there are columns of M
 
 
@@ -98,13 +99,12 @@ def test_alignment_is_that_of_the_columns_with_the_directions(name: str) -> None
     M, N = fixed(families.family(name))
     for R in (max(M.shape[1] // 2, 1), M.shape[1]):
         c = fastpath.consensus_spectrum(M, N, R, tolerance=U32, tie_tolerance=tie_tolerance(torch.float32))
+        assert (c.alignment is not None) or name not in SOUND
         if c.alignment is not None:
             assert float((c.alignment - (M.double().mT @ c.spectrum.U.double()).square()).abs().max()) < 1e-5
 
 
 # ------------------------------------------------------------------------------------ straight from the factors
-
-SOUND = ("generic", "near_equal_1e-1", "gauge_1e1", "column_scales", "dominant_rank", "orthogonal_equal", "one_client")
 
 
 def large(name: str, seed: int = 0) -> families.Case:
@@ -312,8 +312,8 @@ def test_a_rank_that_bfloat16_cannot_tell_is_not_told() -> None:
     """16 columns that nearly agree, and one that is noise beside their first singular value, whatever pivots say."""
     g = torch.Generator().manual_seed(0)
     one = torch.randn(64, 1, generator=g)
-    M = torch.cat([one + 0.3 * torch.randn(64, 16, generator=g), 0.1 * torch.randn(64, 1, generator=g)], dim=1)
-    M = M / torch.linalg.vector_norm(M[:, :16], dim=0).mean()
+    M = torch.cat([one + 0.3 * torch.randn(64, 16, generator=g), torch.randn(64, 1, generator=g)], dim=1)
+    M = torch.nn.functional.normalize(M, dim=0) * torch.tensor([1.0] * 16 + [0.014])
     N = torch.randn(17, 90, generator=g)
     options = {"tolerance": rank_tolerance(torch.bfloat16), "tie_tolerance": tie_tolerance(torch.bfloat16)}
     got, want = (x.consensus_spectrum(M, N, 17, **options) for x in (fastpath, linalg))  # type: ignore[attr-defined]
@@ -321,12 +321,12 @@ def test_a_rank_that_bfloat16_cannot_tell_is_not_told() -> None:
 
 
 def test_captured_is_a_share_also_where_clients_cancel() -> None:
-    """Two clients that cancel up to 1e-4, one direction kept: the share of the dense mean, in [0, 1]."""
+    """Two clients that cancel up to 1e-5, some directions kept: the share of the dense mean, in [0, 1]."""
     g = torch.Generator().manual_seed(1)
     U = torch.linalg.qr(torch.randn(60, 4, generator=g))[0]
-    other = torch.linalg.qr(U + 1e-4 * torch.randn(60, 4, generator=g))[0]
+    other = torch.linalg.qr(U + 1e-5 * torch.randn(60, 4, generator=g))[0]
     M, Z = torch.cat([U, other], dim=1) / 2**0.5, torch.randn(4, 50, generator=g)
-    N = torch.cat([Z, -Z]) / 2**0.5
+    N = torch.cat([Z, -Z + 1e-5 * torch.randn(4, 50, generator=g)]) / 2**0.5
     for rank in (3, 5):
         options = {"tolerance": U32, "tie_tolerance": tie_tolerance(torch.float32)}
         c = fastpath.consensus_spectrum(M, N, rank, **options)
