@@ -158,9 +158,10 @@ def _whole_means(problems: Sequence[Uncut], ranks: Sequence[int]) -> list[WholeM
     to_U, to_V = torch.linalg.solve_triangular(L.mT, O, upper=True), (O / s[:, None, :]).mT @ Y.mT
     U = _times(B, scale[:, :, None] * to_U, _cancels(to_U))
     Vh = _times(A.mT, to_V.mT, _cancels(to_V.mT * sizes_A.sqrt()[:, :, None])).mT
+    every = with_canonical_signs(U, s.to(U), Vh)
     bases, alignments = _of_clients(problems, G, scale, L @ O, blocks)
     return [
-        WholeMean(with_canonical_signs(U[k], s[k].to(U), Vh[k]), bases[k], alignments[k]) if sound[k] else None
+        WholeMean(Spectrum(every.U[k], every.s[k], every.Vh[k]), bases[k], alignments[k]) if sound[k] else None
         for k in range(len(problems))
     ]
 

@@ -292,10 +292,13 @@ class Spectrum:
 
 
 def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor) -> Spectrum:
-    """U diag(s) Vh with canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it."""
-    if len(s) == 0:
+    """U diag(s) Vh with canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it.
+
+    Of one matrix, or of several of one shape.
+    """
+    if s.shape[-1] == 0:
         return Spectrum(U, s, Vh)
-    sign = U.gather(0, U.abs().argmax(dim=0, keepdim=True)).sign()
+    sign = U.gather(-2, U.abs().argmax(dim=-2, keepdim=True)).sign()
     return Spectrum(U.mul_(sign), s, Vh.mul_(sign.mT))  # both were made by our callers, nobody else has them
 
 

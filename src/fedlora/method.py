@@ -115,11 +115,13 @@ class Readout:
     """What one client receives for one matrix.
 
     lora: of exactly the asked rank; local factors are None. base: how the base weight W0 has moved, or None where it
-    never did. It is cumulative: a client that missed rounds just applies what it lacks.
+    never did. It is cumulative: a client that missed rounds just applies what it lacks. fresh: lora was made for this
+    call and nobody else holds it, so that it need not be copied before it leaves the server.
     """
 
     lora: LoRA
     base: BaseChange | None = None
+    fresh: bool = False
 
 
 S = TypeVar("S")

@@ -153,9 +153,8 @@ class Server:
         modules, start, base = {}, {}, {}
         for name, rank in ranks.items():
             readout = self.method.readout(state.modules[name], client.id, rank)
-            modules[name] = readout.lora.map(
-                Tensor.clone
-            )  # the client's own: training in place must not reach the state
+            # The client's own: training in place must not reach the state.
+            modules[name] = readout.lora if readout.fresh else readout.lora.map(Tensor.clone)
             if readout.base is not None:
                 base[name] = readout.base
             B, A = state.start.modules[name].factors
@@ -383,6 +382,8 @@ def _stored_dtype(lora: LoRA) -> torch.dtype:
 
 
 def _promoted(lora: LoRA, dtype: torch.dtype) -> LoRA:
+    if all(t.dtype == dtype and not t.requires_grad for t in lora.tensors().values()):
+        return lora
     return lora.map(lambda t: t.detach().to(dtype))
 
 

@@ -83,7 +83,8 @@ class FlexLoRA:
     def readout(self, state: FlexLoRAState, client: str | None, rank: int) -> Readout:
         chosen = torch.arange(min(rank, state.spectrum.rank))
         seed = (state.key, state.round, client or "")
-        return Readout(instantiate(state.spectrum, chosen, rank, split="left", start=state.start, seed=seed))
+        lora = instantiate(state.spectrum, chosen, rank, split="left", start=state.start, seed=seed)
+        return Readout(lora, fresh=True)
 
     def effective(self, state: FlexLoRAState) -> LoRA:
         return whole(state.spectrum)

@@ -354,7 +354,8 @@ class GLoRA:
     def readout(self, state: GLoRAState, client: str | None, rank: int) -> Readout:
         chosen = self.select(state, client, rank)
         seed = (state.key, state.round, client or "")
-        return Readout(instantiate(state.spectrum, chosen, rank, split=self.factor_split, start=state.start, seed=seed))
+        lora = instantiate(state.spectrum, chosen, rank, split=self.factor_split, start=state.start, seed=seed)
+        return Readout(lora, fresh=True)
 
     def select(self, state: GLoRAState, client: str | None, rank: int) -> Tensor:
         """Indices of the components that `client` gets at `rank`, ascending: the core, then the best aligned tail.

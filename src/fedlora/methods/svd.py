@@ -69,7 +69,8 @@ class SVD:
     def readout(self, state: SVDState, client: str | None, rank: int) -> Readout:
         chosen = torch.arange(min(rank, state.spectrum.rank))
         seed = (state.key, state.round, client or "")
-        return Readout(instantiate(state.spectrum, chosen, rank, split="balanced", start=state.start, seed=seed))
+        lora = instantiate(state.spectrum, chosen, rank, split="balanced", start=state.start, seed=seed)
+        return Readout(lora, fresh=True)
 
     def effective(self, state: SVDState) -> LoRA:
         return whole(state.spectrum)
