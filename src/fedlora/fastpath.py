@@ -205,12 +205,18 @@ def _of_clients(
 
 
 def _of_the_mean(M: Tensor, N: Tensor, noise: float) -> ConsensusSpectrum | None:
-    """Nothing is cut, and the mean update (d_out x d_in) is no larger than M and N: its SVD from its smaller side.
+    """Nothing is cut, and the mean update (d_out x d_in) is no larger than M and N: its own SVD.
 
-    The other side is made from this one, and loses orthonormality as the least singular value comes near to round-off:
-    it is made in float64 then, and where that is not enough the answer is None.
+    Of a long one from its smaller side, several times faster. The other side is made from this one, and loses
+    orthonormality as the least singular value comes near to round-off: it is made in float64 then, and where that is
+    not enough the answer is None.
     """
     mean = M @ N
+    if max(mean.shape) < 2 * min(mean.shape):
+        U, s, Vh = torch.linalg.svd(mean, full_matrices=False)
+        rank = int((s > noise).sum())
+        spectrum = with_canonical_signs(U[:, :rank].contiguous(), s[:rank], Vh[:rank])
+        return ConsensusSpectrum(spectrum, None, math.inf, False, 1.0)
     wide = mean.shape[0] <= mean.shape[1]
     s, near = right_svd(mean.mT if wide else mean)
     rank = int((s > noise).sum())
