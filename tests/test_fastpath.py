@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import families
-from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build, fastpath, linalg
+from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build, fastpath, linalg, whole_mean
 from fedlora.linalg import ConsensusSpectrum, gauge_fix, gram, rank_tolerance, tie_tolerance
 from fedlora.methods import glora as glora_module
 
@@ -112,9 +112,9 @@ def large(name: str, seed: int = 0) -> families.Case:
     return families.family(name, seed=seed, d_out=96, d_in=80)
 
 
-def whole(case: families.Case) -> fastpath.WholeMean | None:
+def whole(case: families.Case) -> whole_mean.WholeMean | None:
     weights = [case.weights[c] for c in sorted(case.uploads)]
-    (mean,) = fastpath.whole_means([fastpath.Uncut(pairs_of(case), weights, U32)])
+    (mean,) = whole_mean.whole_means([whole_mean.Uncut(pairs_of(case), weights, U32)])
     return mean
 
 
@@ -156,11 +156,13 @@ def test_of_many_matrices_each_gets_its_own() -> None:
     """One call over matrices of two shapes, sound and unsound ones between each other: as one by one, bit for bit."""
     cases = [large(name, k) for k, name in enumerate(("generic", "zero_B", "generic", "deficient_A"))]
     cases += [families.family("generic", seed=9, d_out=120, d_in=80), large("orthogonal_equal", 4)]
-    problems = [fastpath.Uncut(pairs_of(case), [case.weights[c] for c in sorted(case.uploads)], U32) for case in cases]
-    together = fastpath.whole_means(problems)
+    problems = [
+        whole_mean.Uncut(pairs_of(case), [case.weights[c] for c in sorted(case.uploads)], U32) for case in cases
+    ]
+    together = whole_mean.whole_means(problems)
     assert [mean is None for mean in together] == [False, True, False, True, False, False]
     for problem, mean in zip(problems, together, strict=True):
-        (alone,) = fastpath.whole_means([problem])
+        (alone,) = whole_mean.whole_means([problem])
         if mean is None or alone is None:
             assert mean is alone
             continue
@@ -174,7 +176,7 @@ def test_noise_is_no_full_rank_for_narrow_types() -> None:
     B[:, 5] = B[:, 4] + 1e-3 * B[:, 3]
     pair = (B, torch.randn(6, 50, generator=torch.Generator().manual_seed(1)))
     narrow, single = (
-        fastpath.whole_means([fastpath.Uncut([pair], [1.0], rank_tolerance(t))])[0]
+        whole_mean.whole_means([whole_mean.Uncut([pair], [1.0], rank_tolerance(t))])[0]
         for t in (torch.bfloat16, torch.float32)
     )
     assert narrow is None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError, RankMismatch
-from fedlora.fastpath import Uncut, consensus_spectrum, gauge_fix_all, whole_means
+from fedlora.fastpath import consensus_spectrum, gauge_fix_all
 from fedlora.folding import Folded, fold
 from fedlora.linalg import (
     Canonical,
@@ -43,6 +43,7 @@ from fedlora.methods.rank_partition import partitioned
 from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, whole
 from fedlora.parallel import Each, one_by_one
 from fedlora.sketch import Sketched
+from fedlora.whole_mean import Uncut, whole_means
 
 log = logging.getLogger(__name__)
 
