@@ -26,7 +26,7 @@ lint: $(VENV)/.ready
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/aggregation.py
+	$(BIN)/python benchmarks/aggregation.py --compare benchmarks/results/aggregation.json
 	$(BIN)/python benchmarks/complexity.py
 	$(BIN)/python benchmarks/readouts.py
 	$(BIN)/python benchmarks/many_clients.py

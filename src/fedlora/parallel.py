@@ -1,7 +1,7 @@
 """Work on several matrices at a time, with the same bits for any number of threads.
 
 Each thread has one BLAS thread. Small products on several BLAS threads can be a hundred times slower than on one, where
-cores are shared; large ones gain as much from going side by side.
+others want the cores too; large ones gain as much from going side by side.
 """
 
 from __future__ import annotations
