@@ -348,3 +348,23 @@ def test_threads_to_come_have_as_many_as_before() -> None:
     finally:
         torch.set_num_threads(before)
     assert seen == [2]
+
+
+@pytest.mark.parametrize("ranks", [(1,), (1, 1, 1), (1, 4), (8, 8, 8, 8)], ids=str)
+@pytest.mark.parametrize("hparams", [{}, {"rho": 0.5}, {"rho": 0.1}], ids=str)
+@pytest.mark.parametrize("shape", [(96, 80), (32, 32), (24, 200), (200, 24)], ids=str)
+def test_a_state_is_made_of_plain_tensors(
+    ranks: tuple[int, ...], hparams: dict[str, object], shape: tuple[int, int]
+) -> None:
+    """Row after row in memory, also those of one column: what is stored and sent is their bytes."""
+    g = torch.Generator().manual_seed(0)
+    d_out, d_in = shape
+    pairs = [(torch.randn(d_out, r, generator=g), torch.randn(r, d_in, generator=g)) for r in ranks]
+    server = Server(build("glora", **hparams))
+    start = Adapter({"m": LoRA(torch.zeros(d_out, max(ranks)), torch.ones(max(ranks), d_in))})
+    uploads = [Upload(Client(f"c{k}", r), 1, Adapter({"m": LoRA(*pairs[k])})) for k, r in enumerate(ranks)]
+    state = server.aggregate(server.init(start), uploads).modules["m"]
+    bases = [trace.basis for traces in state.history.values() for trace in traces]
+    for t in (state.spectrum.U, state.spectrum.s, state.spectrum.Vh, *bases, *state.alignment.values()):
+        assert t.stride(-1) == 1
+        assert t.is_contiguous()

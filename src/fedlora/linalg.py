@@ -299,7 +299,8 @@ def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor) -> Spectrum:
     if s.shape[-1] == 0:
         return Spectrum(U, s, Vh)
     sign = U.gather(-2, U.abs().argmax(dim=-2, keepdim=True)).sign()
-    return Spectrum(U.mul_(sign), s, Vh.mul_(sign.mT))  # both were made by our callers, nobody else has them
+    # Both were made by our callers, nobody else has them. Row after row in memory, for readouts and files.
+    return Spectrum(U.mul_(sign).contiguous(), s, Vh.mul_(sign.mT).contiguous())
 
 
 def spectral_form(basis: Float[Tensor, "d_out R"], Z: Float[Tensor, "R d_in"], *, noise: float) -> Spectrum:

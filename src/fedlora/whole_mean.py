@@ -130,7 +130,7 @@ def _times(X: Tensor, small: Tensor, in_float64: bool) -> Tensor:
     """X @ small in X's dtype and memory layout."""
     wide = X.double() if in_float64 else X
     small = small.to(wide)
-    return ((small.mT @ wide.mT).mT if X.mT.is_contiguous() else wide @ small).to(X)
+    return (wide @ small if X.is_contiguous() else (small.mT @ wide.mT).mT).to(X)
 
 
 def _of_clients(
