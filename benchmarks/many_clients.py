@@ -5,8 +5,9 @@
 One 4096 x 4096 matrix, clients of rank 8, R = 64, one thread. shared: all clients' columns in one space of dimension 48
 up to a tail of 1e-3. flat: independent clients. fold: `Server(memory=...)`, one exchange, uploads as ever. sketch: two
 exchanges of plain sums. Error is that of the update against the true mean, which is summed densely beside it; server ms
-for one more client, all its exchanges; client ms: what a client computes for them beside training; MB: what the server
-holds for the round. A flat spectrum is refused by default; its error is measured with the refusal off.
+for one more client, all its exchanges; client ms: what a client computes for them beside training; MB: the most that
+the server held for the round, between two clients. A flat spectrum is refused by default; its error is measured with
+the refusal off.
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ def measured(kind: str, clients: int, memory: float) -> list[Row]:
     plan, true = SketchPlan(D, D, rank=R, seed=1), torch.zeros(D, D)
     server = Server(build("glora", rank=R, history_limit=0), memory=memory)
     opened = server.open(server.init(Adapter({"m": LoRA(torch.zeros(D, RANK), torch.ones(RANK, D))})))
-    folds, makes, adds, total = [], [], [], None
+    folds, makes, adds, total, most = [], [], [], None, 0
     for k in range(clients):
         lora = client(kind, k, space)
         began = time.perf_counter()
         opened.add(Upload(Client(f"c{k}", RANK), 1, Adapter({"m": lora})))
         folds.append(time.perf_counter() - began)
+        most = max(most, opened.nbytes)
         began = time.perf_counter()
         message = range_message(lora, 1.0, plan)
         made = time.perf_counter()
@@ -91,7 +93,7 @@ def measured(kind: str, clients: int, memory: float) -> list[Row]:
     assert second is not None
     held = sum(t.nbytes for t in (total.Y, basis, second.Z, second.C)) / 2**20
     return [
-        _folded(kind, clients, server, opened, true, mean(folds), memory),
+        _folded(kind, clients, server, opened, true, mean(folds), most / 2**20),
         _sketched(kind, clients, plan, basis, second, true, (median(adds), median(makes)), held),
     ]
 

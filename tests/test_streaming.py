@@ -149,6 +149,7 @@ def test_uploads_are_dropped_before_the_round_is_over() -> None:
         (upload,) = itertools.islice(uploads(20)[k:], 1)
         opened.add(upload)
         alive.append(weakref.ref(upload))
+        assert opened.nbytes <= 2 * 12 * COLUMN
         del upload
     gc.collect()
     held = sum(ref() is not None for ref in alive)

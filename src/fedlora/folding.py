@@ -42,6 +42,10 @@ class Folded:
         return math.sqrt(max(self.folds, 1))
 
     @property
+    def nbytes(self) -> int:
+        return self.M.nbytes + self.N.nbytes
+
+    @property
     def kept(self) -> float:
         """The share of tr K that M still holds; 1 while everything fits."""
         return 1 - self.left_out / self.trace if self.trace else 1.0

@@ -27,7 +27,7 @@ from fedlora.method import Method, Role, Roles, Update, aggregate_all
 from fedlora.methods.factors import weighted_mean
 from fedlora.parallel import workers
 from fedlora.seeds import derive_seed
-from fedlora.streaming import Stream, size
+from fedlora.streaming import FoldingMethod, Stream, size
 
 Heads = Literal["average", "local", "frozen"]
 Weighting = Literal["examples", "uniform"]
@@ -104,13 +104,13 @@ class Server:
             raise HyperparameterError(f"Server: workers is a number of threads >= 1, or None; got {self.workers}.")
         if self.memory is not None and not self.memory > 0:
             raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
-        if self.memory is not None and not hasattr(self.method, "aggregate_folded"):
+        if self.memory is not None and not isinstance(self.method, FoldingMethod):
             raise HyperparameterError(
                 f"Server: a memory limit ({self.memory:g} MB) needs a method that can forget uploads, which glora can "
                 f"and {self.method.name} cannot. Leave memory out, or use glora."
             )
-        if self.memory is not None:
-            self.method.require_folding()  # type: ignore[attr-defined]
+        if self.memory is not None and isinstance(self.method, FoldingMethod):
+            self.method.require_folding()
 
     # ------------------------------------------------------------------------------------------------ the protocol
 
@@ -242,7 +242,9 @@ class OpenRound:
         self._ranks: dict[str, Mapping[str, int]] = {}  # theirs
         self._counts: dict[str, float] = {}  # of all that were accepted
         self._size = 0
-        self._stream = None if server.memory is None else Stream(server.method, state.start, server.memory * 2**20)
+        self._stream = None
+        if server.memory is not None and isinstance(server.method, FoldingMethod):
+            self._stream = Stream(server.method, state.start, server.memory * 2**20)
         self._abstained: set[str] = set()
         self._refused: dict[str, str] = {}
 
@@ -277,6 +279,11 @@ class OpenRound:
             raise
         self._counts[client] = float(upload.num_examples) if self._server.weighting == "examples" else 1.0
         return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for the round: of the uploads, and of what earlier ones were folded into."""
+        return self._size + (self._stream.nbytes if self._stream is not None else 0)
 
     def _fold(self, stream: Stream) -> None:
         """Fold in the uploads that are held, and drop them."""

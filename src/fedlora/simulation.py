@@ -118,11 +118,11 @@ class Traffic:
 class RoundRecord:
     """One finished round.
 
-    round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i of those that counted.
-    refused: client -> why not (a refused upload or a failed client). seconds: by phase. server_rank: the mean over
-    modules of the state's rank. padded_error: the relative error that zero-padded factor averaging would have made on
-    this round's uploads; None where factors stay local, or uploads are dropped (`Server.memory`). metrics: of the
-    evaluator, {} where it did not run.
+    round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i of those that counted
+    ({} of a sketched round, whose server sees sums only). refused: client -> why not (a refused upload or a failed
+    client). seconds: by phase. server_rank: the mean over modules of the state's rank. padded_error: the relative error
+    that zero-padded factor averaging would have made on this round's uploads; None where factors stay local, or uploads
+    are dropped (`Server.memory`, a sketch). metrics: of the evaluator, {} where it did not run.
     """
 
     round: int

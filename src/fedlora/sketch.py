@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ from fedlora.errors import HyperparameterError, RankMismatch, ShapeError
 from fedlora.fastpath import gauge_fix_all
 from fedlora.linalg import Spectrum, gram, rank_tolerance, spectral_form
 from fedlora.lora import LoRA, fresh_rows
-
-M = TypeVar("M", "RangeMessage", "CoreMessage")
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,11 @@ class SketchPlan:
         return fresh_rows(self.width, self.d_out, "sketch", self.seed, like=torch.empty(0, dtype=torch.float32)).mT
 
 
+@dataclass(frozen=True, eq=False)
 class _Summed:
     """Messages add up, and nothing else is ever done with one."""
 
-    def __add__(self: M, other: M) -> M:  # type: ignore[misc]
+    def __add__(self, other: Self) -> Self:
         if type(other) is not type(self):
             return NotImplemented
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

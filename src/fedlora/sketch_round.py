@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,9 +28,30 @@ from fedlora.client import Upload
 from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.seeds import derive_seed
 from fedlora.server import Server, ServerState, Tally
-from fedlora.sketch import CoreMessage, RangeMessage, SketchPlan, core_message, range_basis, range_message, sketched
+from fedlora.sketch import (
+    CoreMessage,
+    RangeMessage,
+    Sketched,
+    SketchPlan,
+    core_message,
+    range_basis,
+    range_message,
+    sketched,
+)
 
 M = TypeVar("M", RangeMessage, CoreMessage)
+S = TypeVar("S")
+
+
+@runtime_checkable
+class SketchedMethod(Protocol[S]):
+    """A method whose aggregation a sketch can stand in for."""
+
+    def require_sketching(self) -> None:
+        """Raises `HyperparameterError` for options that a sketched round could not keep."""
+
+    def aggregate_sketched(self, state: S, sketched: Sketched, rank: int) -> S:
+        """The next state from a round's sketch of one matrix, at most `rank` directions of it."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +123,13 @@ class SketchedRound:
     """
 
     def __init__(self, server: Server, state: ServerState, sketch: Sketch) -> None:
-        if not hasattr(server.method, "aggregate_sketched"):
+        if not isinstance(server.method, SketchedMethod):
             raise HyperparameterError(f"a sketch stands in for glora's consensus; {server.method.name} has none.")
-        server.method.require_sketching()  # type: ignore[attr-defined]
+        server.method.require_sketching()
         if server.missing == "zero" or server.memory is not None:
             raise HyperparameterError("a sketch renormalises over who holds a module and keeps no uploads: leave out "
                                       "missing = 'zero' and memory.")  # fmt: skip
-        self._server, self._state, self._sketch = server, state, sketch
+        self._server, self._state, self._sketch, self._method = server, state, sketch, server.method
         shapes = {name: (B.shape[0], A.shape[1]) for name, (B, A) in _factors(state).items()}
         self.plans: Mapping[str, SketchPlan] = MappingProxyType({
             name: SketchPlan(
@@ -123,6 +144,7 @@ class SketchedRound:
         self._clients = 0
 
     def add_first(self, messages: FirstMessages) -> None:
+        """One client's messages of the first exchange, or the sum of several clients'."""
         self._first = messages if self._first is None else self._first + messages
 
     def bases(self) -> Mapping[str, Tensor]:
@@ -136,6 +158,7 @@ class SketchedRound:
         return self._bases
 
     def add_second(self, messages: SecondMessages) -> None:
+        """One client's messages of the second exchange; each call counts as one client for the quorum."""
         self._second = messages if self._second is None else self._second + messages
         self._clients += 1
 
@@ -162,7 +185,7 @@ class SketchedRound:
         modules = dict(state.modules)
         for name, message in total.modules.items():
             result = sketched(message, self._bases[name], self.plans[name], least_captured=self._sketch.least_captured)
-            modules[name] = server.method.aggregate_sketched(state.modules[name], result, self.plans[name].rank)  # type: ignore[attr-defined]
+            modules[name] = self._method.aggregate_sketched(state.modules[name], result, self.plans[name].rank)
         roles, made = server.roles(state), state.round + 1
         heads = dict(state.heads)
         if roles.heads == "shared":

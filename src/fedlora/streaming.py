@@ -8,22 +8,26 @@ matrix). A method takes part by two functions more, `fold` and `aggregate_folded
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from fedlora.client import Upload
 from fedlora.errors import HyperparameterError
 from fedlora.lora import Adapter
-from fedlora.method import Method, Update
+from fedlora.method import Update
 from fedlora.parallel import Each
 
 S = TypeVar("S")
 F = TypeVar("F")
 
 
+@runtime_checkable
 class FoldingMethod(Protocol[S, F]):
-    """A method that can forget uploads before the round is over. Updates come with weights n_i, not yet shares."""
+    """A method that can forget uploads before the round is over. Updates come with weights n_i, not yet shares.
+
+    F: what it folds them into, any value that knows its `nbytes`.
+    """
 
     def require_folding(self) -> None:
         """Raises `HyperparameterError` where its options need all uploads at once."""
@@ -46,7 +50,7 @@ class Stream:
         HyperparameterError: the memory is less than `start` needs twice.
     """
 
-    def __init__(self, method: Method[Any], start: Adapter, memory: float) -> None:
+    def __init__(self, method: FoldingMethod[Any, Any], start: Adapter, memory: float) -> None:
         self.room = memory / 2
         column = 4 * sum(B.shape[0] + A.shape[1] for B, A in (lora.factors for lora in start.modules.values()))
         self.columns = int(self.room // column)
@@ -56,10 +60,15 @@ class Stream:
                 f"Server: {memory / 2**20:g} MB leave room for {self.columns} columns in each matrix, and one client "
                 f"of rank {largest} needs {largest}. Give at least {2 * largest * column / 2**20:.1f} MB."
             )
-        self._method: Any = method
+        self._method = method
         self._folded: dict[str, Any] = {}
         self._weights: dict[str, float] = {}
         self._heads: dict[str, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was folded so far."""
+        return sum(folded.nbytes for folded in self._folded.values())
 
     @property
     def used(self) -> bool:

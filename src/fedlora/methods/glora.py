@@ -112,6 +112,10 @@ class FoldedUpdates:
     revealed: int
     stored: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.pair is None else self.pair.nbytes
+
 
 @dataclass(frozen=True, eq=False)
 class _Aggregate:
