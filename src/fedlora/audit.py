@@ -166,7 +166,7 @@ def _common_start(uploads: Sequence[Upload]) -> Adapter:
         else:
             B, A = mean.factors
             spectrum = svd_of_product(B, A, tolerance=rank_tolerance(B.dtype))
-            chosen = torch.arange(min(rank, spectrum.rank))
+            chosen = torch.arange(min(rank, spectrum.sound))
             start[name] = instantiate(spectrum, chosen, rank, split="balanced", start=None, seed=("audit", name))
     return Adapter(start)
 

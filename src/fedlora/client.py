@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedlora.base_change import BaseChange
 from fedlora.errors import HyperparameterError, KeptStateError
-from fedlora.linalg import gauge_fix, rank_tolerance
+from fedlora.linalg import gauge_split, rank_tolerance, unit_roundoff
 from fedlora.lora import Adapter, LoRA
 from fedlora.method import Role, Roles, TailPenalty
 
@@ -195,6 +195,13 @@ def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mappi
 
 
 def _subspace(lora: LoRA) -> LoRA:
+    """The canonical gauge. Directions that rounding of the factors could have made stay home where the update would not
+    miss them once it is rounded again; where they hold more than that they are part of the update that was trained.
+    """
     B, A = lora.factors
-    U, Ahat = gauge_fix(B, A, tolerance=rank_tolerance(B.dtype), canonical="B")
+    split = gauge_split(B, A, tolerance=max(rank_tolerance(t.dtype) for t in (B, A)), canonical="B")
+    rest, whole = (float(torch.linalg.vector_norm(torch.cat(x))) for x in ([split.A_rest], [split.Ahat, split.A_rest]))
+    U, Ahat = split.U, split.Ahat
+    if rest > unit_roundoff(A.dtype) * whole:
+        U, Ahat = torch.cat([U, split.U_rest], dim=1), torch.cat([Ahat, split.A_rest])
     return LoRA(U.to(B), Ahat.to(A))

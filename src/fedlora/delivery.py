@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from fedlora.base_change import BaseChange, compressed
+from fedlora.base_change import BaseChange, added
 from fedlora.client import Client, Download
 from fedlora.errors import KeptStateError
 from fedlora.lora import Adapter, LoRA, stack
@@ -98,7 +98,9 @@ def pack(download: Download, held: Held | None) -> Parcel:
     for name, change in d.base.items():
         missed = change.since(held.base.get(name, 0)) if held else None
         if missed is None or sum(step.rank for step in missed) > change.total.rank:
-            base[name] = change.total
+            total = change.total
+            like = next(iter(d.adapter.modules[name].tensors().values()), None) if name in d.adapter.modules else None
+            base[name] = total if like is None else total.map(lambda t, like=like: t.to(like.dtype))  # type: ignore[misc]
         elif missed:
             steps[name] = missed[0] if len(missed) == 1 else stack(list(missed), [1.0] * len(missed))
     return Parcel(
@@ -155,7 +157,7 @@ def unpack(parcel: Parcel, cache: Cache | None) -> Download:
             continue
         before = cache.base.get(name) if cache else None
         if name in p.steps and (before is not None or (cache is not None and name not in cache.held.base)):
-            total = compressed(stack([before.total, p.steps[name]], [1.0, 1.0])) if before else p.steps[name]
+            total = added(before.total, p.steps[name]) if before else p.steps[name]
             base[name] = BaseChange(total, version, ())
         elif before is not None and before.version == version:
             base[name] = before

@@ -30,6 +30,10 @@ class RankTie(FedLoRAError, ValueError):
     """GLoRA with tie='error': the rank budget R cuts a block of equal consensus eigenvalues."""
 
 
+class LostUpdate(FedLoRAError, ValueError):
+    """The mean update is not zero, but what the server would keep of it is."""
+
+
 class UploadRefused(FedLoRAError, ValueError):
     """One client's upload cannot be used. Carries `client` and `reason`."""
 

@@ -6,7 +6,8 @@
 
 Beyond that the weakest directions of K so far are left out of both: the incremental truncated eigendecomposition of K
 (what incremental SVD, Brand 2002, is for a matrix). Good where clients share a subspace, so that the directions that
-are left out stay weak. `kept` and `lost` say how good: exact numbers of what was left out, not estimates.
+are left out stay weak. `kept` is what was left out of K, exactly; `lost` bounds what was left out of the sum, with the
+rounding of every step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedlora.linalg import right_svd
+from fedlora.linalg import gram, unit_roundoff
 from fedlora.shapes import Float, Tensor
 
 
@@ -25,8 +26,8 @@ class Folded:
     """M (d_out, c) and N (c, d_in) of all clients so far, in the compute dtype.
 
     trace: sum n_k rank_k, of K, before anything was left out. left_out: how much of it has been. lost: an upper bound
-    of the norm of what was left out of sum n_k Delta W_k, the sum of the norms of what each step left out. folds: how
-    often M and N were rounded on the way.
+    of the norm of what M N lacks of sum n_k Delta W_k: the sum of the norms of what each step left out and rounded.
+    folds: how often M and N were rounded on the way.
     """
 
     M: Tensor
@@ -51,22 +52,41 @@ class Folded:
         return 1 - self.left_out / self.trace if self.trace else 1.0
 
 
-def fold(folded: Folded | None, M: Float[Tensor, "d_out S"], N: Float[Tensor, "S d_in"], columns: int) -> Folded:
-    """`folded` (None: nothing yet) and some more clients, in at most `columns` columns."""
+def fold(
+    folded: Folded | None,
+    M: Float[Tensor, "d_out S"],
+    N: Float[Tensor, "S d_in"],
+    columns: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Folded:
+    """`folded` (None: nothing yet) and some more clients, in at most `columns` columns.
+
+    M, N: float64 where nothing shall be lost on the way in. dtype: of what is kept; None: that of M.
+    """
+    dtype = dtype or M.dtype
     trace = float(M.square().sum(dtype=torch.float64))
     left_out, lost, folds = 0.0, 0.0, 0
+    M, N = M.double(), N.double()
     if folded is not None:
-        M, N = torch.cat([folded.M, M], dim=1), torch.cat([folded.N, N], dim=0)
+        M, N = torch.cat([folded.M.double(), M], dim=1), torch.cat([folded.N.double(), N], dim=0)
         trace, left_out, lost, folds = trace + folded.trace, folded.left_out, folded.lost, folded.folds
     if M.shape[1] > columns:
-        s, V = right_svd(M)
-        keep, weak = V[:, :columns].to(M), V[:, columns:].to(M)
-        lost += _norm(s[columns:], weak, N)
+        _, s, Vh = torch.linalg.svd(torch.linalg.qr(M, mode="r").R, full_matrices=True)
+        s = torch.cat([s, s.new_zeros(len(Vh) - len(s))])
+        Z = Vh @ N  # the weakest rows times s are what goes
+        lost += float(torch.linalg.vector_norm(s[columns:, None] * Z[columns:]))
         left_out += float(s[columns:].square().sum())
-        M, N, folds = M @ keep, keep.mT @ N, folds + 1
-    return Folded(M, N, trace, left_out, lost, folds)
+        M, N, folds = M @ Vh[:columns].mH, Z[:columns], folds + 1
+    kept_M, kept_N = M.to(dtype), N.to(dtype)
+    if dtype != torch.float64:
+        lost += _product_norm(M - kept_M, N) + _product_norm(kept_M.double(), N - kept_N)
+    else:
+        sizes = torch.linalg.vector_norm(M, dim=0) * torch.linalg.vector_norm(N, dim=1)
+        lost += 64 * unit_roundoff(dtype) * float(torch.linalg.vector_norm(sizes))
+    return Folded(kept_M, kept_N, trace, left_out, lost, folds)
 
 
-def _norm(s: Tensor, V: Tensor, N: Tensor) -> float:
-    """||W diag(s) V^T N||_F for an orthonormal W."""
-    return float(torch.linalg.vector_norm(s.to(N)[:, None] * (V.mT @ N), dtype=torch.float64))
+def _product_norm(X: Tensor, Y: Tensor) -> float:
+    """||X Y||_F from two Gram matrices: of rounding errors, which do not cancel."""
+    return math.sqrt(max(float((gram(X) * gram(Y.mT)).sum()), 0.0))

@@ -33,13 +33,13 @@ class Facts:
 def facts(lora: LoRA) -> Facts:
     """The facts of one update."""
     B, A = (t.double() for t in lora.factors)
-    spectrum = svd_of_product(B, A, tolerance=rank_tolerance(lora.factors[0].dtype))
+    spectrum = svd_of_product(B, A, tolerance=max(rank_tolerance(t.dtype) for t in lora.factors))
     energy = spectrum.s.square()
     shares = energy / energy.sum() if spectrum.rank else energy
     size_A = float(torch.linalg.vector_norm(A))
     return Facts(
         rank=lora.rank,
-        numerical=spectrum.rank,
+        numerical=spectrum.sound,
         effective=math.exp(-float((shares * shares.log()).sum())) if spectrum.rank else 0.0,
         norm=float(energy.sum().sqrt()),
         dead=int(((B == 0).all(dim=0) & (A == 0).all(dim=1)).sum()),

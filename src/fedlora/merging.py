@@ -85,16 +85,16 @@ def merge_module(
     """The weighted sum of updates at the rank that the rule gives, balanced, and what the cut cost.
 
     Args:
-        loras: of one matrix, any ranks and dtypes; computed in float32, or float64 where a factor is. weights: one for
-            each; they need not sum to 1.
+        loras: of one matrix, any ranks and dtypes; computed in float64, the result in float32, or float64 where a
+            factor is. weights: one for each; they need not sum to 1.
 
     Raises:
         ShapeError: the updates are of different matrices.
     """
     stored = [t.dtype for lora in loras for t in lora.factors]
     compute = reduce(torch.promote_types, stored, torch.float32)
-    mean = stack([lora.map(lambda t: t.to(compute)) for lora in loras], list(weights))
-    spectrum = svd_of_product(*mean.factors, tolerance=rank_tolerance(compute))
+    mean = stack([lora.map(torch.Tensor.double) for lora in loras], list(weights))
+    spectrum = svd_of_product(*mean.factors, tolerance=rank_tolerance(compute), dtype=compute)
     kept = rule.keep(spectrum)
     energy = [float(s) ** 2 for s in spectrum.s.double()]
     total = math.fsum(energy)

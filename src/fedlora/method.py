@@ -154,7 +154,11 @@ class Method(Protocol[S]):
         """The server's whole update of W0, base change included; None where there is no global model."""
 
     def diagnostics(self, state: S) -> Mapping[str, object]:
-        """Plain numbers and words about the last aggregation, for logs and reports."""
+        """Plain numbers and words about the last aggregation, for logs and reports.
+
+        "dropped" and "rounding", where a method has them, are shares of the mean's energy, as `linalg.ConsensusMean`
+        says; the server warns of either above 1e-3.
+        """
 
 
 def aggregate_all(

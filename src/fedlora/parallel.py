@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -17,6 +17,7 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
+@runtime_checkable
 class Each(Protocol):
     """Applies a function to each item, in order or at once: the results in the items' order."""
 

@@ -9,6 +9,7 @@ Knows no engine and no network: simulation and Flower are both thin shells aroun
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,11 @@ from fedlora.streaming import FoldingMethod, Stream, size
 Heads = Literal["average", "local", "frozen"]
 Weighting = Literal["examples", "uniform"]
 Missing = Literal["renormalise", "zero"]
+
+log = logging.getLogger(__name__)
+
+# The share of the mean's energy that may be lost without a word.
+LARGEST_SILENT_SHARE = 1e-3
 
 _HEAD_ROLE: Mapping[Heads, Role] = {"average": "shared", "local": "local", "frozen": "frozen"}
 
@@ -321,6 +327,7 @@ class OpenRound:
         weights = shares(counts)
         modules, heads = self._folded() if self._stream and self._stream.used else self._whole(counts)
         made = state.round + 1
+        warn_of_losses(server.method, made, modules)
         replaced = {part: made for part in state.changed if getattr(self._roles, part) == "shared"}
         return replace(
             state,
@@ -374,6 +381,24 @@ class OpenRound:
             lora, r = u.adapter.modules[name], self._ranks[u.client.id][name]
             updates.append(Update(u.client.id, weights[u.client.id], r, _promoted(lora, dtype), _stored_dtype(lora)))
         return updates
+
+
+def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:
+    """Logs a warning where a method says that its result lacks part of the mean update that no budget took."""
+    facts = {name: method.diagnostics(state) for name, state in modules.items()}
+    for key, what in (
+        ("dropped", "of the mean update's energy was lost to tolerances, memory or a sketch, not to the rank budget"),
+        ("rounding", "of the mean update's energy lies where rounding of the uploaded factors alone could have put it, so "
+                     "readouts hold directions that depend on the clients' coordinates. Send float32, or balanced factors"),
+    ):  # fmt: skip
+        found = {name: float(f[key]) for name, f in facts.items() if isinstance(f.get(key), float)}
+        some = {name: share for name, share in found.items() if share > LARGEST_SILENT_SHARE}
+        if some:
+            worst = max(some, key=lambda name: some[name])
+            log.warning(
+                "round %d: up to %.2g %% %s (%d of %d modules, most in %s)",
+                round, 100 * some[worst], what, len(some), len(modules), worst,
+            )  # fmt: skip
 
 
 def shares(counts: Mapping[str, float]) -> dict[str, float]:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError, RankMismatch, ShapeError
-from fedlora.fastpath import gauge_fix_all
-from fedlora.linalg import Spectrum, gram, rank_tolerance, spectral_form
+from fedlora.linalg import Spectrum, gauge_splits, gram, rank_tolerance, unit_roundoff, with_canonical_signs
+from fedlora.linalg.spectrum import cut_by_rounding
 from fedlora.lora import LoRA, fresh_rows
 
 
@@ -58,12 +58,12 @@ class SketchPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Summed:
-    """Messages add up, and nothing else is ever done with one."""
+    """Messages add up, and nothing else is ever done with one. They travel in float32; a sum of them is float64."""
 
     def __add__(self, other: Self) -> Self:
         if type(other) is not type(self):
             return NotImplemented
-        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return type(self)(*(getattr(self, f.name).double() + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,8 @@ class RangeMessage(_Summed):
 class CoreMessage(_Summed):
     """Z (width, d_in): n_i Q^T B_i A_i. C (width, width): n_i (Q^T U_i)(Q^T U_i)^T. trace, examples: as before.
 
-    missed: n_i times the squared size of what of B_i A_i lies outside span(Q).
+    missed: n_i times the squared size of what of B_i A_i lies outside span(Q). size: n_i ||B_i A_i||. floor: n_i^2 times
+    the squared size that rounding of the stored factors can have in one direction.
     """
 
     Z: Tensor
@@ -87,19 +88,23 @@ class CoreMessage(_Summed):
     trace: Tensor
     missed: Tensor
     examples: Tensor
+    size: Tensor
+    floor: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Sketched:
     """spectrum: of the mean update, projected. captured: the share of tr K in span(U_ref).
 
-    error_bound: an upper bound of what was left out of the mean update, relative to the result: exactly what lies in
-    span(Q) outside U_ref, and for what lies outside span(Q) the clients' root mean square (Jensen).
+    error_bound: an upper bound of ||result - mean|| / ||mean||: exactly what lies in span(Q) outside U_ref, which R
+    left out, and `missed`. missed: an upper bound of what the sketch itself lost, relative to the mean: outside span(Q)
+    the clients' root mean square (Jensen), and the rounding of the messages.
     """
 
     spectrum: Spectrum
     captured: float
     error_bound: float
+    missed: float
 
 
 def range_message(lora: LoRA, examples: float, plan: SketchPlan) -> RangeMessage:
@@ -125,26 +130,39 @@ def range_basis(total: RangeMessage, plan: SketchPlan) -> Tensor:
 def core_message(lora: LoRA, examples: float, basis: Tensor, plan: SketchPlan) -> CoreMessage:
     """A client's second message: its update and its subspace within span(Q)."""
     U = _basis(lora, plan)
-    B, A = (t.float() for t in lora.factors)
-    inside = basis.mT @ U
-    QB = basis.mT @ B
-    missed = float((gram(A.mT) * gram(B - basis @ QB)).sum())
+    B, A = (t.double() for t in lora.factors)
+    tolerance = max(rank_tolerance(t.dtype) for t in lora.factors)
+    Q = basis.double()
+    inside, QB, of_A = Q.mT @ U.double(), Q.mT @ B, gram(A.mT)
+    missed = float((of_A * gram(B - Q @ QB)).sum())
+    size = math.sqrt(max(float((of_A * gram(B)).sum()), 0.0))
+    slots = B.square().sum(dim=0) @ A.square().sum(dim=1)
     n = torch.tensor(float(examples), dtype=torch.float64)
     return CoreMessage(
-        Z=(QB @ A) * float(examples), C=(inside @ inside.mT).double() * n, trace=n * U.shape[1],
-        missed=n * max(missed, 0.0), examples=n,
+        Z=((QB @ A) * float(examples)).float(), C=(inside @ inside.mT) * n, trace=n * U.shape[1],
+        missed=n * max(missed, 0.0), examples=n, size=n * size, floor=(n * tolerance).square() * slots.cpu(),
     )  # fmt: skip
 
 
-def sketched(total: CoreMessage, basis: Tensor, plan: SketchPlan, *, least_captured: float = 0.5) -> Sketched:
+def sketched(
+    total: CoreMessage, basis: Tensor, plan: SketchPlan, *, least_captured: float = 0.5, most_error: float = 0.8
+) -> Sketched:
     """The round's result: the strongest R directions of K within span(Q), and the mean update in them.
 
     Raises:
         RankMismatch: they hold less than `least_captured` of tr K: the clients do not share a subspace, and what would
-            be lost is most of what they sent. A larger rank, or `GLoRA`, which is exact.
+            be lost is most of what they sent; or the error may exceed `most_error`: most share a subspace, and what
+            others send outside it is large. A larger rank, or `GLoRA`, which is exact.
     """
     n = float(total.examples)
-    eigenvalues, V = torch.linalg.eigh(total.C / n)
+    # Q is orthonormal to float32 only: span(Q) by an exact basis Q L^-T, in which the sums are L^-1 Z and L^-1 C L^-T.
+    Q = basis.double()
+    overlap = Q.mT @ Q
+    L = torch.linalg.cholesky(overlap)
+    slack = float(torch.linalg.matrix_norm(overlap - torch.eye(len(overlap)).to(overlap), ord=2))
+    mean = torch.linalg.solve_triangular(L, total.Z.double() / n, upper=False)
+    C = torch.linalg.solve_triangular(L, total.C / n, upper=False)
+    eigenvalues, V = torch.linalg.eigh(torch.linalg.solve_triangular(L, C.mT, upper=False))
     V, rest = V.flip(1)[:, : plan.rank], V.flip(1)[:, plan.rank :]
     trace = float(total.trace) / n
     captured = min(float(eigenvalues.flip(0)[: plan.rank].sum()) / trace, 1.0) if trace else 1.0
@@ -153,14 +171,25 @@ def sketched(total: CoreMessage, basis: Tensor, plan: SketchPlan, *, least_captu
             f"rank {plan.rank} holds {captured:.0%} of the clients' subspaces, less than {least_captured:.0%}: they do "
             f"not share a subspace (a flat spectrum), and a sketch cannot stand for them. Take a larger rank, or glora."
         )
-    mean = total.Z.double() / n
-    Z = V.mT @ mean
-    U = basis.double() @ V
-    tolerance = rank_tolerance(torch.float32)
-    spectrum = spectral_form(U.float(), Z.float(), noise=tolerance * float(torch.linalg.vector_norm(Z)))
-    left_out = math.hypot(float(torch.linalg.vector_norm(rest.mT @ mean)), math.sqrt(float(total.missed) / n))
-    size = float(torch.linalg.vector_norm(Z))
-    return Sketched(spectrum, captured, left_out / size if size else 0.0)
+    O, s, Vh = torch.linalg.svd(V.mT @ mean, full_matrices=False)
+    sizes = float(total.size) / n
+    keep, noise, _ = cut_by_rounding(
+        s, terms=sizes, stored=math.sqrt(float(total.floor)) / n, worked_in=torch.float64, stored_in=torch.float32
+    )
+    left = torch.linalg.solve_triangular(L.mT, V @ O[:, :keep], upper=True)
+    spectrum = with_canonical_signs((Q @ left).float(), s[:keep].float(), Vh[:keep].float(), noise)
+    # Outside span(Q), and of rounding: of the messages, of the result, and of Q.
+    missed = math.sqrt(float(total.missed) / n) + (slack + 8 * unit_roundoff(torch.float32)) * sizes
+    left_out = math.hypot(float(torch.linalg.vector_norm(rest.mT @ mean)), missed)
+    size = math.hypot(float(torch.linalg.vector_norm(s)), left_out)  # of the mean, at most
+    error, missed = (left_out / size, missed / size) if size else (0.0, 0.0)
+    if error > most_error:
+        raise RankMismatch(
+            f"the sketched mean may be off by {error:.0%}, more than {most_error:.0%}, although it holds "
+            f"{captured:.0%} of the clients' subspaces: updates outside of what most clients share are large. Take a "
+            f"larger rank, or glora; and look at those clients, for one far larger than the others is often a fault."
+        )
+    return Sketched(spectrum, captured, error, missed)
 
 
 def _basis(lora: LoRA, plan: SketchPlan) -> Tensor:
@@ -171,5 +200,5 @@ def _basis(lora: LoRA, plan: SketchPlan) -> Tensor:
             f"the plan is of a matrix ({plan.d_out}, {plan.d_in}), the update of ({B.shape[0]}, {A.shape[1]})."
         )
     tolerance = max(rank_tolerance(B.dtype), rank_tolerance(A.dtype))
-    ((U, _),) = gauge_fix_all([(B, A)], tolerances=[tolerance], dtype=torch.float32)
-    return U
+    (split,) = gauge_splits([(B, A)], tolerances=[tolerance], dtype=torch.float32)
+    return split.U

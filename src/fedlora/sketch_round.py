@@ -27,7 +27,7 @@ from fedlora.checks import check_count
 from fedlora.client import Upload
 from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.seeds import derive_seed
-from fedlora.server import Server, ServerState, Tally
+from fedlora.server import Server, ServerState, Tally, warn_of_losses
 from fedlora.sketch import (
     CoreMessage,
     RangeMessage,
@@ -57,12 +57,14 @@ class SketchedMethod(Protocol[S]):
 @dataclass(frozen=True)
 class Sketch:
     """rank: R, what the server keeps of each module. oversample: directions beyond it that are sketched along.
-    least_captured: the share of the clients' subspaces under which a round is refused.
+    least_captured: the share of the clients' subspaces under which a round is refused. most_error: the relative error of
+    the mean over which it is.
     """
 
     rank: int
     oversample: int = 16
     least_captured: float = 0.5
+    most_error: float = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,9 +186,13 @@ class SketchedRound:
             )
         modules = dict(state.modules)
         for name, message in total.modules.items():
-            result = sketched(message, self._bases[name], self.plans[name], least_captured=self._sketch.least_captured)
+            result = sketched(
+                message, self._bases[name], self.plans[name],
+                least_captured=self._sketch.least_captured, most_error=self._sketch.most_error,
+            )  # fmt: skip
             modules[name] = self._method.aggregate_sketched(state.modules[name], result, self.plans[name].rank)
         roles, made = server.roles(state), state.round + 1
+        warn_of_losses(server.method, made, modules)
         heads = dict(state.heads)
         if roles.heads == "shared":
             heads = {name: (total.heads[name] / total.examples).to(head.dtype) for name, head in state.heads.items()}

@@ -11,11 +11,12 @@ Cost: thin SVDs of stacks of (n + 1) r and of rank(base) + n r columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedlora.base_change import BaseChange, moved
+from fedlora.base_change import BaseChange, compressed, moved
 from fedlora.lora import LoRA, revive, stack
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
@@ -49,15 +50,31 @@ class FedExLoRA:
         require_one_rank("FedEx-LoRA", state.mean.rank, updates)
         p = [u.weight for u in updates]
         mean = LoRA(weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p))
-        residual = stack([*(u.lora for u in updates), mean], [*p, -1.0])
-        return FedExLoRAState(state.key, state.round + 1, mean, moved(state.base, residual))
+        return FedExLoRAState(state.key, state.round + 1, mean, moved(state.base, residual([u.lora for u in updates], p)))
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> Readout:
         require_readout_rank("FedEx-LoRA", state.mean.rank, client, rank)
         return Readout(revive(state.mean, state.key, state.round, client or ""), base=state.base)
 
     def effective(self, state: FedExLoRAState) -> LoRA:
-        return state.mean if state.base is None else stack([state.base.total, state.mean], [1.0, 1.0])
+        if state.base is None:
+            return state.mean
+        return stack([state.base.total.map(lambda t: t.to(state.mean.factors[0])), state.mean], [1.0, 1.0])
 
     def diagnostics(self, state: FedExLoRAState) -> Mapping[str, object]:
         return {"rank": state.mean.rank, "base_rank": state.base.total.rank if state.base else 0}
+
+
+def residual(loras: Sequence[LoRA], weights: Sequence[float]) -> LoRA:
+    """sum_i p_i B_i A_i - (sum_i p_i B_i)(sum_i p_i A_i) as one pair in the factors' dtype, without cancellation.
+
+    With P = sum_i p_i (below 1 where clients without a module count as zero) and the means B, A over P it is the sum of
+    p_i (B_i - B)(A_i - A), and (1 / P - 1) times the averaged pair's product. Clients that are near each other have a
+    small residual, which a difference of two large products would lose in rounding.
+    """
+    dtype, P = loras[0].factors[0].dtype, math.fsum(weights)
+    pairs = [tuple(t.double() for t in lora.factors) for lora in loras]
+    B, A = (weighted_mean([pair[k] for pair in pairs], [p / P for p in weights]) for k in (0, 1))
+    centred = [LoRA(B_i - B, A_i - A) for B_i, A_i in pairs]
+    both = stack([*centred, LoRA(B, A)], [*weights, P - P * P]) if abs(1 - P) > 1e-12 else stack(centred, list(weights))
+    return compressed(both).map(lambda t: t.to(dtype))

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product, unit_roundoff, with_canonical_signs
+from fedlora.linalg import Spectrum, unit_roundoff, with_canonical_signs
 from fedlora.lora import LoRA, stack
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.rank_partition import partitioned
-from fedlora.methods.spectral import instantiate, start_spectrum, whole
+from fedlora.methods.spectral import instantiate, mean_spectrum, rounding_noise, start_spectrum, whole
 
 Solver = Literal["thin", "dense"]
 Weighting = Literal["examples", "rank-partition"]
@@ -71,17 +71,17 @@ class FlexLoRA:
     def aggregate(self, state: FlexLoRAState, updates: Sequence[Update]) -> FlexLoRAState:
         if self.weighting == "rank-partition":
             updates = partitioned(updates)
-        B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
         if self.solver == "thin":
-            spectrum = svd_of_product(B, A, tolerance=rank_tolerance(B.dtype))
+            spectrum = mean_spectrum(updates)
         else:
+            B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
             U, s, Vh = torch.linalg.svd(B @ A, full_matrices=False)
-            rank = int((s > max(B.shape[0], A.shape[1]) * unit_roundoff(s.dtype) * s[0]).sum())
-            spectrum = with_canonical_signs(U[:, :rank], s[:rank], Vh[:rank])
+            noise = max(max(B.shape[0], A.shape[1]) * unit_roundoff(s.dtype) * float(s[0]), rounding_noise(updates))
+            spectrum = with_canonical_signs(U, s, Vh, noise)
         return FlexLoRAState(state.key, state.round + 1, spectrum, None)
 
     def readout(self, state: FlexLoRAState, client: str | None, rank: int) -> Readout:
-        chosen = torch.arange(min(rank, state.spectrum.rank))
+        chosen = torch.arange(min(rank, state.spectrum.sound))
         seed = (state.key, state.round, client or "")
         lora = instantiate(state.spectrum, chosen, rank, split="left", start=state.start, seed=seed)
         return Readout(lora, fresh=True)
@@ -90,4 +90,4 @@ class FlexLoRA:
         return whole(state.spectrum)
 
     def diagnostics(self, state: FlexLoRAState) -> Mapping[str, object]:
-        return {"rank": state.spectrum.rank, "singular_values": [float(s) for s in state.spectrum.s]}
+        return {"rank": state.spectrum.sound, "singular_values": state.spectrum.s.tolist()}

@@ -62,7 +62,7 @@ class FLoRA:
 
     def effective(self, state: FLoRAState) -> LoRA:
         if state.base is not None:
-            return state.base.total
+            return state.base.total.map(lambda t: t.to(state.start))
         return LoRA(state.start.new_zeros(state.d_out, 1), torch.zeros_like(state.start[:1]))
 
     def diagnostics(self, state: FLoRAState) -> Mapping[str, object]:

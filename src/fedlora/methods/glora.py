@@ -26,30 +26,34 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError, RankMismatch
-from fedlora.fastpath import consensus_spectrum, gauge_fix_all
 from fedlora.folding import Folded, fold
 from fedlora.linalg import (
+    Budget,
     Canonical,
-    ConsensusSpectrum,
+    ConsensusMean,
+    Contributions,
     Spectrum,
-    Tie,
-    energy_spectrum,
+    Split,
+    consensus_means,
+    consensus_of_pair,
+    gauge_splits,
     rank_tolerance,
-    tie_tolerance,
     unit_roundoff,
 )
+from fedlora.linalg.consensus import Basis, Tie
 from fedlora.lora import LoRA
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.rank_partition import partitioned
 from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, whole
 from fedlora.parallel import Each, one_by_one
 from fedlora.sketch import Sketched
-from fedlora.whole_mean import Uncut, whole_means
 
 log = logging.getLogger(__name__)
 
-Basis = Literal["projector", "energy"]
-Budget = Literal["nominal", "revealed"]
+# What a direction that rounding could have made has of a vote, as a singular value: its square is its share of K.
+_TOKEN = 1e-3
+
+CountRanks = Literal["nominal", "revealed"]
 Score = Literal["alignment", "energy"]
 Weighting = Literal["examples", "uniform", "rank-partition"]
 
@@ -64,11 +68,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class Cut:
-    """What the last aggregation kept. union_rank, gap, tied, captured as in `linalg.ConsensusSpectrum`.
+    """What the last aggregation kept, measured. union_rank, gap, tied, captured, dropped, error and rounding as in
+    `linalg.ConsensusMean`; with an approximation captured is at least, dropped and error are at most, what it says.
 
-    approximation: None, or the name of what stood in for all clients' subspaces together: "incremental" (`folding`) or
-    "two-pass sketch" (`sketch`). kept: the share of tr K that it kept. error: an upper bound of what it left out of the
-    mean update, relative to the result. client_ranks: empty where uploads were not kept.
+    server_rank: R. total_rank: sum r_i. approximation: None, or the name of what stood in for all clients' uploads
+    together: "incremental" (`folding`) or "two-pass sketch" (`sketch`). kept: the share of tr K that it kept.
+    client_ranks: empty where uploads were not kept.
     """
 
     server_rank: int
@@ -81,6 +86,8 @@ class Cut:
     approximation: str | None = None
     kept: float = 1.0
     error: float = 0.0
+    dropped: float = 0.0
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,28 +109,24 @@ class GLoRAState:
 
 @dataclass(frozen=True, eq=False)
 class FoldedUpdates:
-    """What a part of a round's uploads was folded into: `folding.Folded` with weights n_i (None: nothing yet), the sums
-    of these weights, of nominal and of revealed ranks, and the narrowest dtype that factors came in.
+    """What a part of a round's uploads was folded into: `folding.Folded` with weights n_i (None: nothing yet), and sums
+    over those uploads.
+
+    weight, nominal, revealed: of n_i, of nominal and of revealed ranks. roundoff: of n_i u_i. noise, floor: of the
+    squares of what rounding of the stored factors can be in one direction of M and of M N.
     """
 
     pair: Folded | None
-    weight: float
-    nominal: int
-    revealed: int
-    stored: torch.dtype
+    weight: float = 0.0
+    nominal: int = 0
+    revealed: int = 0
+    roundoff: float = 0.0
+    noise: float = 0.0
+    floor: float = 0.0
 
     @property
     def nbytes(self) -> int:
         return 0 if self.pair is None else self.pair.nbytes
-
-
-@dataclass(frozen=True, eq=False)
-class _Aggregate:
-    """One aggregation: its result, and of each client in order its basis U_i and, where known, its alignment."""
-
-    spectrum: ConsensusSpectrum
-    bases: tuple[Tensor, ...]
-    alignments: tuple[Tensor | None, ...] | None
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ class GLoRA:
     tie: Tie = "energy"
     basis: Basis = "projector"
     canonical: Canonical = "product"
-    budget: Budget = "nominal"
+    budget: CountRanks = "nominal"
     history_lag: Literal[0, 1] = 0
     score: Score = "alignment"
     factor_split: FactorSplit = "balanced"
@@ -195,7 +198,7 @@ class GLoRA:
         )
         require(self.rank_tol is None or 0 < self.rank_tol < 1, "rank_tol", "a relative tolerance in (0, 1), or None")
         for name, options in {
-            "tie": Tie, "basis": Basis, "canonical": Canonical, "budget": Budget,
+            "tie": Tie, "basis": Basis, "canonical": Canonical, "budget": CountRanks,
             "score": Score, "factor_split": FactorSplit, "weighting": Weighting,
         }.items():  # fmt: skip
             require(getattr(self, name) in get_args(options), name, f"one of {get_args(options)}")
@@ -216,29 +219,18 @@ class GLoRA:
         """`aggregate` of several matrices, faster than one by one where they are small and of one shape."""
         if self.weighting == "rank-partition":
             updates = [partitioned(us) for us in updates]
-        uncut: dict[int, Uncut] = {}
-        for k, us in enumerate(updates):
-            ranks = [u.B.shape[1] for u in us]
-            if self._budget(us, ranks) >= sum(ranks):
-                tolerance = max(self._tolerance(u.stored) for u in us)
-                uncut[k] = Uncut([(u.B, u.A) for u in us], self._weights(us), tolerance)
-        made: dict[int, _Aggregate] = {}
-        for k, mean in zip(uncut, whole_means(list(uncut.values()), each), strict=True):
-            if mean is not None:
-                nothing_cut = ConsensusSpectrum(mean.spectrum, mean.spectrum.rank, math.inf, False, 1.0)
-                made[k] = _Aggregate(nothing_cut, mean.bases, mean.alignments)
-        others = [k for k in range(len(states)) if k not in made]
-        made |= dict(zip(others, each(lambda k: self._projected(updates[k]), others), strict=True))
-        return [self._after(states[k], updates[k], made[k]) for k in range(len(states))]
+        sent = [self._sent(us) for us in updates]
+        made = consensus_means(sent, [self._budget(us, s) for us, s in zip(updates, sent, strict=True)], each)
+        return [self._after(*one) for one in zip(states, updates, made, strict=True)]
 
-    def _after(self, state: GLoRAState, updates: Sequence[Update], made: _Aggregate) -> GLoRAState:
+    def _after(self, state: GLoRAState, updates: Sequence[Update], made: ConsensusMean) -> GLoRAState:
         """The next state, from one aggregation."""
         revealed = {u.client: U.shape[1] for u, U in zip(updates, made.bases, strict=True)}
-        c, spectrum, total_rank = made.spectrum, made.spectrum.spectrum, sum(u.rank for u in updates)
+        rank = self._rank(updates, revealed.values())
         cut = Cut(
-            self._budget(updates, revealed.values()), total_rank, c.union_rank, c.gap, c.tied, c.captured, revealed
-        )
-
+            rank, sum(u.rank for u in updates), made.union_rank, made.gap, made.tied, made.captured, revealed,
+            error=made.error, dropped=made.dropped, rounding=made.rounding,
+        )  # fmt: skip
         round = state.round + 1
         traces = {u.client: Trace(round, U) for u, U in zip(updates, made.bases, strict=True) if U.shape[1]}
         kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
@@ -246,41 +238,27 @@ class GLoRA:
         if self.history_limit is not None:  # the longest absent go first
             newest = sorted(history, key=lambda c: (history[c][-1].round, c), reverse=True)[: self.history_limit]
             history = {c: history[c] for c in sorted(newest)}
-        alignment = {}
-        if made.alignments is not None:
-            known = zip(revealed, made.alignments, strict=True)
-            alignment = {c: a.to(spectrum.s) for c, a in known if a is not None and c in history}
-        return GLoRAState(state.key, round, spectrum, None, history, cut, alignment)
+        known = zip(revealed, made.alignments, strict=True)
+        alignment = {c: a.to(made.spectrum.s) for c, a in known if c in history}
+        return GLoRAState(state.key, round, made.spectrum, None, history, cut, alignment)
 
     def _weights(self, updates: Sequence[Update]) -> list[float]:
         return [1 / len(updates) if self.weighting == "uniform" else u.weight for u in updates]
 
-    def _projected(self, updates: Sequence[Update]) -> _Aggregate:
-        """The aggregate as the paper writes it: gauge fixing, the consensus subspace, the mean update in it."""
-        weights = self._weights(updates)
-        dtype = updates[0].B.dtype
-        fixed = gauge_fix_all(
+    def _sent(self, updates: Sequence[Update]) -> Contributions:
+        return Contributions(
             [(u.B, u.A) for u in updates],
-            tolerances=[self._tolerance(u.stored) for u in updates],
-            canonical=self.canonical,
-            dtype=dtype,
+            self._weights(updates),
+            [unit_roundoff(u.stored) for u in updates],
+            [self._tolerance(u.stored) for u in updates],
         )
-        bases, ranks = tuple(U for U, _ in fixed), [U.shape[1] for U, _ in fixed]
-        M, N = _side_by_side(fixed, weights)
-        stored = max((u.stored for u in updates), key=unit_roundoff)
-        c = self._consensus(M, N, self._budget(updates, ranks), stored)
-        if c.alignment is None:
-            return _Aggregate(c, bases, None)
-        blocks = torch.split(c.alignment, ranks)
-        parts = zip(blocks, weights, strict=True)  # of a weight near zero nothing is left to divide
-        return _Aggregate(c, bases, tuple(b.sum(dim=0) / p if p > 1e-12 else None for b, p in parts))
 
-    def _consensus(self, M: Tensor, N: Tensor, R: int, stored: torch.dtype, noise: float = 1.0) -> ConsensusSpectrum:
-        """noise: how much more of it there is than in factors stored as `stored`."""
-        tolerances = {"tolerance": noise * self._tolerance(stored), "tie_tolerance": tie_tolerance(stored)}
-        if self.basis == "projector":
-            return consensus_spectrum(M, N, R, tie=self.tie, **tolerances)
-        return energy_spectrum(M, N, R, **tolerances)
+    def _budget(self, updates: Sequence[Update], sent: Contributions) -> Budget:
+        revealed: Iterable[int] = ()
+        if self.budget == "revealed" and self.rank is None:
+            splits = gauge_splits(sent.pairs, tolerances=sent.tolerances, canonical=self.canonical)
+            revealed = [s.U.shape[1] for s in splits]
+        return Budget(self._rank(updates, revealed), self.tie, self.basis, self.canonical)
 
     def require_folding(self) -> None:
         """Raises `HyperparameterError` where these options need all uploads at once."""
@@ -301,29 +279,32 @@ class GLoRA:
     def fold(self, folded: FoldedUpdates | None, updates: Sequence[Update], columns: int) -> FoldedUpdates:
         """For `streaming`: some updates, with weights n_i, on top of those that were folded before."""
         counts = [1.0 if self.weighting == "uniform" else u.weight for u in updates]
-        fixed = gauge_fix_all(
-            [(u.B, u.A) for u in updates],
-            tolerances=[self._tolerance(u.stored) for u in updates],
-            canonical=self.canonical,
-            dtype=updates[0].B.dtype,
-        )
-        before = folded or FoldedUpdates(None, 0.0, 0, 0, updates[0].stored)
+        tolerances = [self._tolerance(u.stored) for u in updates]
+        splits = gauge_splits([(u.B, u.A) for u in updates], tolerances=tolerances, canonical=self.canonical)
+        before = folded or FoldedUpdates(None)
+        floors = [
+            (n * t) ** 2 * float((u.B.square().sum(dim=0).double() * u.A.square().sum(dim=1).double()).sum())
+            for u, n, t in zip(updates, counts, tolerances, strict=True)
+        ]
         return FoldedUpdates(
-            fold(before.pair, *_side_by_side(fixed, counts), columns),
+            fold(before.pair, *side_by_side(splits, counts), columns, dtype=updates[0].B.dtype),
             before.weight + math.fsum(counts),
             before.nominal + sum(u.rank for u in updates),
-            before.revealed + sum(U.shape[1] for U, _ in fixed),
-            max((before.stored, *(u.stored for u in updates)), key=unit_roundoff),
+            before.revealed + sum(s.U.shape[1] for s in splits),
+            before.roundoff + math.fsum(n * unit_roundoff(u.stored) for u, n in zip(updates, counts, strict=True)),
+            before.noise + math.fsum(n * t * t for n, t in zip(counts, tolerances, strict=True)),
+            before.floor + math.fsum(floors),
         )
 
     def aggregate_folded(self, state: GLoRAState, folded: FoldedUpdates, total: float) -> GLoRAState:
         """For `streaming`: the next state. Who took part in this round leaves no trace in the history.
 
         Raises:
-            RankMismatch: less than half of the clients' subspaces could be kept.
+            RankMismatch: less than half of the clients' subspaces could be kept, or of the mean update.
         """
-        pair = folded.pair
-        assert pair is not None
+        pair, root = folded.pair, (folded.weight if self.weighting == "uniform" else total) ** 0.5
+        if pair is None:
+            raise RankMismatch("nothing was folded, so there is no round to close.")
         if pair.kept < 0.5:
             raise RankMismatch(
                 f"only {pair.kept:.0%} of the clients' subspaces could be kept in {pair.M.shape[1]} columns: they "
@@ -332,27 +313,31 @@ class GLoRA:
             )
         if pair.kept < 0.9:
             log.warning("%.0f %% of the clients' subspaces kept in memory; the rest of them is lost", 100 * pair.kept)
-        root = (folded.weight if self.weighting == "uniform" else total) ** 0.5
-        rank = folded.nominal if self.budget == "nominal" else folded.revealed
-        R = self.rank or max(1, math.ceil(self.rho * rank - 1e-9))
-        c = self._consensus(pair.M / root, pair.N / root, R, folded.stored, pair.noise)
-        size = float(torch.linalg.vector_norm(c.spectrum.s, dtype=torch.float64))
-        error = pair.lost / root**2 / size if size else 0.0
-        cut = Cut(
-            R, folded.nominal, c.union_rank, c.gap, c.tied, c.captured, {},
-            "incremental" if pair.left_out else None, pair.kept, error,
+        nominal = folded.nominal if self.budget == "nominal" else folded.revealed
+        R = self.rank or max(1, math.ceil(self.rho * nominal - 1e-9))
+        made = consensus_of_pair(
+            pair.M / root, pair.N / root, Budget(R, self.tie, self.basis, self.canonical),
+            roundoff=folded.roundoff / folded.weight,
+            noise=pair.noise * math.sqrt(folded.noise) / root, floor=math.sqrt(folded.floor) / root**2,
         )  # fmt: skip
-        return GLoRAState(state.key, state.round + 1, c.spectrum, None, state.history, cut, {})
+        captured, dropped, error = with_loss(made, pair.lost / root**2)
+        require_most_of_the_mean(dropped, f"{pair.M.shape[1]} columns of memory")
+        cut = Cut(
+            R, folded.nominal, made.union_rank, made.gap, made.tied, captured, {},
+            "incremental" if pair.left_out else None, pair.kept, error, dropped, made.rounding,
+        )  # fmt: skip
+        return GLoRAState(state.key, state.round + 1, made.spectrum, None, state.history, cut, {})
 
     def aggregate_sketched(self, state: GLoRAState, sketched: Sketched, rank: int) -> GLoRAState:
         """For `sketch_round`: the next state. No single upload is known, so nobody's history changes."""
-        s = sketched.spectrum
+        error = sketched.error_bound
         cut = Cut(
-            rank, 0, None, math.inf, False, 1.0, {}, "two-pass sketch", sketched.captured, sketched.error_bound
+            rank, 0, None, math.inf, False, max(1 - error**2, 0.0), {}, "two-pass sketch", sketched.captured, error,
+            min(sketched.missed**2, 1.0),
         )  # fmt: skip
-        return GLoRAState(state.key, state.round + 1, s, None, state.history, cut, {})
+        return GLoRAState(state.key, state.round + 1, sketched.spectrum, None, state.history, cut, {})
 
-    def _budget(self, updates: Sequence[Update], revealed: Iterable[int]) -> int:
+    def _rank(self, updates: Sequence[Update], revealed: Iterable[int]) -> int:
         """R. Source: paper section 4.2, R = ceil(rho sum r_i)."""
         total = sum(u.rank for u in updates) if self.budget == "nominal" else sum(revealed)
         return self.rank or max(1, math.ceil(self.rho * total - 1e-9))
@@ -370,19 +355,19 @@ class GLoRA:
         so that the set is a function of the subspaces alone. Source: paper section 4.3, Algorithm 3 lines 4-10.
         """
         spectrum = state.spectrum
-        budget = min(rank, spectrum.rank)
+        budget = min(rank, spectrum.sound)
         core = min(math.floor(self.gamma * rank + 1e-9), budget)
         trace = self._trace(state, client)
         if trace is None or core == budget:
             return torch.arange(budget)
         known = state.alignment.get(client or "") if trace.round == state.round else None
         if known is not None:
-            score = known[core:].double()
+            score = known[core : spectrum.sound].double()
         else:
-            score = (trace.basis.mH.to(spectrum.U) @ spectrum.U[:, core:]).double().square().sum(dim=0)
+            score = (trace.basis.mH.to(spectrum.U) @ spectrum.U[:, core : spectrum.sound]).double().square().sum(dim=0)
         if self.score == "energy":
-            score = score * spectrum.s[core:].double().square()
-        grid = tie_tolerance(trace.basis.dtype) * float(score.max().clamp(min=1e-300))
+            score = score * spectrum.s[core : spectrum.sound].double().square()
+        grid = unit_roundoff(trace.basis.dtype) ** 0.5 * float(score.max().clamp(min=1e-300))
         tail = torch.argsort(torch.round(score / grid), descending=True, stable=True)[: budget - core]
         return torch.cat([torch.arange(core), core + tail.sort().values.cpu()])
 
@@ -392,9 +377,10 @@ class GLoRA:
     def diagnostics(self, state: GLoRAState) -> Mapping[str, object]:
         cut = {} if state.cut is None else {f.name: getattr(state.cut, f.name) for f in fields(Cut)}
         return {
-            "rank": state.spectrum.rank,
+            "rank": state.spectrum.sound,
+            "components": state.spectrum.rank,
             **cut,
-            "singular_values": [float(s) for s in state.spectrum.s],
+            "singular_values": state.spectrum.s.tolist(),
             "deviations": self.deviations,
         }
 
@@ -414,9 +400,39 @@ class GLoRA:
         return usable[-1] if usable else None
 
 
-def _side_by_side(fixed: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """M = [sqrt(p_i) U_i] and N = [sqrt(p_i) Ahat_i]."""
-    per_column = [p for p, (U, _) in zip(weights, fixed, strict=True) for _ in range(U.shape[1])]
-    root = torch.tensor(per_column, dtype=torch.float64).sqrt().to(fixed[0][0])
-    M = torch.cat([U for U, _ in fixed], dim=1).mul_(root)
-    return M, torch.cat([Ahat for _, Ahat in fixed], dim=0).mul_(root[:, None])
+def side_by_side(splits: Sequence[Split], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """M = [sqrt(p_i) U_i] and N = [sqrt(p_i) Ahat_i], float64, and what rounding could have made, with a token vote.
+
+    M N is the whole mean then, and M M^T is K but for a millionth: such directions are kept last, yet they are kept.
+    """
+    M, N = [], []
+    for split, weight in zip(splits, weights, strict=True):
+        root = math.sqrt(weight)
+        M += [root * split.U, root * _TOKEN * split.U_rest]
+        N += [root * split.Ahat, root / _TOKEN * split.A_rest]
+    return torch.cat(M, dim=1), torch.cat(N, dim=0)
+
+
+def with_loss(made: ConsensusMean, lost: float) -> tuple[float, float, float]:
+    """(captured, dropped, error) against a mean of which `lost` (a bound of its norm) never reached `made`.
+
+    The mean's own size is not known then, only that it differs from `made.size` by at most that.
+    """
+    if lost == 0.0:
+        return made.captured, made.dropped, made.error
+    least = made.size - lost
+    if least <= 0:
+        return 0.0, 1.0, math.inf
+    error = (made.error * made.size + lost) / least
+    dropped = ((math.sqrt(made.dropped) * made.size + lost) / least) ** 2
+    return max(1 - error**2, 0.0), min(dropped, 1.0), error
+
+
+def require_most_of_the_mean(dropped: float, kept_in: str) -> None:
+    """Raises `RankMismatch` where an approximation may have lost a quarter of the mean's energy, half of its norm."""
+    if dropped > 0.25:
+        raise RankMismatch(
+            f"up to {dropped:.0%} of the mean update's energy is lost in {kept_in}: some clients' updates lie outside "
+            f"what most of them share, and are large. Give the server more memory (or a larger sketch), or look at "
+            f"those clients: one whose update is far larger than the others' is often a fault."
+        )

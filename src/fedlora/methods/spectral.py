@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -9,9 +10,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product
-from fedlora.lora import LoRA, fresh_rows, revive
+from fedlora.lora import LoRA, fresh_rows, revive, stack
+from fedlora.method import Update
 
 FactorSplit = Literal["balanced", "left"]
+
+
+def mean_spectrum(updates: Sequence[Update]) -> Spectrum:
+    """sum_i p_i B_i A_i in energy order: every component, and the level under which they may be rounding."""
+    B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
+    return svd_of_product(B, A, tolerance=_per_column(updates))
+
+
+def rounding_noise(updates: Sequence[Update]) -> float:
+    """How large rounding of the factors as they were stored can be in one direction of the mean."""
+    B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
+    sizes = torch.linalg.vector_norm(B.double(), dim=0) * torch.linalg.vector_norm(A.double(), dim=1)
+    return float(torch.linalg.vector_norm(sizes * _per_column(updates)))
+
+
+def _per_column(updates: Sequence[Update]) -> Tensor:
+    each = [rank_tolerance(u.stored) for u in updates for _ in range(u.lora.rank)]
+    return torch.tensor(each, dtype=torch.float64, device=updates[0].B.device)
 
 
 def start_spectrum(seed: LoRA) -> tuple[Spectrum, Tensor | None]:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product
-from fedlora.lora import LoRA, stack
+from fedlora.linalg import Spectrum
+from fedlora.lora import LoRA
 from fedlora.method import Readout, Roles, Update
-from fedlora.methods.spectral import instantiate, start_spectrum, whole
+from fedlora.methods.spectral import instantiate, mean_spectrum, start_spectrum, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +62,11 @@ class SVD:
         return Roles()
 
     def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:
-        B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
-        every = svd_of_product(B, A, tolerance=rank_tolerance(B.dtype))
+        every = mean_spectrum(updates)
         return SVDState(state.key, state.round + 1, every.head(rank_of_energy(every.s, self.energy)), None, every.rank)
 
     def readout(self, state: SVDState, client: str | None, rank: int) -> Readout:
-        chosen = torch.arange(min(rank, state.spectrum.rank))
+        chosen = torch.arange(min(rank, state.spectrum.sound))
         seed = (state.key, state.round, client or "")
         lora = instantiate(state.spectrum, chosen, rank, split="balanced", start=state.start, seed=seed)
         return Readout(lora, fresh=True)
@@ -76,8 +75,8 @@ class SVD:
         return whole(state.spectrum)
 
     def diagnostics(self, state: SVDState) -> Mapping[str, object]:
-        values = [float(s) for s in state.spectrum.s]
-        return {"rank": state.spectrum.rank, "full_rank": state.full_rank, "singular_values": values}
+        values = state.spectrum.s.tolist()
+        return {"rank": state.spectrum.sound, "full_rank": state.full_rank, "singular_values": values}
 
 
 def rank_of_energy(s: Tensor, energy: float) -> int:

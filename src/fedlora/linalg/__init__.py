@@ -1,0 +1,33 @@
+"""Thin-matrix numerics in torch alone: gauge, consensus subspace, spectra. No d_out x d_in matrix below S = d.
+
+`basics` what everything rests on; `gauge` one client's factors; `spectrum` an update in energy order; `consensus` the
+mean update of a round, cut or whole, written to be read; `fast` what runs in its place where that is safe.
+"""
+
+from fedlora.linalg.basics import eigh, gram, rank_tolerance, right_svd, unit_roundoff
+from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, consensus_mean, consensus_of_pair
+from fedlora.linalg.fast import consensus_means
+from fedlora.linalg.gauge import Canonical, Split, gauge_fix, gauge_split, gauge_splits
+from fedlora.linalg.spectrum import Spectrum, svd_of_product, with_canonical_signs
+
+__all__ = [
+    "Budget",
+    "Canonical",
+    "ConsensusMean",
+    "Contributions",
+    "Spectrum",
+    "Split",
+    "consensus_mean",
+    "consensus_means",
+    "consensus_of_pair",
+    "eigh",
+    "gauge_fix",
+    "gauge_split",
+    "gauge_splits",
+    "gram",
+    "rank_tolerance",
+    "right_svd",
+    "svd_of_product",
+    "unit_roundoff",
+    "with_canonical_signs",
+]

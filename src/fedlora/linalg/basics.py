@@ -1,0 +1,80 @@
+"""What the other files of this package rest on: roundoffs, Gram matrices, eigenproblems, one-sided SVDs.
+
+Two rules, from measurements (docs/decisions/0002-numerics.md, 0013-exact-means-exact.md):
+
+* everything between the stored factors and the stored result is float64; the result is stored in the compute dtype;
+* whether a direction of *one client's* factors is rounding noise is decided relative to the roundoff u of the dtype
+  that they were *stored* in. The mean of clients is never cut by such a tolerance.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fedlora.shapes import Float, Tensor
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """u, the largest relative error of rounding to `dtype`: 1.1e-16 (float64), 6e-8 (float32), 3.9e-3 (bfloat16)."""
+    return torch.finfo(dtype).eps / 2
+
+
+def rank_tolerance(dtype: torch.dtype) -> float:
+    """The relative size under which a singular value of factors stored in `dtype` counts as rounding noise.
+
+    u itself for the narrow types; 1e-11 for float64, whose factors often come through a gauge of condition up to 1e3
+    that multiplied their noise. Calibrated by benchmarks/rank_tolerance.py; see docs/decisions/0003-rank-tolerance.md.
+    """
+    return max(unit_roundoff(dtype), 1e-11)
+
+
+def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Float[Tensor, "*m n n"]:
+    """X^T X in `dtype`. Above a size by panels of rows, which stay in cache, and by strips of the lower triangle.
+
+    1.3 to 1.7x faster on a CPU than the whole product of the whole, which a cast of all of X would precede.
+    """
+    n, strip, panel = X.shape[-1], 48, 2048
+    if n <= 2 * strip and X.shape[-2] <= panel:
+        X = X.to(dtype)
+        return X.mT @ X
+    G = torch.zeros(*X.shape[:-2], n, n, dtype=dtype, device=X.device)
+    for top in range(0, X.shape[-2], panel):
+        P = X[..., top : top + panel, :].to(dtype)
+        for at in range(0, n, strip):
+            G[..., at:, at : at + strip] += P[..., at:].mT @ P[..., at : at + strip]
+    for at in range(0, n, strip):  # mirrored in place: of this size a second matrix would cost more than the products
+        block = G[..., at : at + strip, at : at + strip]
+        block.copy_(block.tril() + block.tril(-1).mT)
+        G[..., at : at + strip, at + strip :] = G[..., at + strip :, at : at + strip].mT
+    return G
+
+
+def eigh(G: Float[Tensor, "*m n n"]) -> tuple[Float[Tensor, "*m n"], Float[Tensor, "*m n n"]]:
+    """Eigenvalues (ascending) and eigenvectors of a symmetric G, where G is. A small one on a GPU goes to the CPU and
+    back, for its eigenproblem is a chain of tiny steps. How small was not measured; no GPU was at hand.
+    """
+    if G.device.type == "cpu" or G.shape[-1] > 512:
+        values, vectors = torch.linalg.eigh(G)
+        return values, vectors
+    values, vectors = torch.linalg.eigh(G.cpu())
+    return values.to(G.device), vectors.to(G.device)
+
+
+def right_svd(X: Float[Tensor, "d n"]) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
+    """Singular values (descending) and right singular vectors V of a tall X (d >= n, else of either shape), in float64.
+
+    X = (X V s^-1) s V^T; the left factor is for the caller to form, of only those columns that it keeps.
+
+    float32 data go through the Gram matrix X^T X in float64: its round-off, 1e-16 s_1^2, leaves singular values right
+    down to 1e-8 s_1, which is below the float32 noise in X itself. float64 data go through QR and the SVD of R.
+    """
+    if X.dtype == torch.float64:
+        _, s, Vh = torch.linalg.svd(torch.linalg.qr(X, mode="r").R, full_matrices=False)
+        return s, Vh.mH
+    eigenvalues, V = eigh(gram(X))
+    return eigenvalues.flip(0).clamp(min=0).sqrt(), V.flip(1)
+
+
+def count_above(s: Tensor, floor: float) -> int:
+    """How many of `s` exceed `floor`."""
+    return int((s > floor).sum())

@@ -1,0 +1,371 @@
+"""The mean update of a round, projected on the consensus subspace of its clients: the paper's aggregation, in float64.
+
+    mean = sum_i p_i B_i A_i            of the factors as they were stored; no tolerance ever takes part of it away
+    K    = sum_i p_i U_i U_i^T          the clients' votes, U_i from `gauge_split`
+    U_ref = TopEig_R(K),  result = U_ref U_ref^T mean, as its SVD
+
+All of it happens in coordinates of the columns that the clients sent: with the stacked [B_1 B_2 ..] = Q T and
+[A_1; A_2; ..]^T = P W the mean is Q C P^T, and C, K and every energy are small matrices in float64. What is left out is
+added up there too, so that `captured`, `dropped` and `error` are measurements.
+
+The order in which directions are kept, where the budget R does not hold all (docs/decisions/0013-exact-means-exact.md):
+those that clients vote for, by K's eigenvalue; those without a vote in which the mean is more than rounding, by its
+energy there; last those that are rounding in every respect. This is the reference; `fast` is what runs where it can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fedlora.errors import RankTie
+from fedlora.linalg.basics import count_above, unit_roundoff
+from fedlora.linalg.gauge import Canonical, gauge_split
+from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, require_some, with_canonical_signs
+from fedlora.shapes import Float, Tensor
+
+Tie = Literal["energy", "paper", "error"]
+Basis = Literal["projector", "energy"]
+
+_U64 = unit_roundoff(torch.float64)
+# Singular values of the votes are known to this, relative to the largest.
+_RESOLVED = 1e-13
+
+
+@dataclass(frozen=True, eq=False)
+class Contributions:
+    """What the clients of one round sent for one matrix.
+
+    pairs: (B_i (d_out, r_i), A_i (r_i, d_in)) of each, all of one dtype, the compute dtype. weights: p_i. roundoffs:
+    the unit roundoff of the dtype in which each arrived. tolerances: `rank_tolerance` of it, or the user's.
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    weights: Sequence[float]
+    roundoffs: Sequence[float]
+    tolerances: Sequence[float]
+
+    @property
+    def ranks(self) -> list[int]:
+        return [B.shape[1] for B, _ in self.pairs]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pairs[0][0].dtype
+
+    def per_column(self, values: Sequence[float]) -> Float[Tensor, " S"]:
+        """Each client's value once for each of its columns, float64."""
+        each = [v for v, r in zip(values, self.ranks, strict=True) for _ in range(r)]
+        return torch.tensor(each, dtype=torch.float64, device=self.pairs[0][0].device)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of the mean is kept and by whose choice.
+
+    rank: R. tie: where R cuts a block of equal eigenvalues TopEig_R is not unique. "energy": keep those directions of
+    the block that hold most of the mean (unique again, and of least error). "paper": whatever the eigensolver returns.
+    "error": raise `RankTie`. basis: "projector", the paper's, or "energy", the strongest directions of the mean itself.
+    """
+
+    rank: int
+    tie: Tie = "energy"
+    basis: Basis = "projector"
+    canonical: Canonical = "product"
+
+
+@dataclass(frozen=True, eq=False)
+class ConsensusMean:
+    """The projected mean in energy order, and what is worth knowing about how it was cut.
+
+    bases, alignments: of each client U_i (d_out, k_i) and ||U_i^T u_j||^2 (l,) with each component; empty where the
+    clients are not known singly.
+    union_rank: directions beyond rounding that R chose among. gap: (lambda_R - lambda_R+1) / lambda_R at the cut; inf
+    where nothing was cut. tied: the cut went through a block of eigenvalues equal within what rounding can tell.
+    captured: the share of the mean's energy that the result holds.
+    dropped: the share that anything other than R took: directions taken for rounding, and rounding itself.
+    error: ||result - mean|| / ||mean||, what was left out and rounding together; never less than it is, and at most
+    twice above the roundoff of float64.
+    rounding: the share of the result's energy in directions that rounding of the stored factors could have made.
+    size: ||mean||_F.
+    """
+
+    spectrum: Spectrum
+    bases: tuple[Tensor, ...]
+    alignments: tuple[Tensor, ...]
+    union_rank: int
+    gap: float
+    tied: bool
+    captured: float
+    dropped: float
+    error: float
+    rounding: float
+    size: float
+
+
+def consensus_mean(sent: Contributions, budget: Budget) -> ConsensusMean:
+    """The mean of what the clients sent, within the budget.
+
+    Raises:
+        RankTie: with tie="error", where R cuts a tie.
+    """
+    p = sent.per_column(sent.weights)
+    core = _core(torch.cat([B for B, _ in sent.pairs], dim=1), torch.cat([A for _, A in sent.pairs], dim=0), p)
+    blocks = list(zip(core.left.split(sent.ranks, dim=1), core.right.split(sent.ranks, dim=0), strict=True))
+    own = [
+        gauge_split(B, A, tolerance=tolerance, canonical=budget.canonical).U
+        for (B, A), tolerance in zip(blocks, sent.tolerances, strict=True)
+    ]
+    votes = torch.cat([U * math.sqrt(w) for U, w in zip(own, sent.weights, strict=True)], dim=1)
+    noise = math.hypot(*(t * math.sqrt(w) for t, w in zip(sent.tolerances, sent.weights, strict=True)))
+    owners = [k for k, U in enumerate(own) for _ in range(U.shape[1])]
+    roundoffs = torch.tensor([sent.roundoffs[k] for k in owners], dtype=torch.float64, device=votes.device)
+    stored = float(torch.linalg.vector_norm(core.terms * sent.per_column(sent.tolerances)))
+    made = _projected(core, votes, noise, roundoffs, stored, budget, sent.dtype)
+    bases = tuple(_lift(core.Q, U).to(sent.dtype) for U in own)
+    alignments = tuple((U.mH @ made.directions).square().sum(dim=0) for U in own)
+    return made.result(bases, alignments)
+
+
+def consensus_of_pair(
+    M: Float[Tensor, "d_out S"],
+    N: Float[Tensor, "S d_in"],
+    budget: Budget,
+    *,
+    roundoff: float,
+    noise: float,
+    floor: float,
+) -> ConsensusMean:
+    """The mean M @ N and the votes K = M M^T, where the clients are no longer known singly.
+
+    Args:
+        roundoff: of the clients in the mean, by weight; it decides what counts as a tie.
+        noise, floor: how large rounding of the stored factors can be, in one direction of M and in one of M @ N.
+    """
+    core = _core(M, N, torch.ones(M.shape[1], dtype=torch.float64, device=M.device))
+    roundoffs = torch.full_like(core.scale, roundoff)
+    return _projected(core, core.left / core.scale, noise, roundoffs, floor, budget, M.dtype).result((), ())
+
+
+# ------------------------------------------------------------------------------------------------------- coordinates
+
+
+@dataclass(frozen=True, eq=False)
+class _Core:
+    """The mean in orthonormal coordinates, float64: mean = Q C P^T with C = left diag(p) right.
+
+    Q (d_out, m), P (d_in, n), orthonormal; None for the identity, where there are more columns than d. left (m, S): the
+    stacked B's columns, scaled by `scale` (S,) to a norm in [1, 2). right (S, n): the stacked A's rows, by its inverse.
+    terms (S,): p_j ||b_j|| ||a_j||, the sizes of what was added up.
+    """
+
+    Q: Tensor | None
+    P: Tensor | None
+    left: Tensor
+    right: Tensor
+    C: Tensor
+    scale: Tensor
+    terms: Tensor
+
+
+def _core(B: Tensor, A: Tensor, p: Tensor) -> _Core:
+    B, A = B.double(), A.double()
+    norms = torch.linalg.vector_norm(B, dim=0)
+    scale = torch.where(norms > 0, torch.exp2(-torch.floor(torch.log2(norms))), 1.0)
+    terms = p * norms * torch.linalg.vector_norm(A, dim=1)
+    B, A = B * scale, A / scale[:, None]
+    Q, left = torch.linalg.qr(B) if B.shape[0] > B.shape[1] else (None, B)
+    P, right = torch.linalg.qr(A.mH) if A.shape[1] > A.shape[0] else (None, A.mH)
+    right = right.mH
+    return _Core(Q, P, left, right, (left * p) @ right, scale, terms)
+
+
+def _lift(basis: Tensor | None, coordinates: Tensor) -> Tensor:
+    return coordinates if basis is None else basis @ coordinates
+
+
+# --------------------------------------------------------------------------------------------------------- the cut
+
+
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """basis (m, keep): coordinates of U_ref. left_out, dropped: energies of the mean outside it, all of it and what is
+    not R's doing."""
+
+    basis: Tensor
+    union_rank: int
+    gap: float
+    tied: bool
+    left_out: float
+    dropped: float
+
+
+def _chosen(votes: Tensor, noise: float, roundoffs: Tensor, C: Tensor, floor: float, budget: Budget) -> _Chosen:
+    """U_ref in coordinates. noise: of singular values of `votes`; floor: of the mean in one direction."""
+    X, s = _every_direction(votes)
+    voted = count_above(s, _RESOLVED * float(s[0])) if len(s) and s[0] > 0 else 0
+    rest = X[:, voted:]
+    if rest.shape[1]:
+        X = torch.cat([X[:, :voted], rest @ _left_vectors(rest.mH @ C)], dim=1)
+    energy = (X.mH @ C).square().sum(dim=1)
+    loud = energy.sqrt() > floor
+    certain = torch.zeros(X.shape[1], dtype=torch.bool, device=X.device)
+    certain[:voted] = s[:voted] > noise
+    sound = certain | loud
+    by_vote = sound.clone()
+    by_vote[voted:] = False
+    first, second = by_vote.nonzero()[:, 0], (sound & ~by_vote).nonzero()[:, 0]
+    last = (~sound).nonzero()[:, 0]
+    last = last[torch.argsort(energy[last], descending=True, stable=True)]
+    order = torch.cat([first, second, last])
+    union, keep = len(first) + len(second), min(budget.rank, X.shape[1])
+    X, energy, sound = X[:, order], energy[order], sound[order]
+    gap, tied = math.inf, False
+    if keep < len(first):
+        values = s[first].square()
+        gap = float((values[keep - 1] - values[keep]) / values[keep - 1])
+        tolerance = _tie_tolerance(votes, X[:, keep - 1 : keep + 1], values[keep - 1 : keep + 1], roundoffs)
+        tied = gap <= tolerance
+        X, energy = _untied(X, energy, values, keep, tolerance, C, budget) if tied else (X, energy)
+    elif keep < union:
+        gap = float((energy[keep - 1] - energy[keep]) / energy[keep - 1]) if keep > len(first) else 1.0
+    out = slice(keep, None)
+    return _Chosen(
+        X[:, :keep], union, gap, tied, float(energy[out].sum()), float(energy[out][~sound[out]].sum())
+    )
+
+
+def _every_direction(votes: Tensor) -> tuple[Tensor, Tensor]:
+    """All left singular vectors (m, m) of the votes and their singular values (m,), zero where nobody votes."""
+    m = votes.shape[0]
+    if votes.shape[1] == 0:
+        return torch.eye(m, dtype=votes.dtype, device=votes.device), votes.new_zeros(m)
+    wide = votes.shape[1] > m
+    X, s, _ = torch.linalg.svd(torch.linalg.qr(votes.mH, mode="r").R.mH if wide else votes, full_matrices=True)
+    return X, torch.cat([s, s.new_zeros(m - len(s))])
+
+
+def _left_vectors(X: Tensor) -> Tensor:
+    """All left singular vectors, square."""
+    O: Tensor = torch.linalg.svd(X, full_matrices=X.shape[1] < X.shape[0])[0]
+    return O
+
+
+def _tie_tolerance(votes: Tensor, directions: Tensor, eigenvalues: Tensor, roundoffs: Tensor) -> float:
+    """The relative gap under which the two eigenvalues at the cut count as equal: sqrt(u), u of the clients in it.
+
+    An eigenvalue is a sum of its clients' votes, and moves by the roundoff of each times its share; a cut inside a gap
+    g moves by u / g, so under sqrt(u) it would keep less than half of the digits. docs/decisions/0004-ties.md.
+    """
+    shares = (votes.mH @ directions).square() / eigenvalues
+    return float((roundoffs @ shares).max().sqrt())
+
+
+def _untied(
+    X: Tensor, energy: Tensor, values: Tensor, keep: int, tolerance: float, C: Tensor, budget: Budget
+) -> tuple[Tensor, Tensor]:
+    """X and energy with the tied block turned so that its strongest directions come first."""
+    at_cut = float(values[keep - 1])
+    if budget.tie == "error":
+        raise RankTie(
+            f"the rank budget R = {budget.rank} cuts a block of equal consensus eigenvalues ({at_cut:.6g}, equal to "
+            f"{tolerance:.1e}), so the top-{budget.rank} subspace is not unique. Raise R (the union of the client "
+            f"subspaces has rank {len(values)}), or use tie='energy'."
+        )
+    if budget.tie == "paper":
+        return X, energy
+    inside = ((values - at_cut).abs() <= tolerance * at_cut).nonzero()
+    block = slice(int(inside[0]), int(inside[-1]) + 1)
+    X = X.clone()
+    X[:, block] = X[:, block] @ _left_vectors(X[:, block].mH @ C)
+    return X, (X.mH @ C).square().sum(dim=1)
+
+
+# ------------------------------------------------------------------------------------------------------ the result
+
+
+@dataclass(frozen=True, eq=False)
+class _Projected:
+    """The result, and `directions` (m, l): its left singular vectors in coordinates."""
+
+    spectrum: Spectrum
+    directions: Tensor
+    chosen: _Chosen
+    captured: float
+    dropped: float
+    error: float
+    rounding: float
+    size: float
+
+    def result(self, bases: tuple[Tensor, ...], alignments: tuple[Tensor, ...]) -> ConsensusMean:
+        c = self.chosen
+        return ConsensusMean(
+            self.spectrum, bases, alignments, c.union_rank, c.gap, c.tied,
+            self.captured, self.dropped, self.error, self.rounding, self.size,
+        )  # fmt: skip
+
+
+def _projected(
+    core: _Core, votes: Tensor, noise: float, roundoffs: Tensor, stored: float, budget: Budget, dtype: torch.dtype
+) -> _Projected:
+    C, terms = core.C, float(torch.linalg.vector_norm(core.terms))
+    energy = float(C.square().sum())
+    if budget.basis == "energy":
+        chosen = _strongest(C, budget, stored, roundoffs)
+    else:
+        chosen = _chosen(votes, noise, roundoffs, C, stored, budget)
+    whole = chosen.basis.shape[1] == C.shape[0]  # then no basis is needed, and none rounds
+    O, s, Wh = torch.linalg.svd(C if whole else chosen.basis.mH @ C, full_matrices=False)
+    kept, level, rounding = cut_by_rounding(s, terms=terms, stored=stored, worked_in=torch.float64, stored_in=dtype)
+    require_some(s[:kept], dtype)
+    trimmed = float(s[kept:].square().sum())
+    O, s, Wh = O[:, :kept], s[:kept], Wh[:kept]
+    directions = O if whole else chosen.basis @ O
+    U, Vh = _lift(core.Q, directions), _lift(core.P, Wh.mH).mH
+    stored_U, stored_s, stored_Vh = U.to(dtype), s.to(dtype), Vh.to(dtype)
+    off = storing_error(
+        torch.linalg.vector_norm(U - stored_U, dim=0), s, s - stored_s, torch.linalg.vector_norm(Vh - stored_Vh, dim=1)
+    )
+    off += 64 * _U64 * terms  # of the float64 arithmetic; an upper bound
+    spectrum = with_canonical_signs(stored_U.clone(), stored_s, stored_Vh.clone(), level)
+    if kept == 0:  # exact cancellation, or nothing was sent: there is no mean to be a share of
+        return _Projected(spectrum, directions, chosen, 1.0, 0.0, 0.0, 0.0, 0.0)
+    captured, dropped, error = accounts(
+        energy, left_out=chosen.left_out + trimmed, dropped=chosen.dropped + trimmed, off=off
+    )
+    return _Projected(spectrum, directions, chosen, captured, dropped, error, rounding, math.sqrt(energy))
+
+
+def _strongest(C: Tensor, budget: Budget, stored: float, roundoffs: Tensor) -> _Chosen:
+    """The top-R left singular vectors of the mean itself: least error, unbounded influence.
+
+    gap: between squared singular values. Source: named as future work in the paper's conclusion.
+    """
+    O, s, _ = torch.linalg.svd(C, full_matrices=False)
+    energy, keep = s.square(), min(budget.rank, len(s))
+    union = count_above(s, min(stored, float(s[0]) / 2)) if len(s) else 0
+    gap, tied = math.inf, False
+    if keep < union:
+        gap = float(1 - energy[keep] / energy[keep - 1])
+        tied = gap <= math.sqrt(float(roundoffs.max())) if len(roundoffs) else False
+    return _Chosen(O[:, :keep], union, gap, tied, float(energy[keep:].sum()), 0.0)
+
+
+def storing_error(of_U: Tensor, s: Tensor, of_s: Tensor, of_Vh: Tensor) -> float:
+    """A bound of ||stored - exact||_F from the rounding of each column of U, each s and each row of Vh.
+
+    To first order the three do not help each other out; together they are at least 1 / sqrt(3) of their sum.
+    """
+    parts = [float(torch.linalg.vector_norm(x)) for x in (of_U * s, of_s, of_Vh * s)]
+    return math.fsum(parts)
+
+
+def accounts(energy: float, *, left_out: float, dropped: float, off: float) -> tuple[float, float, float]:
+    """(captured, dropped, error) of a result, from squared norms: of the mean, of what of it was left out, and of what
+    of that was not R's doing; off: the norm of what rounding cost."""
+    lost = (left_out + off**2) / energy * (1 + 1e-9)
+    return max(1 - lost, 0.0), min((dropped + off**2) / energy, 1.0), math.sqrt(lost)

@@ -1,0 +1,315 @@
+"""What runs in the place of `consensus.consensus_mean`: matrices of one shape at once, from Gram matrices in float64.
+
+The same coordinates, by a Cholesky factor of the columns' Gram matrix instead of a QR: [B_1 B_2 ..] D = Q T with
+T^T T their Gram matrix, Q = B D T^-1 never formed. Then the mean is Q (T w A), and U and V^T are one tall product each.
+It answers where that is safe: float32, columns not nearly dependent, every client's rank beyond doubt, no tie at the
+cut. What is not goes to `consensus_mean`, one by one. tests/test_consensus.py compares them on every hard family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fedlora.linalg.basics import eigh, gram, unit_roundoff
+from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, accounts, consensus_mean, storing_error
+from fedlora.linalg.gauge import CACHED
+from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, with_canonical_signs
+from fedlora.parallel import Each, one_by_one
+
+_U64 = unit_roundoff(torch.float64)
+# The least pivot of columns of norm 1. What is made from their Gram matrix is orthonormal to 1e-16 over its square.
+_LEAST_PIVOT = 1e-4
+# The least singular value of the mean, relative to the largest and to the terms, for which an eigenproblem does.
+_LEAST_OF_MEAN, _LEAST_OF_TERMS = 1e-5, 3e-6
+# Rows of a tall product at a time: what is made of them stays in cache.
+_PANEL = 1024
+
+
+def consensus_means(
+    sent: Sequence[Contributions], budgets: Sequence[Budget], each: Each = one_by_one
+) -> list[ConsensusMean]:
+    """[consensus_mean(...) for each matrix]. each: how to go through the batches, which are the same however that is.
+
+    Raises:
+        RankTie: as `consensus_mean`.
+    """
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for k, (s, budget) in enumerate(zip(sent, budgets, strict=True)):
+        B, A = s.pairs[0]
+        ordinary = s.dtype == torch.float32 and budget.basis == "projector" and min(s.weights) > 0
+        if ordinary and 0 < min(s.ranks) and max(s.ranks) <= min(len(B), A.shape[1]):
+            alike.setdefault((B.device, len(B), A.shape[1], tuple(s.ranks), budget), []).append(k)
+    batches = []
+    for members in alike.values():
+        s = sent[members[0]]
+        at_once = max(1, CACHED // (8 * sum(s.ranks) * max(len(s.pairs[0][0]), s.pairs[0][1].shape[1])))
+        batches += [members[first : first + at_once] for first in range(0, len(members), at_once)]
+    found = each(lambda batch: _Batch.of([sent[k] for k in batch]).means(budgets[batch[0]]), batches)
+    made: dict[int, ConsensusMean] = {}
+    for members, means in zip(batches, found, strict=True):
+        made |= {k: mean for k, mean in zip(members, means, strict=True) if mean is not None}
+    others = [k for k in range(len(sent)) if k not in made]
+    made |= dict(zip(others, each(lambda k: consensus_mean(sent[k], budgets[k]), others), strict=True))
+    return [made[k] for k in range(len(sent))]
+
+
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """The clients of one rank r in a batch. at (c, r): their columns. own (m, c, r, r): the Cholesky factors of their
+    columns' Gram matrices, lower, so that B_i D = U_i own^T."""
+
+    clients: list[int]
+    at: Tensor
+    own: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """m matrices of one shape, their clients' factors side by side; float64 but for B and A.
+
+    B (m, d_out, S), A (m, S, d_in). scale (m, S): D, which makes B's columns 1 long. w (m, S): p / D. sizes (m, S):
+    ||a_j||. G: Gram of B D, or None where S > d_out; H: Gram of A's rows, or None where S > d_in. T (m, mm, S).
+    """
+
+    sent: Sequence[Contributions]
+    B: Tensor
+    A: Tensor
+    scale: Tensor
+    w: Tensor
+    sizes: Tensor
+    H: Tensor | None
+    T: Tensor
+    alike: list[_Alike]
+    sound: Tensor
+
+    @classmethod
+    def of(cls, sent: Sequence[Contributions]) -> _Batch:
+        B = _stacked([torch.cat([B for B, _ in s.pairs], dim=1) for s in sent])
+        A = _stacked([torch.cat([A for _, A in s.pairs], dim=0) for s in sent])
+        S = B.shape[2]
+        G, H = (gram(B) if S <= B.shape[1] else None), (gram(A.mT) if S <= A.shape[2] else None)
+        lengths = _diagonal(G) if G is not None else B.double().square().sum(dim=1)
+        sizes = (_diagonal(H) if H is not None else A.double().square().sum(dim=2)).sqrt()
+        scale = lengths.clamp(min=1e-300).rsqrt()
+        p = torch.stack([s.per_column(s.weights) for s in sent])
+        sound = lengths.amin(dim=1) > 0
+        if G is not None:
+            G = scale[:, :, None] * G * scale[:, None, :]
+            L, sound = _cholesky(G, sound)
+            T = L.mT
+        else:
+            T = B.double() * scale[:, None, :]
+        alike, sound = _own(sent, T, G, A, H, scale, sound)
+        return cls(sent, B, A, scale, p / scale, sizes, H, T, alike, sound)
+
+    def means(self, budget: Budget) -> list[ConsensusMean | None]:
+        """One for each matrix, None where it is not safe."""
+        mm, nothing_cut = self.T.shape[1], budget.rank >= self.T.shape[1]
+        Tw = self.T * self.w[:, None, :]
+        C = None if self.H is not None else Tw @ self.A.double()  # (m, mm, d_in)
+        square = Tw @ self.H @ Tw.mT if C is None else C @ C.mT  # C C^T either way
+        total = _diagonal(square).sum(dim=1)
+        terms = torch.linalg.vector_norm(self.w * self.sizes, dim=1)
+        sound, gap = self.sound, torch.full_like(total, math.inf)
+        P = None
+        if not nothing_cut:
+            P, gap, sound = self._consensus(budget, sound)
+            square = P.mT @ square @ P
+        values, O = eigh(square)
+        rank = min(square.shape[1], self.A.shape[2])
+        s, O = values.flip(1)[:, :rank].clamp(min=1e-300).sqrt(), O.flip(2)[:, :, :rank]
+        far = s[:, -1] > torch.maximum(_LEAST_OF_MEAN * s[:, 0], _LEAST_OF_TERMS * terms)
+        sound = sound & torch.isfinite(total)
+        if not bool(sound.any()):
+            return [None] * len(self.sent)
+        directions = O if P is None else P @ O
+        to_Vh = (directions / s[:, None, :]).mT @ (Tw if C is None else C)
+        steep = sound & ~far
+        if bool(steep.any()):  # small components: their right side not from the left, which would cost orthonormality
+            sound = self._steep(steep, P, Tw, C, directions, s, to_Vh, sound)
+        U, off_U = self._left(directions)
+        Vh, off_V = (a.mT if a.dim() == 3 else a for a in _product(self.A.mT, to_Vh.mT)) if C is None else _cast(to_Vh)
+        left_out = torch.zeros_like(total)
+        if not nothing_cut:  # a difference of two sums, which says no less than this
+            left_out = total - s.square().sum(dim=1) + 64 * _U64 * total
+            sound = sound & (left_out > 1e-11 * total)
+        return self._results(budget, U, s, Vh, (off_U, off_V), directions, total, left_out, terms, gap, sound, mm)
+
+    def _consensus(self, budget: Budget, sound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The top-R eigenvectors of K in coordinates (m, mm, R), the gap at the cut, and where this may be trusted."""
+        votes = torch.empty_like(self.T)
+        for group in self.alike:
+            own = torch.linalg.solve_triangular(group.own, self._columns(group).mT, upper=False).mT  # U_i
+            root = torch.tensor([[s.weights[k] for k in group.clients] for s in self.sent], dtype=torch.float64).sqrt()
+            own = own * root.to(own)[:, :, None, None]
+            votes[:, :, group.at.flatten()] = own.transpose(1, 2).flatten(2)
+        values, X = eigh(votes @ votes.mT)
+        values, X = values.flip(1), X.flip(2)
+        noise = torch.tensor(
+            [sum(p * t * t for p, t in zip(s.weights, s.tolerances, strict=True)) for s in self.sent],
+            dtype=torch.float64,
+        ).to(values)
+        R = budget.rank
+        gap = 1 - values[:, R] / values[:, R - 1]
+        untied = torch.tensor([max(s.roundoffs) ** 0.5 for s in self.sent], dtype=torch.float64).to(values)
+        certain = values[:, -1] > torch.maximum(4 * noise, 1e-10 * values[:, 0])
+        clear = (gap > untied) if budget.tie != "paper" else torch.ones_like(certain)
+        return X[:, :, :R], gap, sound & certain & clear
+
+    def _columns(self, group: _Alike) -> Tensor:
+        """T's columns of each client of a group (m, c, mm, r)."""
+        return self.T[:, :, group.at.flatten()].unflatten(2, group.at.shape).transpose(1, 2)
+
+    def _steep(
+        self, steep: Tensor, P: Tensor | None, Tw: Tensor, C: Tensor | None,
+        directions: Tensor, s: Tensor, to_Vh: Tensor, sound: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Sets directions, s and to_Vh of the matrices in `steep`, from an SVD of C itself; returns who is sound."""
+        at = steep.nonzero()[:, 0]
+        if C is None:
+            assert self.H is not None
+            unit = self.sizes[at].clamp(min=1e-300)
+            L, fine = _cholesky(self.H[at] / (unit[:, :, None] * unit[:, None, :]), steep[at])
+            core = (Tw[at] * unit[:, None, :]) @ L
+            sound = sound.clone()
+            sound[at] = fine
+        else:
+            core = C[at]
+        O, values, Wh = torch.linalg.svd(core if P is None else P[at].mT @ core, full_matrices=False)
+        directions[at], s[at] = O if P is None else P[at] @ O, values
+        to_Vh[at] = Wh if C is not None else torch.linalg.solve_triangular(L.mT, Wh.mT, upper=True).mT / unit[:, None]
+        return sound
+
+    def _left(self, directions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.B.shape[2] > self.B.shape[1]:
+            return _cast(directions, along=1)
+        return _product(self.B, self.scale[:, :, None] * torch.linalg.solve_triangular(self.T, directions, upper=True))
+
+    def _results(
+        self, budget: Budget, U: Tensor, s: Tensor, Vh: Tensor, off: tuple[Tensor, Tensor], directions: Tensor,
+        total: Tensor, left_out: Tensor, terms: Tensor, gap: Tensor, sound: Tensor, mm: int,
+    ) -> list[ConsensusMean | None]:  # fmt: skip
+        stored = torch.stack([s.per_column(s.tolerances) for s in self.sent])
+        floors = torch.linalg.vector_norm(stored * self.w * self.sizes, dim=1)
+        every = with_canonical_signs(U, s.to(U), Vh)
+        bases, alignments = self._clients(directions)
+        of_U, of_V = off
+        of_s = s - every.s
+        numbers = [x.tolist() for x in (total, left_out, terms, floors, gap, sound)]
+        results: list[ConsensusMean | None] = []
+        for k, (energy, out, size, floor, at_cut, safe) in enumerate(zip(*numbers, strict=True)):
+            if not safe:
+                results.append(None)
+                continue
+            keep, noise, rounding = cut_by_rounding(
+                s[k], terms=size, stored=floor, worked_in=torch.float64, stored_in=torch.float32
+            )
+            if keep == 0 or not every.s[k, 0] > 0:
+                results.append(None)
+                continue
+            trimmed = float(s[k, keep:].square().sum()) if keep < s.shape[1] else 0.0
+            cost = storing_error(of_U[k], s[k], of_s[k], of_V[k]) + 64 * _U64 * size
+            captured, dropped, error = accounts(energy, left_out=out + trimmed, dropped=trimmed, off=cost)
+            spectrum = Spectrum(every.U[k, :, :keep], every.s[k, :keep], every.Vh[k, :keep], noise)
+            results.append(
+                ConsensusMean(
+                    spectrum, tuple(bases[k]), tuple(a[:keep] for a in alignments[k]), mm, at_cut, False,
+                    captured, dropped, error, rounding, math.sqrt(energy),
+                )  # fmt: skip
+            )
+        return results
+
+    def _clients(self, directions: Tensor) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Each client's basis U_i and alignment ||U_i^T u_j||^2, matrix by matrix."""
+        count = len(self.sent[0].pairs)
+        bases = [[torch.empty(0)] * count for _ in self.sent]
+        alignments = [[torch.empty(0)] * count for _ in self.sent]
+        for group in self.alike:
+            along = self._columns(group).mT @ directions[:, None]  # (B_i D)^T U
+            scores = torch.linalg.solve_triangular(group.own, along, upper=False).square().sum(dim=2)
+            D = torch.diag_embed(self.scale[:, group.at])
+            to_basis = torch.linalg.solve_triangular(group.own, D, upper=False).mT
+            own = self.B[:, :, group.at.flatten()].unflatten(2, group.at.shape).transpose(1, 2).double() @ to_basis
+            own = own.to(self.B)
+            for k in range(len(self.sent)):
+                for j, i in enumerate(group.clients):
+                    bases[k][i], alignments[k][i] = own[k, j].clone(), scores[k, j]
+        return bases, alignments
+
+
+def _own(
+    sent: Sequence[Contributions], T: Tensor, G: Tensor | None, A: Tensor, H: Tensor | None, scale: Tensor, sound: Tensor
+) -> tuple[list[_Alike], Tensor]:
+    """The clients by rank, and of which matrices all have factors of full rank, beyond what rounding can do."""
+    ranks = sent[0].ranks
+    starts = [end - r for r, end in zip(ranks, accumulate(ranks), strict=True)]
+    alike = []
+    for r in sorted(set(ranks)):
+        clients = [i for i, rank in enumerate(ranks) if rank == r]
+        at = torch.tensor([[*range(starts[i], starts[i] + r)] for i in clients], device=T.device)
+        columns, rows = at[:, :, None], at[:, None, :]
+        if G is not None:
+            of_B = G[:, columns, rows]
+        else:
+            own = T[:, :, at.flatten()].unflatten(2, at.shape).transpose(1, 2)
+            of_B = own.mT @ own
+        if H is not None:
+            of_A = H[:, columns, rows]
+        else:
+            own = A[:, at.flatten()].unflatten(1, at.shape).double()
+            of_A = own @ own.mT
+        tolerance = torch.tensor([[s.tolerances[i] for i in clients] for s in sent], dtype=torch.float64).to(T)
+        L, failed = torch.linalg.cholesky_ex(of_B)
+        fine = (failed == 0).all(dim=1)
+        L = torch.where(fine[:, None, None, None], L, torch.eye(r).to(L))
+        pivot = _diagonal(L).amin(dim=2)
+        fine = fine & (pivot > torch.clamp(4 * tolerance * r**0.5, min=1e-3)).all(dim=1)
+        unscale = 1 / scale[:, at]
+        of_A = unscale[..., :, None] * of_A * unscale[..., None, :]
+        used = torch.linalg.eigvalsh(L.mT @ of_A @ L)  # squares of Ahat_i's singular values
+        lengths = _diagonal(of_A).sqrt()
+        level = torch.linalg.vector_norm(L.mT.abs() @ lengths[..., None], dim=(2, 3))
+        least = torch.maximum(1e-12 * used[..., -1], (2 * tolerance * level).square())
+        sound = sound & fine & (used[..., 0] > least).all(dim=1)
+        alike.append(_Alike(clients, at, L))
+    return alike, sound
+
+
+def _stacked(matrices: list[Tensor]) -> Tensor:
+    return torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]
+
+
+def _diagonal(X: Tensor) -> Tensor:
+    return X.diagonal(dim1=-2, dim2=-1)
+
+
+def _cholesky(G: Tensor, sound: Tensor) -> tuple[Tensor, Tensor]:
+    """L with G = L L^T of matrices with a diagonal of ones, and which of those that were sound still are."""
+    L, failed = torch.linalg.cholesky_ex(G)
+    L = torch.where(failed[:, None, None] > 0, torch.eye(L.shape[1]).to(L), L)  # not to be used, only to be finite
+    return L, sound & (failed == 0) & (_diagonal(L).amin(dim=1) > _LEAST_PIVOT)
+
+
+def _product(X: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
+    """X @ small, computed in float64 and stored in X's dtype, and the norm of each column's rounding. (m, d, S), (m, S, l)."""
+    made = X.new_empty(*X.shape[:2], small.shape[2])
+    if not X.is_contiguous() and X.mT.is_contiguous():  # the other way round in memory, as X is
+        made = X.new_empty(X.shape[0], small.shape[2], X.shape[1]).mT
+    off = small.new_zeros(small.shape[0], small.shape[2])
+    for top in range(0, X.shape[1], _PANEL):
+        panel = X[:, top : top + _PANEL].double() @ small
+        made[:, top : top + _PANEL] = panel
+        off += panel.sub_(made[:, top : top + _PANEL]).square_().sum(dim=1)
+    return made, off.sqrt()
+
+
+def _cast(X: Tensor, along: int = 2) -> tuple[Tensor, Tensor]:
+    """X in float32, and the norm of the rounding along a dimension."""
+    stored = X.float()
+    return stored, torch.linalg.vector_norm(X - stored, dim=along)

@@ -1,0 +1,158 @@
+"""What of one client's factors (B, A) does not depend on the gauge, and what of them may be rounding.
+
+    U, Ahat = gauge_fix(B, A, tolerance=u)           U^T U = I, U Ahat = B A up to what rounding of B and A can be
+    split   = gauge_split(B, A, tolerance=u)         the same, and beside it that rest: nothing of B A is lost
+    splits  = gauge_splits(pairs, tolerances=us)     of many, those of one shape at once
+
+A rank decision belongs here and nowhere else: it says which directions of this client have a vote in the consensus. It
+never says what belongs to the mean of clients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fedlora.linalg.basics import count_above, eigh, unit_roundoff
+from fedlora.shapes import Float, Tensor
+
+Canonical = Literal["product", "B"]
+
+# Bytes of one factor of a batch in float64, so that a batch and what is made of it stay in a core's cache.
+CACHED = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """B A = U Ahat + U_rest A_rest, with [U U_rest] orthonormal.
+
+    U (d_out, k) and Ahat (k, d_in): the directions that are there beyond doubt. U_rest (d_out, q) and A_rest (q, d_in):
+    those that rounding of the stored factors could have made; q = 0 where they hold nothing.
+    """
+
+    U: Tensor
+    Ahat: Tensor
+    U_rest: Tensor
+    A_rest: Tensor
+
+    def to(self, dtype: torch.dtype) -> Split:
+        """The same in another dtype."""
+        return Split(self.U.to(dtype), self.Ahat.to(dtype), self.U_rest.to(dtype), self.A_rest.to(dtype))
+
+
+def gauge_fix(
+    B: Float[Tensor, "d_out r"],
+    A: Float[Tensor, "r d_in"],
+    *,
+    tolerance: float,
+    canonical: Canonical = "product",
+) -> tuple[Float[Tensor, "d_out k"], Float[Tensor, "k d_in"]]:
+    """(U, Ahat) with U^T U = I and U @ Ahat = B @ A up to rounding: what of (B, A) does not depend on the gauge.
+
+    Arguments as for `gauge_split`, float64 results. k is the numerical rank, 0 for a zero update.
+
+    Source: paper section 4.1, Eq. (gauge fixing), with its footnote: a rank-deficient B gives rank(B) columns. A plain
+    QR would complete them with arbitrary ones, which then enter the consensus with full weight.
+    """
+    split = gauge_split(B, A, tolerance=tolerance, canonical=canonical)
+    return split.U, split.Ahat
+
+
+def gauge_split(
+    B: Float[Tensor, "d_out r"],
+    A: Float[Tensor, "r d_in"],
+    *,
+    tolerance: float,
+    canonical: Canonical = "product",
+) -> Split:
+    """One client's update, parted into what is there beyond doubt and what rounding of its factors could have made.
+
+    Args:
+        B, A: one client's factors, any dtype.
+        tolerance: relative size of rounding noise, see `rank_tolerance`.
+        canonical: "product": U spans col(B A), a function of the update alone. "B": U spans col(B), as the paper
+            writes; the same unless A is rank deficient.
+
+    Returns:
+        a `Split` in float64.
+    """
+    B, A = B.double(), A.double()
+    # Columns of B to a norm in [1, 2) by powers of two (exact), the inverse on the rows of A: a diagonal gauge is gone.
+    norms = torch.linalg.vector_norm(B, dim=0)
+    scale = torch.where(norms > 0, torch.exp2(-torch.floor(torch.log2(norms))), 1.0)
+    B, A = B * scale, A / scale[:, None]
+
+    Q, R = torch.linalg.qr(B)
+    W, s, Vh = torch.linalg.svd(R, full_matrices=False)
+    T = s[:, None] * Vh  # B = (Q W) T
+    U, Ahat = Q @ W, T @ A
+    k = count_above(s, tolerance * float(torch.linalg.vector_norm(s)))
+    if canonical == "product" and k:
+        # Directions of col(B) that A never uses. What rounding of B and A leaves there is bounded row by row.
+        noise = tolerance * float(torch.linalg.vector_norm(T[:k].abs() @ torch.linalg.vector_norm(A, dim=1)))
+        O, used, _ = torch.linalg.svd(Ahat[:k], full_matrices=A.shape[1] < k)
+        kept = count_above(used, noise)
+        if kept < k:  # else the span of U is right as it is
+            U = torch.cat([U[:, :k] @ O, U[:, k:]], dim=1)
+            Ahat = torch.cat([O.mH @ Ahat[:k], Ahat[k:]])
+            k = kept
+    terms = float(torch.linalg.vector_norm(torch.linalg.vector_norm(A, dim=1)))  # columns of B have norms near 1
+    rest = float(torch.linalg.vector_norm(Ahat[k:]))
+    end = len(Ahat) if rest > 8 * unit_roundoff(torch.float64) * terms else k  # float64 cannot say more than that
+    return Split(U[:, :k], Ahat[:k], U[:, k:end], Ahat[k:end])
+
+
+def gauge_splits(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    *,
+    tolerances: Sequence[float],
+    canonical: Canonical = "product",
+    dtype: torch.dtype = torch.float64,
+) -> list[Split]:
+    """[gauge_split(B, A, ...) for each pair], the ordinary ones of one shape at once and from Gram matrices.
+
+    Ordinary: float32, and well enough conditioned after column scaling that a float64 Gram matrix gives the same span
+    to 1e-9. Whatever is not - deficient, badly conditioned, float64 - goes through `gauge_split` itself. dtype: of the
+    results; all is computed in float64.
+    """
+    alike: dict[tuple[torch.Size, torch.Size, torch.dtype, float], list[int]] = {}
+    for k, (B, A) in enumerate(pairs):
+        alike.setdefault((B.shape, A.shape, torch.promote_types(B.dtype, A.dtype), tolerances[k]), []).append(k)
+    found: dict[int, Split] = {}
+    for (shape, _, stored, tolerance), members in alike.items():
+        if stored != torch.float64 and 0 < shape[1] <= shape[0]:
+            at_once = max(1, CACHED // (8 * pairs[members[0]][0].numel()))
+            for first in range(0, len(members), at_once):
+                some = members[first : first + at_once]
+                made = _ordinary([pairs[k] for k in some], tolerance)
+                found |= {k: split.to(dtype) for k, split in zip(some, made, strict=True) if split is not None}
+    for k, (B, A) in enumerate(pairs):
+        if k not in found:
+            found[k] = gauge_split(B, A, tolerance=tolerances[k], canonical=canonical).to(dtype)
+    return [found[k] for k in range(len(pairs))]
+
+
+def _ordinary(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: float) -> list[Split | None]:
+    """The splits of pairs of one shape, all of full rank; None for those that are not ordinary."""
+    B = torch.stack([B for B, _ in pairs]).double()
+    A = torch.stack([A for _, A in pairs]).double()
+    G = B.mT @ B
+    scale = G.diagonal(dim1=1, dim2=2).clamp(min=1e-300).rsqrt()  # columns of B to norm 1
+    eigenvalues, V = eigh(scale[:, :, None] * G * scale[:, None, :])
+    s = eigenvalues.clamp(min=1e-30).sqrt()  # of a matrix of trace r: what is that small is not ordinary anyway
+    X, T = scale[:, :, None] * V / s[:, None, :], s[:, :, None] * V.mT / scale[:, None, :]  # X T = I, (B X)^T B X = I
+    U, Ahat = B @ X, T @ A
+    energies = torch.linalg.eigvalsh(Ahat @ Ahat.mT)
+    noise = torch.linalg.vector_norm(T.abs() @ torch.linalg.vector_norm(A, dim=2, keepdim=True), dim=(1, 2))
+    made: list[Split | None] = []
+    for i, (of_B, of_A, level) in enumerate(zip(s.tolist(), energies.tolist(), noise.tolist(), strict=True)):
+        # Four digits above round-off in both Gram matrices, and twice the noise of the stored factors.
+        sound = of_B[0] > max(1e-3 * of_B[-1], 2 * tolerance * math.hypot(*of_B))
+        sound = sound and of_A[0] > max(1e-12 * of_A[-1], (2 * tolerance * level) ** 2)
+        none = (U.new_empty(U.shape[1], 0), A.new_empty(0, A.shape[2]))
+        made.append(Split(U[i].clone(), Ahat[i].clone(), *none) if sound else None)
+    return made

@@ -1,0 +1,132 @@
+"""An update in energy order: its SVD, every component kept, and where rounding of the stored factors begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fedlora.errors import LostUpdate
+from fedlora.linalg.basics import count_above, unit_roundoff
+from fedlora.shapes import Float, Tensor
+
+_U64 = unit_roundoff(torch.float64)
+# The share of an update's energy that readouts may leave out as rounding. More is never thrown away, but reported.
+MOST_ROUNDING = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """An update in energy order: Delta W = U diag(s) Vh. U (d_out, l) and Vh (l, d_in) orthonormal, s (l,) > 0.
+
+    noise: components up to this size may be rounding of the stored factors. Their directions differ from gauge to
+    gauge, so readouts leave them out; the update itself keeps them.
+    """
+
+    U: Tensor
+    s: Tensor
+    Vh: Tensor
+    noise: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """l, all components."""
+        return len(self.s)
+
+    @property
+    def sound(self) -> int:
+        """How many components, from the strongest, are larger than `noise`."""
+        return count_above(self.s, self.noise)
+
+    def head(self, rank: int) -> Spectrum:
+        """The `rank` strongest components: the best approximation of that rank (Eckart-Young)."""
+        return Spectrum(self.U[:, :rank], self.s[:rank], self.Vh[:rank], self.noise)
+
+
+def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0) -> Spectrum:
+    """U diag(s) Vh with canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it.
+
+    Of one matrix, or of several of one shape.
+    """
+    if s.shape[-1] == 0:
+        return Spectrum(U, s, Vh, noise)
+    sign = U.gather(-2, U.abs().argmax(dim=-2, keepdim=True)).sign()
+    # Both were made by our callers, nobody else has them. Row after row in memory, for readouts and files.
+    return Spectrum(U.mul_(sign).contiguous(), s, Vh.mul_(sign.mT).contiguous(), noise)
+
+
+def svd_of_product(
+    B: Float[Tensor, "d_out S"],
+    A: Float[Tensor, "S d_in"],
+    *,
+    tolerance: float | Float[Tensor, " S"],
+    dtype: torch.dtype | None = None,
+) -> Spectrum:
+    """The SVD of B @ A by QR of B, QR of A^T and the SVD of the S x S core, in the dtype of B and A.
+
+    Args:
+        B, A: one dtype, float32 or float64. Where the terms B_j A_j cancel to a thousandth, both go to float64.
+        tolerance: relative rounding noise of the stored factors, one for all columns or one for each; it sets `noise`
+            and drops nothing.
+        dtype: of the result; None: that of B and A.
+
+    Returns:
+        every component but a tail that the dtype could not tell from nothing; none where the terms cancel exactly.
+
+    Source: the thin exact SVD of docs/methods.md (FLoRIST's core). Householder QR is indifferent to column scales.
+    """
+    sizes = torch.linalg.vector_norm(B.double(), dim=0) * torch.linalg.vector_norm(A.double(), dim=1)
+    terms = float(torch.linalg.vector_norm(sizes))
+    U, s, Vh = _svd_of_product(B, A)
+    worked_in, dtype = B.dtype, dtype or B.dtype
+    if worked_in != torch.float64 and float(torch.linalg.vector_norm(s)) < 1e-3 * terms:
+        U, s, Vh = _svd_of_product(B.double(), A.double())
+        worked_in = torch.float64
+    stored = float(torch.linalg.vector_norm(sizes * tolerance))
+    require_some(s, dtype)
+    keep, noise, _ = cut_by_rounding(s, terms=terms, stored=stored, worked_in=worked_in, stored_in=dtype)
+    return with_canonical_signs(U[:, :keep].to(dtype).clone(), s[:keep].to(dtype), Vh[:keep].to(dtype).clone(), noise)
+
+
+def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
+    """Raises `LostUpdate` where `dtype` would make nothing of singular values that are something."""
+    if len(s) and float(s[0]) > 0 and not bool(s.to(dtype).any()):
+        raise LostUpdate(
+            f"the mean update has norm {float(torch.linalg.vector_norm(s)):.1e}, which {dtype} stores as zero. Updates "
+            f"that small are usually a unit mistaken: check the scaling of the uploads, or send float64."
+        )
+
+
+def _svd_of_product(B: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    Q_B, R_B = torch.linalg.qr(B)
+    Q_A, R_A = torch.linalg.qr(A.mH)
+    O, s, Wh = torch.linalg.svd(R_B.double() @ R_A.double().mH, full_matrices=False)
+    return Q_B @ O.to(B), s, Wh.to(A) @ Q_A.mH
+
+
+def cut_by_rounding(
+    s: Float[Tensor, " l"], *, terms: float, stored: float, worked_in: torch.dtype, stored_in: torch.dtype
+) -> tuple[int, float, float]:
+    """(how many of `s` to keep, `Spectrum.noise`, the share of the energy that rounding of the factors could be).
+
+    Args:
+        s: float64, descending. terms: the hypotenuse of the sizes of the terms that were added up. stored: how large
+            a direction can be that rounding of the stored factors made. worked_in: the dtype of the arithmetic.
+            stored_in: of the result.
+
+    What is dropped is smaller, all together, than what the result's dtype or float64's own sum can hold; the whole
+    only where it is rounding from end to end, which exact cancellation leaves.
+    """
+    energy = s.square()
+    left_out = energy.flip(0).cumsum(0).flip(0)  # of cutting before each component
+    total = float(left_out[0]) if len(s) else 0.0
+    if total <= (64 * _U64 * terms) ** 2:
+        return 0, 0.0, 0.0
+    invisible = max(0.25 * unit_roundoff(stored_in) * total**0.5, 4 * _U64 * terms)
+    keep = int((left_out > invisible**2).sum())
+    doubtful = left_out[int((s > stored).sum()) :][:1]
+    share = float(doubtful[0]) / total if len(doubtful) else 0.0
+    tail = s[left_out <= MOST_ROUNDING * total][:1]
+    most = float(tail[0]) if len(tail) else 0.0
+    arithmetic = (4 if worked_in != torch.float64 else 64) * unit_roundoff(worked_in) * terms
+    return keep, max(min(stored, most), arithmetic), share
