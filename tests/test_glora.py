@@ -16,7 +16,7 @@ import families
 from executable_paper import client_aware_readout, gauge_fix, glora_round, projected_aggregate
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
 from fedlora.errors import HyperparameterError, RankTie
-from fedlora.linalg import rank_tolerance, tie_tolerance, unit_roundoff
+from fedlora.linalg import rank_tolerance, unit_roundoff
 from fedlora.methods.glora import GLoRA, GLoRAState
 
 DTYPES = {"float32": np.float32, "float64": np.float64}
@@ -113,8 +113,8 @@ def test_the_result_in_float32_is_that_of_float64_where_the_gap_allows(name: str
         server, narrow = aggregated(case, rank=R)
         _, exact = aggregated(wide, rank=R, rank_tol=rank_tolerance(torch.float32))
         gap, tied = (server.diagnostics(narrow)["m"][k] for k in ("gap", "tied"))
-        bound = 1e-6 if gap >= 1e-2 else 100 * unit_roundoff(torch.float32) / gap  # type: ignore[operator]
         if not tied:  # a tied block has its own test: the two dtypes may draw its border differently
+            bound = 1e-6 if gap >= 1e-2 else 100 * unit_roundoff(torch.float32) / gap  # type: ignore[operator]
             assert relative(dense(server, narrow), dense(server, exact)) <= bound
 
 
@@ -387,7 +387,6 @@ def test_the_subspace_form_gives_the_same_state() -> None:
 
 def test_tolerances_follow_the_stored_dtype() -> None:
     """bf16 uploads are computed in float32, but their rounding noise is bf16's: the cut's tie rule knows."""
-    assert tie_tolerance(torch.bfloat16) == pytest.approx(2**-4)
     case = families.family("orthogonal_equal", dtype=np.float64)
     sent = [Upload(u.client, u.num_examples, u.adapter.map(lambda t: t.to(torch.bfloat16))) for u in uploads(case)]
     server = Server(build("glora", rank=6))

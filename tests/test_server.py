@@ -19,6 +19,7 @@ from torch import Tensor
 
 from federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, noise, pushed, seed_adapter
 from fedlora import METHODS, Adapter, Client, LoRA, Method, Readout, Roles, Server, ServerState, Update, Upload, build
+from fedlora.base_change import BaseChange
 from fedlora.client import Form, receive, send
 from fedlora.errors import (
     FedLoRAError,
@@ -875,8 +876,11 @@ def test_a_state_carries_no_autograd_graph_of_the_seed(heads: str) -> None:
 
 
 def tensors_in(value: object) -> list[Tensor]:
+    """All but the running sum of base changes, which is float64 whatever the adapters are."""
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, BaseChange):
+        return [t for step in value.steps for t in step.tensors().values()]
     if is_dataclass(value):
         return [t for f in fields(value) for t in tensors_in(getattr(value, f.name))]
     if isinstance(value, Mapping):

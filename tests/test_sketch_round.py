@@ -76,11 +76,11 @@ def test_a_sketch_that_leaves_nothing_out_is_plain_glora(weighting: str) -> None
 
 def test_what_travels() -> None:
     """By hand: Y and Z at the sketch's width and the small ones up, the readout and Q down; heads as float64 sums."""
-    sketch = Sketch(rank=4, oversample=2, least_captured=0.0)
+    sketch = Sketch(rank=4, oversample=2, least_captured=0.0, most_error=1.0)
     _, records = run(sketch, EQUAL, rounds=1)
     (record,) = records
     r, width, clients = next(iter(EQUAL.values())), 6, len(EQUAL)
-    up = sum(4 * width * (d_out + d_in) + 8 * width**2 + 8 * (2 + 3) for d_out, d_in in SHAPES.values())
+    up = sum(4 * width * (d_out + d_in) + 8 * width**2 + 8 * (2 + 5) for d_out, d_in in SHAPES.values())
     down = sum(4 * r * (d_out + d_in) + 4 * width * d_out for d_out, d_in in SHAPES.values())
     heads = sum(torch.Size(shape).numel() for shape in HEADS.values())
     assert (record.bytes.up_adapter, record.bytes.down_adapter) == (clients * up, clients * down)
@@ -92,7 +92,7 @@ def test_the_server_holds_as_much_for_many_as_for_few() -> None:
     state = s.init(seed_adapter(4, torch.float32))
     held = []
     for count in (2, 40):
-        opened = SketchedRound(s, state, Sketch(rank=4, least_captured=0.0))
+        opened = SketchedRound(s, state, Sketch(rank=4, least_captured=0.0, most_error=1.0))
         ups = [Upload(Client(f"c{k}", 4), 1, pushed(seed_adapter(4, torch.float32), f"c{k}", 0)) for k in range(count)]
         for upload in ups:
             opened.add_first(first_messages(upload, opened.plans, 1.0))
@@ -136,7 +136,7 @@ def test_a_client_checks_itself() -> None:
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
-    sketch = Sketch(rank=6, oversample=4, least_captured=0.0)
+    sketch = Sketch(rank=6, oversample=4, least_captured=0.0, most_error=1.0)
     s, whole = run(sketch, rounds=3)
     states = [record.state for record in whole]
     checkpoint.save(tmp_path / "a", 1, states[0])

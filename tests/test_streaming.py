@@ -127,7 +127,7 @@ def test_a_flat_spectrum_is_refused_and_a_half_flat_one_is_told(caplog: pytest.L
     s = server(12)
     with pytest.raises(RankMismatch, match="flat spectrum"):
         s.aggregate(start(s), uploads(30, common=None))
-    roomy = server(36)  # of 64 dimensions
+    roomy = server(40)  # of 64 dimensions
     after = roomy.aggregate(start(roomy), uploads(30, common=None))
     assert 0.5 < roomy.diagnostics(after)["a"]["kept"] < 0.9  # type: ignore[operator]
     assert "subspaces kept" in caplog.text
@@ -149,7 +149,7 @@ def test_uploads_are_dropped_before_the_round_is_over() -> None:
         (upload,) = itertools.islice(uploads(20)[k:], 1)
         opened.add(upload)
         alive.append(weakref.ref(upload))
-        assert opened.nbytes <= 2 * 12 * COLUMN
+        assert opened.nbytes <= 2 * 12 * COLUMN + len(MODULES) * 16 * 4 * D_OUT  # and what watches the loss
         del upload
     gc.collect()
     held = sum(ref() is not None for ref in alive)
@@ -263,7 +263,7 @@ def test_fold_keeps_both_products_until_columns_run_out() -> None:
     assert whole is not None
     assert torch.allclose(whole.M @ whole.N, M @ N)
     assert torch.allclose(whole.M @ whole.M.mT, M @ M.mT)
-    assert (whole.kept, whole.lost) == (1.0, 0.0)
+    assert whole.kept == 1.0 and whole.lost < 1e-10 * float(torch.linalg.matrix_norm(M @ N)), "float64's own rounding"
 
     cut = fold(None, M, N, 6)
     U, s, _ = torch.linalg.svd(M)

@@ -78,7 +78,11 @@ class Download:
     @property
     def base_delta(self) -> dict[str, LoRA]:
         """Module -> the whole change of its base weight since pre-training; empty where none has moved."""
-        return {name: change.total for name, change in self.base.items()}
+        came = {name: next(iter(lora.tensors().values())).dtype for name, lora in self.adapter.modules.items()}
+        return {
+            name: change.total.map(lambda t, dtype=came.get(name, torch.float32): t.to(dtype))  # type: ignore[misc]
+            for name, change in self.base.items()
+        }
 
 
 def receive(download: Download, kept: Adapter | None) -> Adapter:

@@ -98,9 +98,7 @@ def pack(download: Download, held: Held | None) -> Parcel:
     for name, change in d.base.items():
         missed = change.since(held.base.get(name, 0)) if held else None
         if missed is None or sum(step.rank for step in missed) > change.total.rank:
-            total = change.total
-            like = next(iter(d.adapter.modules[name].tensors().values()), None) if name in d.adapter.modules else None
-            base[name] = total if like is None else total.map(lambda t, like=like: t.to(like.dtype))  # type: ignore[misc]
+            base[name] = d.base_delta[name]
         elif missed:
             steps[name] = missed[0] if len(missed) == 1 else stack(list(missed), [1.0] * len(missed))
     return Parcel(

@@ -367,5 +367,5 @@ def storing_error(of_U: Tensor, s: Tensor, of_s: Tensor, of_Vh: Tensor) -> float
 def accounts(energy: float, *, left_out: float, dropped: float, off: float) -> tuple[float, float, float]:
     """(captured, dropped, error) of a result, from squared norms: of the mean, of what of it was left out, and of what
     of that was not R's doing; off: the norm of what rounding cost."""
-    lost = (left_out + off**2) / energy * (1 + 1e-9)
-    return max(1 - lost, 0.0), min((dropped + off**2) / energy, 1.0), math.sqrt(lost)
+    lost = (math.sqrt(left_out) + off) ** 2 / energy * (1 + 1e-12)
+    return max(1 - lost, 0.0), min((math.sqrt(dropped) + off) ** 2 / energy, 1.0), math.sqrt(lost)

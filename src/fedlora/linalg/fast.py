@@ -216,7 +216,7 @@ class _Batch:
             trimmed = float(s[k, keep:].square().sum()) if keep < s.shape[1] else 0.0
             cost = storing_error(of_U[k], s[k], of_s[k], of_V[k]) + 64 * _U64 * size
             captured, dropped, error = accounts(energy, left_out=out + trimmed, dropped=trimmed, off=cost)
-            spectrum = Spectrum(every.U[k, :, :keep], every.s[k, :keep], every.Vh[k, :keep], noise)
+            spectrum = Spectrum(every.U[k, :, :keep].contiguous(), every.s[k, :keep], every.Vh[k, :keep], noise)
             results.append(
                 ConsensusMean(
                     spectrum, tuple(bases[k]), tuple(a[:keep] for a in alignments[k]), mm, at_cut, False,

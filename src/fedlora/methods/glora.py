@@ -300,7 +300,7 @@ class GLoRA:
         """For `streaming`: the next state. Who took part in this round leaves no trace in the history.
 
         Raises:
-            RankMismatch: less than half of the clients' subspaces could be kept, or of the mean update.
+            RankMismatch: less than half of the clients' subspaces could be kept, or of the mean update as much may be lost.
         """
         pair, root = folded.pair, (folded.weight if self.weighting == "uniform" else total) ** 0.5
         if pair is None:
@@ -321,7 +321,13 @@ class GLoRA:
             noise=pair.noise * math.sqrt(folded.noise) / root, floor=math.sqrt(folded.floor) / root**2,
         )  # fmt: skip
         captured, dropped, error = with_loss(made, pair.lost / root**2)
-        require_most_of_the_mean(dropped, f"{pair.M.shape[1]} columns of memory")
+        if pair.lost / root**2 > 0.7 * made.size:
+            raise RankMismatch(
+                f"as much as {pair.lost / root**2 / made.size:.0%} of the mean update may be lost in {pair.M.shape[1]} "
+                f"columns of memory, although they hold {pair.kept:.0%} of the clients' subspaces: updates outside of "
+                f"what most clients share are large. Give the server more memory; all of this round needs "
+                f"{folded.revealed} columns. One client far larger than the others is often a fault of its own."
+            )
         cut = Cut(
             R, folded.nominal, made.union_rank, made.gap, made.tied, captured, {},
             "incremental" if pair.left_out else None, pair.kept, error, dropped, made.rounding,
@@ -426,13 +432,3 @@ def with_loss(made: ConsensusMean, lost: float) -> tuple[float, float, float]:
     error = (made.error * made.size + lost) / least
     dropped = ((math.sqrt(made.dropped) * made.size + lost) / least) ** 2
     return max(1 - error**2, 0.0), min(dropped, 1.0), error
-
-
-def require_most_of_the_mean(dropped: float, kept_in: str) -> None:
-    """Raises `RankMismatch` where an approximation may have lost a quarter of the mean's energy, half of its norm."""
-    if dropped > 0.25:
-        raise RankMismatch(
-            f"up to {dropped:.0%} of the mean update's energy is lost in {kept_in}: some clients' updates lie outside "
-            f"what most of them share, and are large. Give the server more memory (or a larger sketch), or look at "
-            f"those clients: one whose update is far larger than the others' is often a fault."
-        )
