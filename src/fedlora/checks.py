@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator, Mapping
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -146,4 +145,5 @@ def factor_name(factor: str, module: str) -> str:
 
 def compute_dtype(lora: LoRA) -> torch.dtype:
     """float32, or float64 where a factor is: what the tall products are computed in."""
-    return reduce(torch.promote_types, (t.dtype for t in lora.tensors().values()), torch.float32)
+    wide = any(t is not None and t.dtype == torch.float64 for t in (lora.B, lora.A))
+    return torch.float64 if wide else torch.float32

@@ -174,7 +174,7 @@ def sketched(
     O, s, Vh = torch.linalg.svd(V.mT @ mean, full_matrices=False)
     sizes = float(total.size) / n
     keep, noise, _ = cut_by_rounding(
-        s, terms=sizes, stored=math.sqrt(float(total.floor)) / n, worked_in=torch.float64, stored_in=torch.float32
+        s.tolist(), terms=sizes, stored=math.sqrt(float(total.floor)) / n, worked_in=torch.float64, stored_in=torch.float32
     )
     left = torch.linalg.solve_triangular(L.mT, V @ O[:, :keep], upper=True)
     spectrum = with_canonical_signs((Q @ left).float(), s[:keep].float(), Vh[:keep].float(), noise)

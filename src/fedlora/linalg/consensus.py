@@ -320,16 +320,17 @@ def _projected(
         chosen = _chosen(votes, noise, roundoffs, C, stored, budget)
     whole = chosen.basis.shape[1] == C.shape[0]  # then no basis is needed, and none rounds
     O, s, Wh = torch.linalg.svd(C if whole else chosen.basis.mH @ C, full_matrices=False)
-    kept, level, rounding = cut_by_rounding(s, terms=terms, stored=stored, worked_in=torch.float64, stored_in=dtype)
+    kept, level, rounding = cut_by_rounding(
+        s.tolist(), terms=terms, stored=stored, worked_in=torch.float64, stored_in=dtype
+    )
     require_some(s[:kept], dtype)
     trimmed = float(s[kept:].square().sum())
     O, s, Wh = O[:, :kept], s[:kept], Wh[:kept]
     directions = O if whole else chosen.basis @ O
     U, Vh = _lift(core.Q, directions), _lift(core.P, Wh.mH).mH
     stored_U, stored_s, stored_Vh = U.to(dtype), s.to(dtype), Vh.to(dtype)
-    off = storing_error(
-        torch.linalg.vector_norm(U - stored_U, dim=0), s, s - stored_s, torch.linalg.vector_norm(Vh - stored_Vh, dim=1)
-    )
+    of_U, of_Vh = torch.linalg.vector_norm(U - stored_U, dim=0), torch.linalg.vector_norm(Vh - stored_Vh, dim=1)
+    off = float(storing_error(of_U, s, s - stored_s, of_Vh))
     off += 64 * _U64 * terms  # of the float64 arithmetic; an upper bound
     spectrum = with_canonical_signs(stored_U.clone(), stored_s, stored_Vh.clone(), level)
     if kept == 0:  # exact cancellation, or nothing was sent: there is no mean to be a share of
@@ -355,13 +356,13 @@ def _strongest(C: Tensor, budget: Budget, stored: float, roundoffs: Tensor) -> _
     return _Chosen(O[:, :keep], union, gap, tied, float(energy[keep:].sum()), 0.0)
 
 
-def storing_error(of_U: Tensor, s: Tensor, of_s: Tensor, of_Vh: Tensor) -> float:
-    """A bound of ||stored - exact||_F from the rounding of each column of U, each s and each row of Vh.
+def storing_error(of_U: Tensor, s: Tensor, of_s: Tensor, of_Vh: Tensor) -> Tensor:
+    """A bound of ||stored - exact||_F from the rounding of each column of U, each s and each row of Vh (*, l).
 
     To first order the three do not help each other out; together they are at least 1 / sqrt(3) of their sum.
     """
-    parts = [float(torch.linalg.vector_norm(x)) for x in (of_U * s, of_s, of_Vh * s)]
-    return math.fsum(parts)
+    of_one, of_size, of_other = (torch.linalg.vector_norm(x, dim=-1) for x in (of_U * s, of_s, of_Vh * s))
+    return of_one + of_size + of_other
 
 
 def accounts(energy: float, *, left_out: float, dropped: float, off: float) -> tuple[float, float, float]:

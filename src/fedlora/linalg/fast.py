@@ -27,6 +27,8 @@ _U64 = unit_roundoff(torch.float64)
 _LEAST_PIVOT = 1e-4
 # The least singular value of the mean, relative to the largest and to the terms, for which an eigenproblem does.
 _LEAST_OF_MEAN, _LEAST_OF_TERMS = 1e-5, 3e-6
+# How much larger than a unit vector the terms of a sum may be, so that float32 keeps 1e-6 of it.
+_MOST_IN_FLOAT32 = 8.0
 # Rows of a tall product at a time: what is made of them stays in cache.
 _PANEL = 1024
 
@@ -88,6 +90,11 @@ class _Batch:
     alike: list[_Alike]
     sound: Tensor
 
+    @property
+    def starts(self) -> list[int]:
+        """The first column of each client."""
+        return _starts(self.sent[0].ranks)
+
     @classmethod
     def of(cls, sent: Sequence[Contributions]) -> _Batch:
         B = _stacked([torch.cat([B for B, _ in s.pairs], dim=1) for s in sent])
@@ -97,7 +104,7 @@ class _Batch:
         lengths = _diagonal(G) if G is not None else B.double().square().sum(dim=1)
         sizes = (_diagonal(H) if H is not None else A.double().square().sum(dim=2)).sqrt()
         scale = lengths.clamp(min=1e-300).rsqrt()
-        p = torch.stack([s.per_column(s.weights) for s in sent])
+        p = _per_column(sent, [s.weights for s in sent])
         sound = lengths.amin(dim=1) > 0
         if G is not None:
             G = scale[:, :, None] * G * scale[:, None, :]
@@ -134,7 +141,7 @@ class _Batch:
         if bool(steep.any()):  # small components: their right side not from the left, which would cost orthonormality
             sound = self._steep(steep, P, Tw, C, directions, s, to_Vh, sound)
         U, off_U = self._left(directions)
-        Vh, off_V = (a.mT if a.dim() == 3 else a for a in _product(self.A.mT, to_Vh.mT)) if C is None else _cast(to_Vh)
+        Vh, off_V = _product_from_left(to_Vh, self.A) if C is None else _cast(to_Vh)
         left_out = torch.zeros_like(total)
         if not nothing_cut:  # a difference of two sums, which says no less than this
             left_out = total - s.square().sum(dim=1) + 64 * _U64 * total
@@ -195,34 +202,31 @@ class _Batch:
         self, budget: Budget, U: Tensor, s: Tensor, Vh: Tensor, off: tuple[Tensor, Tensor], directions: Tensor,
         total: Tensor, left_out: Tensor, terms: Tensor, gap: Tensor, sound: Tensor, mm: int,
     ) -> list[ConsensusMean | None]:  # fmt: skip
-        stored = torch.stack([s.per_column(s.tolerances) for s in self.sent])
-        floors = torch.linalg.vector_norm(stored * self.w * self.sizes, dim=1)
+        tolerances = _per_column(self.sent, [s.tolerances for s in self.sent])
+        floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
         every = with_canonical_signs(U, s.to(U), Vh)
         bases, alignments = self._clients(directions)
-        of_U, of_V = off
-        of_s = s - every.s
-        numbers = [x.tolist() for x in (total, left_out, terms, floors, gap, sound)]
-        results: list[ConsensusMean | None] = []
-        for k, (energy, out, size, floor, at_cut, safe) in enumerate(zip(*numbers, strict=True)):
-            if not safe:
-                results.append(None)
+        cost = storing_error(off[0], s, s - every.s, off[1]) + 64 * _U64 * terms
+        numbers = [x.tolist() for x in (total, left_out, terms, floors, gap, cost, sound, every.s[:, 0] > 0, s)]
+        results: list[ConsensusMean | None] = [None] * len(self.sent)
+        for k, (energy, out, size, floor, at_cut, off_by, safe, some, values) in enumerate(zip(*numbers, strict=True)):
+            if not safe or not some:
                 continue
             keep, noise, rounding = cut_by_rounding(
-                s[k], terms=size, stored=floor, worked_in=torch.float64, stored_in=torch.float32
+                values, terms=size, stored=floor, worked_in=torch.float64, stored_in=torch.float32
             )
-            if keep == 0 or not every.s[k, 0] > 0:
-                results.append(None)
+            if keep == 0:
                 continue
-            trimmed = float(s[k, keep:].square().sum()) if keep < s.shape[1] else 0.0
-            cost = storing_error(of_U[k], s[k], of_s[k], of_V[k]) + 64 * _U64 * size
-            captured, dropped, error = accounts(energy, left_out=out + trimmed, dropped=trimmed, off=cost)
-            spectrum = Spectrum(every.U[k, :, :keep].contiguous(), every.s[k, :keep], every.Vh[k, :keep], noise)
-            results.append(
-                ConsensusMean(
-                    spectrum, tuple(bases[k]), tuple(a[:keep] for a in alignments[k]), mm, at_cut, False,
-                    captured, dropped, error, rounding, math.sqrt(energy),
-                )  # fmt: skip
-            )
+            trimmed = math.fsum(x * x for x in values[keep:])
+            captured, dropped, error = accounts(energy, left_out=out + trimmed, dropped=trimmed, off=off_by)
+            spectrum, along = Spectrum(every.U[k], every.s[k], every.Vh[k], noise), alignments[k]
+            if keep < len(values):
+                spectrum, along = spectrum.head(keep), [a[:keep] for a in along]
+                spectrum = Spectrum(spectrum.U.contiguous(), spectrum.s, spectrum.Vh, noise)
+            results[k] = ConsensusMean(
+                spectrum, tuple(bases[k]), tuple(along), mm, at_cut, False,
+                captured, dropped, error, rounding, math.sqrt(energy),
+            )  # fmt: skip
         return results
 
     def _clients(self, directions: Tensor) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -234,12 +238,17 @@ class _Batch:
             along = self._columns(group).mT @ directions[:, None]  # (B_i D)^T U
             scores = torch.linalg.solve_triangular(group.own, along, upper=False).square().sum(dim=2)
             D = torch.diag_embed(self.scale[:, group.at])
-            to_basis = torch.linalg.solve_triangular(group.own, D, upper=False).mT
-            own = self.B[:, :, group.at.flatten()].unflatten(2, group.at.shape).transpose(1, 2).double() @ to_basis
-            own = own.to(self.B)
-            for k in range(len(self.sent)):
-                for j, i in enumerate(group.clients):
-                    bases[k][i], alignments[k][i] = own[k, j].clone(), scores[k, j]
+            to_basis = torch.linalg.solve_triangular(group.own, D, upper=False).mT  # U_i = B_i of it
+            # Columns of length 1 with these coefficients: where they cancel more than float32 bears, in float64.
+            careful = float((to_basis / self.scale[:, group.at][..., None]).abs().max()) > _MOST_IN_FLOAT32
+            to_basis = to_basis if careful else to_basis.to(self.B)
+            r = group.at.shape[1]
+            for j, i in enumerate(group.clients):
+                B = self.B[:, :, self.starts[i] : self.starts[i] + r]
+                # One piece of memory for each client, for its history lives as long as it stays away.
+                each = ((B.double() if careful else B) @ to_basis[:, j]).to(self.B.dtype).unbind()
+                for k, (basis, score) in enumerate(zip(each, scores[:, j].unbind(), strict=True)):
+                    bases[k][i], alignments[k][i] = basis, score
         return bases, alignments
 
 
@@ -248,7 +257,7 @@ def _own(
 ) -> tuple[list[_Alike], Tensor]:
     """The clients by rank, and of which matrices all have factors of full rank, beyond what rounding can do."""
     ranks = sent[0].ranks
-    starts = [end - r for r, end in zip(ranks, accumulate(ranks), strict=True)]
+    starts = _starts(ranks)
     alike = []
     for r in sorted(set(ranks)):
         clients = [i for i, rank in enumerate(ranks) if rank == r]
@@ -281,6 +290,17 @@ def _own(
     return alike, sound
 
 
+def _per_column(sent: Sequence[Contributions], values: Sequence[Sequence[float]]) -> Tensor:
+    """Each client's value once for each of its columns (m, S), float64."""
+    ranks = torch.tensor(sent[0].ranks)
+    each = torch.tensor(values, dtype=torch.float64).repeat_interleave(ranks, dim=1)
+    return each.to(sent[0].pairs[0][0].device)
+
+
+def _starts(ranks: Sequence[int]) -> list[int]:
+    return [end - r for r, end in zip(ranks, accumulate(ranks), strict=True)]
+
+
 def _stacked(matrices: list[Tensor]) -> Tensor:
     return torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]
 
@@ -296,17 +316,24 @@ def _cholesky(G: Tensor, sound: Tensor) -> tuple[Tensor, Tensor]:
     return L, sound & (failed == 0) & (_diagonal(L).amin(dim=1) > _LEAST_PIVOT)
 
 
-def _product(X: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
-    """X @ small, computed in float64 and stored in X's dtype, and the norm of each column's rounding. (m, d, S), (m, S, l)."""
-    made = X.new_empty(*X.shape[:2], small.shape[2])
-    if not X.is_contiguous() and X.mT.is_contiguous():  # the other way round in memory, as X is
-        made = X.new_empty(X.shape[0], small.shape[2], X.shape[1]).mT
-    off = small.new_zeros(small.shape[0], small.shape[2])
-    for top in range(0, X.shape[1], _PANEL):
-        panel = X[:, top : top + _PANEL].double() @ small
-        made[:, top : top + _PANEL] = panel
-        off += panel.sub_(made[:, top : top + _PANEL]).square_().sum(dim=1)
-    return made, off.sqrt()
+def _product(tall: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
+    """tall @ small (m, d, l), computed in float64 and stored in float32, and the norm of each column's rounding (m, l)."""
+    panels, off = [], small.new_zeros(small.shape[0], small.shape[2])
+    for panel in tall.split(_PANEL, dim=1):
+        exact = panel.double() @ small
+        panels.append(exact.float())
+        off += exact.sub_(panels[-1].double()).square_().sum(dim=1)
+    return panels[0] if len(panels) == 1 else torch.cat(panels, dim=1), off.sqrt()
+
+
+def _product_from_left(small: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
+    """small @ wide (m, l, d), as `_product`; the norm of each row's rounding (m, l)."""
+    panels, off = [], small.new_zeros(small.shape[:2])
+    for panel in wide.split(_PANEL, dim=2):
+        exact = small @ panel.double()
+        panels.append(exact.float())
+        off += exact.sub_(panels[-1].double()).square_().sum(dim=2)
+    return panels[0] if len(panels) == 1 else torch.cat(panels, dim=2), off.sqrt()
 
 
 def _cast(X: Tensor, along: int = 2) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +33,7 @@ class Spectrum:
     @property
     def rank(self) -> int:
         """l, all components."""
-        return len(self.s)
+        return self.s.shape[0]
 
     @property
     def sound(self) -> int:
@@ -50,7 +52,8 @@ def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0) -
     """
     if s.shape[-1] == 0:
         return Spectrum(U, s, Vh, noise)
-    sign = U.gather(-2, U.abs().argmax(dim=-2, keepdim=True)).sign()
+    low, high = U.aminmax(dim=-2, keepdim=True)
+    sign = torch.where(high >= -low, 1.0, -1.0).to(U)
     # Both were made by our callers, nobody else has them. Row after row in memory, for readouts and files.
     return Spectrum(U.mul_(sign).contiguous(), s, Vh.mul_(sign.mT).contiguous(), noise)
 
@@ -75,37 +78,39 @@ def svd_of_product(
 
     Source: the thin exact SVD of docs/methods.md (FLoRIST's core). Householder QR is indifferent to column scales.
     """
-    sizes = torch.linalg.vector_norm(B.double(), dim=0) * torch.linalg.vector_norm(A.double(), dim=1)
+    U, s, Vh, sizes = _svd_of_product(B, A)
     terms = float(torch.linalg.vector_norm(sizes))
-    U, s, Vh = _svd_of_product(B, A)
     worked_in, dtype = B.dtype, dtype or B.dtype
     if worked_in != torch.float64 and float(torch.linalg.vector_norm(s)) < 1e-3 * terms:
-        U, s, Vh = _svd_of_product(B.double(), A.double())
+        U, s, Vh, sizes = _svd_of_product(B.double(), A.double())
         worked_in = torch.float64
     stored = float(torch.linalg.vector_norm(sizes * tolerance))
     require_some(s, dtype)
-    keep, noise, _ = cut_by_rounding(s, terms=terms, stored=stored, worked_in=worked_in, stored_in=dtype)
-    return with_canonical_signs(U[:, :keep].to(dtype).clone(), s[:keep].to(dtype), Vh[:keep].to(dtype).clone(), noise)
+    keep, noise, _ = cut_by_rounding(s.tolist(), terms=terms, stored=stored, worked_in=worked_in, stored_in=dtype)
+    return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise)
 
 
 def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
     """Raises `LostUpdate` where `dtype` would make nothing of singular values that are something."""
-    if len(s) and float(s[0]) > 0 and not bool(s.to(dtype).any()):
+    if s.shape[0] and float(s[0]) > 0 and not bool(s.to(dtype).any()):
         raise LostUpdate(
             f"the mean update has norm {float(torch.linalg.vector_norm(s)):.1e}, which {dtype} stores as zero. Updates "
             f"that small are usually a unit mistaken: check the scaling of the uploads, or send float64."
         )
 
 
-def _svd_of_product(B: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _svd_of_product(B: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """U, s, Vh, and the sizes ||b_j|| ||a_j|| of the terms."""
     Q_B, R_B = torch.linalg.qr(B)
     Q_A, R_A = torch.linalg.qr(A.mH)
-    O, s, Wh = torch.linalg.svd(R_B.double() @ R_A.double().mH, full_matrices=False)
-    return Q_B @ O.to(B), s, Wh.to(A) @ Q_A.mH
+    R_B, R_A = R_B.double(), R_A.double()
+    O, s, Wh = torch.linalg.svd(R_B @ R_A.mH, full_matrices=False)
+    sizes = torch.linalg.vector_norm(R_B, dim=0) * torch.linalg.vector_norm(R_A, dim=0)
+    return Q_B @ O.to(B), s, Wh.to(A) @ Q_A.mH, sizes
 
 
 def cut_by_rounding(
-    s: Float[Tensor, " l"], *, terms: float, stored: float, worked_in: torch.dtype, stored_in: torch.dtype
+    s: Sequence[float], *, terms: float, stored: float, worked_in: torch.dtype, stored_in: torch.dtype
 ) -> tuple[int, float, float]:
     """(how many of `s` to keep, `Spectrum.noise`, the share of the energy that rounding of the factors could be).
 
@@ -117,16 +122,18 @@ def cut_by_rounding(
     What is dropped is smaller, all together, than what the result's dtype or float64's own sum can hold; the whole
     only where it is rounding from end to end, which exact cancellation leaves.
     """
-    energy = s.square()
-    left_out = energy.flip(0).cumsum(0).flip(0)  # of cutting before each component
-    total = float(left_out[0]) if len(s) else 0.0
+    total = math.fsum(x * x for x in s)
     if total <= (64 * _U64 * terms) ** 2:
         return 0, 0.0, 0.0
-    invisible = max(0.25 * unit_roundoff(stored_in) * total**0.5, 4 * _U64 * terms)
-    keep = int((left_out > invisible**2).sum())
-    doubtful = left_out[int((s > stored).sum()) :][:1]
-    share = float(doubtful[0]) / total if len(doubtful) else 0.0
-    tail = s[left_out <= MOST_ROUNDING * total][:1]
-    most = float(tail[0]) if len(tail) else 0.0
+    invisible = max(0.25 * unit_roundoff(stored_in) * total**0.5, 4 * _U64 * terms) ** 2
+    keep, most, doubtful, tail = len(s), 0.0, 0.0, 0.0  # tail: the energy of all from one component on
+    for k in range(len(s) - 1, -1, -1):
+        tail += s[k] * s[k]
+        if tail <= invisible:
+            keep = k
+        if tail <= MOST_ROUNDING * total:
+            most = s[k]
+        if s[k] <= stored:
+            doubtful = tail
     arithmetic = (4 if worked_in != torch.float64 else 64) * unit_roundoff(worked_in) * terms
-    return keep, max(min(stored, most), arithmetic), share
+    return keep, max(min(stored, most), arithmetic), min(doubtful / total, 1.0)
