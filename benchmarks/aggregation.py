@@ -6,7 +6,9 @@
 Core rows start from gauge-fixed clients (U_i, Ahat_i), as the paper counts (its QR is on the client), and end with a
 readout for every client. All-in rows start from raw (B_i, A_i) and end there too. `Server.aggregate` rows add the
 server's checks and a download of every client. Rows that run on fewer modules than the workload has are counted up,
-which the table says. One thread, one process, contestants interleaved: ratios count, absolute times do not.
+which the table says. One thread, one process, contestants interleaved: ratios count, absolute times do not. GLoRA's
+core gets the modules of a shape at once, as a server has them; its reference and the thin SVD get them one by one
+(`baseline.thin_svd`; bare: without its signs and its cut).
 
 The floor is computed: every factor read and the server's update written once, at the memory bandwidth of this moment,
 plus the flops of the cheapest known route, at the rate of float32 products of the workload's shape. With S = sum r_i
@@ -35,8 +37,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, Client, LoRA, Server, Upload, build, fastpath, linalg
-from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product, tie_tolerance
+from baseline import bare_thin_svd, thin_svd
+from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora.linalg import Budget, Spectrum, consensus_mean, consensus_means, rank_tolerance
 from fedlora.lora import stack
 from fedlora.method import Update, aggregate_all
 from fedlora.methods.factors import weighted_mean
@@ -49,11 +52,11 @@ import families  # type: ignore[import-not-found]
 
 RHOS = (0.1, 0.5, 1.0)
 LIMIT = 40.0  # seconds after which a contestant gets no more repeats
-U32, TIE32 = rank_tolerance(torch.float32), tie_tolerance(torch.float32)
+U32 = rank_tolerance(torch.float32)
 
 CORE, PAPER, FLOOR = "GLoRA core, rho = {:g}", "GLoRA as the paper writes it, float32, rho = {:g}", "floor, rho = {:g}"
 REFERENCE, ALL_IN = "GLoRA core, reference, rho = 1", "GLoRA all-in, rho = 1"
-THIN, THIN_ALL_IN = "thin SVD core (QR, QR, SVD)", "thin SVD all-in"
+THIN, THIN_ALL_IN, BARE = "thin SVD core (QR, QR, SVD)", "thin SVD all-in", "thin SVD core, bare"
 DENSE = "FlexLoRA dense, all-in"
 SERVED, SERVED_THIN = "Server.aggregate + downloads: glora, rho = {:g}", "Server.aggregate + downloads: flexlora, thin"
 OURS = ("GLoRA core", "GLoRA all-in", "Server.aggregate + downloads: glora")
@@ -108,21 +111,31 @@ def each(
     return Contestant([(times * sample.times, partial(loop, sample)) for sample in samples], repeats)
 
 
+def together(samples: Sequence[Sample], work: Callable[[Sample], object]) -> Contestant:
+    """`work(sample)` for all modules of a sample at once, as the server has them."""
+    return Contestant([(sample.times, partial(work, sample)) for sample in samples])
+
+
 def read_out(spectrum: Spectrum, ranks: Sequence[int]) -> None:
     for k, r in enumerate(ranks):
         chosen = torch.arange(min(r, spectrum.rank))
         instantiate(spectrum, chosen, r, split="balanced", start=None, seed=(0, 0, str(k)))
 
 
-def glora_core(sample: Sample, k: int, rho: float, route: types.ModuleType = fastpath) -> None:
-    core, R = sample.cores[k], sample.w.budget(rho)
-    c = route.consensus_spectrum(core.M, core.N, R, tolerance=U32, tie_tolerance=TIE32)
-    read_out(c.spectrum, sample.w.ranks)
+def glora_core(sample: Sample, rho: float) -> None:
+    budgets = [Budget(sample.w.budget(rho))] * len(sample.cores)
+    for made in consensus_means([core.sent for core in sample.cores], budgets):
+        read_out(made.spectrum, sample.w.ranks)
+
+
+def glora_reference(sample: Sample, k: int) -> None:
+    read_out(consensus_mean(sample.cores[k].sent, Budget(sample.w.S)).spectrum, sample.w.ranks)
 
 
 def glora_paper_float32(sample: Sample, k: int, rho: float) -> None:
     """The paper's pseudo-code as one would type it in torch, float32: Gram, eigh, a projection loop, thin SVD."""
-    p, bases, N = sample.w.weights, sample.cores[k].bases, sample.cores[k].N
+    p, N = sample.w.weights, sample.cores[k].N
+    bases = [U for U, _ in sample.cores[k].sent.pairs]
     M = torch.cat([math.sqrt(x) * U for x, U in zip(p, bases, strict=True)], dim=1)
     R = sample.w.budget(rho)
     values, V = torch.linalg.eigh(M.T @ M)
@@ -138,12 +151,16 @@ def glora_paper_float32(sample: Sample, k: int, rho: float) -> None:
 
 
 def thin_svd_core(sample: Sample, k: int) -> None:
-    read_out(svd_of_product(sample.cores[k].M, sample.cores[k].N, tolerance=U32), sample.w.ranks)
+    read_out(thin_svd(sample.cores[k].M, sample.cores[k].N, U32), sample.w.ranks)
+
+
+def bare_thin_svd_core(sample: Sample, k: int) -> None:
+    read_out(bare_thin_svd(sample.cores[k].M, sample.cores[k].N), sample.w.ranks)
 
 
 def thin_svd_all_in(sample: Sample, k: int) -> None:
     B, A = stack(sample.modules[k], sample.w.weights).factors
-    read_out(svd_of_product(B, A, tolerance=U32), sample.w.ranks)
+    read_out(thin_svd(B, A, U32), sample.w.ranks)
 
 
 def mean_factors(sample: Sample, k: int) -> LoRA:
@@ -280,11 +297,12 @@ def contestants(w: Workload, samples: Sequence[Sample], quick: bool) -> dict[str
         "HetLoRA, thin norms": by_method(samples, "hetlora"),
         "FLoRA: stack": each(samples, lambda s, k: stack(s.modules[k], w.weights)),
         THIN: each(samples, thin_svd_core),
+        BARE: each(samples, bare_thin_svd_core),
         THIN_ALL_IN: each(samples, thin_svd_all_in),
         SERVED_THIN: served(samples, "flexlora"),
         **{PAPER.format(rho): each(samples, partial(glora_paper_float32, rho=rho)) for rho in RHOS},
-        **{CORE.format(rho): each(samples, partial(glora_core, rho=rho)) for rho in RHOS},
-        REFERENCE: each(samples, partial(glora_core, rho=1.0, route=linalg)),
+        **{CORE.format(rho): together(samples, partial(glora_core, rho=rho)) for rho in RHOS},
+        REFERENCE: each(samples, glora_reference),
         ALL_IN: by_method(samples, "glora"),
         **{SERVED.format(rho): served(samples, "glora", rho=rho) for rho in (0.1, 1.0)},
     }
@@ -367,18 +385,19 @@ def counted(contestant: Contestant, shapes: int) -> str:
 # ------------------------------------------------------------------------------------------------------ accuracy
 
 
-def core_error(M: Tensor, N: Tensor, mean: Tensor) -> float:
-    """The core at rho = 1 against the dense float64 mean of the stored factors, relative to its terms, ||N||."""
-    s = fastpath.consensus_spectrum(M, N, M.shape[1], tolerance=U32, tie_tolerance=TIE32).spectrum
+def core_error(core: Core, mean: Tensor) -> float:
+    """The core at rho = 1 against the dense float64 mean of the factors as they were stored, relative to its terms."""
+    (made,) = consensus_means([core.sent], [Budget(core.M.shape[1])])
+    s = made.spectrum
     gap = (s.U.double() * s.s.double()) @ s.Vh.double() - mean
-    return float(torch.linalg.vector_norm(gap)) / float(torch.linalg.vector_norm(N.double()))
+    return float(torch.linalg.vector_norm(gap)) / float(torch.linalg.vector_norm(core.N.double()))
 
 
 def error_on(w: Workload) -> float:
     """On the first module."""
     loras = draw_factors(w.shapes[0].d_out, w.shapes[0].d_in, w.ranks, 0)
     core = gauge_fixed(loras, w.weights)
-    return core_error(core.M, core.N, stack([lora.map(Tensor.double) for lora in loras], w.weights).delta())
+    return core_error(core, stack([lora.map(Tensor.double) for lora in loras], w.weights).delta())
 
 
 def hard_errors() -> dict[str, float]:
@@ -389,7 +408,7 @@ def hard_errors() -> dict[str, float]:
             case = families.family(name, d_out=d_out, d_in=d_in)
             loras = [LoRA(*map(torch.from_numpy, case.uploads[c])) for c in sorted(case.uploads)]
             core = gauge_fixed(loras, [case.weights[c] for c in sorted(case.uploads)])
-            error = core_error(core.M, core.N, torch.from_numpy(families.mean_update(case)))
+            error = core_error(core, torch.from_numpy(families.mean_update(case)))
             errors[name] = max(errors.get(name, 0.0), error)
     return errors
 

@@ -21,15 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlora import build, fastpath
-from fedlora.linalg import Spectrum, gram, rank_tolerance, svd_of_product, tie_tolerance
+from baseline import thin_svd
+from fedlora import build
+from fedlora.linalg import Budget, Spectrum, consensus_means, gauge_splits, gram, rank_tolerance
 from fedlora.lora import LoRA
 from fedlora.method import Update
 from fedlora.methods.spectral import instantiate
 from measure import as_json, elapsed, machine, on_stderr
-from workloads import draw_factors
+from workloads import draw_factors, gauge_fixed
 
-U32, TIE32 = rank_tolerance(torch.float32), tie_tolerance(torch.float32)
+U32 = rank_tolerance(torch.float32)
 SECONDS = 0.25  # for the repeats of one size
 
 
@@ -69,7 +70,7 @@ def normal(*shape: int) -> Tensor:
 
 def client_qr(d_out: int, r: int) -> Callable[[], object]:
     pair = (normal(d_out, r), normal(r, 256))
-    return lambda: fastpath.gauge_fix_all([pair], tolerances=[U32])
+    return lambda: gauge_splits([pair], tolerances=[U32])
 
 
 def of_gram(d_out: int, S: int) -> Callable[[], object]:
@@ -93,13 +94,18 @@ def of_rows(S: int, d: int) -> Callable[[], object]:
 
 
 def core(d_out: int, d_in: int, S: int, R: int | None = None) -> Callable[[], object]:
-    M, N = normal(d_out, S) / math.sqrt(d_out), normal(S, d_in) / math.sqrt(d_in)
-    return lambda: fastpath.consensus_spectrum(M, N, R or S, tolerance=U32, tie_tolerance=TIE32)
+    """Of clients of rank 16, gauge-fixed; their weights are unequal, so that R cuts no tie."""
+    ranks = (16,) * (S // 16)
+    weights = [(k + 2) / sum(range(2, len(ranks) + 2)) for k in range(len(ranks))]
+    sent, budget = gauge_fixed(draw_factors(d_out, d_in, ranks, seed=0), weights).sent, Budget(R or S)
+    (made,) = consensus_means([sent], [budget])
+    assert not made.tied
+    return lambda: consensus_means([sent], [budget])
 
 
-def thin_svd(d: int, S: int) -> Callable[[], object]:
+def thin_svd_core(d: int, S: int) -> Callable[[], object]:
     M, N = normal(d, S), normal(S, d)
-    return lambda: svd_of_product(M, N, tolerance=U32)
+    return lambda: thin_svd(M, N, U32)
 
 
 def glora_state(d_out: int, ranks: tuple[int, ...]) -> tuple[Any, Any]:
@@ -130,7 +136,7 @@ def scaling(d: int, r: int, clients: int = 1) -> Callable[[], object]:
 
 
 TALL, WIDE, RANKS = (4096, 8192, 16384, 32768), (128, 256, 512, 1024), (16, 32, 64, 128)
-QR, GRAM, CUBE = "client QR: gauge_fix_all", "Gram matrix M^T M", "eigenproblem"
+QR, GRAM, CUBE = "client QR: gauge_splits", "Gram matrix M^T M", "eigenproblem"
 LEFT, RIGHT, SELECT, SCALE = "U_s = M X", "V^T = Y N", "readout: select, alignment {}", "readout: instantiate"
 CORE, CUT = "core, rho = 1, without readouts", "core, cut at R, without readouts"
 THIN = "thin SVD core, without readouts"
@@ -165,7 +171,7 @@ TERMS = (
     Term(CORE, WHOLE, "d_out (S = 128, d_in = 256)", TALL, 1, lambda d: core(d, 256, 128)),
     Term(CORE, WHOLE, "d_in (S = 128, d_out = 256)", TALL, 1, lambda d: core(256, d, 128)),
     Term(CUT, WHOLE, "R (S = 256, d = 8192)", (16, 32, 64, 128), 1, lambda R: core(8192, 8192, 256, R)),
-    Term(THIN, "not in the paper", "S (d_out = d_in = 4096)", (64, 128, 256, 512), 3, lambda S: thin_svd(4096, S)),
+    Term(THIN, "not in the paper", "S (d_out = d_in = 4096)", (64, 128, 256, 512), 3, lambda S: thin_svd_core(4096, S)),
 )  # fmt: skip
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlora import LoRA
-from fedlora.fastpath import gauge_fix_all
-from fedlora.linalg import rank_tolerance
+from fedlora.linalg import Contributions, gauge_splits, rank_tolerance, unit_roundoff
 
 
 @dataclass(frozen=True)
@@ -121,17 +120,24 @@ def draw_factors(d_out: int, d_in: int, ranks: tuple[int, ...], seed: int) -> li
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """M = [sqrt(p_i) U_i], N = [sqrt(p_i) Ahat_i] and the U_i in float32: what the paper's server starts from."""
+    """What the paper's server starts from, in float32: sent, the pairs (U_i, Ahat_i) with the p_i beside them; and with
+    the p_i in them, for those that take all clients as one, M = [sqrt(p_i) U_i] and N = [sqrt(p_i) Ahat_i].
+    """
 
+    sent: Contributions
     M: Tensor
     N: Tensor
-    bases: list[Tensor]
 
 
 def gauge_fixed(loras: list[LoRA], weights: list[float]) -> Core:
-    tolerances = [rank_tolerance(torch.float32)] * len(loras)
-    fixed = gauge_fix_all([lora.factors for lora in loras], tolerances=tolerances)
+    fixed = gauge_splits([lora.factors for lora in loras], tolerances=[rank_tolerance(torch.float32)] * len(loras))
     root = [math.sqrt(p) for p in weights]
-    M = torch.cat([U * p for (U, _), p in zip(fixed, root, strict=True)], dim=1).float()
-    N = torch.cat([A * p for (_, A), p in zip(fixed, root, strict=True)], dim=0).float()
-    return Core(M, N, [U.float() for U, _ in fixed])
+    M = torch.cat([split.U * p for split, p in zip(fixed, root, strict=True)], dim=1).float()
+    N = torch.cat([split.Ahat * p for split, p in zip(fixed, root, strict=True)], dim=0).float()
+    return Core(as_sent([(split.U.float(), split.Ahat.float()) for split in fixed], weights), M, N)
+
+
+def as_sent(pairs: list[tuple[Tensor, Tensor]], weights: list[float]) -> Contributions:
+    """Pairs that were stored in float32."""
+    u, tolerance, clients = unit_roundoff(torch.float32), rank_tolerance(torch.float32), len(pairs)
+    return Contributions(pairs, weights, [u] * clients, [tolerance] * clients)

@@ -28,19 +28,22 @@ from fedlora.server import Server, ServerState
 
 def relative_difference(got: Mapping[str, LoRA], want: Mapping[str, LoRA]) -> float:
     """||got - want||_F / ||want||_F over all modules together; inf where want is zero and got is not."""
-    gap = math.fsum(stack([got[m], want[m]], [1.0, -1.0]).norm() ** 2 for m in want)
+    gap = math.fsum(
+        stack([got[m].map(Tensor.double), want[m].map(Tensor.double)], [1.0, -1.0]).norm() ** 2 for m in want
+    )
     size = math.fsum(want[m].norm() ** 2 for m in want)
     return math.sqrt(gap / size) if size else (math.inf if gap else 0.0)
 
 
 def mean_update(uploads: Sequence[Upload], weights: Mapping[str, float]) -> dict[str, LoRA]:
-    """Module -> sum_i p_i B_i A_i as one stacked pair, p_i normalised over those who hold the module."""
-    counted = [u for u in uploads if u.client.id in weights]
+    """Module -> sum_i p_i B_i A_i as one stacked pair in float64, p_i normalised over those who hold the module."""
+    counted = sorted((u for u in uploads if u.client.id in weights), key=lambda u: u.client.id)
     means = {}
     for name in sorted({name for u in counted for name in u.adapter.modules}):
         held = [u for u in counted if name in u.adapter.modules]
         total = math.fsum(weights[u.client.id] for u in held)
-        means[name] = stack([u.adapter.modules[name] for u in held], [weights[u.client.id] / total for u in held])
+        shares = [weights[u.client.id] / total for u in held]
+        means[name] = stack([u.adapter.modules[name].map(Tensor.double) for u in held], shares)
     return means
 
 
@@ -67,23 +70,43 @@ def random_gauge(rank: int, condition: float, *seed: str | int) -> Tensor:
     return Q
 
 
-def regauge(upload: Upload, condition: float, *, seed: int = 0) -> Upload:
-    """The same update in random coordinates: each (B, A) as (B Q, Q^-1 A), in float64 so that storing costs nothing."""
+def regauge(upload: Upload, condition: float, *, seed: int = 0, as_sent: bool = False) -> Upload:
+    """The same update in random coordinates: each (B, A) as (B Q, Q^-1 A).
+
+    In float64, so that storing costs nothing; as_sent: in the dtypes that the upload came in, where storing moves the
+    update itself by about u times the condition.
+    """
 
     def move(name: str, lora: LoRA) -> LoRA:
         B, A = (t.double() for t in lora.factors)
         Q = random_gauge(lora.rank, condition, seed, upload.client.id, name)
-        return LoRA(B @ Q, torch.linalg.solve(Q, A))
+        moved = LoRA(B @ Q, torch.linalg.solve(Q, A))
+        return LoRA(*(t.to(s) for t, s in zip(moved.factors, lora.factors, strict=True))) if as_sent else moved
 
     modules = {name: move(name, lora) for name, lora in upload.adapter.modules.items()}
     return replace(upload, adapter=Adapter(modules, upload.adapter.heads))
 
 
-def gauge_drift(server: Server, state: ServerState, uploads: Sequence[Upload], *, condition: float = 10.0) -> float:
-    """How far, relatively, the server's model moves when clients re-express their updates in random coordinates."""
-    plain = server.aggregate(state, [replace(u, adapter=u.adapter.map(lambda t: t.double())) for u in uploads])
-    moved = server.aggregate(state, [regauge(u, condition) for u in uploads])
+def gauge_drift(
+    server: Server, state: ServerState, uploads: Sequence[Upload], *, condition: float = 10.0, as_sent: bool = False
+) -> float:
+    """How far, relatively, the server's model moves when clients re-express their updates in random coordinates.
+
+    A statement about the method, from float64 copies; as_sent: about this server, with the uploads in the dtypes that
+    they came in before and after. An exact method then moves as far as `storing_drift` says the mean itself does.
+    """
+    before = uploads if as_sent else [replace(u, adapter=u.adapter.map(Tensor.double)) for u in uploads]
+    plain = server.aggregate(state, before)
+    moved = server.aggregate(state, [regauge(u, condition, as_sent=as_sent) for u in uploads])
     return relative_difference(server.global_update(moved), server.global_update(plain))
+
+
+def storing_drift(
+    uploads: Sequence[Upload], weights: Mapping[str, float], *, condition: float = 10.0, seed: int = 0
+) -> float:
+    """How far the float64 mean itself moves when the uploads are stored again, in random coordinates, as they came."""
+    moved = [regauge(u, condition, seed=seed, as_sent=True) for u in uploads]
+    return relative_difference(mean_update(moved, weights), mean_update(uploads, weights))
 
 
 # ---------------------------------------------------------------------------------------------------- a whole method
@@ -91,12 +114,15 @@ def gauge_drift(server: Server, state: ServerState, uploads: Sequence[Upload], *
 
 @dataclass(frozen=True)
 class Audit:
-    """What one method makes of one round's uploads.
+    """What one method makes of one round's uploads: of float64 copies, which is about the method; and of the uploads as
+    they came, in their dtypes, which is about the server (the fields named `sent`).
 
-    error: of the server's update against the true mean, relative. drift: condition of the random gauges -> the largest
-    relative change of the server's update over the draws; None where one factor travels, which leaves no gauge to
-    change. readout_drift: the same of what each client starts from, the largest over clients too. modules: module ->
-    the method's diagnostics. refused: why the method cannot take these uploads; the rest is empty then.
+    error, sent_error: of the server's update against the true mean of the stored factors, relative; None where that
+    mean is zero. drift, sent_drift: condition of the random gauges -> the largest relative change of the server's
+    update over the draws; None where one factor travels, which leaves no gauge to change. storing: how far the mean
+    itself moves when the uploads are stored in those gauges as they came. readout_drift: as drift, of what each client
+    starts from, the largest over clients too. zero_mean: the mean update is zero up to rounding of its terms. modules:
+    module -> the method's diagnostics. refused: why the method cannot take these uploads; the rest is empty then.
     """
 
     method: str
@@ -105,6 +131,10 @@ class Audit:
     readout_drift: Mapping[float, float] | None = None
     modules: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     refused: str | None = None
+    sent_error: float | None = None
+    sent_drift: Mapping[float, float] | None = None
+    storing: Mapping[float, float] | None = None
+    zero_mean: bool = False
 
 
 def audit(
@@ -115,9 +145,11 @@ def audit(
     The server starts from the best common adapter of the uploads' rank, so that methods that compare with what they
     sent have something to compare with. A method that freezes A can only take uploads which share theirs.
     """
-    bare = [replace(u, adapter=Adapter(u.adapter.modules).map(Tensor.double)) for u in uploads]
+    came = sorted((replace(u, adapter=Adapter(u.adapter.modules)) for u in uploads), key=lambda u: u.client.id)
+    bare = [replace(u, adapter=u.adapter.map(Tensor.double)) for u in came]
     server = Server(method, heads="frozen")
-    state = server.init(_common_start(bare))
+    start = _common_start(bare)
+    state = server.init(start)
     roles = server.roles(state)
     one_factor = (roles.B, roles.A) != ("shared", "shared")
     try:
@@ -125,31 +157,66 @@ def audit(
             raise NoGlobalModel("it keeps no global model: part of every adapter stays with its client.")
         if one_factor:
             _require_common("A" if roles.A == "frozen" else "B", bare)
-        sent = [replace(u, adapter=send(u.adapter, roles)) for u in bare]
-        after = server.aggregate(state, sent)
+        after = server.aggregate(state, [replace(u, adapter=send(u.adapter, roles)) for u in bare])
+        # As they came: from a start of the same dtype, which wide factors would widen.
+        wide = any(t.dtype == torch.float64 for u in came for t in _tensors(u))
+        plain_state = server.init(start if wide else start.map(Tensor.float))
+        as_sent = server.aggregate(plain_state, [replace(u, adapter=send(u.adapter, roles)) for u in came])
     except FedLoRAError as refusal:
         return Audit(name, refused=str(refusal))
     tally = after.tally
-    assert tally is not None  # aggregate() always counts
-    base = {m: change.base.total for m, change in _readouts(server, state).items() if change.base is not None}
-    got = server.global_update(after)
-    learned = {m: stack([lora, base[m]], [1.0, -1.0]) if m in base else lora for m, lora in got.items()}
-    error = relative_difference(learned, mean_update(bare, tally.weights))
-    found = Audit(name, error, modules=server.diagnostics(after))
+    if tally is None:
+        raise NoGlobalModel(f"{name} aggregated and kept no tally of who counted: it is no method that can be audited.")
+    mean = mean_update(bare, tally.weights)
+    zero_mean = _is_zero(mean)
+    found = Audit(name, modules=server.diagnostics(after), zero_mean=zero_mean)
+    if not zero_mean:
+        found = replace(
+            found,
+            error=relative_difference(_learned(server, state, after), mean),
+            sent_error=relative_difference(_learned(server, plain_state, as_sent), mean),
+        )
     if one_factor:
         return found
-    drift, readout_drift = {}, {}
+    got, sent_got = server.global_update(after), server.global_update(as_sent)
+    drift, readout_drift, sent_drift, storing = {}, {}, {}, {}
     plain = {u.client.id: server.download(after, u.client) for u in bare}
     for condition in conditions:
-        moves, readout_moves = [], []
+        moves, readout_moves, sent_moves, stored = [], [], [], []
         for draw in range(draws):
             moved = server.aggregate(state, [regauge(u, condition, seed=draw) for u in bare])
             moves.append(relative_difference(server.global_update(moved), got))
             for u in bare:
                 there, here = server.download(moved, u.client), plain[u.client.id]
                 readout_moves.append(relative_difference(there.adapter.modules, here.adapter.modules))
+            again = server.aggregate(plain_state, [regauge(u, condition, seed=draw, as_sent=True) for u in came])
+            sent_moves.append(relative_difference(server.global_update(again), sent_got))
+            if not zero_mean:
+                stored.append(storing_drift(came, tally.weights, condition=condition, seed=draw))
         drift[condition], readout_drift[condition] = max(moves), max(readout_moves)
-    return replace(found, drift=drift, readout_drift=readout_drift)
+        sent_drift[condition], storing[condition] = max(sent_moves), max(stored, default=0.0)
+    return replace(found, drift=drift, readout_drift=readout_drift, sent_drift=sent_drift, storing=storing)
+
+
+def _learned(server: Server, before: ServerState, after: ServerState) -> dict[str, LoRA]:
+    """The server's update after a round, less what the base weight had moved by before it."""
+    base = {m: change.base.total for m, change in _readouts(server, before).items() if change.base is not None}
+    got = {m: lora.map(Tensor.double) for m, lora in server.global_update(after).items()}
+    return {m: stack([lora, base[m].map(Tensor.double)], [1.0, -1.0]) if m in base else lora for m, lora in got.items()}
+
+
+def _is_zero(mean: Mapping[str, LoRA]) -> bool:
+    """Whether an update is nothing but float64 rounding of its terms."""
+    for lora in mean.values():
+        B, A = lora.factors
+        sizes = torch.linalg.vector_norm(B, dim=0) * torch.linalg.vector_norm(A, dim=1)
+        if lora.norm() > 64 * torch.finfo(torch.float64).eps * float(torch.linalg.vector_norm(sizes)):
+            return False
+    return True
+
+
+def _tensors(upload: Upload) -> list[Tensor]:
+    return [t for lora in upload.adapter.modules.values() for t in lora.tensors().values()]
 
 
 def _common_start(uploads: Sequence[Upload]) -> Adapter:

@@ -208,4 +208,10 @@ def _subspace(lora: LoRA) -> LoRA:
     U, Ahat = split.U, split.Ahat
     if rest > unit_roundoff(A.dtype) * whole:
         U, Ahat = torch.cat([U, split.U_rest], dim=1), torch.cat([Ahat, split.A_rest])
+    if A.dtype == torch.float16 and Ahat.numel() and bool(Ahat.any()):
+        # The update's whole size is in Ahat, and float16 has room from 6e-5 to 65,504: half of it goes to U where it
+        # would not fit, by a power of two, which costs no digit.
+        exponent = math.log2(float(Ahat.abs().max()))
+        half = 2.0 ** round(exponent / 2) if not 0 <= exponent <= 14 else 1.0
+        U, Ahat = U * half, Ahat / half
     return LoRA(U.to(B), Ahat.to(A))

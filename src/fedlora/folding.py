@@ -59,7 +59,8 @@ class Folded:
 
     @property
     def nbytes(self) -> int:
-        return self.M.nbytes + self.N.nbytes + (self.seen.nbytes if self.seen is not None else 0)
+        """Of M and N; `seen`, 64 bytes a row of M, comes on top."""
+        return self.M.nbytes + self.N.nbytes
 
     @property
     def kept(self) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedlora import checkpoint
 from fedlora.assembly import Prepared
-from fedlora.audit import gauge_drift
+from fedlora.audit import gauge_drift, storing_drift
 from fedlora.card import model_card
 from fedlora.client import receive
 from fedlora.config import ServerSection
@@ -83,8 +83,8 @@ def _sketch(server: ServerSection) -> Sketch | None:
     return None if server.sketch_rank is None else Sketch(server.sketch_rank, server.sketch_oversample)
 
 
-def describe(record: RoundRecord, gauge: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """A round as plain numbers: one line of metrics.jsonl."""
+def describe(record: RoundRecord, gauge: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, Any]:
+    """A round as plain numbers: one line of metrics.jsonl. gauge: what `_gauge` found, where the round was checked."""
     return {
         "round": record.round,
         "losses": dict(record.losses),
@@ -95,7 +95,8 @@ def describe(record: RoundRecord, gauge: Mapping[str, float] | None = None) -> d
         "bytes": {**asdict(record.bytes), "total": record.bytes.total},
         "server_rank": record.server_rank,
         "padded_error": record.padded_error,
-        "gauge_drift": dict(gauge) if gauge is not None else None,
+        "gauge_drift": dict(gauge["float64"]) if gauge is not None else None,
+        "gauge_drift_as_sent": dict(gauge["as sent"]) if gauge is not None else None,
     }
 
 
@@ -142,17 +143,27 @@ def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, recor
         beside.rename(target)
 
 
-def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, float] | None:
-    """The gauge check on this round's real uploads: this run's method beside zero-padded factor averaging."""
+def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, dict[str, float]] | None:
+    """The gauge check on this round's real uploads: this run's method beside zero-padded factor averaging.
+
+    "float64": of the methods, on float64 copies. "as sent": of the server, on the uploads in their dtypes, and beside
+    it how far storing them in other coordinates moves the mean itself ("storing").
+    """
     roles = prepared.server.roles(record.state.server)
     if (roles.B, roles.A) != ("shared", "shared") or not record.uploads:
         return None
     bare = [replace(upload, adapter=Adapter(upload.adapter.modules)) for upload in record.uploads]
     own, padded = replace(prepared.server, heads="frozen"), Server(PaddedAverage(), heads="frozen")
-    return {
-        own.method.name: gauge_drift(own, record.state.server, bare),
-        "padded-average": gauge_drift(padded, padded.init(prepared.seed_adapter), bare),
-    }
+    begun = padded.init(prepared.seed_adapter)
+    tally = record.weights
+    found = {}
+    for kind, as_sent in (("float64", False), ("as sent", True)):
+        found[kind] = {
+            own.method.name: gauge_drift(own, record.state.server, bare, as_sent=as_sent),
+            "padded-average": gauge_drift(padded, begun, bare, as_sent=as_sent),
+        }
+    found["as sent"]["storing"] = storing_drift(bare, tally)
+    return found
 
 
 def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
@@ -206,6 +217,7 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
             "server_rank": lines[-1]["server_rank"] if lines else None,
             "padded_error": lines[-1]["padded_error"] if lines else None,
             "gauge_drift": lines[-1]["gauge_drift"] if lines else None,
+            "gauge_drift_as_sent": lines[-1].get("gauge_drift_as_sent") if lines else None,
             "refused": sum(len(line["refused"]) for line in lines),
             "diagnostics": server.diagnostics(state.server),
         },

@@ -179,10 +179,10 @@ def sketched(
     left = torch.linalg.solve_triangular(L.mT, V @ O[:, :keep], upper=True)
     spectrum = with_canonical_signs((Q @ left).float(), s[:keep].float(), Vh[:keep].float(), noise)
     # Outside span(Q), and of rounding: of the messages, of the result, and of Q.
-    missed = math.sqrt(float(total.missed) / n) + (slack + 8 * unit_roundoff(torch.float32)) * sizes
-    left_out = math.hypot(float(torch.linalg.vector_norm(rest.mT @ mean)), missed)
-    size = math.hypot(float(torch.linalg.vector_norm(s)), left_out)  # of the mean, at most
-    error, missed = (left_out / size, missed / size) if size else (0.0, 0.0)
+    outside, rounding = math.sqrt(float(total.missed) / n), (slack + 8 * unit_roundoff(torch.float32)) * sizes
+    left_out = math.hypot(float(torch.linalg.vector_norm(rest.mT @ mean)), outside) + rounding
+    size = math.hypot(max(float(torch.linalg.vector_norm(s)) - rounding, 0.0), left_out)  # of the mean
+    error, missed = (left_out / size, (outside + rounding) / size) if size else (0.0, 0.0)
     if error > most_error:
         raise RankMismatch(
             f"the sketched mean may be off by {error:.0%}, more than {most_error:.0%}, although it holds "

@@ -232,8 +232,9 @@ class BothSides:
     def close(self) -> ServerState:
         """The second exchange with all who took part in the first."""
         bases = self._round.bases()
+        exact = {name: basis.double() for name, basis in bases.items()}  # once for all clients here
         for upload in self._at_clients:
-            message = second_messages(upload, bases, self._round.plans, self._examples(upload))
+            message = second_messages(upload, exact, self._round.plans, self._examples(upload))
             self.sent += _bytes(message.modules.values())
             self.sent_heads += sum(head.numel() * head.element_size() for head in message.heads.values())
             self.received += sum(bases[name].numel() * bases[name].element_size() for name in message.modules)

@@ -90,17 +90,31 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     modules = len({name for u in uploads for name in u.adapter.modules})
     table = Table(title=f"{len(uploads)} adapters, {modules} modules, ranks {', '.join(map(str, ranks))}")
     table.add_column("method", no_wrap=True)
-    table.add_column("off the true mean by", justify="right")
-    table.add_column(f"moves in other coordinates\n(condition {at:g})", justify="right")
-    table.add_column("what clients get moves", justify="right")
+    table.add_column("off the true mean by\nin float64", justify="right")
+    table.add_column("as sent", justify="right")
+    table.add_column(f"moves in other coordinates\n(condition {at:g}) in float64", justify="right")
+    table.add_column("as sent", justify="right")
+    table.add_column("what clients\nget moves", justify="right")
     table.add_column("")
     for audit in found:
         if audit.refused is not None:
             continue
         drift = "one factor travels" if audit.drift is None else _size(audit.drift[at])
+        sent_drift = "" if audit.sent_drift is None else _size(audit.sent_drift[at])
         readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
-        table.add_row(audit.method, _size(audit.error or 0.0), drift, readouts, _consensus(audit))
+        error, sent_error = ("mean is 0" if x is None else _size(x) for x in (audit.error, audit.sent_error))
+        table.add_row(audit.method, error, sent_error, drift, sent_drift, readouts, _consensus(audit))
     console.print(table)
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for u in uploads for x in u.adapter.modules.values()
+                     for t in x.tensors().values()})  # fmt: skip
+    stored = max((a.storing[at] for a in found if a.storing), default=None)
+    if stored is not None:
+        console.print(
+            f"as sent: in {' and '.join(dtypes)}, before and after; storing these adapters in other coordinates moves "
+            f"their mean itself by {stored:.1e}"
+        )
+    if any(a.zero_mean for a in found):
+        console.print("the mean of these adapters is zero: there is no share of it to be off by", style="yellow")
     for audit in found:
         if audit.refused is not None:
             console.print(f"{audit.method} not run: {audit.refused}", style="yellow", markup=False)

@@ -226,8 +226,14 @@ def _show(folder: RunFolder) -> None:
         table.add_row("rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)")
     if s["padded_error"] is not None:
         table.add_row("zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the true mean")
+    as_sent = s.get("gauge_drift_as_sent") or {}
     for method, drift in (s["gauge_drift"] or {}).items():
-        table.add_row(f"gauge check: {method} moves by", f"{drift:.1e}" if drift < 1e-3 else f"[red]{drift:.1%}")
+        shown = f"{drift:.1e}" if drift < 1e-3 else f"[red]{drift:.1%}[/red]"
+        if method in as_sent:
+            shown += f", as sent {as_sent[method]:.1e}" if as_sent[method] < 1e-3 else f", as sent {as_sent[method]:.1%}"
+        table.add_row(f"gauge check: {method} moves by", shown)
+    if "storing" in as_sent:
+        table.add_row("of which storing the uploads anew is", f"{as_sent['storing']:.1e}")
     if s["refused"]:
         table.add_row("client rounds left out", str(s["refused"]))
     console.print(table)

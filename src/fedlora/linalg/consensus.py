@@ -136,19 +136,21 @@ def consensus_of_pair(
     N: Float[Tensor, "S d_in"],
     budget: Budget,
     *,
+    total: float,
     roundoff: float,
     noise: float,
     floor: float,
 ) -> ConsensusMean:
-    """The mean M @ N and the votes K = M M^T, where the clients are no longer known singly.
+    """The mean M @ N / total and the votes K = M M^T / total, where the clients are no longer known singly.
 
     Args:
+        total: what the weights in M and N add up to.
         roundoff: of the clients in the mean, by weight; it decides what counts as a tie.
-        noise, floor: how large rounding of the stored factors can be, in one direction of M and in one of M @ N.
+        noise, floor: how large rounding of the stored factors can be, in one direction of the votes' root and in one of the mean.
     """
-    core = _core(M, N, torch.ones(M.shape[1], dtype=torch.float64, device=M.device))
-    roundoffs = torch.full_like(core.scale, roundoff)
-    return _projected(core, core.left / core.scale, noise, roundoffs, floor, budget, M.dtype).result((), ())
+    core = _core(M, N, torch.full((M.shape[1],), 1 / total, dtype=torch.float64, device=M.device))
+    votes, roundoffs = core.left / (core.scale * math.sqrt(total)), torch.full_like(core.scale, roundoff)
+    return _projected(core, votes, noise, roundoffs, floor, budget, M.dtype).result((), ())
 
 
 # ------------------------------------------------------------------------------------------------------- coordinates
@@ -228,7 +230,7 @@ def _chosen(votes: Tensor, noise: float, roundoffs: Tensor, C: Tensor, floor: fl
     if keep < len(first):
         values = s[first].square()
         gap = float((values[keep - 1] - values[keep]) / values[keep - 1])
-        tolerance = _tie_tolerance(votes, X[:, keep - 1 : keep + 1], values[keep - 1 : keep + 1], roundoffs)
+        tolerance = tie_tolerance(votes, X[:, keep - 1 : keep + 1], values[keep - 1 : keep + 1], roundoffs)
         tied = gap <= tolerance
         X, energy = _untied(X, energy, values, keep, tolerance, C, budget) if tied else (X, energy)
     elif keep < union:
@@ -255,7 +257,7 @@ def _left_vectors(X: Tensor) -> Tensor:
     return O
 
 
-def _tie_tolerance(votes: Tensor, directions: Tensor, eigenvalues: Tensor, roundoffs: Tensor) -> float:
+def tie_tolerance(votes: Tensor, directions: Tensor, eigenvalues: Tensor, roundoffs: Tensor) -> float:
     """The relative gap under which the two eigenvalues at the cut count as equal: sqrt(u), u of the clients in it.
 
     An eigenvalue is a sum of its clients' votes, and moves by the roundoff of each times its share; a cut inside a gap
@@ -263,6 +265,13 @@ def _tie_tolerance(votes: Tensor, directions: Tensor, eigenvalues: Tensor, round
     """
     shares = (votes.mH @ directions).square() / eigenvalues
     return float((roundoffs @ shares).max().sqrt())
+
+
+def tied_block(values: Tensor, keep: int, tolerance: float) -> slice:
+    """The eigenvalues (descending) that equal the one at the cut."""
+    at_cut = values[keep - 1]
+    inside = ((values - at_cut).abs() <= tolerance * at_cut).nonzero()
+    return slice(int(inside[0]), int(inside[-1]) + 1)
 
 
 def _untied(
@@ -278,8 +287,7 @@ def _untied(
         )
     if budget.tie == "paper":
         return X, energy
-    inside = ((values - at_cut).abs() <= tolerance * at_cut).nonzero()
-    block = slice(int(inside[0]), int(inside[-1]) + 1)
+    block = tied_block(values, keep, tolerance)
     X = X.clone()
     X[:, block] = X[:, block] @ _left_vectors(X[:, block].mH @ C)
     return X, (X.mH @ C).square().sum(dim=1)
@@ -329,8 +337,10 @@ def _projected(
     directions = O if whole else chosen.basis @ O
     U, Vh = _lift(core.Q, directions), _lift(core.P, Wh.mH).mH
     stored_U, stored_s, stored_Vh = U.to(dtype), s.to(dtype), Vh.to(dtype)
-    of_U, of_Vh = torch.linalg.vector_norm(U - stored_U, dim=0), torch.linalg.vector_norm(Vh - stored_Vh, dim=1)
-    off = float(storing_error(of_U, s, s - stored_s, of_Vh))
+    root = s.sqrt()
+    sides = ((U, stored_U), (Vh.mH, stored_Vh.mH))
+    of_U, of_Vh = (rounding_of(x.clone(), y, root, stored_s.sqrt()).sqrt() for x, y in sides)
+    off = float(storing_error(of_U, of_Vh, root))
     off += 64 * _U64 * terms  # of the float64 arithmetic; an upper bound
     spectrum = with_canonical_signs(stored_U.clone(), stored_s, stored_Vh.clone(), level)
     if kept == 0:  # exact cancellation, or nothing was sent: there is no mean to be a share of
@@ -356,13 +366,22 @@ def _strongest(C: Tensor, budget: Budget, stored: float, roundoffs: Tensor) -> _
     return _Chosen(O[:, :keep], union, gap, tied, float(energy[keep:].sum()), 0.0)
 
 
-def storing_error(of_U: Tensor, s: Tensor, of_s: Tensor, of_Vh: Tensor) -> Tensor:
-    """A bound of ||stored - exact||_F from the rounding of each column of U, each s and each row of Vh (*, l).
+def rounding_of(exact: Tensor, stored: Tensor, root: Tensor, stored_root: Tensor) -> Tensor:
+    """What storing a side (*, d, l) of a spectrum costs each column of (U sqrt(s)) (sqrt(s) Vh), squared (*, l).
 
-    To first order the three do not help each other out; together they are at least 1 / sqrt(3) of their sum.
+    That product is what `effective` hands out, so the rounding of its making counts too. root, stored_root (*, l):
+    sqrt(s), of the exact and of the stored one. `exact` (float64) is used up.
     """
-    of_one, of_size, of_other = (torch.linalg.vector_norm(x, dim=-1) for x in (of_U * s, of_s, of_Vh * s))
-    return of_one + of_size + of_other
+    made = stored * stored_root[..., None, :]
+    return exact.mul_(root[..., None, :]).sub_(made.double()).square_().sum(dim=-2)
+
+
+def storing_error(of_U: Tensor, of_Vh: Tensor, root: Tensor) -> Tensor:
+    """A bound of ||stored - exact||_F, from the rounding of each column of U sqrt(s) and row of sqrt(s) Vh (*, l).
+
+    By the triangle inequality. Two independent roundings are together 1 / sqrt(2) of their sum.
+    """
+    return torch.linalg.vector_norm(of_U * root, dim=-1) + torch.linalg.vector_norm(of_Vh * root, dim=-1)
 
 
 def accounts(energy: float, *, left_out: float, dropped: float, off: float) -> tuple[float, float, float]:

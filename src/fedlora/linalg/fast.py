@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from fedlora.linalg.basics import eigh, gram, unit_roundoff
-from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, accounts, consensus_mean, storing_error
+from fedlora.linalg.consensus import (
+    Budget,
+    ConsensusMean,
+    Contributions,
+    accounts,
+    consensus_mean,
+    rounding_of,
+    storing_error,
+    tie_tolerance,
+    tied_block,
+)
 from fedlora.linalg.gauge import CACHED
 from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, with_canonical_signs
 from fedlora.parallel import Each, one_by_one
@@ -25,8 +35,9 @@ from fedlora.parallel import Each, one_by_one
 _U64 = unit_roundoff(torch.float64)
 # The least pivot of columns of norm 1. What is made from their Gram matrix is orthonormal to 1e-16 over its square.
 _LEAST_PIVOT = 1e-4
-# The least singular value of the mean, relative to the largest and to the terms, for which an eigenproblem does.
-_LEAST_OF_MEAN, _LEAST_OF_TERMS = 1e-5, 3e-6
+# Singular values of the mean, relative to the largest, down to which an eigenproblem of its square does for both sides;
+# and the least that the largest may be, relative to the terms that were added up.
+_LEAST_OF_MEAN, _LEAST_OF_TERMS = 1e-4, 1e-2
 # How much larger than a unit vector the terms of a sum may be, so that float32 keeps 1e-6 of it.
 _MOST_IN_FLOAT32 = 8.0
 # Rows of a tall product at a time: what is made of them stays in cache.
@@ -69,6 +80,15 @@ class _Alike:
     clients: list[int]
     at: Tensor
     own: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """P (m, mm, R): coordinates of U_ref; None where nothing is cut. gaps, tied: of each matrix."""
+
+    P: Tensor | None
+    gaps: list[float]
+    tied: list[bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,33 +143,38 @@ class _Batch:
         square = Tw @ self.H @ Tw.mT if C is None else C @ C.mT  # C C^T either way
         total = _diagonal(square).sum(dim=1)
         terms = torch.linalg.vector_norm(self.w * self.sizes, dim=1)
-        sound, gap = self.sound, torch.full_like(total, math.inf)
-        P = None
+        sound, cut = self.sound & torch.isfinite(total), _Cut(None, [math.inf] * len(total), [False] * len(total))
         if not nothing_cut:
-            P, gap, sound = self._consensus(budget, sound)
-            square = P.mT @ square @ P
+            cut, sound = self._consensus(budget, square, sound)
+            assert cut.P is not None
+            square = cut.P.mT @ square @ cut.P
         values, O = eigh(square)
         rank = min(square.shape[1], self.A.shape[2])
         s, O = values.flip(1)[:, :rank].clamp(min=1e-300).sqrt(), O.flip(2)[:, :, :rank]
-        far = s[:, -1] > torch.maximum(_LEAST_OF_MEAN * s[:, 0], _LEAST_OF_TERMS * terms)
-        sound = sound & torch.isfinite(total)
-        if not bool(sound.any()):
-            return [None] * len(self.sent)
-        directions = O if P is None else P @ O
-        to_Vh = (directions / s[:, None, :]).mT @ (Tw if C is None else C)
-        steep = sound & ~far
-        if bool(steep.any()):  # small components: their right side not from the left, which would cost orthonormality
-            sound = self._steep(steep, P, Tw, C, directions, s, to_Vh, sound)
-        U, off_U = self._left(directions)
-        Vh, off_V = _product_from_left(to_Vh, self.A) if C is None else _cast(to_Vh)
+        sound = sound & (s[:, 0] > _LEAST_OF_TERMS * terms)
         left_out = torch.zeros_like(total)
         if not nothing_cut:  # a difference of two sums, which says no less than this
-            left_out = total - s.square().sum(dim=1) + 64 * _U64 * total
+            left_out = total - values.sum(dim=1) + 64 * _U64 * total
             sound = sound & (left_out > 1e-11 * total)
-        return self._results(budget, U, s, Vh, (off_U, off_V), directions, total, left_out, terms, gap, sound, mm)
+        if not bool(sound.any()):
+            return [None] * len(self.sent)
+        directions = O if cut.P is None else cut.P @ O
+        rows = directions.mT @ (Tw if C is None else C)  # s V^T in the coordinates of A's rows, or itself
+        Vh = None
+        weak = s < _LEAST_OF_MEAN * s[:, :1]
+        if bool((weak.any(dim=1) & sound).any()):
+            Vh = self._with_weak_ones(weak, directions, s, rows, exact=C is not None)
+        roots = s.sqrt(), s.float().sqrt()
+        U, off_U = self._left(directions, roots)
+        if Vh is None and C is None:
+            Vh, off_V = _product_from_left(rows / s[:, :, None], self.A, roots)
+        else:
+            Vh, off_V = _stored((rows / s[:, :, None] if Vh is None else Vh).mT, roots)
+            Vh = Vh.mT
+        return self._results(U, s, Vh, (off_U, off_V), directions, total, left_out, terms, cut, sound, mm)
 
-    def _consensus(self, budget: Budget, sound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The top-R eigenvectors of K in coordinates (m, mm, R), the gap at the cut, and where this may be trusted."""
+    def _consensus(self, budget: Budget, square: Tensor, sound: Tensor) -> tuple[_Cut, Tensor]:
+        """The top-R eigenvectors of K in coordinates, and where they may be trusted."""
         votes = torch.empty_like(self.T)
         for group in self.alike:
             own = torch.linalg.solve_triangular(group.own, self._columns(group).mT, upper=False).mT  # U_i
@@ -163,53 +188,64 @@ class _Batch:
             dtype=torch.float64,
         ).to(values)
         R = budget.rank
-        gap = 1 - values[:, R] / values[:, R - 1]
-        untied = torch.tensor([max(s.roundoffs) ** 0.5 for s in self.sent], dtype=torch.float64).to(values)
-        certain = values[:, -1] > torch.maximum(4 * noise, 1e-10 * values[:, 0])
-        clear = (gap > untied) if budget.tie != "paper" else torch.ones_like(certain)
-        return X[:, :, :R], gap, sound & certain & clear
+        sound = sound & (values[:, -1] > torch.maximum(4 * noise, 1e-10 * values[:, 0]))
+        gaps, tied = (1 - values[:, R] / values[:, R - 1]).tolist(), [False] * len(values)
+        for k, s in enumerate(self.sent):  # none can be tied by more than the widest roundoff in the round
+            if gaps[k] <= max(s.roundoffs) ** 0.5 and bool(sound[k]):
+                roundoffs = s.per_column(s.roundoffs)
+                tolerance = tie_tolerance(votes[k], X[k, :, R - 1 : R + 1], values[k, R - 1 : R + 1], roundoffs)
+                tied[k] = gaps[k] <= tolerance
+                if tied[k] and budget.tie == "energy":
+                    block = tied_block(values[k], R, tolerance)
+                    _, turn = eigh(X[k, :, block].mT @ square[k] @ X[k, :, block])
+                    X[k, :, block] = X[k, :, block] @ turn.flip(1)
+                elif tied[k] and budget.tie == "error":
+                    sound[k] = False  # the reference says why
+        return _Cut(X[:, :, :R], gaps, tied), sound
+
+    def _with_weak_ones(self, weak: Tensor, directions: Tensor, s: Tensor, rows: Tensor, *, exact: bool) -> Tensor:
+        """Vh (m, l, d_in) where some components are so weak that rows / s would not be orthonormal. Sets directions, s.
+
+        The eigenvectors of C C^T know the span of the weak ones to a part in 1e8, but not each of them: their own rows,
+        cleared of what the strong ones have, are solved again.
+        """
+        Vh = torch.empty(*rows.shape[:2], self.A.shape[2], dtype=torch.float64, device=rows.device)
+        for k in range(len(weak)):
+            strong = int((~weak[k]).sum())
+            own = rows[k] if exact else rows[k] @ self.A[k].double()
+            Vh[k, :strong] = own[:strong] / s[k, :strong, None]
+            if strong == len(own):
+                continue
+            rest = own[strong:] - (own[strong:] @ Vh[k, :strong].mT) @ Vh[k, :strong]
+            Q, R = torch.linalg.qr(rest.mT)
+            O, values, Wh = torch.linalg.svd(R.mT)
+            directions[k, :, strong:] = directions[k, :, strong:] @ O
+            s[k, strong:] = values.clamp(min=1e-300)
+            Vh[k, strong:] = Wh @ Q.mT
+        return Vh
 
     def _columns(self, group: _Alike) -> Tensor:
         """T's columns of each client of a group (m, c, mm, r)."""
         return self.T[:, :, group.at.flatten()].unflatten(2, group.at.shape).transpose(1, 2)
 
-    def _steep(
-        self, steep: Tensor, P: Tensor | None, Tw: Tensor, C: Tensor | None,
-        directions: Tensor, s: Tensor, to_Vh: Tensor, sound: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Sets directions, s and to_Vh of the matrices in `steep`, from an SVD of C itself; returns who is sound."""
-        at = steep.nonzero()[:, 0]
-        if C is None:
-            assert self.H is not None
-            unit = self.sizes[at].clamp(min=1e-300)
-            L, fine = _cholesky(self.H[at] / (unit[:, :, None] * unit[:, None, :]), steep[at])
-            core = (Tw[at] * unit[:, None, :]) @ L
-            sound = sound.clone()
-            sound[at] = fine
-        else:
-            core = C[at]
-        O, values, Wh = torch.linalg.svd(core if P is None else P[at].mT @ core, full_matrices=False)
-        directions[at], s[at] = O if P is None else P[at] @ O, values
-        to_Vh[at] = Wh if C is not None else torch.linalg.solve_triangular(L.mT, Wh.mT, upper=True).mT / unit[:, None]
-        return sound
-
-    def _left(self, directions: Tensor) -> tuple[Tensor, Tensor]:
+    def _left(self, directions: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self.B.shape[2] > self.B.shape[1]:
-            return _cast(directions, along=1)
-        return _product(self.B, self.scale[:, :, None] * torch.linalg.solve_triangular(self.T, directions, upper=True))
+            return _stored(directions, roots)
+        inner = torch.linalg.solve_triangular(self.T, directions, upper=True)
+        return _product(self.B, self.scale[:, :, None] * inner, roots)
 
     def _results(
-        self, budget: Budget, U: Tensor, s: Tensor, Vh: Tensor, off: tuple[Tensor, Tensor], directions: Tensor,
-        total: Tensor, left_out: Tensor, terms: Tensor, gap: Tensor, sound: Tensor, mm: int,
+        self, U: Tensor, s: Tensor, Vh: Tensor, off: tuple[Tensor, Tensor], directions: Tensor,
+        total: Tensor, left_out: Tensor, terms: Tensor, cut: _Cut, sound: Tensor, mm: int,
     ) -> list[ConsensusMean | None]:  # fmt: skip
         tolerances = _per_column(self.sent, [s.tolerances for s in self.sent])
         floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
         every = with_canonical_signs(U, s.to(U), Vh)
         bases, alignments = self._clients(directions)
-        cost = storing_error(off[0], s, s - every.s, off[1]) + 64 * _U64 * terms
-        numbers = [x.tolist() for x in (total, left_out, terms, floors, gap, cost, sound, every.s[:, 0] > 0, s)]
+        cost = storing_error(off[0], off[1], s.sqrt()) + 64 * _U64 * terms
+        numbers = [x.tolist() for x in (total, left_out, terms, floors, cost, sound, every.s[:, 0] > 0, s)]
         results: list[ConsensusMean | None] = [None] * len(self.sent)
-        for k, (energy, out, size, floor, at_cut, off_by, safe, some, values) in enumerate(zip(*numbers, strict=True)):
+        for k, (energy, out, size, floor, off_by, safe, some, values) in enumerate(zip(*numbers, strict=True)):
             if not safe or not some:
                 continue
             keep, noise, rounding = cut_by_rounding(
@@ -224,7 +260,7 @@ class _Batch:
                 spectrum, along = spectrum.head(keep), [a[:keep] for a in along]
                 spectrum = Spectrum(spectrum.U.contiguous(), spectrum.s, spectrum.Vh, noise)
             results[k] = ConsensusMean(
-                spectrum, tuple(bases[k]), tuple(along), mm, at_cut, False,
+                spectrum, tuple(bases[k]), tuple(along), mm, cut.gaps[k], cut.tied[k],
                 captured, dropped, error, rounding, math.sqrt(energy),
             )  # fmt: skip
         return results
@@ -316,27 +352,27 @@ def _cholesky(G: Tensor, sound: Tensor) -> tuple[Tensor, Tensor]:
     return L, sound & (failed == 0) & (_diagonal(L).amin(dim=1) > _LEAST_PIVOT)
 
 
-def _product(tall: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
-    """tall @ small (m, d, l), computed in float64 and stored in float32, and the norm of each column's rounding (m, l)."""
-    panels, off = [], small.new_zeros(small.shape[0], small.shape[2])
+def _product(tall: Tensor, small: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """tall @ small (m, d, l), computed in float64 and stored in float32, and what `rounding_of` says of it (m, l)."""
+    panels, off = [], torch.zeros_like(roots[0])
     for panel in tall.split(_PANEL, dim=1):
         exact = panel.double() @ small
         panels.append(exact.float())
-        off += exact.sub_(panels[-1].double()).square_().sum(dim=1)
+        off += rounding_of(exact, panels[-1], *roots)
     return panels[0] if len(panels) == 1 else torch.cat(panels, dim=1), off.sqrt()
 
 
-def _product_from_left(small: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
-    """small @ wide (m, l, d), as `_product`; the norm of each row's rounding (m, l)."""
-    panels, off = [], small.new_zeros(small.shape[:2])
+def _product_from_left(small: Tensor, wide: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """small @ wide (m, l, d), as `_product`."""
+    panels, off = [], torch.zeros_like(roots[0])
     for panel in wide.split(_PANEL, dim=2):
         exact = small @ panel.double()
         panels.append(exact.float())
-        off += exact.sub_(panels[-1].double()).square_().sum(dim=2)
+        off += rounding_of(exact.mT, panels[-1].mT, *roots)
     return panels[0] if len(panels) == 1 else torch.cat(panels, dim=2), off.sqrt()
 
 
-def _cast(X: Tensor, along: int = 2) -> tuple[Tensor, Tensor]:
-    """X in float32, and the norm of the rounding along a dimension."""
+def _stored(X: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """X (m, d, l) in float32, as `_product`."""
     stored = X.float()
-    return stored, torch.linalg.vector_norm(X - stored, dim=along)
+    return stored, rounding_of(X.clone(), stored, *roots).sqrt()

@@ -316,7 +316,7 @@ class GLoRA:
         nominal = folded.nominal if self.budget == "nominal" else folded.revealed
         R = self.rank or max(1, math.ceil(self.rho * nominal - 1e-9))
         made = consensus_of_pair(
-            pair.M / root, pair.N / root, Budget(R, self.tie, self.basis, self.canonical),
+            pair.M, pair.N, Budget(R, self.tie, self.basis, self.canonical), total=root**2,
             roundoff=folded.roundoff / folded.weight,
             noise=pair.noise * math.sqrt(folded.noise) / root, floor=math.sqrt(folded.floor) / root**2,
         )  # fmt: skip
