@@ -12,7 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import families
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.audit import padded_average_error
-from fedlora.linalg import gauge_fix, gauge_split, gauge_splits, rank_tolerance, right_svd, svd_of_product, unit_roundoff
+from fedlora.linalg import (
+    gauge_fix,
+    gauge_split,
+    gauge_splits,
+    rank_tolerance,
+    right_svd,
+    svd_of_product,
+    unit_roundoff,
+)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -137,8 +145,12 @@ def test_a_split_loses_nothing(name: str, dtype: torch.dtype, canonical: str) ->
         stored = tuple(torch.from_numpy(x.copy()).to(dtype) for x in (B, A))
         split = gauge_split(*stored, tolerance=rank_tolerance(dtype), canonical=canonical)  # type: ignore[arg-type]
         want = stored[0].double() @ stored[1].double()
-        terms = float(torch.linalg.vector_norm(stored[0].double(), dim=0) @ torch.linalg.vector_norm(stored[1].double(), dim=1))
-        assert float(torch.linalg.matrix_norm(split.U @ split.Ahat + split.U_rest @ split.A_rest - want)) <= 1e-14 * terms
+        terms = float(
+            torch.linalg.vector_norm(stored[0].double(), dim=0) @ torch.linalg.vector_norm(stored[1].double(), dim=1)
+        )
+        assert (
+            float(torch.linalg.matrix_norm(split.U @ split.Ahat + split.U_rest @ split.A_rest - want)) <= 1e-14 * terms
+        )
         assert orthonormality(torch.cat([split.U, split.U_rest], dim=1)) < 1e-12
 
 
@@ -161,7 +173,9 @@ def test_svd_of_product_is_right_where_terms_nearly_cancel(near: float) -> None:
     want = stacked[0].double() @ stacked[1].double()
     got = svd_of_product(*stacked, tolerance=rank_tolerance(torch.float32))
     found = (got.U.double() * got.s) @ got.Vh.double()
-    assert float(torch.linalg.matrix_norm(found - want) / torch.linalg.matrix_norm(want)) < 2e-7 + (1e-4 if near == 1e-3 else 0)
+    assert float(torch.linalg.matrix_norm(found - want) / torch.linalg.matrix_norm(want)) < 2e-7 + (
+        1e-4 if near == 1e-3 else 0
+    )
     assert got.sound == 4
 
 

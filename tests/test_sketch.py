@@ -108,7 +108,9 @@ def test_independent_clients_are_refused_and_the_bound_says_how_bad_it_is() -> N
 def test_the_bound_counts_what_is_sketched_and_then_left_out(rank: int) -> None:
     """Clients that share 12 dimensions, sketched along 24 and cut to fewer: the error lies in span(Q), and is known."""
     loras, counts = shared(20, common=12, tail=0.0), [1.0] * 20
-    result = run(loras, counts, SketchPlan(D_OUT, D_IN, rank=rank, seed=1, oversample=16), least_captured=0.0, most_error=1.0)
+    result = run(
+        loras, counts, SketchPlan(D_OUT, D_IN, rank=rank, seed=1, oversample=16), least_captured=0.0, most_error=1.0
+    )
     _, mean = dense(loras, counts)
     error = float((update(result) - mean).norm() / mean.norm())
     assert error > 0.2

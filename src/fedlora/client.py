@@ -78,11 +78,12 @@ class Download:
     @property
     def base_delta(self) -> dict[str, LoRA]:
         """Module -> the whole change of its base weight since pre-training; empty where none has moved."""
-        came = {name: next(iter(lora.tensors().values())).dtype for name, lora in self.adapter.modules.items()}
-        return {
-            name: change.total.map(lambda t, dtype=came.get(name, torch.float32): t.to(dtype))  # type: ignore[misc]
-            for name, change in self.base.items()
-        }
+        totals = {}
+        for name, change in self.base.items():
+            came = self.adapter.modules.get(name)
+            dtype = torch.float32 if came is None else next(iter(came.tensors().values())).dtype
+            totals[name] = LoRA(*(t.to(dtype) for t in change.total.factors))
+        return totals
 
 
 def receive(download: Download, kept: Adapter | None) -> Adapter:

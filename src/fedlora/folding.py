@@ -53,6 +53,14 @@ class Folded:
         return min(self.steps, 2 * estimate)
 
     @property
+    def least(self) -> float:
+        """What ||sum n_k Delta W_k|| is at least, by the same directions and chance; 0 while all is in M N."""
+        if self.seen is None:
+            return 0.0
+        whole = self.M.double() @ (self.N.double() @ _directions(self.N)) + self.seen
+        return float(torch.linalg.vector_norm(whole)) / math.sqrt(whole.shape[1]) / 1.6
+
+    @property
     def noise(self) -> float:
         """How much larger the rounding noise in M and N is than in stored factors: it adds up as a random walk."""
         return math.sqrt(max(self.folds, 1))
@@ -91,7 +99,7 @@ def fold(
     if M.shape[1] > columns:
         _, s, Vh = torch.linalg.svd(torch.linalg.qr(M, mode="r").R, full_matrices=True)
         s = torch.cat([s, s.new_zeros(len(Vh) - len(s))])
-        Z = Vh @ N  # the weakest rows times s are what goes
+        Z = Vh @ N  # the weakest rows times s go
         lost += float(torch.linalg.vector_norm(s[columns:, None] * Z[columns:]))
         left_out += float(s[columns:].square().sum())
         gone = M @ (Vh[columns:].mH @ (Z[columns:] @ _directions(N)))

@@ -39,6 +39,12 @@ log = logging.getLogger(__name__)
 # The share of the mean's energy that may be lost without a word.
 LARGEST_SILENT_SHARE = 1e-3
 
+_LOSSES = {
+    "dropped": "of the mean update's energy was lost to tolerances, memory or a sketch, not to the rank budget",
+    "rounding": "of the mean update's energy lies where rounding of the uploaded factors alone could have put it, so "
+    "that readouts hold directions which depend on the clients' coordinates. Send float32, or balanced factors",
+}
+
 _HEAD_ROLE: Mapping[Heads, Role] = {"average": "shared", "local": "local", "frozen": "frozen"}
 
 
@@ -386,13 +392,9 @@ class OpenRound:
 def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:
     """Logs a warning where a method says that its result lacks part of the mean update that no budget took."""
     facts = {name: method.diagnostics(state) for name, state in modules.items()}
-    for key, what in (
-        ("dropped", "of the mean update's energy was lost to tolerances, memory or a sketch, not to the rank budget"),
-        ("rounding", "of the mean update's energy lies where rounding of the uploaded factors alone could have put it, so "
-                     "readouts hold directions that depend on the clients' coordinates. Send float32, or balanced factors"),
-    ):  # fmt: skip
-        found = {name: float(f[key]) for name, f in facts.items() if isinstance(f.get(key), float)}
-        some = {name: share for name, share in found.items() if share > LARGEST_SILENT_SHARE}
+    for key, what in _LOSSES.items():
+        found = {name: f.get(key) for name, f in facts.items()}
+        some = {n: share for n, share in found.items() if isinstance(share, float) and share > LARGEST_SILENT_SHARE}
         if some:
             worst = max(some, key=lambda name: some[name])
             log.warning(

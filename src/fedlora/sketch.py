@@ -79,8 +79,8 @@ class RangeMessage(_Summed):
 class CoreMessage(_Summed):
     """Z (width, d_in): n_i Q^T B_i A_i. C (width, width): n_i (Q^T U_i)(Q^T U_i)^T. trace, examples: as before.
 
-    missed: n_i times the squared size of what of B_i A_i lies outside span(Q). size: n_i ||B_i A_i||. floor: n_i^2 times
-    the squared size that rounding of the stored factors can have in one direction.
+    missed: n_i times the squared size of what of B_i A_i lies outside span(Q). size: n_i ||B_i A_i||. floor: n_i^2
+    times the squared size that rounding of the stored factors can have in one direction.
     """
 
     Z: Tensor
@@ -174,7 +174,11 @@ def sketched(
     O, s, Vh = torch.linalg.svd(V.mT @ mean, full_matrices=False)
     sizes = float(total.size) / n
     keep, noise, _ = cut_by_rounding(
-        s.tolist(), terms=sizes, stored=math.sqrt(float(total.floor)) / n, worked_in=torch.float64, stored_in=torch.float32
+        s.tolist(),
+        terms=sizes,
+        stored=math.sqrt(float(total.floor)) / n,
+        worked_in=torch.float64,
+        stored_in=torch.float32,
     )
     left = torch.linalg.solve_triangular(L.mT, V @ O[:, :keep], upper=True)
     spectrum = with_canonical_signs((Q @ left).float(), s[:keep].float(), Vh[:keep].float(), noise)

@@ -230,7 +230,8 @@ def _show(folder: RunFolder) -> None:
     for method, drift in (s["gauge_drift"] or {}).items():
         shown = f"{drift:.1e}" if drift < 1e-3 else f"[red]{drift:.1%}[/red]"
         if method in as_sent:
-            shown += f", as sent {as_sent[method]:.1e}" if as_sent[method] < 1e-3 else f", as sent {as_sent[method]:.1%}"
+            moved = as_sent[method]
+            shown += f", as sent {moved:.1e}" if moved < 1e-3 else f", as sent {moved:.1%}"
         table.add_row(f"gauge check: {method} moves by", shown)
     if "storing" in as_sent:
         table.add_row("of which storing the uploads anew is", f"{as_sent['storing']:.1e}")

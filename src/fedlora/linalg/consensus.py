@@ -115,7 +115,7 @@ def consensus_mean(sent: Contributions, budget: Budget) -> ConsensusMean:
     """
     p = sent.per_column(sent.weights)
     core = _core(torch.cat([B for B, _ in sent.pairs], dim=1), torch.cat([A for _, A in sent.pairs], dim=0), p)
-    blocks = list(zip(core.left.split(sent.ranks, dim=1), core.right.split(sent.ranks, dim=0), strict=True))
+    blocks = list(zip(torch.split(core.left, sent.ranks, dim=1), torch.split(core.right, sent.ranks), strict=True))
     own = [
         gauge_split(B, A, tolerance=tolerance, canonical=budget.canonical).U
         for (B, A), tolerance in zip(blocks, sent.tolerances, strict=True)
@@ -146,7 +146,8 @@ def consensus_of_pair(
     Args:
         total: what the weights in M and N add up to.
         roundoff: of the clients in the mean, by weight; it decides what counts as a tie.
-        noise, floor: how large rounding of the stored factors can be, in one direction of the votes' root and in one of the mean.
+        noise, floor: how large rounding of the stored factors can be in one direction, of the votes' root and of the
+            mean.
     """
     core = _core(M, N, torch.full((M.shape[1],), 1 / total, dtype=torch.float64, device=M.device))
     votes, roundoffs = core.left / (core.scale * math.sqrt(total)), torch.full_like(core.scale, roundoff)
@@ -236,9 +237,7 @@ def _chosen(votes: Tensor, noise: float, roundoffs: Tensor, C: Tensor, floor: fl
     elif keep < union:
         gap = float((energy[keep - 1] - energy[keep]) / energy[keep - 1]) if keep > len(first) else 1.0
     out = slice(keep, None)
-    return _Chosen(
-        X[:, :keep], union, gap, tied, float(energy[out].sum()), float(energy[out][~sound[out]].sum())
-    )
+    return _Chosen(X[:, :keep], union, gap, tied, float(energy[out].sum()), float(energy[out][~sound[out]].sum()))
 
 
 def _every_direction(votes: Tensor) -> tuple[Tensor, Tensor]:
@@ -373,7 +372,8 @@ def rounding_of(exact: Tensor, stored: Tensor, root: Tensor, stored_root: Tensor
     sqrt(s), of the exact and of the stored one. `exact` (float64) is used up.
     """
     made = stored * stored_root[..., None, :]
-    return exact.mul_(root[..., None, :]).sub_(made.double()).square_().sum(dim=-2)
+    squares: Tensor = exact.mul_(root[..., None, :]).sub_(made.double()).square_().sum(dim=-2)
+    return squares
 
 
 def storing_error(of_U: Tensor, of_Vh: Tensor, root: Tensor) -> Tensor:
@@ -381,7 +381,8 @@ def storing_error(of_U: Tensor, of_Vh: Tensor, root: Tensor) -> Tensor:
 
     By the triangle inequality. Two independent roundings are together 1 / sqrt(2) of their sum.
     """
-    return torch.linalg.vector_norm(of_U * root, dim=-1) + torch.linalg.vector_norm(of_Vh * root, dim=-1)
+    both: Tensor = torch.linalg.vector_norm(of_U * root, dim=-1) + torch.linalg.vector_norm(of_Vh * root, dim=-1)
+    return both
 
 
 def accounts(energy: float, *, left_out: float, dropped: float, off: float) -> tuple[float, float, float]:

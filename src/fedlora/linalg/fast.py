@@ -56,7 +56,7 @@ def consensus_means(
     for k, (s, budget) in enumerate(zip(sent, budgets, strict=True)):
         B, A = s.pairs[0]
         ordinary = s.dtype == torch.float32 and budget.basis == "projector" and min(s.weights) > 0
-        if ordinary and 0 < min(s.ranks) and max(s.ranks) <= min(len(B), A.shape[1]):
+        if ordinary and min(s.ranks) > 0 and max(s.ranks) <= min(len(B), A.shape[1]):
             alike.setdefault((B.device, len(B), A.shape[1], tuple(s.ranks), budget), []).append(k)
     batches = []
     for members in alike.values():
@@ -120,7 +120,7 @@ class _Batch:
         B = _stacked([torch.cat([B for B, _ in s.pairs], dim=1) for s in sent])
         A = _stacked([torch.cat([A for _, A in s.pairs], dim=0) for s in sent])
         S = B.shape[2]
-        G, H = (gram(B) if S <= B.shape[1] else None), (gram(A.mT) if S <= A.shape[2] else None)
+        G, H = (gram(B) if B.shape[1] >= S else None), (gram(A.mT) if A.shape[2] >= S else None)
         lengths = _diagonal(G) if G is not None else B.double().square().sum(dim=1)
         sizes = (_diagonal(H) if H is not None else A.double().square().sum(dim=2)).sqrt()
         scale = lengths.clamp(min=1e-300).rsqrt()
@@ -139,8 +139,12 @@ class _Batch:
         """One for each matrix, None where it is not safe."""
         mm, nothing_cut = self.T.shape[1], budget.rank >= self.T.shape[1]
         Tw = self.T * self.w[:, None, :]
-        C = None if self.H is not None else Tw @ self.A.double()  # (m, mm, d_in)
-        square = Tw @ self.H @ Tw.mT if C is None else C @ C.mT  # C C^T either way
+        C = None
+        if self.H is None:
+            C = Tw @ self.A.double()  # (m, mm, d_in)
+            square = C @ C.mT
+        else:
+            square = Tw @ self.H @ Tw.mT  # C C^T too
         total = _diagonal(square).sum(dim=1)
         terms = torch.linalg.vector_norm(self.w * self.sizes, dim=1)
         sound, cut = self.sound & torch.isfinite(total), _Cut(None, [math.inf] * len(total), [False] * len(total))
@@ -226,7 +230,7 @@ class _Batch:
 
     def _columns(self, group: _Alike) -> Tensor:
         """T's columns of each client of a group (m, c, mm, r)."""
-        return self.T[:, :, group.at.flatten()].unflatten(2, group.at.shape).transpose(1, 2)
+        return _blocks(self.T, group.at)
 
     def _left(self, directions: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self.B.shape[2] > self.B.shape[1]:
@@ -289,7 +293,13 @@ class _Batch:
 
 
 def _own(
-    sent: Sequence[Contributions], T: Tensor, G: Tensor | None, A: Tensor, H: Tensor | None, scale: Tensor, sound: Tensor
+    sent: Sequence[Contributions],
+    T: Tensor,
+    G: Tensor | None,
+    A: Tensor,
+    H: Tensor | None,
+    scale: Tensor,
+    sound: Tensor,
 ) -> tuple[list[_Alike], Tensor]:
     """The clients by rank, and of which matrices all have factors of full rank, beyond what rounding can do."""
     ranks = sent[0].ranks
@@ -302,12 +312,12 @@ def _own(
         if G is not None:
             of_B = G[:, columns, rows]
         else:
-            own = T[:, :, at.flatten()].unflatten(2, at.shape).transpose(1, 2)
+            own = _blocks(T, at)
             of_B = own.mT @ own
         if H is not None:
             of_A = H[:, columns, rows]
         else:
-            own = A[:, at.flatten()].unflatten(1, at.shape).double()
+            own = _blocks(A.mT, at).mT.double()
             of_A = own @ own.mT
         tolerance = torch.tensor([[s.tolerances[i] for i in clients] for s in sent], dtype=torch.float64).to(T)
         L, failed = torch.linalg.cholesky_ex(of_B)
@@ -337,6 +347,11 @@ def _starts(ranks: Sequence[int]) -> list[int]:
     return [end - r for r, end in zip(ranks, accumulate(ranks), strict=True)]
 
 
+def _blocks(X: Tensor, at: Tensor) -> Tensor:
+    """The columns `at` (c, r) of X (m, n, S), block by block (m, c, n, r)."""
+    return X[:, :, at.flatten()].reshape(*X.shape[:2], *at.shape).transpose(1, 2)
+
+
 def _stacked(matrices: list[Tensor]) -> Tensor:
     return torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]
 
@@ -355,7 +370,7 @@ def _cholesky(G: Tensor, sound: Tensor) -> tuple[Tensor, Tensor]:
 def _product(tall: Tensor, small: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """tall @ small (m, d, l), computed in float64 and stored in float32, and what `rounding_of` says of it (m, l)."""
     panels, off = [], torch.zeros_like(roots[0])
-    for panel in tall.split(_PANEL, dim=1):
+    for panel in torch.split(tall, _PANEL, dim=1):
         exact = panel.double() @ small
         panels.append(exact.float())
         off += rounding_of(exact, panels[-1], *roots)
@@ -365,7 +380,7 @@ def _product(tall: Tensor, small: Tensor, roots: tuple[Tensor, Tensor]) -> tuple
 def _product_from_left(small: Tensor, wide: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """small @ wide (m, l, d), as `_product`."""
     panels, off = [], torch.zeros_like(roots[0])
-    for panel in wide.split(_PANEL, dim=2):
+    for panel in torch.split(wide, _PANEL, dim=2):
         exact = small @ panel.double()
         panels.append(exact.float())
         off += rounding_of(exact.mT, panels[-1].mT, *roots)

@@ -50,7 +50,9 @@ class FedExLoRA:
         require_one_rank("FedEx-LoRA", state.mean.rank, updates)
         p = [u.weight for u in updates]
         mean = LoRA(weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p))
-        return FedExLoRAState(state.key, state.round + 1, mean, moved(state.base, residual([u.lora for u in updates], p)))
+        return FedExLoRAState(
+            state.key, state.round + 1, mean, moved(state.base, residual([u.lora for u in updates], p))
+        )
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> Readout:
         require_readout_rank("FedEx-LoRA", state.mean.rank, client, rank)

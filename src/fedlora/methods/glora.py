@@ -300,7 +300,7 @@ class GLoRA:
         """For `streaming`: the next state. Who took part in this round leaves no trace in the history.
 
         Raises:
-            RankMismatch: less than half of the clients' subspaces could be kept, or of the mean update as much may be lost.
+            RankMismatch: less than half of the clients' subspaces could be kept, or half of the mean may be lost.
         """
         pair, root = folded.pair, (folded.weight if self.weighting == "uniform" else total) ** 0.5
         if pair is None:
@@ -320,13 +320,13 @@ class GLoRA:
             roundoff=folded.roundoff / folded.weight,
             noise=pair.noise * math.sqrt(folded.noise) / root, floor=math.sqrt(folded.floor) / root**2,
         )  # fmt: skip
-        captured, dropped, error = with_loss(made, pair.lost / root**2)
-        if pair.lost / root**2 > 0.7 * made.size:
+        captured, dropped, error = with_loss(made, pair.lost / root**2, pair.least / root**2)
+        if dropped > 0.5:
             raise RankMismatch(
-                f"as much as {pair.lost / root**2 / made.size:.0%} of the mean update may be lost in {pair.M.shape[1]} "
-                f"columns of memory, although they hold {pair.kept:.0%} of the clients' subspaces: updates outside of "
-                f"what most clients share are large. Give the server more memory; all of this round needs "
-                f"{folded.revealed} columns. One client far larger than the others is often a fault of its own."
+                f"up to {dropped:.0%} of the mean update's energy may be lost in {pair.M.shape[1]} columns of memory, "
+                f"although they hold {pair.kept:.0%} of the clients' subspaces: updates outside of what most clients "
+                f"share are large. Give the server more memory; all of this round needs {folded.revealed} columns. One "
+                f"client far larger than the others is often a fault of its own."
             )
         cut = Cut(
             R, folded.nominal, made.union_rank, made.gap, made.tied, captured, {},
@@ -419,14 +419,14 @@ def side_by_side(splits: Sequence[Split], weights: Sequence[float]) -> tuple[Ten
     return torch.cat(M, dim=1), torch.cat(N, dim=0)
 
 
-def with_loss(made: ConsensusMean, lost: float) -> tuple[float, float, float]:
+def with_loss(made: ConsensusMean, lost: float, least: float) -> tuple[float, float, float]:
     """(captured, dropped, error) against a mean of which `lost` (a bound of its norm) never reached `made`.
 
-    The mean's own size is not known then, only that it differs from `made.size` by at most that.
+    The mean's own size is not known then: it differs from `made.size` by at most that, and is `least` at least.
     """
     if lost == 0.0:
         return made.captured, made.dropped, made.error
-    least = made.size - lost
+    least = max(made.size - lost, least)
     if least <= 0:
         return 0.0, 1.0, math.inf
     error = (made.error * made.size + lost) / least

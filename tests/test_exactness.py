@@ -1,0 +1,217 @@
+"""Exact means exact: the mean of what was stored, whatever the dtypes, clients, weights and families; and reports that
+are true. Kind of evidence: oracle (dense float64 means of the stored factors).
+
+The hard rounds are those of `benchmarks/exactness.py`, which runs all of them, larger; here a part of every kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from federations import noise
+from fedlora import Adapter, Client, LoRA, Server, Upload, build, send
+from fedlora.base_change import BaseChange, moved
+from fedlora.errors import LostUpdate, RankMismatch
+from fedlora.sketch_round import Sketch, SketchedRound, first_messages, second_messages
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import exactness
+
+F64 = torch.float64
+SHAPE = exactness.Shape(40, 32, 4, 25)
+
+
+@pytest.mark.parametrize("budget", exactness.BUDGETS)
+@pytest.mark.parametrize("dtype", exactness.DTYPES)
+def test_the_mean_is_exact_and_the_report_is_true(dtype: str, budget: str) -> None:
+    """Every fifth combination of clients, weights, updates and forms: the verdict of `exactness.judge`."""
+    every = itertools.product((3, 25, 64), exactness.WEIGHTS, exactness.UPDATES, exactness.FORMS)
+    rows = [
+        exactness.Row(dtype, n, w, updates, budget, form) for n, w, updates, form in itertools.islice(every, 0, None, 5)
+    ]
+    found = [exactness.judge(row, SHAPE, seed=k) for k, row in enumerate(rows)]
+    assert [v for v in found if v.failed] == []
+    if budget in ("whole", "cut"):
+        assert not any(v.refused for v in found)
+    assert any(not v.refused for v in found)
+
+
+@pytest.mark.parametrize("name", ["glora", "flexlora", "svd", "flora", "fedex-lora"])
+def test_bfloat16_uploads_of_many_clients_lose_nothing(name: str) -> None:
+    """64 clients of rank 8 lost 31 % of their mean once: a tolerance of the stored dtype cut the mean itself."""
+    n, r, d_out, d_in = 64, 8, 256, 192
+    pairs = [LoRA(noise((d_out, r), k, "B"), noise((r, d_in), k, "A")).map(lambda t: t.bfloat16()) for k in range(n)]
+    mean = sum((x.map(Tensor.double).delta() / n for x in pairs), torch.zeros(d_out, d_in, dtype=F64))
+    server = Server(build(name, **({"energy": 1.0} if name == "svd" else {})))
+    state = server.init(Adapter({"m": LoRA(torch.zeros(d_out, r), torch.ones(r, d_in))}))
+    uploads = [Upload(Client(f"c{k:02}", r), 1, Adapter({"m": x})) for k, x in enumerate(pairs)]
+    got = server.global_update(server.aggregate(state, uploads))["m"].map(Tensor.double).delta()
+    assert float(torch.linalg.matrix_norm(got - mean) / torch.linalg.matrix_norm(mean)) < 1e-6
+
+
+def test_one_narrow_client_costs_the_others_nothing() -> None:
+    """One bfloat16 client among 63 float32 ones; and one whose update is large at a weight of 1e-9."""
+    for row in (
+        exactness.Row("mixed", 64, "equal", "normal", "whole"),
+        exactness.Row("bfloat16", 64, "one 1e-9", "one x 1e4", "whole"),
+    ):
+        verdict = exactness.judge(row, SHAPE)
+        assert verdict.true < 1e-6 and not verdict.failed
+
+
+# ------------------------------------------------------------------------------------------------ nothing in silence
+
+
+def outlier(size: float, clients: int = 20) -> list[Upload]:
+    """Clients that share a subspace of 4 dimensions, and one outside of it whose update is `size` times as large."""
+    space = torch.linalg.qr(noise((48, 4), "space"))[0]
+    made = []
+    for k in range(clients):
+        B = size * noise((48, 4), "out") if k == 7 else space @ noise((4, 4), k, "mix")
+        lora = LoRA(B, noise((4, 40), k, "A")).map(Tensor.float)
+        made.append(Upload(Client(f"c{k:02}", 4), 1, Adapter({"m": lora})))
+    return made
+
+
+def start(server: Server):  # type: ignore[no-untyped-def]
+    return server.init(Adapter({"m": LoRA(torch.zeros(48, 4), torch.ones(4, 40))}))
+
+
+def test_an_outlier_outside_the_shared_subspace_is_no_silent_loss_when_folded() -> None:
+    """tr K is kept to 99 %, and the mean is lost: refused, or said and warned of."""
+    server = Server(build("glora"), memory=2 * 6 * 4 * (48 + 40) / 2**20)
+    with pytest.raises(RankMismatch, match="updates outside of what most clients share are large"):
+        server.aggregate(start(server), outlier(300.0))
+
+
+def test_an_outlier_outside_the_shared_subspace_is_no_silent_loss_when_sketched() -> None:
+    server = Server(build("glora"))
+    opened = SketchedRound(server, start(server), Sketch(rank=4, oversample=2))
+    uploads = outlier(300.0)
+    for u in uploads:
+        opened.add_first(first_messages(u, opened.plans, 1.0))
+    bases = opened.bases()
+    for u in uploads:
+        opened.add_second(second_messages(u, bases, opened.plans, 1.0))
+    with pytest.raises(RankMismatch, match="may be off by"):
+        opened.close()
+
+
+def test_a_loss_above_a_thousandth_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Folded with a small outlier: accepted, measured, and said with the module's name."""
+    server = Server(build("glora"), memory=2 * 7 * 4 * (48 + 40) / 2**20)
+    with caplog.at_level(logging.WARNING):
+        state = server.aggregate(start(server), outlier(4.0))
+    facts = server.diagnostics(state)["m"]
+    assert facts["dropped"] > 1e-3  # type: ignore[operator]
+    assert "not to the rank budget" in caplog.text and "most in m" in caplog.text
+
+
+def test_bad_coordinates_in_bfloat16_are_loud_and_right(caplog: pytest.LogCaptureFixture) -> None:
+    """Condition 1e3: every component could be rounding of the stored factors. The update of what was stored comes back,
+    in the server's model and in readouts, and a warning says what it is worth."""
+    shape = exactness.Shape(96, 80, 8, 99)
+    uploads = exactness.uploads_of(exactness.Row("bfloat16", 4, "equal", "bad gauge", "whole"), shape)
+    server = Server(build("glora"))
+    with caplog.at_level(logging.WARNING):
+        state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(96, 8), torch.ones(8, 80))})), uploads)
+    mean = sum(u.adapter.modules["m"].map(Tensor.double).delta() / 4 for u in uploads)
+    got = server.global_update(state)["m"].map(Tensor.double).delta()
+    assert float(torch.linalg.matrix_norm(got - mean) / torch.linalg.matrix_norm(mean)) < 1e-6  # type: ignore[arg-type]
+    readout = server.download(state, Client("new", 32)).adapter.modules["m"].map(Tensor.double).delta()
+    lost = float(torch.linalg.matrix_norm(readout - mean) / torch.linalg.matrix_norm(mean))  # type: ignore[arg-type]
+    assert lost**2 <= 1.1e-3, "readouts leave out a thousandth of the energy at most"
+    assert "rounding of the uploaded factors" in caplog.text
+
+
+def test_a_mean_that_the_result_cannot_hold_is_an_error() -> None:
+    """1e-30 x 1e-30 is something in float64 and nothing in float32; and exact cancellation is no error."""
+    for name in ("glora", "flexlora", "svd"):
+        server = Server(build(name))
+        tiny = LoRA(1e-30 * torch.ones(48, 4), 1e-30 * torch.ones(4, 40))
+        with pytest.raises(LostUpdate, match="stores as zero"):
+            server.aggregate(start(server), [Upload(Client("a", 4), 1, Adapter({"m": tiny}))])
+        x = LoRA(noise((48, 4), "B").float(), noise((4, 40), "A").float())
+        minus = LoRA(-x.factors[0], x.factors[1])
+        both = [Upload(Client(c, 4), 1, Adapter({"m": lora})) for c, lora in (("a", x), ("b", minus))]
+        assert server.global_update(server.aggregate(start(server), both))["m"].norm() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e-5, 1.0, 3e3])
+def test_the_subspace_form_is_the_update_that_was_trained(dtype: torch.dtype, size: float) -> None:
+    """Within what storing (U, Ahat) in that dtype costs, also where float16 has no room for all of it in Ahat."""
+    B, A = (size**0.5 * noise((48, 4), "B")).to(dtype), (size**0.5 * noise((4, 40), "A")).to(dtype)
+    sent = send(Adapter({"m": LoRA(B, A)}), Server(build("glora")).method.roles(0), form="subspace").modules["m"]
+    want, got = B.double() @ A.double(), sent.map(Tensor.double).delta()
+    assert float(torch.linalg.matrix_norm(got - want) / torch.linalg.matrix_norm(want)) < 2 * torch.finfo(dtype).eps
+
+
+# ------------------------------------------------------------------------------------------- base changes, residuals
+
+
+def test_a_thousand_steps_do_not_drift() -> None:
+    """Against the float64 sum of the steps as they were given: within what dense float32 accumulation has (6e-7)."""
+    base: BaseChange | None = None
+    total = torch.zeros(24, 20, dtype=F64)
+    for k in range(1000):
+        step = LoRA(noise((24, 3), k, "B").float(), noise((3, 20), k, "A").float())
+        total += step.map(Tensor.double).delta()
+        base = moved(base, step)
+    assert base is not None
+    off = torch.linalg.matrix_norm(base.total.delta() - total) / torch.linalg.matrix_norm(total)
+    assert float(off) < 1e-7
+
+
+@pytest.mark.parametrize("missing", ["renormalise", "zero"])
+@pytest.mark.parametrize("near", [1e-2, 1e-3, 1e-5])
+def test_fedex_keeps_the_residual_of_clients_that_nearly_agree(near: float, missing: str) -> None:
+    """sum p_i B_i A_i - (sum p_i B_i)(sum p_i A_i), dense in float64, where a difference of products would lose it."""
+    B, A = noise((40, 4), "B"), noise((4, 32), "A")
+    pairs = [
+        LoRA(B + near * noise((40, 4), k, "B"), A + near * noise((4, 32), k, "A")).map(Tensor.float) for k in range(5)
+    ]
+    server = Server(build("fedex-lora"), missing=missing)  # type: ignore[arg-type]
+    seed = {name: LoRA(torch.zeros(40, 4), torch.ones(4, 32)) for name in ("m", "other")}
+    ranks = [{"m": 4, "other": 4}, *[{"m": 4} for _ in pairs[1:]]]
+    uploads = [
+        Upload(Client(f"c{k}", r), 1, Adapter(dict.fromkeys(r, x)))
+        for k, (r, x) in enumerate(zip(ranks, pairs, strict=True))
+    ]
+    state = server.aggregate(server.init(Adapter(seed)), uploads)
+    for module, p in (("m", [0.2] * 5), ("other", [1.0] if missing == "renormalise" else [0.2])):
+        wide = [x.map(Tensor.double).factors for x in pairs]
+        mean = sum(w * (B @ A) for w, (B, A) in zip(p, wide, strict=False))
+        mean_B, mean_A = (sum(w * pair[k] for w, pair in zip(p, wide, strict=False)) for k in (0, 1))
+        residual = mean - mean_B @ mean_A  # type: ignore[operator]
+        change = state.modules[module].base
+        got = change.total.delta() if change is not None else torch.zeros_like(residual)
+        size = max(float(torch.linalg.matrix_norm(residual)), 1e-300)
+        if module == "other" and missing == "renormalise":
+            assert float(torch.linalg.matrix_norm(got)) < 1e-12 * float(torch.linalg.matrix_norm(mean))  # type: ignore[arg-type]
+        else:
+            assert float(torch.linalg.matrix_norm(got - residual)) / size < 2e-7 + 1e-15 / near**2
+
+
+def test_ties_are_of_the_clients_in_the_tie() -> None:
+    """Two float32 clients of weights 1.04 : 1 are no tie, whatever the dtype of a third whose subspace is elsewhere."""
+    frame = torch.linalg.qr(noise((30, 9), "frame"))[0]
+    kinds = (torch.float32, torch.float32, torch.bfloat16)
+    uploads = [
+        Upload(Client(f"c{k}", 3), n, Adapter({"m": LoRA(frame[:, 3 * k : 3 * k + 3].to(t), noise((3, 20), k).to(t))}))
+        for k, (t, n) in enumerate(zip(kinds, (1.04, 1.0, 1.2), strict=True))
+    ]
+    server = Server(build("glora", rank=6))
+    state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(30, 3), torch.ones(3, 20))})), uploads)
+    facts = server.diagnostics(state)["m"]
+    assert facts["gap"] == pytest.approx(1 - 1 / 1.04, abs=1e-3) and facts["tied"] is False
+    assert math.isfinite(facts["error"])  # type: ignore[arg-type]
