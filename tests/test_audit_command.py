@@ -601,17 +601,23 @@ def test_the_table_shows_the_numbers_of_the_json(mixed: Sites, undrawn: None, wi
     rows = {cells(line)[0]: cells(line) for line in said.splitlines() if line.startswith("│")}
     assert set(rows) == {"glora", "glora rho=0.5", "hetlora"}
     for name, row in rows.items():
-        numbers = found[name]["error"], found[name]["drift"]["10.0"], found[name]["readout_drift"]["10.0"]
-        assert row[1:4] == [f"{x:.1e}" if x < 1e-3 else f"{x:.1%}" for x in numbers]
+        audit = found[name]
+        numbers = (
+            audit["error"], audit["sent_error"], audit["drift"]["10.0"], audit["sent_drift"]["10.0"],
+            audit["readout_drift"]["10.0"],
+        )  # fmt: skip
+        assert row[1:6] == [f"{x:.1e}" if x < 1e-3 else f"{x:.1%}" for x in numbers]
     assert row_words(rows["glora"]) == "R 9, union rank 9, nothing cut"
     assert row_words(rows["glora rho=0.5"]).startswith("R 5, union rank 9, least gap ")
     assert row_words(rows["hetlora"]) == ""
     assert "3 adapters, 4 modules, ranks 2, 3, 4" in said
+    assert f"moves their mean itself by {found['glora']['storing']['10.0']:.1e}" in " ".join(said.split())
+    assert "as sent: in float32, before and after" in said
     assert "fedit not run: FedIT averages factors entry by entry, so all clients need one rank" in said
 
 
 def row_words(row: Sequence[str]) -> str:
-    return row[4]
+    return row[6]
 
 
 def test_the_table_without_condition_ten_is_of_the_last_one(equal: Sites, undrawn: None, wide: None) -> None:
