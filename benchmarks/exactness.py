@@ -256,7 +256,7 @@ def _verdict(
     true = float(torch.linalg.matrix_norm(lora.map(Tensor.double).delta() - mean)) / size
     said, dropped = (float(facts[key]) for key in ("error", "dropped"))  # type: ignore[arg-type]
     # Below what the float64 sum itself can know the report is a bound, and the oracle is no better.
-    known = 64 * torch.finfo(F64).eps * terms / size
+    known = 256 * torch.finfo(F64).eps * terms / size
     failed = []
     if not true <= said * (1 + 1e-9) + known:
         failed.append("further off than it says")

@@ -604,9 +604,9 @@ def test_the_table_shows_the_numbers_of_the_json(mixed: Sites, undrawn: None, wi
         audit = found[name]
         numbers = (
             audit["error"], audit["sent_error"], audit["drift"]["10.0"], audit["sent_drift"]["10.0"],
-            audit["readout_drift"]["10.0"],
+            audit["readout_drift"]["10.0"], audit["sent_readout_drift"]["10.0"],
         )  # fmt: skip
-        assert row[1:6] == [f"{x:.1e}" if x < 1e-3 else f"{x:.1%}" for x in numbers]
+        assert row[1:7] == [f"{x:.1e}" if x < 1e-3 else f"{x:.1%}" for x in numbers]
     assert row_words(rows["glora"]) == "R 9, union rank 9, nothing cut"
     assert row_words(rows["glora rho=0.5"]).startswith("R 5, union rank 9, least gap ")
     assert row_words(rows["hetlora"]) == ""
@@ -617,7 +617,7 @@ def test_the_table_shows_the_numbers_of_the_json(mixed: Sites, undrawn: None, wi
 
 
 def row_words(row: Sequence[str]) -> str:
-    return row[6]
+    return row[7]
 
 
 def test_the_table_without_condition_ten_is_of_the_last_one(equal: Sites, undrawn: None, wide: None) -> None:

@@ -113,7 +113,7 @@ def test_a_loss_above_a_thousandth_is_warned_of(caplog: pytest.LogCaptureFixture
         state = server.aggregate(start(server), outlier(4.0))
     facts = server.diagnostics(state)["m"]
     assert facts["dropped"] > 1e-3  # type: ignore[operator]
-    assert "not to the rank budget" in caplog.text and "most in m" in caplog.text
+    assert "is lost in m" in caplog.text and "memory limit" in caplog.text
 
 
 def test_bad_coordinates_in_bfloat16_are_loud_and_right(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,7 +130,7 @@ def test_bad_coordinates_in_bfloat16_are_loud_and_right(caplog: pytest.LogCaptur
     readout = server.download(state, Client("new", 32)).adapter.modules["m"].map(Tensor.double).delta()
     lost = float(torch.linalg.matrix_norm(readout - mean) / torch.linalg.matrix_norm(mean))  # type: ignore[arg-type]
     assert lost**2 <= 1.1e-3, "readouts leave out a thousandth of the energy at most"
-    assert "rounding of the uploaded factors" in caplog.text
+    assert "storing these could have made them" in caplog.text
 
 
 def test_a_mean_that_the_result_cannot_hold_is_an_error() -> None:
@@ -215,3 +215,91 @@ def test_ties_are_of_the_clients_in_the_tie() -> None:
     facts = server.diagnostics(state)["m"]
     assert facts["gap"] == pytest.approx(1 - 1 / 1.04, abs=1e-3) and facts["tied"] is False
     assert math.isfinite(facts["error"])  # type: ignore[arg-type]
+
+
+def test_fedex_is_exact_in_opposite_coordinates() -> None:
+    """(k B, A / k) and (B / k, k A): the averaged pair is k^2 times the update, and rounds accordingly. Found by a
+    reviewer: 1.6 times the update was lost at k = 1e4.
+    """
+    one, other = (LoRA(noise((20, 3), k, "B"), noise((3, 20), k, "A")) for k in range(2))
+    pairs = [LoRA(1e2 * one.factors[0], one.factors[1] / 1e2), LoRA(other.factors[0] / 1e2, 1e2 * other.factors[1])]
+    pairs = [x.map(Tensor.float) for x in pairs]
+    server = Server(build("fedex-lora"))
+    uploads = [Upload(Client(f"c{k}", 3), 1, Adapter({"m": x})) for k, x in enumerate(pairs)]
+    state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(20, 3), torch.ones(3, 20))})), uploads)
+    mean = sum(0.5 * x.map(Tensor.double).delta() for x in pairs)
+    got = server.global_update(state)["m"].map(Tensor.double).delta()
+    assert float(torch.linalg.matrix_norm(got - mean) / torch.linalg.matrix_norm(mean)) < 1e-6  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------- what reviewers broke once
+
+
+def test_what_random_directions_see_cannot_be_aimed_between() -> None:
+    """The directions that watch a fold depend on the data: an outlier built to be orthogonal to fixed ones is seen."""
+    from fedlora.folding import _directions, fold
+
+    space = torch.linalg.qr(noise((64, 8), "space"))[0]
+    M, N = space @ noise((8, 40), "mix"), noise((40, 64), "N")
+    first = fold(None, M, N, 8)
+    other = fold(None, M + 1e-9 * noise((64, 40), "x"), N, 8)
+    assert first.seed != other.seed and first.seed != 0
+    assert not torch.equal(_directions(N, first.seed), _directions(N, other.seed))
+    assert fold(first, M, N, 8).seed == first.seed, "one set of directions a round"
+
+
+@pytest.mark.parametrize("clients", [50, 400])
+def test_many_folds_count_their_own_rounding(clients: int) -> None:
+    """Nothing of substance is left out, and float32 is stored again and again: the report is still above the truth."""
+    uploads = []
+    for k in range(clients):
+        B = torch.zeros(64, 4)
+        B[:8] = noise((8, 4), k, "B").float()
+        uploads.append(Upload(Client(f"c{k:03}", 4), 1, Adapter({"m": LoRA(B, noise((4, 64), k, "A").float())})))
+    server = Server(build("glora"), memory=2 * 16 * 4 * 128 / 2**20)
+    state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(64, 4), torch.ones(4, 64))})), uploads)
+    mean = sum(u.adapter.modules["m"].map(Tensor.double).delta() / clients for u in uploads)
+    got = server.global_update(state)["m"].map(Tensor.double).delta()
+    true = float(torch.linalg.matrix_norm(got - mean) / torch.linalg.matrix_norm(mean))  # type: ignore[arg-type]
+    assert true <= server.diagnostics(state)["m"]["error"] < 1e-3  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-82])
+def test_tiny_updates_are_as_exact_as_others(size: float) -> None:
+    """Squares of 1e-164 are zero in float64: sizes are relative to the largest."""
+    x = LoRA(size * noise((48, 4), "B"), size * noise((4, 40), "A"))
+    for name in ("glora", "flexlora", "svd"):
+        server = Server(build(name, **({"energy": 1.0} if name == "svd" else {})))
+        state = server.aggregate(start(server), [Upload(Client("a", 4), 1, Adapter({"m": x}))])
+        got, want = server.global_update(state)["m"].delta() / size**2, x.delta() / size**2
+        assert float(torch.linalg.matrix_norm(got - want) / torch.linalg.matrix_norm(want)) < 1e-13
+
+
+def test_a_flat_spectrum_of_a_thousand_components_is_read_out() -> None:
+    """Every component could be rounding and all are equal: none is left out for being one of the last."""
+    n = 1100
+    eye = torch.eye(n)
+    pairs = [LoRA(eye, eye), LoRA(eye, -(1 - 2**-7) * eye)]
+    for name in ("glora", "flexlora", "svd"):
+        server = Server(build(name))
+        uploads = [
+            Upload(Client(f"c{k}", n), 1, Adapter({"m": x.map(lambda t: t.bfloat16())})) for k, x in enumerate(pairs)
+        ]
+        state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(n, 4), torch.ones(4, n))})), uploads)
+        assert server.download(state, Client("new", 4)).adapter.modules["m"].norm() > 0
+
+
+def test_one_narrow_client_does_not_unseat_the_others_votes() -> None:
+    """A bfloat16 client of weight 1 beside float32 ones of 1e-5: K ranks them by weight, not by energy."""
+    frame = torch.linalg.qr(noise((30, 3), "frame"))[0]
+    kinds = ((torch.bfloat16, 1.0, 1.0), (torch.float32, 1e-5, 1.0), (torch.float32, 5e-6, 100.0))
+    uploads = [
+        Upload(Client(f"c{k}", 1), n, Adapter({"m": LoRA((s * frame[:, k : k + 1]).to(t), noise((1, 20), k).to(t))}))
+        for k, (t, n, s) in enumerate(kinds)
+    ]
+    server = Server(build("glora", rank=2))
+    state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(30, 1), torch.ones(1, 20))})), uploads)
+    U = state.modules["m"].spectrum.U.double()
+    inside = torch.linalg.vector_norm(U.mT @ frame, dim=0)
+    assert float(inside[1]) > 0.99 and float(inside[2]) < 0.1
+    assert server.diagnostics(state)["m"]["union_rank"] == 3

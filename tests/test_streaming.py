@@ -127,10 +127,10 @@ def test_a_flat_spectrum_is_refused_and_a_half_flat_one_is_told(caplog: pytest.L
     s = server(12)
     with pytest.raises(RankMismatch, match="flat spectrum"):
         s.aggregate(start(s), uploads(30, common=None))
-    roomy = server(40)  # of 64 dimensions
-    after = roomy.aggregate(start(roomy), uploads(30, common=None))
+    roomy = server(16)  # for 24 directions
+    after = roomy.aggregate(start(roomy), uploads(6, common=None))
     assert 0.5 < roomy.diagnostics(after)["a"]["kept"] < 0.9  # type: ignore[operator]
-    assert "subspaces kept" in caplog.text
+    assert "of the clients' subspaces" in caplog.text
 
 
 def test_any_order_of_arrival_gives_the_same_to_rounding() -> None:

@@ -6,8 +6,10 @@ Y||_F of two updates is the norm of one stacked pair, never a dense one.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,8 +98,9 @@ def gauge_drift(
     they came in before and after. An exact method then moves as far as `storing_drift` says the mean itself does.
     """
     before = uploads if as_sent else [replace(u, adapter=u.adapter.map(Tensor.double)) for u in uploads]
-    plain = server.aggregate(state, before)
-    moved = server.aggregate(state, [regauge(u, condition, as_sent=as_sent) for u in uploads])
+    with _without_warnings():
+        plain = server.aggregate(state, before)
+        moved = server.aggregate(state, [regauge(u, condition, as_sent=as_sent) for u in uploads])
     return relative_difference(server.global_update(moved), server.global_update(plain))
 
 
@@ -119,10 +122,11 @@ class Audit:
 
     error, sent_error: of the server's update against the true mean of the stored factors, relative; None where that
     mean is zero. drift, sent_drift: condition of the random gauges -> the largest relative change of the server's
-    update over the draws; None where one factor travels, which leaves no gauge to change. storing: how far the mean
-    itself moves when the uploads are stored in those gauges as they came. readout_drift: as drift, of what each client
-    starts from, the largest over clients too. zero_mean: the mean update is zero up to rounding of its terms. modules:
-    module -> the method's diagnostics. refused: why the method cannot take these uploads; the rest is empty then.
+    update over the draws; None where one factor travels, which leaves no gauge to change, and for a mean of zero.
+    storing: how far the mean itself moves when the uploads are stored in those gauges as they came. readout_drift,
+    sent_readout_drift: as drift, of what each client starts from, the largest over clients too. zero_mean: the mean
+    update is zero up to rounding of its terms. modules: module -> the method's diagnostics. refused: why the method
+    cannot take these uploads; the rest is empty then.
     """
 
     method: str
@@ -133,6 +137,7 @@ class Audit:
     refused: str | None = None
     sent_error: float | None = None
     sent_drift: Mapping[float, float] | None = None
+    sent_readout_drift: Mapping[float, float] | None = None
     storing: Mapping[float, float] | None = None
     zero_mean: bool = False
 
@@ -147,6 +152,9 @@ def audit(
     """
     came = sorted((replace(u, adapter=Adapter(u.adapter.modules)) for u in uploads), key=lambda u: u.client.id)
     bare = [replace(u, adapter=u.adapter.map(Tensor.double)) for u in came]
+    broken = [u.client.id for u in bare if not all(bool(torch.isfinite(t).all()) for t in _tensors(u))]
+    if broken:
+        return Audit(name, refused=f"the adapter of {broken[0]!r} ({len(broken)} such) holds NaN or Inf.")
     server = Server(method, heads="frozen")
     start = _common_start(bare)
     state = server.init(start)
@@ -176,26 +184,70 @@ def audit(
             error=relative_difference(_learned(server, state, after), mean),
             sent_error=relative_difference(_learned(server, plain_state, as_sent), mean),
         )
-    if one_factor:
+    if one_factor or zero_mean:
         return found
+    with _without_warnings():  # of coordinates that are bad on purpose
+        return _in_other_coordinates(
+            found, server, (state, after, bare), (plain_state, as_sent, came), conditions, draws
+        )
+
+
+def _in_other_coordinates(
+    found: Audit,
+    server: Server,
+    exact: tuple[ServerState, ServerState, Sequence[Upload]],
+    sent: tuple[ServerState, ServerState, Sequence[Upload]],
+    conditions: Sequence[float],
+    draws: int,
+) -> Audit:
+    """`found` with its drifts. exact, sent: the server before and after and the uploads, float64 copies and as sent."""
+    (state, after, bare), (plain_state, as_sent, came) = exact, sent
+    weights = after.tally.weights if after.tally else {}
     got, sent_got = server.global_update(after), server.global_update(as_sent)
-    drift, readout_drift, sent_drift, storing = {}, {}, {}, {}
-    plain = {u.client.id: server.download(after, u.client) for u in bare}
+    drift, readout_drift, sent_drift, sent_readout_drift, storing = {}, {}, {}, {}, {}
     for condition in conditions:
-        moves, readout_moves, sent_moves, stored = [], [], [], []
+        moves, readout_moves = [], []
+        sent_moves: list[float] = []
+        sent_readout_moves: list[float] = []
+        stored: list[float] = []
         for draw in range(draws):
             moved = server.aggregate(state, [regauge(u, condition, seed=draw) for u in bare])
             moves.append(relative_difference(server.global_update(moved), got))
-            for u in bare:
-                there, here = server.download(moved, u.client), plain[u.client.id]
-                readout_moves.append(relative_difference(there.adapter.modules, here.adapter.modules))
-            again = server.aggregate(plain_state, [regauge(u, condition, seed=draw, as_sent=True) for u in came])
+            readout_moves.append(_readouts_move(server, after, moved, bare))
+            there = [regauge(u, condition, seed=draw, as_sent=True) for u in came]
+            if not all(bool(torch.isfinite(t).all()) for u in there for t in _tensors(u)):
+                for moves_as_sent in (sent_moves, sent_readout_moves, stored):  # float16 has no room for them there
+                    moves_as_sent.append(math.inf)
+                continue
+            again = server.aggregate(plain_state, there)
             sent_moves.append(relative_difference(server.global_update(again), sent_got))
-            if not zero_mean:
-                stored.append(storing_drift(came, tally.weights, condition=condition, seed=draw))
+            sent_readout_moves.append(_readouts_move(server, as_sent, again, came))
+            stored.append(relative_difference(mean_update(there, weights), mean_update(came, weights)))
         drift[condition], readout_drift[condition] = max(moves), max(readout_moves)
-        sent_drift[condition], storing[condition] = max(sent_moves), max(stored, default=0.0)
-    return replace(found, drift=drift, readout_drift=readout_drift, sent_drift=sent_drift, storing=storing)
+        sent_drift[condition], sent_readout_drift[condition] = max(sent_moves), max(sent_readout_moves)
+        storing[condition] = max(stored)
+    return replace(
+        found, drift=drift, readout_drift=readout_drift, sent_drift=sent_drift, sent_readout_drift=sent_readout_drift,
+        storing=storing,
+    )  # fmt: skip
+
+
+def _readouts_move(server: Server, here: ServerState, there: ServerState, uploads: Sequence[Upload]) -> float:
+    """The largest relative change of what a client starts from, over the clients."""
+    return max(
+        relative_difference(*(server.download(s, u.client).adapter.modules for s in (there, here))) for u in uploads
+    )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The server's warnings are about rounds; these are experiments with one."""
+    log = logging.getLogger("fedlora.server")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _learned(server: Server, before: ServerState, after: ServerState) -> dict[str, LoRA]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from fedlora.linalg import svd_of_product
 from fedlora.lora import LoRA, stack
 
-# What a recompression may cut, all together, relative to the change: 1,000 steps stay within 1e-6 of their sum even if
+# What a recompression may cut, all together, relative to the change: 1,000 steps stay within 1e-9 of their sum even if
 # every one cuts that much in the same direction. docs/decisions/0013-exact-means-exact.md
-_INVISIBLE = 1e-9
+_INVISIBLE = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +40,17 @@ class BaseChange:
         return self.steps[len(self.steps) - behind :]
 
 
-def moved(base: BaseChange | None, step: LoRA) -> BaseChange | None:
-    """`base` after one more step, both recompressed exactly; unchanged where the step is zero."""
-    step = compressed(step)
+def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None) -> BaseChange | None:
+    """`base` after one more step, both recompressed exactly; unchanged where the step is zero.
+
+    dtype: of the step as it is kept and sent; None: its own. The total takes it as it came.
+    """
+    exact, step = step, compressed(step, dtype)
     if step.rank == 0:
         return base
     if base is None:
-        return BaseChange(step.map(Tensor.double), 1, (step,))
-    total = added(base.total, step)
+        return BaseChange(_balanced(exact.map(Tensor.double), _INVISIBLE), 1, (step,))
+    total = added(base.total, exact)
     steps = (*base.steps, step)
     while sum(kept.rank for kept in steps) > total.rank:
         steps = steps[1:]
@@ -59,9 +62,9 @@ def added(total: LoRA, step: LoRA) -> LoRA:
     return _balanced(stack([total.map(Tensor.double), step.map(Tensor.double)], [1.0, 1.0]), _INVISIBLE)
 
 
-def compressed(lora: LoRA) -> LoRA:
-    """The same update with as many columns as it has rank, balanced, in its dtype."""
-    dtype = lora.factors[0].dtype
+def compressed(lora: LoRA, dtype: torch.dtype | None = None) -> LoRA:
+    """The same update with as many columns as it has rank, balanced, in a dtype (None: its own)."""
+    dtype = dtype or lora.factors[0].dtype
     return _balanced(lora.map(Tensor.double), torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype))
 
 

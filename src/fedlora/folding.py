@@ -12,6 +12,7 @@ rounding of every step: the norms of all steps added up, or twice what 16 random
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -27,9 +28,10 @@ class Folded:
     """M (d_out, c) and N (c, d_in) of all clients so far, in the compute dtype.
 
     trace: sum n_k rank_k, of K, before anything was left out. left_out: how much of it has been. steps: the norms of
-    what each step left out and rounded, added up: a bound of what M N lacks of sum n_k Delta W_k, which many steps make
-    a loose one. seen (d_out, 16): what was left out, times random directions; None while nothing was. folds: how often
-    M and N were rounded on the way.
+    what each step left out of sum n_k Delta W_k, added up, which many steps make a loose bound. seen (d_out, 16),
+    float64: what was left out, times random directions; None while nothing was. seed: of these directions, from the
+    data that had come when the first were left out, so that no client can aim between them. rounded: a bound of what
+    rounding of M and N cost the sum. folds: how often they were rounded.
     """
 
     M: Tensor
@@ -38,6 +40,8 @@ class Folded:
     left_out: float = 0.0
     steps: float = 0.0
     seen: Tensor | None = None
+    seed: int = 0
+    rounded: float = 0.0
     folds: int = 0
 
     @property
@@ -48,16 +52,16 @@ class Folded:
         degrees under a quarter of its mean), and beyond doubt where several were.
         """
         if self.seen is None:
-            return self.steps
+            return self.steps + self.rounded
         estimate = float(torch.linalg.vector_norm(self.seen)) / math.sqrt(self.seen.shape[1])
-        return min(self.steps, 2 * estimate)
+        return min(self.steps, 2 * estimate) + self.rounded
 
     @property
     def least(self) -> float:
         """What ||sum n_k Delta W_k|| is at least, by the same directions and chance; 0 while all is in M N."""
         if self.seen is None:
             return 0.0
-        whole = self.M.double() @ (self.N.double() @ _directions(self.N)) + self.seen
+        whole = self.M.double() @ (self.N.double() @ _directions(self.N, self.seed)) + self.seen
         return float(torch.linalg.vector_norm(whole)) / math.sqrt(whole.shape[1]) / 1.6
 
     @property
@@ -89,34 +93,39 @@ def fold(
     M, N: float64 where nothing shall be lost on the way in. dtype: of what is kept; None: that of M.
     """
     dtype = dtype or M.dtype
-    trace = float(M.square().sum(dtype=torch.float64))
-    left_out, lost, folds, seen = 0.0, 0.0, 0, None
-    M, N = M.double(), N.double()
+    before = folded or Folded(M[:, :0], N[:0], 0.0)
     if folded is not None:
-        M, N = torch.cat([folded.M.double(), M], dim=1), torch.cat([folded.N.double(), N], dim=0)
-        trace, left_out, lost, folds = trace + folded.trace, folded.left_out, folded.steps, folded.folds
-        seen = folded.seen
+        dtype = torch.promote_types(dtype, folded.M.dtype)
+    trace = before.trace + float(M.square().sum(dtype=torch.float64))
+    M = torch.cat([before.M.double(), M.double()], dim=1)
+    N = torch.cat([before.N.double(), N.double()], dim=0)
+    left_out, steps, seen, seed, folds = before.left_out, before.steps, before.seen, before.seed, before.folds
     if M.shape[1] > columns:
         _, s, Vh = torch.linalg.svd(torch.linalg.qr(M, mode="r").R, full_matrices=True)
         s = torch.cat([s, s.new_zeros(len(Vh) - len(s))])
         Z = Vh @ N  # the weakest rows times s go
-        lost += float(torch.linalg.vector_norm(s[columns:, None] * Z[columns:]))
+        steps += float(torch.linalg.vector_norm(s[columns:, None] * Z[columns:]))
         left_out += float(s[columns:].square().sum())
-        gone = M @ (Vh[columns:].mH @ (Z[columns:] @ _directions(N)))
-        seen = gone.float() if seen is None else seen + gone.float()
+        seed = seed or derive_seed("folding", _digest(M), _digest(N))
+        gone = M @ (Vh[columns:].mH @ (Z[columns:] @ _directions(N, seed)))
+        seen = gone if seen is None else seen + gone
         M, N, folds = M @ Vh[:columns].mH, Z[:columns], folds + 1
     kept_M, kept_N = M.to(dtype), N.to(dtype)
     if dtype != torch.float64:
-        lost += _product_norm(M - kept_M, N) + _product_norm(kept_M.double(), N - kept_N)
+        rounded = _product_norm(M - kept_M, N) + _product_norm(kept_M.double(), N - kept_N)
     else:
         sizes = torch.linalg.vector_norm(M, dim=0) * torch.linalg.vector_norm(N, dim=1)
-        lost += 64 * unit_roundoff(dtype) * float(torch.linalg.vector_norm(sizes))
-    return Folded(kept_M, kept_N, trace, left_out, lost, seen, folds)
+        rounded = 64 * unit_roundoff(dtype) * float(torch.linalg.vector_norm(sizes))
+    return Folded(kept_M, kept_N, trace, left_out, steps, seen, seed, before.rounded + rounded, folds)
 
 
-def _directions(N: Tensor) -> Tensor:
+def _digest(X: Tensor) -> str:
+    return hashlib.sha256(X.contiguous().cpu().numpy().tobytes()).hexdigest()
+
+
+def _directions(N: Tensor, seed: int) -> Tensor:
     """(d_in, 16) standard normal numbers, the same in every step."""
-    generator = torch.Generator().manual_seed(derive_seed("folding", N.shape[1]))
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(N.shape[1], 16, generator=generator, dtype=torch.float64).to(N.device)
 
 

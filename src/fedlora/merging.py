@@ -115,6 +115,14 @@ def cut(lora: LoRA, report: ModuleReport, rank: int) -> tuple[LoRA, ModuleReport
     return LoRA(B[:, :kept], A[:kept]), replace(report, kept=kept, error=error)
 
 
+def against_mean(lora: LoRA, report: ModuleReport, mean: tuple[LoRA, ModuleReport]) -> tuple[LoRA, ModuleReport]:
+    """A module that a method made of several, reported against their exact mean: `error` is how far off it is."""
+    exact, of_mean = mean
+    off = stack([lora.map(torch.Tensor.double), exact.map(torch.Tensor.double)], [1.0, -1.0]).norm()
+    error = off / of_mean.norm if of_mean.norm else (math.inf if off else 0.0)
+    return lora, replace(report, stacked=of_mean.stacked, full=of_mean.full, error=error, norm=of_mean.norm)
+
+
 def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_rank: float) -> list[int]:
     """Each module's rank, so that together they hold as many numbers as rank `mean_rank` everywhere and lose least.
 

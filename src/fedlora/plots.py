@@ -93,7 +93,8 @@ def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
     at = _usual_condition(moved)
     for k, audit in enumerate(shown):
         if audit.drift is None or audit.readout_drift is None:
-            left.text(2e-17, k, " one factor travels: no gauge", va="center", fontsize=8, color="#555555")
+            why = "the mean is zero" if audit.zero_mean else "one factor travels: no gauge"
+            left.text(2e-17, k, f" {why}", va="center", fontsize=8, color="#555555")
             continue
         left.barh(k - 0.19, _floored(audit.drift[at]), height=0.36, color=_verdict(audit.drift[at]))
         left.barh(

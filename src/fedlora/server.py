@@ -36,14 +36,15 @@ Missing = Literal["renormalise", "zero"]
 
 log = logging.getLogger(__name__)
 
-# The share of the mean's energy that may be lost without a word.
-LARGEST_SILENT_SHARE = 1e-3
+# The share of the mean's energy that may be lost without a word, and that may lie where rounding could have put it: the
+# second is no loss, and a coarse bound.
+LARGEST_SILENT_SHARE, LARGEST_SILENT_ROUNDING = 1e-3, 1e-2
 
-_LOSSES = {
-    "dropped": "of the mean update's energy was lost to tolerances, memory or a sketch, not to the rank budget",
-    "rounding": "of the mean update's energy lies where rounding of the uploaded factors alone could have put it, so "
-    "that readouts hold directions which depend on the clients' coordinates. Send float32, or balanced factors",
+_CAUSES = {
+    "incremental": "The memory limit took it: give the server more memory.",
+    "two-pass sketch": "The sketch took it: give it a larger rank.",
 }
+_ROUNDING = 'Rounding took it: send float32, or the subspace form (upload = "subspace").'
 
 _HEAD_ROLE: Mapping[Heads, Role] = {"average": "shared", "local": "local", "frozen": "frozen"}
 
@@ -82,7 +83,8 @@ class Server:
         weighting: p_i by "examples" or "uniform", normalised over the round's participants.
         heads: "average" them by p_i, keep them "local" or "frozen"; None: as the method's roles say.
         quorum: None raises at the first bad upload. An integer refuses bad uploads one by one (`Tally.refused`) and
-            raises `QuorumNotMet` only if fewer good ones are left.
+            raises `QuorumNotMet` only if fewer good ones are left. So does `aggregate`; `OpenRound.add` raises for each
+            bad one, which stays out, and the round goes on.
         missing: a module that some participants do not hold: "renormalise" the weights over those who do, or let the
             others count as a "zero" update.
         seed: of the method's own random draws.
@@ -156,7 +158,8 @@ class Server:
         return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
 
     def download(self, state: ServerState, client: Client) -> Download:
-        """What `client` starts its round from, at its own ranks.
+        """What `client` starts its round from, at its own ranks, in the server's compute dtype: float32, or float64
+        where an upload or the start is. A client that trains in bfloat16 casts it itself.
 
         Raises:
             RankMismatch: the method cannot serve that rank. HyperparameterError: no such module.
@@ -190,7 +193,8 @@ class Server:
         return OpenRound(self, state)
 
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
-        """The next state from one round's uploads; the same bits whatever their order.
+        """The next state from one round's uploads; the same bits whatever their order (with a memory limit that was
+        needed: the same up to rounding and what was left out).
 
         Raises:
             UploadRefused: a bad upload, where `quorum` is None. QuorumNotMet: too few good ones.
@@ -200,9 +204,10 @@ class Server:
         for upload in uploads:
             try:
                 opened.add(upload)
-            except UploadRefused:
+            except UploadRefused as refusal:
                 if self.quorum is None:
                     raise
+                log.warning("round %d: %s", state.round + 1, refusal)
         return opened.close()
 
     def global_update(self, state: ServerState) -> Mapping[str, LoRA]:
@@ -392,15 +397,30 @@ class OpenRound:
 def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:
     """Logs a warning where a method says that its result lacks part of the mean update that no budget took."""
     facts = {name: method.diagnostics(state) for name, state in modules.items()}
-    for key, what in _LOSSES.items():
-        found = {name: f.get(key) for name, f in facts.items()}
-        some = {n: share for n, share in found.items() if isinstance(share, float) and share > LARGEST_SILENT_SHARE}
-        if some:
-            worst = max(some, key=lambda name: some[name])
-            log.warning(
-                "round %d: up to %.2g %% %s (%d of %d modules, most in %s)",
-                round, 100 * some[worst], what, len(some), len(modules), worst,
-            )  # fmt: skip
+
+    def worst(key: str, least: float) -> tuple[str, float, int] | None:
+        """The module with most of it, how much, and in how many modules there is more than `least`."""
+        shares = {name: x for name, f in facts.items() if isinstance(x := f.get(key), float) and x > least}
+        name = max(shares, key=lambda n: shares[n], default="")
+        return (name, shares[name], len(shares)) if shares else None
+
+    if found := worst("dropped", LARGEST_SILENT_SHARE):
+        name, share, count = found
+        why = _CAUSES.get(str(facts[name].get("approximation")), _ROUNDING)
+        kept = facts[name].get("kept")
+        held = f" (it holds {kept:.0%} of the clients' subspaces)" if isinstance(kept, float) and kept < 1 else ""
+        log.warning(
+            "round %d: up to %.2g%% of the mean's energy is lost in %s%s, more than %g%% in %d of %d modules. %s",
+            round, 100 * share, name, held, 100 * LARGEST_SILENT_SHARE, count, len(modules), why,
+        )  # fmt: skip
+    if found := worst("rounding", LARGEST_SILENT_ROUNDING):
+        name, share, count = found
+        log.warning(
+            "round %d: up to %.2g%% of the mean update's energy in %s (%d of %d modules) lies in directions so weak "
+            "beside the clients' factors that storing these could have made them. The server keeps them; readouts hold "
+            "some that depend on the clients' coordinates. Send float32, or the subspace form (upload = \"subspace\").",
+            round, 100 * share, name, count, len(modules),
+        )  # fmt: skip
 
 
 def shares(counts: Mapping[str, float]) -> dict[str, float]:

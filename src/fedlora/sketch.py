@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError, RankMismatch, ShapeError
-from fedlora.linalg import Spectrum, gauge_splits, gram, rank_tolerance, unit_roundoff, with_canonical_signs
+from fedlora.linalg import Spectrum, gauge_splits, rank_tolerance, unit_roundoff, with_canonical_signs
 from fedlora.linalg.spectrum import cut_by_rounding
 from fedlora.lora import LoRA, fresh_rows
 
@@ -98,13 +98,14 @@ class Sketched:
 
     error_bound: an upper bound of ||result - mean|| / ||mean||: exactly what lies in span(Q) outside U_ref, which R
     left out, and `missed`. missed: an upper bound of what the sketch itself lost, relative to the mean: outside span(Q)
-    the clients' root mean square (Jensen), and the rounding of the messages.
+    the clients' root mean square (Jensen), and the rounding of the messages. rounding: as in `linalg.ConsensusMean`.
     """
 
     spectrum: Spectrum
     captured: float
     error_bound: float
     missed: float
+    rounding: float = 0.0
 
 
 def range_message(lora: LoRA, examples: float, plan: SketchPlan) -> RangeMessage:
@@ -130,17 +131,20 @@ def range_basis(total: RangeMessage, plan: SketchPlan) -> Tensor:
 def core_message(lora: LoRA, examples: float, basis: Tensor, plan: SketchPlan) -> CoreMessage:
     """A client's second message: its update and its subspace within span(Q)."""
     U = _basis(lora, plan)
-    B, A = (t.double() for t in lora.factors)
+    B, A = (t.detach().double() for t in lora.factors)
     tolerance = max(rank_tolerance(t.dtype) for t in lora.factors)
     Q = basis.double()
-    inside, QB, of_A = Q.mT @ U.double(), Q.mT @ B, gram(A.mT)
-    missed = float((of_A * gram(B - Q @ QB)).sum())
-    size = math.sqrt(max(float((of_A * gram(B)).sum()), 0.0))
-    slots = B.square().sum(dim=0) @ A.square().sum(dim=1)
+    inside, QB = Q.mT @ U.double(), Q.mT @ B
+    R = torch.linalg.qr(A.mT, mode="r").R.mT  # ||X A|| = ||X R||, which a trace of Gram matrices loses in bad gauges
+    sizes = torch.linalg.vector_norm(B, dim=0) * torch.linalg.vector_norm(A, dim=1)
+    rounding = 64 * unit_roundoff(torch.float64) * float(sizes.sum())
+    missed = (float(torch.linalg.matrix_norm((B - Q @ QB) @ R)) + rounding) ** 2
+    size = float(torch.linalg.matrix_norm(B @ R)) + rounding
+    slots = sizes.square().sum()
     n = torch.tensor(float(examples), dtype=torch.float64)
     return CoreMessage(
         Z=((QB @ A) * float(examples)).float(), C=(inside @ inside.mT) * n, trace=n * U.shape[1],
-        missed=n * max(missed, 0.0), examples=n, size=n * size, floor=(n * tolerance).square() * slots.cpu(),
+        missed=n * missed, examples=n, size=n * size, floor=(n * tolerance).square() * slots.cpu(),
     )  # fmt: skip
 
 
@@ -173,7 +177,7 @@ def sketched(
         )
     O, s, Vh = torch.linalg.svd(V.mT @ mean, full_matrices=False)
     sizes = float(total.size) / n
-    keep, noise, _ = cut_by_rounding(
+    keep, noise, doubtful = cut_by_rounding(
         s.tolist(),
         terms=sizes,
         stored=math.sqrt(float(total.floor)) / n,
@@ -193,12 +197,12 @@ def sketched(
             f"{captured:.0%} of the clients' subspaces: updates outside of what most clients share are large. Take a "
             f"larger rank, or glora; and look at those clients, for one far larger than the others is often a fault."
         )
-    return Sketched(spectrum, captured, error, missed)
+    return Sketched(spectrum, captured, error, missed, doubtful)
 
 
 def _basis(lora: LoRA, plan: SketchPlan) -> Tensor:
     """U_i (d_out, k_i), float32: of the column space of B_i."""
-    B, A = lora.factors
+    B, A = (t.detach() for t in lora.factors)
     if (B.shape[0], A.shape[1]) != (plan.d_out, plan.d_in):
         raise ShapeError(
             f"the plan is of a matrix ({plan.d_out}, {plan.d_in}), the update of ({B.shape[0]}, {A.shape[1]})."

@@ -14,6 +14,7 @@ both are divided by their own examples.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -38,6 +39,8 @@ from fedlora.sketch import (
     range_message,
     sketched,
 )
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M", RangeMessage, CoreMessage)
 S = TypeVar("S")
@@ -98,7 +101,15 @@ def first_messages(upload: Upload, plans: Mapping[str, SketchPlan], examples: fl
     """
     check_count(replace(upload, num_examples=examples))
     for name, lora in upload.adapter.modules.items():
-        size = math.prod(float(torch.linalg.vector_norm(t.detach().float())) for t in lora.factors)
+        size = math.prod(float(torch.linalg.vector_norm(t.detach(), dtype=torch.float64)) for t in lora.factors)
+        if not math.isfinite(size):
+            raise UploadRefused(upload.client.id, f"module {name!r} holds NaN or Inf: training diverged there.")
+        if 0 < size * examples < 1e-28:
+            raise UploadRefused(
+                upload.client.id,
+                f"examples times the update of module {name!r} are {size * examples:.1e}: messages in float32 end "
+                f"there. Give num_examples in larger units.",
+            )
         if not size < 1e18:
             raise UploadRefused(
                 upload.client.id, f"the update of module {name!r} has size up to {size:.1e}: sums in float32 end there."
@@ -144,6 +155,7 @@ class SketchedRound:
         self._second: SecondMessages | None = None
         self._bases: Mapping[str, Tensor] = {}
         self._clients = 0
+        self._examples: dict[str, float] = {}
 
     def add_first(self, messages: FirstMessages) -> None:
         """One client's messages of the first exchange, or the sum of several clients'."""
@@ -156,6 +168,7 @@ class SketchedRound:
         self._bases = MappingProxyType(
             {name: range_basis(x, self.plans[name]) for name, x in self._first.modules.items()}
         )
+        self._examples = {name: float(x.examples) for name, x in self._first.modules.items()}
         self._first = None
         return self._bases
 
@@ -184,6 +197,14 @@ class SketchedRound:
                 f"round {state.round + 1}: {self._clients} clients in the second exchange, the quorum is {quorum}. "
                 f"The state is unchanged."
             )
+        stayed = {name: float(x.examples) / self._examples[name] for name, x in total.modules.items()}
+        least = min(stayed, key=lambda name: stayed[name])
+        if stayed[least] < 1 - 1e-6:
+            log.warning(
+                "round %d: clients with %.0f%% of the examples of %s took part in the first exchange and are missing "
+                "from the second: the mean is of those who stayed, in a subspace that is of all.",
+                state.round + 1, 100 * (1 - stayed[least]), least,
+            )  # fmt: skip
         modules = dict(state.modules)
         for name, message in total.modules.items():
             result = sketched(

@@ -94,16 +94,19 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     table.add_column("as sent", justify="right")
     table.add_column(f"moves in other coordinates\n(condition {at:g}) in float64", justify="right")
     table.add_column("as sent", justify="right")
-    table.add_column("what clients\nget moves", justify="right")
+    table.add_column("what clients get\nmoves in float64", justify="right")
+    table.add_column("as sent", justify="right")
     table.add_column("")
     for audit in found:
         if audit.refused is not None:
             continue
-        drift = "one factor travels" if audit.drift is None else _size(audit.drift[at])
+        none = "mean is 0" if audit.zero_mean else "one factor travels"
+        drift = none if audit.drift is None else _size(audit.drift[at])
         sent_drift = "" if audit.sent_drift is None else _size(audit.sent_drift[at])
         readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
+        sent_readouts = "" if audit.sent_readout_drift is None else _size(audit.sent_readout_drift[at])
         error, sent_error = ("mean is 0" if x is None else _size(x) for x in (audit.error, audit.sent_error))
-        table.add_row(audit.method, error, sent_error, drift, sent_drift, readouts, _consensus(audit))
+        table.add_row(audit.method, error, sent_error, drift, sent_drift, readouts, sent_readouts, _consensus(audit))
     console.print(table)
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for u in uploads for x in u.adapter.modules.values()
                      for t in x.tensors().values()})  # fmt: skip

@@ -25,7 +25,7 @@ from fedlora.cli.screen import can_write, complain, console, print_json, tracked
 from fedlora.collection import Collection, Missing, modules_of
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.lora import Adapter, LoRA
-from fedlora.merging import ModuleReport, RankRule, budget_ranks, cut, merge_module, total_error
+from fedlora.merging import ModuleReport, RankRule, against_mean, budget_ranks, cut, merge_module, total_error
 from fedlora.peft_io import write_adapter
 from fedlora.run_folder import plain
 from fedlora.uploads import read_facts, read_round
@@ -83,6 +83,8 @@ def merge(
             merged = (merge_module(m, [updates[m]], [1.0], rule) for m in tracked(modules_of(updates), "reading out"))
         if rule.kind == "budget":  # needs all spectra before the first cut
             merged = iter(_budgeted(list(merged), rule.value))
+        if hand is not None and state is None:  # with a state the update is of more than these adapters
+            merged = (against_mean(lora, r, given.merged(r.module, RankRule("exact"), absent)) for lora, r in merged)
         if serve == "vllm":
             merged, extras = iter(_for_vllm(list(merged), given)), {}
         reports = []
@@ -93,7 +95,7 @@ def merge(
         if max_error is not None and error > max_error:
             raise typer.Exit(
                 complain(
-                    f"cutting to {rank} loses {error:.2%} of the merged update, more than --max-error {max_error:g}; "
+                    f"{method} at rank {rank} loses {error:.2%} of the mean, more than --max-error {max_error:g}; "
                     f"nothing was written. A higher rank or energy=... loses less; exact loses nothing."
                 )
             )
@@ -104,7 +106,14 @@ def merge(
     if json:
         print_json(plain({"out": str(out), "error": error, "modules": [asdict(r) for r in reports]}))
         return
-    _show(given, reports, out)
+    _show(
+        given,
+        reports,
+        out,
+        "off the mean of the adapters by"
+        if hand is not None and state is None
+        else "truncation error over all modules:",
+    )
     if hand is not None and hand.state is not None:
         console.print(f"round {hand.state.round} of {method}", markup=False)
 
@@ -195,7 +204,8 @@ def _hand_out(
         write_adapter(out / "clients" / _folder(client), Adapter(modules, extras), spec)
 
 
-def _show(given: Collection, reports: Sequence[ModuleReport], out: Path) -> None:
+def _show(given: Collection, reports: Sequence[ModuleReport], out: Path, off: str) -> None:
+    """The modules, and how far off the result is; off: of what."""
     if len(reports) <= 60:
         table = Table("module", "stacked rank", "rank of the mean", "kept", "error", "spectrum", title="Merged")
         for r in reports:
@@ -207,7 +217,9 @@ def _show(given: Collection, reports: Sequence[ModuleReport], out: Path) -> None
     lacking = [m for m in given.modules if any(m not in file.ranks for file in given.files)]
     if lacking:
         console.print(f"{len(lacking)} modules are not in every adapter, such as {lacking[0]}", markup=False)
-    console.print(f"truncation error over all modules: {total_error(reports):.2e}", markup=False)
+    console.print(f"{off} {total_error(reports):.2e}", markup=False)
+    if not any(r.norm for r in reports):
+        console.print("the updates cancel: the merged adapter is zero", style="yellow")
     console.print(f"{out}: {size / 1e6:.1f} MB, from {before / 1e6:.1f} MB", markup=False)
 
 

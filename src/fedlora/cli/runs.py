@@ -234,7 +234,7 @@ def _show(folder: RunFolder) -> None:
             shown += f", as sent {moved:.1e}" if moved < 1e-3 else f", as sent {moved:.1%}"
         table.add_row(f"gauge check: {method} moves by", shown)
     if "storing" in as_sent:
-        table.add_row("of which storing the uploads anew is", f"{as_sent['storing']:.1e}")
+        table.add_row("storing the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}")
     if s["refused"]:
         table.add_row("client rounds left out", str(s["refused"]))
     console.print(table)

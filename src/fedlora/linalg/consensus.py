@@ -32,6 +32,8 @@ Tie = Literal["energy", "paper", "error"]
 Basis = Literal["projector", "energy"]
 
 _U64 = unit_roundoff(torch.float64)
+# What float64 arithmetic may cost, relative to the terms: LAPACK's SVD of a graded matrix is off by some 50 roundoffs.
+ARITHMETIC = 256 * _U64
 # Singular values of the votes are known to this, relative to the largest.
 _RESOLVED = 1e-13
 
@@ -121,9 +123,11 @@ def consensus_mean(sent: Contributions, budget: Budget) -> ConsensusMean:
         for (B, A), tolerance in zip(blocks, sent.tolerances, strict=True)
     ]
     votes = torch.cat([U * math.sqrt(w) for U, w in zip(own, sent.weights, strict=True)], dim=1)
-    noise = math.hypot(*(t * math.sqrt(w) for t, w in zip(sent.tolerances, sent.weights, strict=True)))
     owners = [k for k, U in enumerate(own) for _ in range(U.shape[1])]
-    roundoffs = torch.tensor([sent.roundoffs[k] for k in owners], dtype=torch.float64, device=votes.device)
+    roundoffs, noise = (
+        torch.tensor([x[k] for k in owners], dtype=torch.float64, device=votes.device)
+        for x in (sent.roundoffs, [t * t * w for t, w in zip(sent.tolerances, sent.weights, strict=True)])
+    )
     stored = float(torch.linalg.vector_norm(core.terms * sent.per_column(sent.tolerances)))
     made = _projected(core, votes, noise, roundoffs, stored, budget, sent.dtype)
     bases = tuple(_lift(core.Q, U).to(sent.dtype) for U in own)
@@ -151,7 +155,8 @@ def consensus_of_pair(
     """
     core = _core(M, N, torch.full((M.shape[1],), 1 / total, dtype=torch.float64, device=M.device))
     votes, roundoffs = core.left / (core.scale * math.sqrt(total)), torch.full_like(core.scale, roundoff)
-    return _projected(core, votes, noise, roundoffs, floor, budget, M.dtype).result((), ())
+    of_votes = torch.full_like(core.scale, noise**2)
+    return _projected(core, votes, of_votes, roundoffs, floor, budget, M.dtype).result((), ())
 
 
 # ------------------------------------------------------------------------------------------------------- coordinates
@@ -207,8 +212,8 @@ class _Chosen:
     dropped: float
 
 
-def _chosen(votes: Tensor, noise: float, roundoffs: Tensor, C: Tensor, floor: float, budget: Budget) -> _Chosen:
-    """U_ref in coordinates. noise: of singular values of `votes`; floor: of the mean in one direction."""
+def _chosen(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, floor: float, budget: Budget) -> _Chosen:
+    """U_ref in coordinates. noise (S_v,): p_i tolerance_i^2 of each vote; floor: of the mean in one direction."""
     X, s = _every_direction(votes)
     voted = count_above(s, _RESOLVED * float(s[0])) if len(s) and s[0] > 0 else 0
     rest = X[:, voted:]
@@ -217,7 +222,9 @@ def _chosen(votes: Tensor, noise: float, roundoffs: Tensor, C: Tensor, floor: fl
     energy = (X.mH @ C).square().sum(dim=1)
     loud = energy.sqrt() > floor
     certain = torch.zeros(X.shape[1], dtype=torch.bool, device=X.device)
-    certain[:voted] = s[:voted] > noise
+    # Rounding makes directions of the differences between clients that share one, so their own noise counts there.
+    shares = (votes.mH @ X[:, :voted]).square() / s[:voted].square()
+    certain[:voted] = s[:voted].square() > noise @ shares
     sound = certain | loud
     by_vote = sound.clone()
     by_vote[voted:] = False
@@ -317,9 +324,11 @@ class _Projected:
 
 
 def _projected(
-    core: _Core, votes: Tensor, noise: float, roundoffs: Tensor, stored: float, budget: Budget, dtype: torch.dtype
+    core: _Core, votes: Tensor, noise: Tensor, roundoffs: Tensor, stored: float, budget: Budget, dtype: torch.dtype
 ) -> _Projected:
-    C, terms = core.C, float(torch.linalg.vector_norm(core.terms))
+    largest = float(core.C.abs().max()) if core.C.numel() else 0.0
+    unit = 2.0 ** math.floor(math.log2(largest)) if largest else 1.0  # squares of tiny numbers are zero
+    C, terms, stored = core.C / unit, float(torch.linalg.vector_norm(core.terms / unit)), stored / unit
     energy = float(C.square().sum())
     if budget.basis == "energy":
         chosen = _strongest(C, budget, stored, roundoffs)
@@ -330,24 +339,24 @@ def _projected(
     kept, level, rounding = cut_by_rounding(
         s.tolist(), terms=terms, stored=stored, worked_in=torch.float64, stored_in=dtype
     )
-    require_some(s[:kept], dtype)
+    require_some(s[:kept] * unit, dtype)
     trimmed = float(s[kept:].square().sum())
     O, s, Wh = O[:, :kept], s[:kept], Wh[:kept]
     directions = O if whole else chosen.basis @ O
     U, Vh = _lift(core.Q, directions), _lift(core.P, Wh.mH).mH
-    stored_U, stored_s, stored_Vh = U.to(dtype), s.to(dtype), Vh.to(dtype)
-    root = s.sqrt()
+    stored_U, stored_s, stored_Vh = U.to(dtype), (s * unit).to(dtype), Vh.to(dtype)
+    root = (s * unit).sqrt()
     sides = ((U, stored_U), (Vh.mH, stored_Vh.mH))
     of_U, of_Vh = (rounding_of(x.clone(), y, root, stored_s.sqrt()).sqrt() for x, y in sides)
-    off = float(storing_error(of_U, of_Vh, root))
-    off += 64 * _U64 * terms  # of the float64 arithmetic; an upper bound
-    spectrum = with_canonical_signs(stored_U.clone(), stored_s, stored_Vh.clone(), level)
+    off = float(storing_error(of_U, of_Vh, root)) / unit
+    off += ARITHMETIC * terms  # of the float64 arithmetic; an upper bound
+    spectrum = with_canonical_signs(stored_U.clone(), stored_s, stored_Vh.clone(), level * unit, rounding)
     if kept == 0:  # exact cancellation, or nothing was sent: there is no mean to be a share of
         return _Projected(spectrum, directions, chosen, 1.0, 0.0, 0.0, 0.0, 0.0)
     captured, dropped, error = accounts(
         energy, left_out=chosen.left_out + trimmed, dropped=chosen.dropped + trimmed, off=off
     )
-    return _Projected(spectrum, directions, chosen, captured, dropped, error, rounding, math.sqrt(energy))
+    return _Projected(spectrum, directions, chosen, captured, dropped, error, rounding, math.sqrt(energy) * unit)
 
 
 def _strongest(C: Tensor, budget: Budget, stored: float, roundoffs: Tensor) -> _Chosen:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedlora.linalg.basics import eigh, gram, unit_roundoff
 from fedlora.linalg.consensus import (
+    ARITHMETIC,
     Budget,
     ConsensusMean,
     Contributions,
@@ -109,11 +110,6 @@ class _Batch:
     T: Tensor
     alike: list[_Alike]
     sound: Tensor
-
-    @property
-    def starts(self) -> list[int]:
-        """The first column of each client."""
-        return _starts(self.sent[0].ranks)
 
     @classmethod
     def of(cls, sent: Sequence[Contributions]) -> _Batch:
@@ -246,7 +242,7 @@ class _Batch:
         floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
         every = with_canonical_signs(U, s.to(U), Vh)
         bases, alignments = self._clients(directions)
-        cost = storing_error(off[0], off[1], s.sqrt()) + 64 * _U64 * terms
+        cost = storing_error(off[0], off[1], s.sqrt()) + ARITHMETIC * terms
         numbers = [x.tolist() for x in (total, left_out, terms, floors, cost, sound, every.s[:, 0] > 0, s)]
         results: list[ConsensusMean | None] = [None] * len(self.sent)
         for k, (energy, out, size, floor, off_by, safe, some, values) in enumerate(zip(*numbers, strict=True)):
@@ -259,10 +255,11 @@ class _Batch:
                 continue
             trimmed = math.fsum(x * x for x in values[keep:])
             captured, dropped, error = accounts(energy, left_out=out + trimmed, dropped=trimmed, off=off_by)
-            spectrum, along = Spectrum(every.U[k], every.s[k], every.Vh[k], noise), alignments[k]
+            spectrum = Spectrum(every.U[k], every.s[k], every.Vh[k], noise, rounding)
+            along = alignments[k]
             if keep < len(values):
                 spectrum, along = spectrum.head(keep), [a[:keep] for a in along]
-                spectrum = Spectrum(spectrum.U.contiguous(), spectrum.s, spectrum.Vh, noise)
+                spectrum = replace(spectrum, U=spectrum.U.contiguous())
             results[k] = ConsensusMean(
                 spectrum, tuple(bases[k]), tuple(along), mm, cut.gaps[k], cut.tied[k],
                 captured, dropped, error, rounding, math.sqrt(energy),
@@ -282,9 +279,9 @@ class _Batch:
             # Columns of length 1 with these coefficients: where they cancel more than float32 bears, in float64.
             careful = float((to_basis / self.scale[:, group.at][..., None]).abs().max()) > _MOST_IN_FLOAT32
             to_basis = to_basis if careful else to_basis.to(self.B)
-            r = group.at.shape[1]
+            r, starts = group.at.shape[1], _starts(self.sent[0].ranks)
             for j, i in enumerate(group.clients):
-                B = self.B[:, :, self.starts[i] : self.starts[i] + r]
+                B = self.B[:, :, starts[i] : starts[i] + r]
                 # One piece of memory for each client, for its history lives as long as it stays away.
                 each = ((B.double() if careful else B) @ to_basis[:, j]).to(self.B.dtype).unbind()
                 for k, (basis, score) in enumerate(zip(each, scores[:, j].unbind(), strict=True)):

@@ -22,13 +22,15 @@ class Spectrum:
     """An update in energy order: Delta W = U diag(s) Vh. U (d_out, l) and Vh (l, d_in) orthonormal, s (l,) > 0.
 
     noise: components up to this size may be rounding of the stored factors. Their directions differ from gauge to
-    gauge, so readouts leave them out; the update itself keeps them.
+    gauge, so readouts leave them out; the update itself keeps them. rounding: the share of the energy in components
+    that rounding could have made, also where that is so much that readouts keep some.
     """
 
     U: Tensor
     s: Tensor
     Vh: Tensor
     noise: float = 0.0
+    rounding: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -42,20 +44,20 @@ class Spectrum:
 
     def head(self, rank: int) -> Spectrum:
         """The `rank` strongest components: the best approximation of that rank (Eckart-Young)."""
-        return Spectrum(self.U[:, :rank], self.s[:rank], self.Vh[:rank], self.noise)
+        return Spectrum(self.U[:, :rank], self.s[:rank], self.Vh[:rank], self.noise, self.rounding)
 
 
-def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0) -> Spectrum:
+def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0, rounding: float = 0.0) -> Spectrum:
     """U diag(s) Vh with canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it.
 
     Of one matrix, or of several of one shape.
     """
     if s.shape[-1] == 0:
-        return Spectrum(U, s, Vh, noise)
+        return Spectrum(U, s, Vh, noise, rounding)
     low, high = U.aminmax(dim=-2, keepdim=True)
     sign = torch.where(high >= -low, 1.0, -1.0).to(U)
     # Both were made by our callers, nobody else has them. Row after row in memory, for readouts and files.
-    return Spectrum(U.mul_(sign).contiguous(), s, Vh.mul_(sign.mT).contiguous(), noise)
+    return Spectrum(U.mul_(sign).contiguous(), s, Vh.mul_(sign.mT).contiguous(), noise, rounding)
 
 
 def svd_of_product(
@@ -86,8 +88,10 @@ def svd_of_product(
         worked_in = torch.float64
     stored = float(torch.linalg.vector_norm(sizes * tolerance))
     require_some(s, dtype)
-    keep, noise, _ = cut_by_rounding(s.tolist(), terms=terms, stored=stored, worked_in=worked_in, stored_in=dtype)
-    return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise)
+    keep, noise, rounding = cut_by_rounding(
+        s.tolist(), terms=terms, stored=stored, worked_in=worked_in, stored_in=dtype
+    )
+    return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise, rounding)
 
 
 def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
@@ -122,18 +126,25 @@ def cut_by_rounding(
     What is dropped is smaller, all together, than what the result's dtype or float64's own sum can hold; the whole
     only where it is rounding from end to end, which exact cancellation leaves.
     """
+    unit = s[0] if len(s) else 0.0
+    if unit == 0:
+        return 0, 0.0, 0.0
+    s, terms, stored = [x / unit for x in s], terms / unit, stored / unit  # squares of tiny numbers are zero
     total = math.fsum(x * x for x in s)
     if total <= (64 * _U64 * terms) ** 2:
         return 0, 0.0, 0.0
     invisible = max(0.25 * unit_roundoff(stored_in) * total**0.5, 4 * _U64 * terms) ** 2
-    keep, most, doubtful, tail = len(s), 0.0, 0.0, 0.0  # tail: the energy of all from one component on
+    keep, first, doubtful, tail = len(s), len(s), 0.0, 0.0  # tail: the energy of all from one component on
     for k in range(len(s) - 1, -1, -1):
         tail += s[k] * s[k]
         if tail <= invisible:
             keep = k
-        if tail <= MOST_ROUNDING * total:
-            most = s[k]
         if s[k] <= stored:
             doubtful = tail
+            if tail <= MOST_ROUNDING * total:
+                first = k
+    while 0 < first < len(s) and s[first] > s[first - 1] * (1 - 1e-6):  # a level between two that are equal is none
+        first += 1
+    noise = s[first] if first < len(s) else 0.0
     arithmetic = (4 if worked_in != torch.float64 else 64) * unit_roundoff(worked_in) * terms
-    return keep, max(min(stored, most), arithmetic), min(doubtful / total, 1.0)
+    return keep, max(noise, min(arithmetic, 0.5)) * unit, min(doubtful / total, 1.0)

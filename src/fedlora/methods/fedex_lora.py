@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedlora.base_change import BaseChange, compressed, moved
+import torch
+
+from fedlora.base_change import BaseChange, added, moved
 from fedlora.lora import LoRA, revive, stack
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
@@ -50,9 +52,8 @@ class FedExLoRA:
         require_one_rank("FedEx-LoRA", state.mean.rank, updates)
         p = [u.weight for u in updates]
         mean = LoRA(weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p))
-        return FedExLoRAState(
-            state.key, state.round + 1, mean, moved(state.base, residual([u.lora for u in updates], p))
-        )
+        base = moved(state.base, residual([u.lora for u in updates], p, mean), mean.factors[0].dtype)
+        return FedExLoRAState(state.key, state.round + 1, mean, base)
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> Readout:
         require_readout_rank("FedEx-LoRA", state.mean.rank, client, rank)
@@ -61,22 +62,30 @@ class FedExLoRA:
     def effective(self, state: FedExLoRAState) -> LoRA:
         if state.base is None:
             return state.mean
-        return stack([state.base.total.map(lambda t: t.to(state.mean.factors[0])), state.mean], [1.0, 1.0])
+        # Both can be far larger than their sum, where clients sit in opposite coordinates.
+        return added(state.base.total, state.mean).map(lambda t: t.to(state.mean.factors[0]))
 
     def diagnostics(self, state: FedExLoRAState) -> Mapping[str, object]:
         return {"rank": state.mean.rank, "base_rank": state.base.total.rank if state.base else 0}
 
 
-def residual(loras: Sequence[LoRA], weights: Sequence[float]) -> LoRA:
-    """sum_i p_i B_i A_i - (sum_i p_i B_i)(sum_i p_i A_i) as one pair in the factors' dtype, without cancellation.
+def residual(loras: Sequence[LoRA], weights: Sequence[float], mean: LoRA) -> LoRA:
+    """sum_i p_i B_i A_i less the product of the averaged pair, as one pair in float64, without cancellation.
 
     With P = sum_i p_i (below 1 where clients without a module count as zero) and the means B, A over P it is the sum of
-    p_i (B_i - B)(A_i - A), and (1 / P - 1) times the averaged pair's product. Clients that are near each other have a
-    small residual, which a difference of two large products would lose in rounding.
+    p_i (B_i - B)(A_i - A), and (P - P^2) B A. Clients that are near each other have a small residual, which a
+    difference of two large products would lose in rounding. mean: the averaged pair as it is stored. In coordinates in
+    which its product is far larger than the clients' updates, what storing it cost belongs to the residual too.
     """
-    dtype, P = loras[0].factors[0].dtype, math.fsum(weights)
+    P = math.fsum(weights)
     pairs = [tuple(t.double() for t in lora.factors) for lora in loras]
     B, A = (weighted_mean([pair[k] for pair in pairs], [p / P for p in weights]) for k in (0, 1))
-    centred = [LoRA(B_i - B, A_i - A) for B_i, A_i in pairs]
-    both = stack([*centred, LoRA(B, A)], [*weights, P - P * P]) if abs(1 - P) > 1e-12 else stack(centred, list(weights))
-    return compressed(both).map(lambda t: t.to(dtype))
+    parts, shares = [LoRA(B_i - B, A_i - A) for B_i, A_i in pairs], list(weights)
+    if P != 1:
+        parts, shares = [*parts, LoRA(B, A)], [*shares, P - P * P]
+    stored_B, stored_A = (t.double() for t in mean.factors)
+    sizes = [math.prod(float(torch.linalg.vector_norm(t)) for t in pair) for pair in (*pairs, (stored_B, stored_A))]
+    if sizes[-1] > 8 * math.fsum(p * size for p, size in zip(weights, sizes, strict=False)):
+        parts += [LoRA(P * B - stored_B, P * A), LoRA(stored_B, P * A - stored_A)]
+        shares += [1.0, 1.0]
+    return stack(parts, shares)

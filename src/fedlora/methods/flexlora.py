@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import Spectrum, unit_roundoff, with_canonical_signs
+from fedlora.linalg import Spectrum, with_canonical_signs
+from fedlora.linalg.spectrum import cut_by_rounding
 from fedlora.lora import LoRA, stack
 from fedlora.method import Readout, Roles, Update
 from fedlora.methods.rank_partition import partitioned
@@ -76,8 +77,11 @@ class FlexLoRA:
         else:
             B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
             U, s, Vh = torch.linalg.svd(B @ A, full_matrices=False)
-            noise = max(max(B.shape[0], A.shape[1]) * unit_roundoff(s.dtype) * float(s[0]), rounding_noise(updates))
-            spectrum = with_canonical_signs(U, s, Vh, noise)
+            terms, stored = rounding_noise(updates)
+            keep, noise, rounding = cut_by_rounding(
+                s.tolist(), terms=terms, stored=stored, worked_in=s.dtype, stored_in=s.dtype
+            )
+            spectrum = with_canonical_signs(U[:, :keep].clone(), s[:keep], Vh[:keep].clone(), noise, rounding)
         return FlexLoRAState(state.key, state.round + 1, spectrum, None)
 
     def readout(self, state: FlexLoRAState, client: str | None, rank: int) -> Readout:
@@ -90,4 +94,5 @@ class FlexLoRA:
         return whole(state.spectrum)
 
     def diagnostics(self, state: FlexLoRAState) -> Mapping[str, object]:
-        return {"rank": state.spectrum.sound, "singular_values": state.spectrum.s.tolist()}
+        s = state.spectrum
+        return {"rank": s.sound, "components": s.rank, "rounding": s.rounding, "singular_values": s.s.tolist()}

@@ -62,7 +62,8 @@ class FLoRA:
 
     def effective(self, state: FLoRAState) -> LoRA:
         if state.base is not None:
-            return state.base.total.map(lambda t: t.to(state.start))
+            like = state.base.steps[-1].factors[0] if state.base.steps else state.start
+            return state.base.total.map(lambda t: t.to(like.dtype))
         return LoRA(state.start.new_zeros(state.d_out, 1), torch.zeros_like(state.start[:1]))
 
     def diagnostics(self, state: FLoRAState) -> Mapping[str, object]:

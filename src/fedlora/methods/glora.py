@@ -16,10 +16,9 @@ d_out) for its alignment scores. All terms: docs/scale.md.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -48,8 +47,6 @@ from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, w
 from fedlora.parallel import Each, one_by_one
 from fedlora.sketch import Sketched
 
-log = logging.getLogger(__name__)
-
 # What a direction that rounding could have made has of a vote, as a singular value: its square is its share of K.
 _TOKEN = 1e-3
 
@@ -71,15 +68,15 @@ class Cut:
     """What the last aggregation kept, measured. union_rank, gap, tied, captured, dropped, error and rounding as in
     `linalg.ConsensusMean`; with an approximation captured is at least, dropped and error are at most, what it says.
 
-    server_rank: R. total_rank: sum r_i. approximation: None, or the name of what stood in for all clients' uploads
-    together: "incremental" (`folding`) or "two-pass sketch" (`sketch`). kept: the share of tr K that it kept.
-    client_ranks: empty where uploads were not kept.
+    server_rank: R. total_rank: sum r_i. None stands where an approximation does not know a number. approximation: None,
+    or the name of what stood in for all clients' uploads together: "incremental" (`folding`) or "two-pass sketch"
+    (`sketch`). kept: the share of tr K that it kept. client_ranks: empty where uploads were not kept.
     """
 
     server_rank: int
-    total_rank: int
+    total_rank: int | None
     union_rank: int | None
-    gap: float
+    gap: float | None
     tied: bool
     captured: float
     client_ranks: Mapping[str, int]
@@ -311,8 +308,6 @@ class GLoRA:
                 f"share too little (a flat spectrum), and what is left would stand for few of them. Give the server "
                 f"more memory; all of this round needs {folded.revealed} columns."
             )
-        if pair.kept < 0.9:
-            log.warning("%.0f %% of the clients' subspaces kept in memory; the rest of them is lost", 100 * pair.kept)
         nominal = folded.nominal if self.budget == "nominal" else folded.revealed
         R = self.rank or max(1, math.ceil(self.rho * nominal - 1e-9))
         made = consensus_of_pair(
@@ -330,16 +325,18 @@ class GLoRA:
             )
         cut = Cut(
             R, folded.nominal, made.union_rank, made.gap, made.tied, captured, {},
-            "incremental" if pair.left_out else None, pair.kept, error, dropped, made.rounding,
+            None, pair.kept, error, dropped, made.rounding,
         )  # fmt: skip
+        if pair.left_out:  # what R chose among is not all there was
+            cut = replace(cut, union_rank=None, gap=None, approximation="incremental")
         return GLoRAState(state.key, state.round + 1, made.spectrum, None, state.history, cut, {})
 
     def aggregate_sketched(self, state: GLoRAState, sketched: Sketched, rank: int) -> GLoRAState:
         """For `sketch_round`: the next state. No single upload is known, so nobody's history changes."""
         error = sketched.error_bound
         cut = Cut(
-            rank, 0, None, math.inf, False, max(1 - error**2, 0.0), {}, "two-pass sketch", sketched.captured, error,
-            min(sketched.missed**2, 1.0),
+            rank, None, None, None, False, max(1 - error**2, 0.0), {}, "two-pass sketch", sketched.captured, error,
+            min(sketched.missed**2, 1.0), sketched.rounding,
         )  # fmt: skip
         return GLoRAState(state.key, state.round + 1, sketched.spectrum, None, state.history, cut, {})
 

@@ -22,11 +22,11 @@ def mean_spectrum(updates: Sequence[Update]) -> Spectrum:
     return svd_of_product(B, A, tolerance=_per_column(updates))
 
 
-def rounding_noise(updates: Sequence[Update]) -> float:
-    """How large rounding of the factors as they were stored can be in one direction of the mean."""
+def rounding_noise(updates: Sequence[Update]) -> tuple[float, float]:
+    """How large the terms of the mean are, and how large rounding of the factors can be in one direction of it."""
     B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
     sizes = torch.linalg.vector_norm(B.double(), dim=0) * torch.linalg.vector_norm(A.double(), dim=1)
-    return float(torch.linalg.vector_norm(sizes * _per_column(updates)))
+    return float(torch.linalg.vector_norm(sizes)), float(torch.linalg.vector_norm(sizes * _per_column(updates)))
 
 
 def _per_column(updates: Sequence[Update]) -> Tensor:

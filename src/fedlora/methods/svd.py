@@ -76,7 +76,10 @@ class SVD:
 
     def diagnostics(self, state: SVDState) -> Mapping[str, object]:
         values = state.spectrum.s.tolist()
-        return {"rank": state.spectrum.sound, "full_rank": state.full_rank, "singular_values": values}
+        return {
+            "rank": state.spectrum.sound, "full_rank": state.full_rank, "rounding": state.spectrum.rounding,
+            "singular_values": values,
+        }  # fmt: skip
 
 
 def rank_of_energy(s: Tensor, energy: float) -> int:
