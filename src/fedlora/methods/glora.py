@@ -57,10 +57,14 @@ Weighting = Literal["examples", "uniform", "rank-partition"]
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One client's history: the basis U_i (d_out, k_i) of its upload in the aggregation that made state `round`."""
+    """One client's history: the basis U_i (d_out, k_i) of its upload in the aggregation that made state `round`.
+
+    roundoff: of the dtype in which that upload came, which moves U_i by as much; 0: that of the basis itself.
+    """
 
     round: int
     basis: Tensor
+    roundoff: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,11 @@ class GLoRA:
             error=made.error, dropped=made.dropped, rounding=made.rounding,
         )  # fmt: skip
         round = state.round + 1
-        traces = {u.client: Trace(round, U) for u, U in zip(updates, made.bases, strict=True) if U.shape[1]}
+        traces = {
+            u.client: Trace(round, U, unit_roundoff(u.stored))
+            for u, U in zip(updates, made.bases, strict=True)
+            if U.shape[1]
+        }
         kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
         history = {**state.history, **{c: (*kept[c], trace) for c, trace in traces.items()}}
         if self.history_limit is not None:  # the longest absent go first
@@ -354,8 +362,8 @@ class GLoRA:
     def select(self, state: GLoRAState, client: str | None, rank: int) -> Tensor:
         """Indices of the components that `client` gets at `rank`, ascending: the core, then the best aligned tail.
 
-        At most `rank` and at most as many as there are. Alignment scores equal within round-off go in spectral order,
-        so that the set is a function of the subspaces alone. Source: paper section 4.3, Algorithm 3 lines 4-10.
+        At most `rank` and at most as many as there are. Alignment scores equal within what rounding of the client's
+        upload can tell go in spectral order, so that the set is a function of the subspaces alone. Source: paper section 4.3, Algorithm 3 lines 4-10.
         """
         spectrum = state.spectrum
         budget = min(rank, spectrum.sound)
@@ -370,7 +378,8 @@ class GLoRA:
             score = (trace.basis.mH.to(spectrum.U) @ spectrum.U[:, core : spectrum.sound]).double().square().sum(dim=0)
         if self.score == "energy":
             score = score * spectrum.s[core : spectrum.sound].double().square()
-        grid = unit_roundoff(trace.basis.dtype) ** 0.5 * float(score.max().clamp(min=1e-300))
+        roundoff = max(trace.roundoff, unit_roundoff(trace.basis.dtype))
+        grid = roundoff**0.5 * float(score.max().clamp(min=1e-300))
         tail = torch.argsort(torch.round(score / grid), descending=True, stable=True)[: budget - core]
         return torch.cat([torch.arange(core), core + tail.sort().values.cpu()])
 
