@@ -68,9 +68,33 @@ def consensus_means(
     made: dict[int, ConsensusMean] = {}
     for members, means in zip(batches, found, strict=True):
         made |= {k: mean for k, mean in zip(members, means, strict=True) if mean is not None}
+    # Clients that sent nothing for a matrix are what most often keeps it from here: once more without them.
     others = [k for k in range(len(sent)) if k not in made]
+    active = {k: [bool(B.any()) for B, _ in sent[k].pairs] for k in others}
+    some = [k for k in others if any(active[k]) and not all(active[k])]
+    if some:
+        without = consensus_means([_only(sent[k], active[k]) for k in some], [budgets[k] for k in some], each)
+        made |= {k: _with_idle(mean, sent[k], active[k]) for k, mean in zip(some, without, strict=True)}
+    others = [k for k in others if k not in made]
     made |= dict(zip(others, each(lambda k: consensus_mean(sent[k], budgets[k]), others), strict=True))
     return [made[k] for k in range(len(sent))]
+
+
+def _only(sent: Contributions, active: Sequence[bool]) -> Contributions:
+    """What those of the clients sent that are active."""
+    fields = (sent.pairs, sent.weights, sent.roundoffs, sent.tolerances)
+    return Contributions(*([x for x, on in zip(field, active, strict=True) if on] for field in fields))  # type: ignore[arg-type]
+
+
+def _with_idle(mean: ConsensusMean, sent: Contributions, active: Sequence[bool]) -> ConsensusMean:
+    """The same mean with an empty basis for each client whose update is zero."""
+    bases, alignments = iter(mean.bases), iter(mean.alignments)
+    empty, none = sent.pairs[0][0][:, :0], mean.spectrum.s.new_zeros(mean.spectrum.rank, dtype=torch.float64)
+    return replace(
+        mean,
+        bases=tuple(next(bases) if on else empty for on in active),
+        alignments=tuple(next(alignments) if on else none for on in active),
+    )
 
 
 @dataclass(frozen=True, eq=False)

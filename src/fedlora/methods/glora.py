@@ -363,7 +363,8 @@ class GLoRA:
         """Indices of the components that `client` gets at `rank`, ascending: the core, then the best aligned tail.
 
         At most `rank` and at most as many as there are. Alignment scores equal within what rounding of the client's
-        upload can tell go in spectral order, so that the set is a function of the subspaces alone. Source: paper section 4.3, Algorithm 3 lines 4-10.
+        upload can tell go in spectral order, so that the set is a function of the subspaces alone. Source: paper
+        section 4.3, Algorithm 3 lines 4-10.
         """
         spectrum = state.spectrum
         budget = min(rank, spectrum.sound)
