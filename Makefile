@@ -27,6 +27,7 @@ lint: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/aggregation.py --compare benchmarks/results/aggregation.json
+	$(BIN)/python benchmarks/exactness.py --quick
 	$(BIN)/python benchmarks/complexity.py
 	$(BIN)/python benchmarks/readouts.py
 	$(BIN)/python benchmarks/many_clients.py

@@ -33,10 +33,10 @@ SHAPE = exactness.Shape(40, 32, 4, 25)
 @pytest.mark.parametrize("budget", exactness.BUDGETS)
 @pytest.mark.parametrize("dtype", exactness.DTYPES)
 def test_the_mean_is_exact_and_the_report_is_true(dtype: str, budget: str) -> None:
-    """Every fifth combination of clients, weights, updates and forms: the verdict of `exactness.judge`."""
+    """Every seventh combination of clients, weights, updates and forms: the verdict of `exactness.judge`."""
     every = itertools.product((3, 25, 64), exactness.WEIGHTS, exactness.UPDATES, exactness.FORMS)
     rows = [
-        exactness.Row(dtype, n, w, updates, budget, form) for n, w, updates, form in itertools.islice(every, 0, None, 5)
+        exactness.Row(dtype, n, w, updates, budget, form) for n, w, updates, form in itertools.islice(every, 0, None, 7)
     ]
     found = [exactness.judge(row, SHAPE, seed=k) for k, row in enumerate(rows)]
     assert [v for v in found if v.failed] == []
@@ -277,7 +277,7 @@ def test_tiny_updates_are_as_exact_as_others(size: float) -> None:
 
 def test_a_flat_spectrum_of_a_thousand_components_is_read_out() -> None:
     """Every component could be rounding and all are equal: none is left out for being one of the last."""
-    n = 1100
+    n = 1010
     eye = torch.eye(n)
     pairs = [LoRA(eye, eye), LoRA(eye, -(1 - 2**-7) * eye)]
     for name in ("glora", "flexlora", "svd"):
