@@ -39,8 +39,6 @@ _LEAST_PIVOT = 1e-4
 # Singular values of the mean, relative to the largest, down to which an eigenproblem of its square does for both sides;
 # and the least that the largest may be, relative to the terms that were added up.
 _LEAST_OF_MEAN, _LEAST_OF_TERMS = 1e-4, 1e-2
-# How much larger than a unit vector the terms of a sum may be, so that float32 keeps 1e-6 of it.
-_MOST_IN_FLOAT32 = 8.0
 # Rows of a tall product at a time: what is made of them stays in cache.
 _PANEL = 1024
 
@@ -118,7 +116,7 @@ class _Cut:
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """m matrices of one shape, their clients' factors side by side; float64 but for B and A.
+    """m matrices of one shape, their clients' factors side by side; float64.
 
     B (m, d_out, S), A (m, S, d_in). scale (m, S): D, which makes B's columns 1 long. w (m, S): p / D. sizes (m, S):
     ||a_j||. G: Gram of B D, or None where S > d_out; H: Gram of A's rows, or None where S > d_in. T (m, mm, S).
@@ -137,12 +135,12 @@ class _Batch:
 
     @classmethod
     def of(cls, sent: Sequence[Contributions]) -> _Batch:
-        B = _stacked([torch.cat([B for B, _ in s.pairs], dim=1) for s in sent])
-        A = _stacked([torch.cat([A for _, A in s.pairs], dim=0) for s in sent])
+        B = _stacked([torch.cat([B for B, _ in s.pairs], dim=1) for s in sent]).double()
+        A = _stacked([torch.cat([A for _, A in s.pairs], dim=0) for s in sent]).double()
         S = B.shape[2]
         G, H = (gram(B) if B.shape[1] >= S else None), (gram(A.mT) if A.shape[2] >= S else None)
-        lengths = _diagonal(G) if G is not None else B.double().square().sum(dim=1)
-        sizes = (_diagonal(H) if H is not None else A.double().square().sum(dim=2)).sqrt()
+        lengths = _diagonal(G) if G is not None else B.square().sum(dim=1)
+        sizes = (_diagonal(H) if H is not None else A.square().sum(dim=2)).sqrt()
         scale = lengths.clamp(min=1e-300).rsqrt()
         p = _per_column(sent, [s.weights for s in sent])
         sound = lengths.amin(dim=1) > 0
@@ -151,7 +149,7 @@ class _Batch:
             L, sound = _cholesky(G, sound)
             T = L.mT
         else:
-            T = B.double() * scale[:, None, :]
+            T = B * scale[:, None, :]
         alike, sound = _own(sent, T, G, A, H, scale, sound)
         return cls(sent, B, A, scale, p / scale, sizes, H, T, alike, sound)
 
@@ -161,7 +159,7 @@ class _Batch:
         Tw = self.T * self.w[:, None, :]
         C = None
         if self.H is None:
-            C = Tw @ self.A.double()  # (m, mm, d_in)
+            C = Tw @ self.A  # (m, mm, d_in)
             square = C @ C.mT
         else:
             square = Tw @ self.H @ Tw.mT  # C C^T too
@@ -236,7 +234,7 @@ class _Batch:
         Vh = torch.empty(*rows.shape[:2], self.A.shape[2], dtype=torch.float64, device=rows.device)
         for k in range(len(weak)):
             strong = int((~weak[k]).sum())
-            own = rows[k] if exact else rows[k] @ self.A[k].double()
+            own = rows[k] if exact else rows[k] @ self.A[k]
             Vh[k, :strong] = own[:strong] / s[k, :strong, None]
             if strong == len(own):
                 continue
@@ -264,7 +262,7 @@ class _Batch:
     ) -> list[ConsensusMean | None]:  # fmt: skip
         tolerances = _per_column(self.sent, [s.tolerances for s in self.sent])
         floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
-        every = with_canonical_signs(U, s.to(U), Vh)
+        every = with_canonical_signs(U, s.float(), Vh)
         bases, alignments = self._clients(directions)
         cost = storing_error(off[0], off[1], s.sqrt()) + ARITHMETIC * terms
         numbers = [x.tolist() for x in (total, left_out, terms, floors, cost, sound, every.s[:, 0] > 0, s)]
@@ -300,14 +298,11 @@ class _Batch:
             scores = torch.linalg.solve_triangular(group.own, along, upper=False).square().sum(dim=2)
             D = torch.diag_embed(self.scale[:, group.at])
             to_basis = torch.linalg.solve_triangular(group.own, D, upper=False).mT  # U_i = B_i of it
-            # Columns of length 1 with these coefficients: where they cancel more than float32 bears, in float64.
-            careful = float((to_basis / self.scale[:, group.at][..., None]).abs().max()) > _MOST_IN_FLOAT32
-            to_basis = to_basis if careful else to_basis.to(self.B)
             r, starts = group.at.shape[1], _starts(self.sent[0].ranks)
             for j, i in enumerate(group.clients):
                 B = self.B[:, :, starts[i] : starts[i] + r]
                 # One piece of memory for each client, for its history lives as long as it stays away.
-                each = ((B.double() if careful else B) @ to_basis[:, j]).to(self.B.dtype).unbind()
+                each = (B @ to_basis[:, j]).float().unbind()
                 for k, (basis, score) in enumerate(zip(each, scores[:, j].unbind(), strict=True)):
                     bases[k][i], alignments[k][i] = basis, score
         return bases, alignments
@@ -338,7 +333,7 @@ def _own(
         if H is not None:
             of_A = H[:, columns, rows]
         else:
-            own = _blocks(A.mT, at).mT.double()
+            own = _blocks(A.mT, at).mT
             of_A = own @ own.mT
         tolerance = torch.tensor([[s.tolerances[i] for i in clients] for s in sent], dtype=torch.float64).to(T)
         L, failed = torch.linalg.cholesky_ex(of_B)
@@ -392,7 +387,7 @@ def _product(tall: Tensor, small: Tensor, roots: tuple[Tensor, Tensor]) -> tuple
     """tall @ small (m, d, l), computed in float64 and stored in float32, and what `rounding_of` says of it (m, l)."""
     panels, off = [], torch.zeros_like(roots[0])
     for panel in torch.split(tall, _PANEL, dim=1):
-        exact = panel.double() @ small
+        exact = panel @ small
         panels.append(exact.float())
         off += rounding_of(exact, panels[-1], *roots)
     return panels[0] if len(panels) == 1 else torch.cat(panels, dim=1), off.sqrt()
@@ -402,7 +397,7 @@ def _product_from_left(small: Tensor, wide: Tensor, roots: tuple[Tensor, Tensor]
     """small @ wide (m, l, d), as `_product`."""
     panels, off = [], torch.zeros_like(roots[0])
     for panel in torch.split(wide, _PANEL, dim=2):
-        exact = small @ panel.double()
+        exact = small @ panel
         panels.append(exact.float())
         off += rounding_of(exact.mT, panels[-1].mT, *roots)
     return panels[0] if len(panels) == 1 else torch.cat(panels, dim=2), off.sqrt()

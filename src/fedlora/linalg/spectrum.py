@@ -54,7 +54,7 @@ def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0, r
     """
     if s.shape[-1] == 0:
         return Spectrum(U, s, Vh, noise, rounding)
-    low, high = U.aminmax(dim=-2, keepdim=True)
+    low, high = U.amin(dim=-2, keepdim=True), U.amax(dim=-2, keepdim=True)
     sign = torch.where(high >= -low, 1.0, -1.0).to(U)
     # Both were made by our callers, nobody else has them. Row after row in memory, for readouts and files.
     return Spectrum(U.mul_(sign).contiguous(), s, Vh.mul_(sign.mT).contiguous(), noise, rounding)
