@@ -303,3 +303,35 @@ def test_one_narrow_client_does_not_unseat_the_others_votes() -> None:
     inside = torch.linalg.vector_norm(U.mT @ frame, dim=0)
     assert float(inside[1]) > 0.99 and float(inside[2]) < 0.1
     assert server.diagnostics(state)["m"]["union_rank"] == 3
+
+
+@pytest.mark.parametrize("name", ["glora", "flexlora", "svd", "flora", "fedex-lora"])
+def test_float64_uploads_stay_float64_whatever_the_start_is(name: str) -> None:
+    """A start in float32 and uploads in float64: the float64 mean, not its float32 copy."""
+    x = LoRA(noise((48, 4), "B"), noise((4, 40), "A"))
+    server = Server(build(name, **({"energy": 1.0} if name == "svd" else {})))
+    state = server.aggregate(start(server), [Upload(Client("a", 4), 1, Adapter({"m": x}))])
+    got, want = server.global_update(state)["m"].delta(), x.delta()
+    assert float(torch.linalg.matrix_norm(got - want) / torch.linalg.matrix_norm(want)) < 1e-13
+
+
+def test_a_sketch_knows_updates_whose_factors_cancel() -> None:
+    """B = [b, b + x / c], A = [-c y; c y]: the update is x y^T, which a trace of Gram matrices loses."""
+    space = torch.linalg.qr(noise((48, 4), "space"))[0]
+    loras = [LoRA(space @ noise((4, 2), k, "mix"), noise((2, 40), k, "A")) for k in range(20)]
+    b, x, y, c = noise((48, 1), "b"), 10 * noise((48, 1), "x"), noise((1, 40), "y"), 1e7
+    loras.append(LoRA(torch.cat([b, b + x / c], dim=1), torch.cat([-c * y, c * y])))
+    server = Server(build("glora"))
+    seed = server.init(Adapter({"m": LoRA(torch.zeros(48, 2), torch.ones(2, 40))}))
+    opened = SketchedRound(server, seed, Sketch(rank=4, oversample=0, least_captured=0.0, most_error=1.0))
+    uploads = [Upload(Client(f"c{k:02}", 2), 1, Adapter({"m": z})) for k, z in enumerate(loras)]
+    for u in uploads:
+        opened.add_first(first_messages(u, opened.plans, 1.0))
+    bases = opened.bases()
+    for u in uploads:
+        opened.add_second(second_messages(u, bases, opened.plans, 1.0))
+    state = opened.close()
+    mean = sum(z.delta() for z in loras) / len(loras)
+    got = server.global_update(state)["m"].map(Tensor.double).delta()
+    true = float(torch.linalg.matrix_norm(got - mean) / torch.linalg.matrix_norm(mean))  # type: ignore[arg-type]
+    assert 0.05 < true <= server.diagnostics(state)["m"]["error"]  # type: ignore[operator]
