@@ -39,11 +39,11 @@ from torch import Tensor
 
 from baseline import bare_thin_svd, thin_svd
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora.core.lora import stack
+from fedlora.core.method import Update, aggregate_all
 from fedlora.linalg import Budget, Spectrum, consensus_mean, consensus_means, rank_tolerance
-from fedlora.lora import stack
-from fedlora.method import Update, aggregate_all
-from fedlora.methods.factors import weighted_mean
-from fedlora.methods.spectral import instantiate
+from fedlora.linalg.weighted_mean import weighted_mean
+from fedlora.methods._spectral import instantiate
 from measure import Contestant, as_json, contest, elapsed, machine, median, on_stderr, spread
 from workloads import LIGHT_W5, WORKLOADS, Core, Shape, Workload, draw_factors, gauge_fixed
 

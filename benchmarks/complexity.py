@@ -23,10 +23,10 @@ from torch import Tensor
 
 from baseline import thin_svd
 from fedlora import build
+from fedlora.core.lora import LoRA
+from fedlora.core.method import Update
 from fedlora.linalg import Budget, Spectrum, consensus_means, gauge_splits, gram, rank_tolerance
-from fedlora.lora import LoRA
-from fedlora.method import Update
-from fedlora.methods.spectral import instantiate
+from fedlora.methods._spectral import instantiate
 from measure import as_json, elapsed, machine, on_stderr
 from workloads import draw_factors, gauge_fixed
 

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from fedlora.assembly import prepare
-from fedlora.config import load_config
-from fedlora.simulation import simulate, start
+from fedlora.runs.config import load_config
+from fedlora.runs.preparation import prepare
+from fedlora.server.server import start
+from fedlora.simulation import simulate
 from measure import as_json, machine
 
 DEMO = Path(str(files("fedlora") / "demo.toml"))

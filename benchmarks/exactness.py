@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build, send
 from fedlora.errors import RankMismatch
-from fedlora.sketch_round import Sketch, SketchedRound, first_messages, second_messages
+from fedlora.server.sketched_round import Sketch, first_messages, second_messages
 from measure import as_json, machine
 
 F64 = torch.float64
@@ -197,12 +197,12 @@ def _aggregated(row: Row, shape: Shape, uploads: Sequence[Upload]) -> tuple[Serv
     if row.budget == "sketched":
         server = Server(build("glora"))
         sketch = Sketch(rank=max(rank, columns // 2), oversample=16)
-        opened = SketchedRound(server, _start(server, shape, rank), sketch)
+        opened = replace(server, sketch=sketch).open(_start(server, shape, rank))
         for u in uploads:
-            opened.add_first(first_messages(u, opened.plans, u.num_examples))
+            opened.add(first_messages(u, opened.plans, u.num_examples))
         bases = opened.bases()
         for u in uploads:
-            opened.add_second(second_messages(u, bases, opened.plans, u.num_examples))
+            opened.add(second_messages(u, bases, opened.plans, u.num_examples))
         return server, opened.close()
     memory = None
     if row.budget == "folded":
@@ -280,9 +280,10 @@ TRAINED: dict[str, tuple[str, ...]] = {
 
 def trained_uploads(name: str, clients: int) -> tuple[Adapter, list[Upload]]:
     """The start and the uploads of the last of two rounds, in float32, of the demo's data dealt to so many clients."""
-    from fedlora.assembly import prepare
-    from fedlora.config import load_config
-    from fedlora.simulation import simulate, start
+    from fedlora.runs.config import load_config
+    from fedlora.runs.preparation import prepare
+    from fedlora.server.server import start
+    from fedlora.simulation import simulate
 
     ranks = ([2, 4, 4, 8, 8, 16] * clients)[:clients]
     config = load_config(

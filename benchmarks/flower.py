@@ -29,15 +29,17 @@ from flwr.app import Message, MessageType
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedlora.assembly import Prepared, prepare
-from fedlora.client import Upload, receive, send
-from fedlora.config import load_config
-from fedlora.delivery import pack
+from fedlora.client import receive, send
+from fedlora.core.messages import Upload
+from fedlora.core.parcels import pack
 from fedlora.flower.project import write_project
 from fedlora.flower.records import parcel_record, record_parcel, record_upload, upload_record
 from fedlora.flower.resident import ask, node_work
 from fedlora.flower.trial import Trial, free_port
-from fedlora.simulation import simulate, start
+from fedlora.runs.config import load_config
+from fedlora.runs.preparation import Prepared, prepare
+from fedlora.server.server import start
+from fedlora.simulation import simulate
 from measure import as_json, machine
 
 DEMO = Path(__file__).parent.parent / "src" / "fedlora" / "demo.toml"

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.errors import RankMismatch
 from fedlora.linalg import Spectrum
-from fedlora.sketch import CoreMessage, SketchPlan, core_message, range_basis, range_message, sketched
+from fedlora.server.sketch import CoreMessage, SketchPlan, core_message, range_basis, range_message, sketched
 from measure import as_json, machine
 
 D, RANK, R, COMMON = 4096, 8, 64, 48

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedlora.adapter_file import AdapterFile
+from fedlora.adapters.reader import AdapterFile
+from fedlora.core.lora import stack
 from fedlora.linalg import rank_tolerance, svd_of_product
-from fedlora.lora import stack
 from measure import as_json, machine
 
 SHAPES = {

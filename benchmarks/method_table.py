@@ -20,11 +20,13 @@ from pathlib import Path
 import torch
 
 from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, Upload, build
-from fedlora.audit import audit
+from fedlora.analysis.audit import audit
+from fedlora.core.method import Method
+from fedlora.core.trainer import Trained
 from fedlora.errors import RankMismatch
-from fedlora.method import Method
 from fedlora.seeds import derive_seed
-from fedlora.simulation import RoundRecord, Trained, simulate, start
+from fedlora.server.server import start
+from fedlora.simulation import RoundRecord, simulate
 
 SHAPES = {"attn.q": (60, 44), "mlp.up": (36, 44)}
 EXAMPLES = {"a": 10, "b": 25, "c": 40, "d": 15}

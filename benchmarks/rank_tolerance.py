@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fedlora.audit import random_gauge
+from fedlora.analysis.audit import random_gauge
 from fedlora.linalg import rank_tolerance, right_svd, unit_roundoff
 from measure import as_json, machine
 

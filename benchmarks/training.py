@@ -25,13 +25,14 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
-from fedlora.assembly import prepare
 from fedlora.client import receive
-from fedlora.config import RunConfig, load_config
-from fedlora.encoding import collate
-from fedlora.simulation import Job, start
-from fedlora.together import GroupTrainer
-from fedlora.training import LocalTrainer
+from fedlora.core.trainer import Job
+from fedlora.runs.config import RunConfig, load_config
+from fedlora.runs.preparation import prepare
+from fedlora.server.server import start
+from fedlora.training.encoding import collate
+from fedlora.training.grouped import GroupTrainer
+from fedlora.training.local import LocalTrainer
 from measure import as_json, interleaved, machine, median
 
 DEMO = Path(__file__).parent.parent / "src" / "fedlora" / "demo.toml"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fedlora import Adapter
-from fedlora.simulation import Trained
-from fedlora.training import LocalTrainer
+from fedlora.core.trainer import Trained
+from fedlora.training.local import LocalTrainer
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import test_run
 from fedlora import read_adapter, write_adapter
-from fedlora.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
 from fedlora.errors import AdapterFormatError
 from test_run import Said
 from tiny_models import TOKENS, VOCABULARY, bert, gpt2, llama

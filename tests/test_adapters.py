@@ -14,12 +14,12 @@ from torch import Tensor
 import test_run
 from federations import noise
 from fedlora import Adapter, LoRA, read_adapter, write_adapter
-from fedlora.adapter_file import AdapterFile
-from fedlora.audit import random_gauge
+from fedlora.adapters.io import AdapterSpec
+from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.truncation import RankRule, merge_module, total_error
+from fedlora.analysis.audit import random_gauge
+from fedlora.analysis.inspection import difference, facts, overlap
 from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
-from fedlora.inspection import difference, facts, overlap
-from fedlora.merging import RankRule, merge_module, total_error
-from fedlora.peft_io import AdapterSpec
 from test_peft_io import peft_updates
 from test_peft_io import pytestmark as pytestmark
 from test_run import Said

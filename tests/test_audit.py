@@ -11,7 +11,7 @@ from torch import Tensor
 
 from federations import EQUAL, FULL, MIXED, SHAPES, noise, rounds, seed_adapter
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
-from fedlora.audit import (
+from fedlora.analysis.audit import (
     audit,
     gauge_drift,
     mean_update,

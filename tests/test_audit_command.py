@@ -22,15 +22,15 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-import fedlora.run
-import fedlora.training
+import fedlora.runs.execution
+import fedlora.training.local
 import test_run
 from federations import SHAPES, noise
 from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, build, read_adapter, write_adapter
-from fedlora.audit import regauge
+from fedlora.adapters.uploads import read_uploads, write_upload
+from fedlora.analysis.audit import regauge
 from fedlora.errors import AdapterFormatError, FedLoRAError
-from fedlora.run_folder import RunFolder
-from fedlora.uploads import read_uploads, write_upload
+from fedlora.runs.folder import RunFolder
 from recorded import Call, recording
 from test_peft_io import dense_logits, peft_layers, saved, trained
 from test_run import FEDSA, Said, configured, contents, invoke, peft_model, pixels, ran
@@ -182,7 +182,7 @@ def test_a_zero_update_in_subspace_form_is_kept_too(project: Path, tmp_path: Pat
 
 def test_a_refused_upload_is_not_kept(project: Path, tmp_path: Path, undrawn: None) -> None:
     """What did not count in the round would be averaged by the audit: with a quorum, NaN of site-2 is left out."""
-    train = fedlora.training.LocalTrainer.train
+    train = fedlora.training.local.LocalTrainer.train
 
     def diverging(self: Any, download: Any, adapter: Any, position: int) -> Any:
         done = train(self, download, adapter, position)
@@ -191,7 +191,7 @@ def test_a_refused_upload_is_not_kept(project: Path, tmp_path: Path, undrawn: No
         )
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fedlora.training.LocalTrainer, "train", diverging)
+        patched.setattr(fedlora.training.local.LocalTrainer, "train", diverging)
         folder = kept(project, tmp_path / "run", "run.keep_uploads=all", "server.quorum=2").folder
     for t in (1, 2):
         assert sorted(path.name for path in folder.uploads(t).iterdir()) == ["site-1", "site-3"]
@@ -218,7 +218,7 @@ def test_a_half_stored_round_is_not_taken_for_a_whole_one(project: Path, tmp_pat
         write_upload(directory, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fedlora.run, "write_upload", killed)
+        patched.setattr(fedlora.runs.execution, "write_upload", killed)
         with pytest.raises(KeyboardInterrupt):
             ran(configured(project, "run.rounds=3", "run.keep_uploads=all", "train.steps=1"), tmp_path / "run")
     assert len(RunFolder(tmp_path / "run").newest_uploads()) == 3
@@ -687,8 +687,8 @@ def test_without_matplotlib_there_is_a_hint_and_the_numbers(
     equal: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The extra is optional: the JSON is whole, the hint names what to install, and no picture is left."""
-    monkeypatch.setitem(sys.modules, "fedlora.plots", None)
-    monkeypatch.delattr(fedlora, "plots", raising=False)
+    monkeypatch.setitem(sys.modules, "fedlora.runs.plots", None)
+    monkeypatch.delattr(fedlora.runs, "plots", raising=False)
     monkeypatch.chdir(tmp_path)
     said = invoke("audit", *equal.paths, "--methods", "glora", "--json", "--conditions", "10")
     assert json.loads(said.stdout)["glora"]["error"] < 1e-12

@@ -13,13 +13,13 @@ import torch
 from transformers import Gemma2Config, Gemma2ForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from fedlora import Client, Upload, build, send
-from fedlora.audit import mean_update, relative_difference
+from fedlora.analysis.audit import mean_update, relative_difference
 from fedlora.client import receive
 from fedlora.experiments.plan import mains
 from fedlora.experiments.spec import load_experiment
-from fedlora.models import AdaptedModel, LoRASettings
-from fedlora.server import Server
-from fedlora.training import LocalTrainer, TrainSettings
+from fedlora.server.server import Server
+from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.models import AdaptedModel, LoRASettings
 from test_training import FUTURE_NAMES, classification, tokenizer
 
 pytestmark = [

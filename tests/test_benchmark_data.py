@@ -22,7 +22,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlora.config import RunConfig, load_config, parse_config
 from fedlora.data import (
     GLUE,
     Selection,
@@ -35,8 +34,9 @@ from fedlora.data import (
     select_tasks,
     split,
 )
-from fedlora.dealing import Dealt, deal
 from fedlora.errors import ConfigError, DataError, FedLoRAError
+from fedlora.runs.client_data import Dealt, deal
+from fedlora.runs.config import RunConfig, load_config, parse_config
 
 # ---- small copies of the real files ----------------------------------------------------------------------------------
 

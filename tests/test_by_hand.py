@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import test_adapters
 import test_run
 from fedlora import Adapter, Client, Server, Upload, build, read_adapter
-from fedlora.merging import ModuleReport, budget_ranks
+from fedlora.adapters.truncation import ModuleReport, budget_ranks
 from test_adapters import SHAPES, saved
 from test_peft_io import pytestmark as pytestmark
 from test_run import Said

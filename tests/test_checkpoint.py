@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,9 +26,14 @@ from torch import Tensor
 
 from federations import EQUAL, EXAMPLES, MIXED, noise, pushed, seed_adapter
 from fedlora import METHODS, Adapter, Client, Download, LoRA, Readout, Roles, Server, Update, build
-from fedlora.checkpoint import load_newest, save
+from fedlora.core.checkpoint import load_newest, save
+from fedlora.core.messages import ClientMemory
+from fedlora.core.read_only import ReadOnly
+from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError
-from fedlora.simulation import ClientMemory, RoundRecord, RunState, Trained, simulate, start
+from fedlora.server.server import start
+from fedlora.server.state import RunState
+from fedlora.simulation import RoundRecord, simulate
 
 RANKS = {name: MIXED if name in ("flexlora", "glora", "padded-average") else EQUAL for name in METHODS}
 
@@ -440,7 +444,7 @@ def test_a_state_of_a_method_that_the_reader_was_not_told_of_is_refused(tmp_path
     """ServerState.modules is Any: without `extra` a method's state has no type."""
     server = Server(build("fedit"))
     save(tmp_path, 0, start(server, seed_adapter(2)))
-    with pytest.warns(UserWarning, match="FedITState"), pytest.raises(CheckpointError):
+    with pytest.warns(UserWarning, match="fedit/1"), pytest.raises(CheckpointError):
         load_newest(tmp_path, RunState)
     assert load_newest(tmp_path, RunState, server.method.State) is not None
 
@@ -563,4 +567,4 @@ def test_a_directory_that_cannot_be_made_is_a_checkpoint_error(place: str, tmp_p
 
 def test_mappings_come_back_read_only(tmp_path: Path) -> None:
     """A state is a value: what was loaded cannot be changed under a server that holds it."""
-    assert isinstance(round_trip(tmp_path, {"a": 1}), MappingProxyType)
+    assert isinstance(round_trip(tmp_path, {"a": 1}), ReadOnly)

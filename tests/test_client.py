@@ -1,7 +1,7 @@
 """The client's three verbs over every combination of roles: receive, send, keep. Kind of evidence: contract.
 
-Expected values come from the definition of the roles alone (`fedlora.method.Roles`): shared parts travel both ways,
-local ones never travel, frozen ones travel down. Tensors are told apart by a constant value, written beside each test.
+Expected values come from the definition of the roles alone (`fedlora.core.method.Roles`): shared parts travel both
+ways, local ones never travel, frozen ones travel down. Tensors are told apart by a constant value beside each test.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from federations import noise, seed_adapter
 from fedlora import Adapter, Client, Download, LoRA, Roles, Server, Upload, build, keep, receive, send
+from fedlora.core.method import Role
 from fedlora.errors import FactorNotShared, HyperparameterError, KeptStateError
-from fedlora.method import Role
 
 ROLES = ("shared", "local", "frozen")
 COMBINATIONS = [Roles(*roles) for roles in product(ROLES, repeat=3)]
@@ -45,7 +45,6 @@ def downloaded(roles: Roles, rank: int = RANK) -> Download:
         roles=roles,
         start=part(START, roles, ("local",), rank),
         base={},
-        changed={"B": 0, "A": 0, "heads": 0},
     )
 
 

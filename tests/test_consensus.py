@@ -29,7 +29,7 @@ from fedlora.linalg import (
 )
 from fedlora.linalg.fast import _Batch
 from fedlora.methods import glora as glora_module
-from fedlora.methods.spectral import whole
+from fedlora.methods._spectral import whole
 
 U32 = rank_tolerance(torch.float32)
 SOUND = ("generic", "near_equal_1e-1", "gauge_1e1", "column_scales", "dominant_rank", "orthogonal_equal", "one_client")

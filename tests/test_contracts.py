@@ -1,4 +1,4 @@
-"""Contract tests: the table of architecture and `fedlora.method`, every contract over every method.
+"""Contract tests: the table of architecture and `fedlora.core.method`, every contract over every method.
 
 Each row of CLAIMS says what a method promises; a promise is tested to hold, and its absence is tested to be real: a
 method that claims nothing must be seen to fail. Expected values are dense float64 sums of the clients' products.
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from federations import EQUAL, FULL, MIXED, PARTIAL, SHAPES, Round, rounds
 from fedlora import METHODS, Client, Server, ServerState, Upload, build
-from fedlora.audit import regauge
+from fedlora.analysis.audit import regauge
+from fedlora.core.lora import stack
 from fedlora.errors import FactorNotShared, NoGlobalModel, RankMismatch
-from fedlora.lora import stack
 
 
 @dataclass(frozen=True)

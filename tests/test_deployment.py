@@ -22,12 +22,14 @@ import pytest
 pytest.importorskip("flwr")
 
 import test_run
-from fedlora import checkpoint, read_adapter
-from fedlora.assembly import prepare, server_of
-from fedlora.config import load_config
+from fedlora import read_adapter
+from fedlora.core import checkpoint
 from fedlora.flower.strategy import FlowerState
 from fedlora.flower.trial import Trial, free_port
-from fedlora.simulation import simulate, start
+from fedlora.runs.config import load_config
+from fedlora.runs.preparation import prepare
+from fedlora.server.server import start
+from fedlora.simulation import simulate
 from test_flower import bits
 from test_peft_io import pytestmark as peft_warnings
 from test_run import Said
@@ -117,7 +119,7 @@ def test_three_nodes_over_tls_one_killed_the_superlink_restarted(tmp_path: Path,
     assert adapter.modules and adapter.heads
 
     config = load_config(folder / "run.toml", [])
-    server = server_of(config)
+    server = config.server.build(config.method.build(), config.run.seed)
     loaded = checkpoint.load_newest(copy, FlowerState, server.method.State, upto=1)
     assert loaded is not None
     prepared: Any = prepare(config)

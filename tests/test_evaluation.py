@@ -16,13 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from fedlora import Adapter, Client, Roles, Server, build
+from fedlora.core.messages import ClientMemory
 from fedlora.data import TextData
-from fedlora.encoding import IGNORED, encode
 from fedlora.errors import NoGlobalModel
-from fedlora.evaluation import ModelEvaluator
-from fedlora.models import AdaptedModel, LoRASettings
-from fedlora.simulation import ClientMemory, RoundRecord, RunState, simulate, start
-from fedlora.training import LocalTrainer, TrainSettings
+from fedlora.server.server import start
+from fedlora.server.state import RunState
+from fedlora.simulation import RoundRecord, simulate
+from fedlora.training.encoding import IGNORED, encode
+from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.models import AdaptedModel, LoRASettings
 from test_training import (
     FUTURE_NAMES,
     LABELS,

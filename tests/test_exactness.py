@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from federations import noise
 from fedlora import Adapter, Client, LoRA, Server, Upload, build, send
-from fedlora.base_change import BaseChange, moved
+from fedlora.core.base_change import BaseChange, moved
 from fedlora.errors import LostUpdate, RankMismatch
-from fedlora.sketch_round import Sketch, SketchedRound, first_messages, second_messages
+from fedlora.server.sketched_round import Sketch, first_messages, second_messages
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -95,13 +96,13 @@ def test_an_outlier_outside_the_shared_subspace_is_no_silent_loss_when_folded() 
 
 def test_an_outlier_outside_the_shared_subspace_is_no_silent_loss_when_sketched() -> None:
     server = Server(build("glora"))
-    opened = SketchedRound(server, start(server), Sketch(rank=4, oversample=2))
+    opened = replace(server, sketch=Sketch(rank=4, oversample=2)).open(start(server))
     uploads = outlier(300.0)
     for u in uploads:
-        opened.add_first(first_messages(u, opened.plans, 1.0))
+        opened.add(first_messages(u, opened.plans, 1.0))
     bases = opened.bases()
     for u in uploads:
-        opened.add_second(second_messages(u, bases, opened.plans, 1.0))
+        opened.add(second_messages(u, bases, opened.plans, 1.0))
     with pytest.raises(RankMismatch, match="may be off by"):
         opened.close()
 
@@ -237,7 +238,7 @@ def test_fedex_is_exact_in_opposite_coordinates() -> None:
 
 def test_what_random_directions_see_cannot_be_aimed_between() -> None:
     """The directions that watch a fold depend on the data: an outlier built to be orthogonal to fixed ones is seen."""
-    from fedlora.folding import _directions, fold
+    from fedlora.linalg.incremental import _directions, fold
 
     space = torch.linalg.qr(noise((64, 8), "space"))[0]
     M, N = space @ noise((8, 40), "mix"), noise((40, 64), "N")
@@ -323,13 +324,14 @@ def test_a_sketch_knows_updates_whose_factors_cancel() -> None:
     loras.append(LoRA(torch.cat([b, b + x / c], dim=1), torch.cat([-c * y, c * y])))
     server = Server(build("glora"))
     seed = server.init(Adapter({"m": LoRA(torch.zeros(48, 2), torch.ones(2, 40))}))
-    opened = SketchedRound(server, seed, Sketch(rank=4, oversample=0, least_captured=0.0, most_error=1.0))
+    sketch = Sketch(rank=4, oversample=0, least_captured=0.0, most_error=1.0)
+    opened = replace(server, sketch=sketch).open(seed)
     uploads = [Upload(Client(f"c{k:02}", 2), 1, Adapter({"m": z})) for k, z in enumerate(loras)]
     for u in uploads:
-        opened.add_first(first_messages(u, opened.plans, 1.0))
+        opened.add(first_messages(u, opened.plans, 1.0))
     bases = opened.bases()
     for u in uploads:
-        opened.add_second(second_messages(u, bases, opened.plans, 1.0))
+        opened.add(second_messages(u, bases, opened.plans, 1.0))
     state = opened.close()
     mean = sum(z.delta() for z in loras) / len(loras)
     got = server.global_update(state)["m"].map(Tensor.double).delta()

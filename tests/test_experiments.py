@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from fedlora.config import parse_config
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.experiments.plan import chosen_value, mains, searches
 from fedlora.experiments.report import write_report
@@ -22,6 +21,7 @@ from fedlora.experiments.results import Result, read_results, write_result
 from fedlora.experiments.runner import Places, missing, run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import CellScore, difference, paired, score_cells
+from fedlora.runs.config import parse_config
 from test_run import FUTURE_NAMES, classification, invoke, save_encoder
 
 pytestmark = [
@@ -276,12 +276,12 @@ def test_results_of_a_changed_checkout_stay_apart(
     experiment: Experiment, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit is said only where the tree is that commit."""
-    monkeypatch.setattr("fedlora.assembly._commit", lambda: {"id": "0" * 40, "clean": False})
+    monkeypatch.setattr("fedlora.runs.manifest._commit", lambda: {"id": "0" * 40, "clean": False})
     places = Places(tmp_path / "results", tmp_path / "work", data_root)
     list(run_all(missing(experiment, "one", places)[:1], places))
     assert not places.results.exists() and len(list(places.unclean.glob("*.json"))) == 1
     assert places.finished() == {} and len(places.finished(unclean=True)) == 1
-    monkeypatch.setattr("fedlora.assembly._commit", lambda: {"id": "0" * 40, "clean": True})
+    monkeypatch.setattr("fedlora.runs.manifest._commit", lambda: {"id": "0" * 40, "clean": True})
     clean = replace(places, results=tmp_path / "clean", work=tmp_path / "work2")
     list(run_all(missing(experiment, "one", clean)[:1], clean))
     assert len(clean.finished()) == 1
@@ -314,7 +314,7 @@ def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.T
     places = Places(root / "results" / "runs", root / "work", data_root)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patched.setattr("fedlora.assembly._commit", lambda: {"id": "a" * 40, "clean": True})
+        patched.setattr("fedlora.runs.manifest._commit", lambda: {"id": "a" * 40, "clean": True})
         list(run_all(missing(experiment, "one", places), places))
     return root
 

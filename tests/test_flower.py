@@ -27,14 +27,17 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from federations import noise
 from fedlora import Adapter, Client, LoRA, Server, build
+from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
+from fedlora.flower.codecs import StockClients
 from fedlora.flower.node import Node
 from fedlora.flower.policy import Policy
 from fedlora.flower.records import NUMPY, RAW, RecordError, parcel_record, record_parcel, to_array, to_tensor
 from fedlora.flower.resident import TrainerFailed, ask, private_directory, serve, socket_of
-from fedlora.flower.strategy import FedLoRA, StockClients
+from fedlora.flower.strategy import FedLoRA
 from fedlora.flower.wire import receive_message, send_message
-from fedlora.simulation import Trained, simulate, start
+from fedlora.server.server import start
+from fedlora.simulation import simulate
 
 SHAPES = {"a.q": (12, 9), "b.v": (7, 10)}
 RANKS: dict[str, Any] = {"one": 2, "two": 4, "three": 3}
@@ -142,7 +145,7 @@ def federation(
 
 def bits(value: Any, path: str = "") -> dict[str, Any]:
     """Every tensor and number of a state by its place."""
-    from fedlora.checkpoint import _encode
+    from fedlora.core.checkpoint import _encode
 
     tensors: dict[str, Tensor] = {}
     tree = _encode(value, path, tensors)
@@ -152,7 +155,7 @@ def bits(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def close(got: Any, want: Any) -> None:
-    from fedlora.checkpoint import _encode
+    from fedlora.core.checkpoint import _encode
 
     mine: dict[str, Tensor] = {}
     theirs: dict[str, Tensor] = {}
@@ -231,7 +234,7 @@ def test_tensors_come_back_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 def test_a_parcel_comes_back_as_it_was() -> None:
-    from fedlora.delivery import pack
+    from fedlora.core.parcels import pack
 
     server = Server(build("fedex-lora"))
     state = start(server, seed_adapter()).server
@@ -357,13 +360,13 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "another form": (said(form="subspace"), "'factors' was asked for"),
     "kept names": (said(kept=[1, 2]), "no list of names"),
     "kept names that nobody has": (said(kept=["x" * 1000]), "no list of names"),
-    "no json": (altered(config=lambda r: ConfigRecord({"protocol": "fedlora/1", "upload": "{"})), "not JSON"),
+    "no json": (altered(config=lambda r: ConfigRecord({"protocol": "fedlora/2", "upload": "{"})), "not JSON"),
     "deep json": (
-        altered(config=lambda r: ConfigRecord({"protocol": "fedlora/1", "upload": "[" * 100000})),
+        altered(config=lambda r: ConfigRecord({"protocol": "fedlora/2", "upload": "[" * 100000})),
         "not JSON",
     ),
-    "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), "fedlora/1"),
-    "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), "fedlora/1"),
+    "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), "fedlora/2"),
+    "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), "fedlora/2"),
     "its app raised": (lambda asked, reply: Message(Error(2, "boom"), reply_to=asked), "it failed: boom"),
     "nothing came": (lambda asked, reply: None, "nothing"),
 }
@@ -591,7 +594,7 @@ def test_stock_peft_clients_need_nothing_of_fedlora(tmp_path: Path) -> None:
     ranks = dict.fromkeys(RANKS, 4)
     server = Server(build("glora"), heads="frozen")
     nodes = {name: StockNode(0.1 * (k + 1)) for k, name in enumerate(ranks)}
-    strategy, grid = federation(tmp_path, server, ranks, nodes=nodes, stock=StockClients(r=4, alpha=16))
+    strategy, grid = federation(tmp_path, server, ranks, nodes=nodes, codec=StockClients(r=4, alpha=16))
     strategy.start(grid, num_rounds=1)
     start_A = {m: lora.factors[1] for m, lora in seed_adapter(4).modules.items()}
     for module, lora in server.global_update(strategy.memory.state.server).items():
@@ -608,9 +611,9 @@ def test_stock_peft_clients_need_nothing_of_fedlora(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["fedex-lora", "flora", "fedsa-lora", "ffa-lora", "rolora"])
 def test_methods_that_stock_clients_cannot_run_are_refused(tmp_path: Path, method: str) -> None:
     with pytest.raises(ConfigError, match="stock PEFT clients do neither"):
-        federation(tmp_path, Server(build(method)), dict.fromkeys(RANKS, 4), stock=StockClients(4, 8))
+        federation(tmp_path, Server(build(method)), dict.fromkeys(RANKS, 4), codec=StockClients(4, 8))
     with pytest.raises(ConfigError, match="stock clients have r = 8"):
-        federation(tmp_path, Server(build("glora")), dict.fromkeys(RANKS, 4), stock=StockClients(8, 8))
+        federation(tmp_path, Server(build("glora")), dict.fromkeys(RANKS, 4), codec=StockClients(8, 8))
 
 
 # ---- the resident trainer --------------------------------------------------------------------------------------------
@@ -619,7 +622,7 @@ def test_methods_that_stock_clients_cannot_run_are_refused(tmp_path: Path, metho
 def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path) -> None:
     """The same work in this process and through the socket; an exception comes back as its words; strangers' modes."""
     server = Server(build("glora"))
-    from fedlora.delivery import pack
+    from fedlora.core.parcels import pack
 
     state = start(server, seed_adapter()).server
     record = parcel_record(pack(server.download(state, Client("one", 2)), None), RUN)
@@ -674,7 +677,7 @@ def test_the_socket_format_is_lossless_and_breaks_off_cleanly() -> None:
 
 def test_work_for_another_client_or_of_no_server_is_refused(tmp_path: Path) -> None:
     node = Node("one", Toy(), tmp_path)
-    with pytest.raises(RecordError, match="no parcel of fedlora/1"):
+    with pytest.raises(RecordError, match="no parcel of fedlora/2"):
         node.work(RecordDict({"config": ConfigRecord({"x": 1})}))
 
 
@@ -729,7 +732,7 @@ def test_a_node_keeps_the_state_that_a_round_starts_from_however_often_it_is_pla
 ) -> None:
     """Training that is not reproducible (as on a GPU) leaves another file each time; and a federation begun anew in the
     same folder meets states of later rounds."""
-    from fedlora.delivery import pack
+    from fedlora.core.parcels import pack
 
     class Restless(Toy):
         calls = 0

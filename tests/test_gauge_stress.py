@@ -19,10 +19,11 @@ from torch import Tensor
 import test_run
 from federations import EQUAL, MIXED, SHAPES
 from fedlora import Adapter, Server, build, read_adapter
-from fedlora.audit import relative_difference
+from fedlora.analysis.audit import relative_difference
+from fedlora.core.trainer import Trained
 from fedlora.errors import FactorNotShared
-from fedlora.run_folder import RunFolder
-from fedlora.simulation import RoundRecord, Traffic, Trained
+from fedlora.runs.folder import RunFolder
+from fedlora.simulation import RoundRecord, Traffic
 from test_run import Said, configured, invoke, ran, same_run
 from test_simulation import Toy, diverging, run
 from test_training import FUTURE_NAMES

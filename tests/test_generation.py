@@ -27,20 +27,22 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from fedlora import Adapter, Client, Server, build
-from fedlora.assembly import prepare
-from fedlora.config import load_config
+from fedlora.adapters.io import read_adapter
+from fedlora.core.messages import ClientMemory
 from fedlora.data import TextData, read_tasks
-from fedlora.dealing import Dealt, deal
-from fedlora.encoding import IGNORED, encode, encode_prompts
 from fedlora.errors import CheckpointError, ConfigError, DataError
-from fedlora.evaluation import ModelEvaluator
-from fedlora.generation import _scorer, greedy, rouge_l, teacher_forced
-from fedlora.models import AdaptedModel, LoRASettings
-from fedlora.peft_io import read_adapter
-from fedlora.run import execute
-from fedlora.run_folder import RunFolder
-from fedlora.simulation import ClientMemory, RunState, start
-from fedlora.training import LocalTrainer, TrainSettings
+from fedlora.runs.client_data import Dealt, deal
+from fedlora.runs.config import load_config
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from fedlora.server.server import start
+from fedlora.server.state import RunState
+from fedlora.training.encoding import IGNORED, encode, encode_prompts
+from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.generation import _scorer, greedy, rouge_l, teacher_forced
+from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.models import AdaptedModel, LoRASettings
 from test_training import (
     CLS,
     CONV1D,

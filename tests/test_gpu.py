@@ -14,7 +14,7 @@ from torch import Tensor
 
 import families
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
-from fedlora.sketch import SketchPlan, core_message, range_basis, range_message, sketched
+from fedlora.server.sketch import SketchPlan, core_message, range_basis, range_message, sketched
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

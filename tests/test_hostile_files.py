@@ -28,11 +28,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import test_run
-from fedlora import peft_config, read_adapter, write_adapter
-from fedlora.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
-from fedlora.collection import Collection
+from fedlora import read_adapter, write_adapter
+from fedlora.adapters import config as peft_config
+from fedlora.adapters.merge import Collection
+from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.untrusted_files import Limits
 from fedlora.errors import AdapterFormatError, FedLoRAError
-from fedlora.safe_files import Limits
 from test_run import Said
 
 pytestmark = pytest.mark.timeout(60)  # what blocks, as on a pipe, ends as a failure of its test

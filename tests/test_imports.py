@@ -19,7 +19,7 @@ class Block:
         if name.partition(".")[0] in {blocked!r}:
             raise ImportError("blocked: " + name)
 sys.meta_path.insert(0, Block())
-import fedlora, fedlora.simulation, fedlora.checkpoint, fedlora.audit
+import fedlora, fedlora.simulation, fedlora.core.checkpoint, fedlora.analysis.audit
 assert not set({blocked!r}) & set(sys.modules)
 from fedlora import LoRA, Adapter, Client, Upload, Server, METHODS, build, read_adapter, write_adapter
 from fedlora.client import receive, send

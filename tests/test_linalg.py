@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import families
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
-from fedlora.audit import padded_average_error
+from fedlora.analysis.audit import padded_average_error
 from fedlora.linalg import (
     gauge_fix,
     gauge_split,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedlora import Adapter, LoRA
+from fedlora.core.lora import fresh_rows, revive, stack
 from fedlora.errors import FactorNotShared, FedLoRAError, ShapeError
-from fedlora.lora import fresh_rows, revive, stack
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ import safetensors.torch
 import torch
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, build, keep, read_adapter, receive, send
-from fedlora.adapter_file import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from fedlora.core.method import TailPenalty
 from fedlora.errors import HyperparameterError, RankMismatch
-from fedlora.method import TailPenalty
 
 Matrix = np.ndarray
 Pairs = Sequence[tuple[float, Matrix, Matrix]]  # (p_i, B_i, A_i), in the order of client ids

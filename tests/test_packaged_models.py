@@ -22,12 +22,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fedlora import assembly
-from fedlora.config import load_config
 from fedlora.data import demo, smollm2_model
 from fedlora.errors import ConfigError, DataError
-from fedlora.generation import greedy
-from fedlora.models import AdaptedModel, LoRASettings, model_digests
+from fedlora.runs.config import PACKAGED, load_config
+from fedlora.training.generation import greedy
+from fedlora.training.models import AdaptedModel, LoRASettings, model_digests
 from test_training import FUTURE_NAMES, logits, tokenizer, word
 from tiny_models import llama
 
@@ -110,8 +109,8 @@ class TestPackage:
         )
         config = load_config(tmp_path / "config.toml")
         assert config.model.path == "smollm2"
-        monkeypatch.setattr(assembly, "smollm2_model", lambda: tmp_path / FILE)
-        assert assembly._model_path(config) == tmp_path / FILE
+        monkeypatch.setitem(PACKAGED, "smollm2", lambda: tmp_path / FILE)
+        assert config.model.location() == tmp_path / FILE
 
     def test_the_manifest_has_a_digest_of_a_gguf_file(self, tmp_path: Path) -> None:
         """ "File name -> SHA-256 of a local model's weights; empty for a hub id": resuming compares these."""

@@ -26,18 +26,11 @@ from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fedlora.adapter_file import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from fedlora.adapters.config import check_config
+from fedlora.adapters.io import AdapterSpec, load_into_model, pad_rank, read_adapter, read_model, write_adapter
+from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import AdapterFormatError, FactorNotShared, FedLoRAError
-from fedlora.lora import Adapter, LoRA
-from fedlora.peft_config import check_config
-from fedlora.peft_io import (
-    AdapterSpec,
-    load_into_model,
-    pad_rank,
-    read_adapter,
-    read_model,
-    write_adapter,
-)
 from tiny_models import TOKENS, bert, distilbert, gpt2, llama, logits
 
 pytestmark = [

@@ -21,10 +21,11 @@ import test_run
 import test_training
 from fedlora import Adapter, Client, LoRA, Roles, Server, build, read_adapter
 from fedlora.client import tail_size
-from fedlora.method import TailPenalty
-from fedlora.run_folder import RunFolder
-from fedlora.simulation import simulate, start
-from fedlora.training import LocalTrainer, TrainSettings
+from fedlora.core.method import TailPenalty
+from fedlora.runs.folder import RunFolder
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from fedlora.training.local import LocalTrainer, TrainSettings
 from recorded import Call, recording
 from test_run import configured, invoke, ran, same_run
 from test_training import FUTURE_NAMES, Loader, classification, download, drawn

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
-from fedlora.audit import regauge
+from fedlora.analysis.audit import regauge
 
 EXACT = [("glora", {}), ("glora", {"basis": "energy"}), ("flexlora", {}), ("flexlora", {"solver": "dense"})]
 exact_methods = pytest.mark.parametrize(("name", "hparams"), EXACT, ids=str)

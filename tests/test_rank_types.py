@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import test_run
 from fedlora import read_adapter
-from fedlora.assembly import prepare
-from fedlora.config import RunConfig, load_config
-from fedlora.run_folder import RunFolder
+from fedlora.runs.config import RunConfig, load_config
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
 from recorded import Call, recording
 from test_peft_io import peft_layers, peft_updates
 from test_run import CONFIG, Said, configured, invoke, peft_model, ran, same_run

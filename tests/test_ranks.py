@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.ranks import (
+from fedlora.runs.rank_profiles import (
     FLEXLORA_TYPES,
     PAPER_TYPES,
     RankProfile,

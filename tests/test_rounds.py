@@ -12,8 +12,8 @@ from itertools import pairwise
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.rounds import sample_clients
 from fedlora.seeds import derive_seed
+from fedlora.server.sampling import sample_clients
 
 FIFTY = [f"client-{k:02d}" for k in range(50)]
 

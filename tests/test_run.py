@@ -30,18 +30,19 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import fedlora.training
-from fedlora import METHODS, LoRA, Roles, Server, build, checkpoint
-from fedlora.assembly import prepare
-from fedlora.config import RunConfig, load_config
+import fedlora.training.local
+from fedlora import METHODS, LoRA, Roles, Server, build
+from fedlora.adapters.io import read_adapter
+from fedlora.core import checkpoint
 from fedlora.data import TextData, read_classification, split
-from fedlora.encoding import encode
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError
 from fedlora.methods.fedit import FedIT
-from fedlora.peft_io import read_adapter
-from fedlora.run import execute
-from fedlora.run_folder import RunFolder
-from fedlora.simulation import RunState
+from fedlora.runs.config import RunConfig, load_config
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from fedlora.server.state import RunState
+from fedlora.training.encoding import encode
 from test_training import (
     FUTURE_NAMES,
     LABELS,
@@ -532,7 +533,7 @@ def uninterrupted(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
 def processes() -> Any:
     """A process that has imported everything, and from which others are forked: seconds saved on each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_run", "fedlora.plots"])
+    context.set_forkserver_preload(["test_run", "fedlora.runs.plots"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # where it finds this module
         forkserver.ensure_running()
@@ -910,7 +911,7 @@ def test_usage_errors_are_typers_and_code_2(main: Callable[..., Said]) -> None:
 def test_a_client_that_fails_is_named_and_what_was_finished_stays(
     project: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = fedlora.training.LocalTrainer.train
+    train = fedlora.training.local.LocalTrainer.train
 
     def failing(self: Any, download: Any, adapter: Any, position: int) -> Any:
         if (download.client.id, download.round) == ("site-2", 1):
@@ -918,7 +919,7 @@ def test_a_client_that_fails_is_named_and_what_was_finished_stays(
         return train(self, download, adapter, position)
 
     with monkeypatch.context() as patched:
-        patched.setattr(fedlora.training.LocalTrainer, "train", failing)
+        patched.setattr(fedlora.training.local.LocalTrainer, "train", failing)
         said = main("run", project / "config.toml", "--out", tmp_path / "run")
     assert said.code == 2 and "Traceback" not in said.err
     assert "error: client 'site-2' failed in round 2: RuntimeError: out of memory" in said.err
@@ -1129,7 +1130,7 @@ def test_every_method_runs_from_a_config(project: Path, tmp_path: Path, method: 
 def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a quorum the run goes on; the log has null for its loss, for JSON has no NaN, and the pictures are drawn."""
     project = make_project(tmp_path / "project")
-    train = fedlora.training.LocalTrainer.train
+    train = fedlora.training.local.LocalTrainer.train
 
     def diverging(self: Any, download: Any, adapter: Any, position: int) -> Any:
         trained = train(self, download, adapter, position)
@@ -1137,7 +1138,7 @@ def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pyt
             return trained
         return replace(trained, adapter=trained.adapter.map(lambda t: t * float("nan")), loss=float("nan"))
 
-    monkeypatch.setattr(fedlora.training.LocalTrainer, "train", diverging)
+    monkeypatch.setattr(fedlora.training.local.LocalTrainer, "train", diverging)
     sets = ("server.quorum=2", "run.rounds=2")
     result = invoke("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
     folder = RunFolder(tmp_path / "run")
@@ -1152,8 +1153,8 @@ def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pyt
 def test_without_matplotlib_there_are_no_plots_and_a_hint(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "fedlora.plots", None)
-    monkeypatch.delattr(fedlora, "plots", raising=False)
+    monkeypatch.setitem(sys.modules, "fedlora.runs.plots", None)
+    monkeypatch.delattr(fedlora.runs, "plots", raising=False)
     result = invoke("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.rounds=1")
     assert "pip install 'fedlora[plot]'" in result.stderr
     assert RunFolder(tmp_path / "run").finished() and not (tmp_path / "run" / "plots").exists()

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, noise, pushed, seed_adapter
 from fedlora import METHODS, Adapter, Client, LoRA, Method, Readout, Roles, Server, ServerState, Update, Upload, build
-from fedlora.base_change import BaseChange
-from fedlora.client import Form, receive, send
+from fedlora.client import receive, send
+from fedlora.core.base_change import BaseChange
+from fedlora.core.messages import Form
 from fedlora.errors import (
     FedLoRAError,
     HyperparameterError,

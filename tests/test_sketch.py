@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from federations import noise
+from fedlora.core.lora import LoRA
 from fedlora.errors import HyperparameterError, RankMismatch, ShapeError
 from fedlora.linalg import svd_of_product
-from fedlora.lora import LoRA
-from fedlora.sketch import SketchPlan, core_message, range_basis, range_message, sketched
+from fedlora.server.sketch import SketchPlan, core_message, range_basis, range_message, sketched
 
 D_OUT, D_IN = 60, 45
 

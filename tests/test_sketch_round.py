@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, noise, pushed, seed_adapter
-from fedlora import Adapter, Client, Download, LoRA, Server, Upload, build, checkpoint
+from fedlora import Adapter, Client, Download, LoRA, Server, Upload, build
+from fedlora.core import checkpoint
+from fedlora.core.trainer import Trained
 from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
-from fedlora.simulation import RoundRecord, RunState, Trained, simulate, start
-from fedlora.sketch_round import Sketch, SketchedRound, first_messages, second_messages
+from fedlora.server.server import start
+from fedlora.server.sketched_round import Sketch, first_messages, second_messages
+from fedlora.server.state import RunState
+from fedlora.simulation import RoundRecord, simulate
 from test_run import Said, main, project
 
 __all__ = ["main", "project"]  # fixtures
@@ -45,10 +49,10 @@ def run(
     sketch: Sketch | None, ranks: Mapping[str, int] = MIXED, *, rounds: int = 2, ill: str | None = None,
     state: RunState | None = None, **server: Any,
 ) -> tuple[Server, Iterator[RoundRecord]]:  # fmt: skip
-    s = Server(build("glora"), **server)
+    s = Server(build("glora"), sketch=sketch, **server)
     state = state or start(s, seed_adapter(max(ranks.values()), torch.float32))
     clients = [Client(name, rank) for name, rank in ranks.items()]
-    return s, simulate(s, clients, Toy(ill), state, rounds=rounds, sketch=sketch)
+    return s, simulate(s, clients, Toy(ill), state, rounds=rounds)
 
 
 def update(s: Server, record: RoundRecord, module: str) -> Tensor:
@@ -71,7 +75,7 @@ def test_a_sketch_that_leaves_nothing_out_is_plain_glora(weighting: str) -> None
         assert torch.allclose(got.state.server.heads[name], want.state.server.heads[name], atol=1e-6)
     for name, rank in MIXED.items():
         assert set(s.download(got.state.server, Client(name, rank)).adapter.ranks.values()) == {rank}
-    assert (got.weights, got.uploads, got.padded_error) == ({}, (), None)
+    assert (got.weights, got.uploads) == ({}, ())
 
 
 def test_what_travels() -> None:
@@ -92,13 +96,14 @@ def test_the_server_holds_as_much_for_many_as_for_few() -> None:
     state = s.init(seed_adapter(4, torch.float32))
     held = []
     for count in (2, 40):
-        opened = SketchedRound(s, state, Sketch(rank=4, least_captured=0.0, most_error=1.0))
+        sketch = Sketch(rank=4, least_captured=0.0, most_error=1.0)
+        opened = Server(build("glora"), sketch=sketch).open(state)
         ups = [Upload(Client(f"c{k}", 4), 1, pushed(seed_adapter(4, torch.float32), f"c{k}", 0)) for k in range(count)]
         for upload in ups:
-            opened.add_first(first_messages(upload, opened.plans, 1.0))
+            opened.add(first_messages(upload, opened.plans, 1.0))
         bases = opened.bases()
         for upload in ups:
-            opened.add_second(second_messages(upload, bases, opened.plans, 1.0))
+            opened.add(second_messages(upload, bases, opened.plans, 1.0))
         held.append(opened.held)
         opened.close()
     assert held[0] == held[1] < 200_000
@@ -108,13 +113,13 @@ def test_who_is_gone_by_the_second_exchange_is_missing_from_that_one_alone() -> 
     """The mean is over those who stayed; dense, by a sketch as wide as the matrix."""
     s = Server(build("glora"))
     state = s.init(seed_adapter(4, torch.float32))
-    opened = SketchedRound(s, state, WIDE)
+    opened = Server(build("glora"), sketch=WIDE).open(state)
     ups = [Upload(Client(f"c{k}", 4), 1, pushed(seed_adapter(4, torch.float32), f"c{k}", 0)) for k in range(5)]
     for upload in ups:
-        opened.add_first(first_messages(upload, opened.plans, 2.0))
+        opened.add(first_messages(upload, opened.plans, 2.0))
     bases = opened.bases()
     for upload in ups[:3]:
-        opened.add_second(second_messages(upload, bases, opened.plans, 2.0))
+        opened.add(second_messages(upload, bases, opened.plans, 2.0))
     after = opened.close()
     for module in SHAPES:
         want = sum(u.adapter.modules[module].map(Tensor.double).delta() for u in ups[:3]) / 3
@@ -152,15 +157,15 @@ def test_a_module_that_a_client_lacks_is_averaged_over_its_holders() -> None:
     s = Server(build("glora"))
     state = s.init(seed_adapter(4, torch.float32))
     name, (d_out, d_in) = next(iter(SHAPES.items()))
-    opened = SketchedRound(s, state, WIDE)
+    opened = Server(build("glora"), sketch=WIDE).open(state)
     full = pushed(seed_adapter(4, torch.float32), "x", 0)
     only = Adapter({name: LoRA(noise((d_out, 4), "B").float(), noise((4, d_in), "A").float())}, full.heads)
     ups = [Upload(Client("x", 4), 1, full), Upload(Client("y", {name: 4}), 1, only)]
     for upload in ups:
-        opened.add_first(first_messages(upload, opened.plans, 1.0))
+        opened.add(first_messages(upload, opened.plans, 1.0))
     bases = opened.bases()
     for upload in ups:
-        opened.add_second(second_messages(upload, bases, opened.plans, 1.0))
+        opened.add(second_messages(upload, bases, opened.plans, 1.0))
     got = s.global_update(opened.close())
     for module in SHAPES:
         holders = [u.adapter.modules[module].map(Tensor.double).delta() for u in ups if module in u.adapter.modules]
@@ -169,16 +174,16 @@ def test_a_module_that_a_client_lacks_is_averaged_over_its_holders() -> None:
 
 
 def test_what_cannot_be_sketched_says_so() -> None:
-    for server, match in (
-        (Server(build("fedit")), "fedit has none"),
-        (Server(build("glora"), missing="zero"), "renormalises"),
-        (Server(build("glora"), memory=100.0), "renormalises"),
+    for method, options, match in (
+        ("fedit", {}, "fedit cannot"),
+        ("glora", {"missing": "zero"}, "renormalises"),
+        ("glora", {"memory": 100.0}, "renormalises"),
     ):
         with pytest.raises(HyperparameterError, match=match):
-            SketchedRound(server, server.init(seed_adapter(4, torch.float32)), WIDE)
-    server = Server(build("glora"))
+            Server(build(method), sketch=WIDE, **options)  # type: ignore[arg-type]
+    server = Server(build("glora"), sketch=WIDE)
     with pytest.raises(QuorumNotMet, match="nobody took part"):
-        SketchedRound(server, server.init(seed_adapter(4, torch.float32)), WIDE).bases()
+        server.open(server.init(seed_adapter(4, torch.float32))).bases()  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------ from the command line
@@ -206,10 +211,10 @@ def test_a_run_of_a_real_model_by_sketch_or_in_little_memory(
     [
         (("server.sketch_rank=4", "run.keep_uploads=all"), "sketch_rank keeps none"),
         (("server.memory=10", "run.keep_uploads=all"), "server.memory keeps none"),
-        (("server.sketch_rank=4", "method.name=flexlora"), "flexlora has none"),
+        (("server.sketch_rank=4", "method.name=flexlora"), "flexlora cannot"),
         (("server.sketch_rank=4", "server.missing=zero"), "renormalises"),
         (("server.sketch_rank=4", "method.weighting=uniform"), "leave out weighting"),
-        (("server.sketch_rank=4", "method.rho=0.5", "method.basis=energy"), "leave out rho, basis"),
+        (("server.sketch_rank=4", "method.rho=0.5", "method.basis=energy"), "leave out rho=0.5, basis=energy"),
         (("server.memory=10", "method.weighting=rank-partition"), "all uploads at once"),
         (("server.memory=10", "method.name=flexlora"), "flexlora cannot"),
         (("server.memory=0.001",), "leave room for"),

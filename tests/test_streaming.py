@@ -18,7 +18,7 @@ from torch import Tensor
 from federations import noise
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
 from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
-from fedlora.folding import Folded, fold
+from fedlora.linalg.incremental import Folded, fold
 
 D_OUT, D_IN, RANK = 64, 48, 4
 COLUMN = 4 * 2 * (D_OUT + D_IN)  # bytes of one column of two modules
@@ -237,7 +237,7 @@ def test_float64_uploads_stay_within_the_memory() -> None:
     opened = s.open(start(s))
     for u in uploads(20):
         opened.add(Upload(u.client, u.num_examples, u.adapter.map(Tensor.double)))
-    pairs = [folded.pair for folded in opened._stream._folded.values()]  # type: ignore[union-attr]
+    pairs = [sums.folded for sums in opened._sums.values()]  # type: ignore[attr-defined]
     assert {pair.M.dtype for pair in pairs} == {torch.float64}
     assert sum(t.nbytes for pair in pairs for t in (pair.M, pair.N)) <= 16 * COLUMN
     opened.close()

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from fedlora import Client, LoRA, Roles, Server, build
-from fedlora.base_change import BaseChange
+from fedlora.core.base_change import BaseChange
+from fedlora.core.method import TailPenalty
+from fedlora.core.trainer import Job
 from fedlora.errors import ClientFailed, ConfigError
-from fedlora.method import TailPenalty
-from fedlora.models import AdaptedModel
-from fedlora.simulation import Job, simulate, start
-from fedlora.together import GroupTrainer
-from fedlora.training import TrainSettings
+from fedlora.server.server import start
+from fedlora.simulation import Together, simulate
+from fedlora.training.grouped import GroupedTrainer
+from fedlora.training.local import TrainSettings
+from fedlora.training.models import AdaptedModel
 from test_training import (
     CONV1D,
     FUTURE_NAMES,
@@ -54,7 +56,7 @@ def jobs_for(model: AdaptedModel, ranks: Mapping[str, Any], **fields: Any) -> li
     return [Job(download(adapters[name], name, **fields), adapters[name], 3 * k) for k, name in enumerate(ranks)]
 
 
-def assert_as_one_by_one(trainer: GroupTrainer, jobs: list[Job], tolerance: float = 2e-5) -> None:
+def assert_as_one_by_one(trainer: GroupedTrainer, jobs: list[Job], tolerance: float = 2e-5) -> None:
     moved = 0.0
     for job, got in zip(jobs, trainer.train_group(jobs), strict=True):
         want = trainer.train(job.download, job.adapter, job.position)
@@ -72,7 +74,7 @@ def test_classifiers_of_equal_and_mixed_ranks(load: Loader, optimizer: Any, accu
     data = {name: classification(12 + k, k) for k, name in enumerate(NAMES)}
     more = {"optimizer": optimizer, "weight_decay": 0.1, "accumulation": accumulation}
     model = load()
-    trainer = GroupTrainer(model, data, replace(SETTINGS, **more), seed=5)
+    trainer = GroupedTrainer(model, data, replace(SETTINGS, **more), seed=5)
     for ranks in ({"a": 4, "b": 4, "c": 4}, {"a": 2, "b": 4, "c": 1}):
         assert_as_one_by_one(trainer, jobs_for(model, ranks))
 
@@ -81,7 +83,7 @@ def test_language_models(load_language_model: Loader) -> None:
     """The loss is over each client's own response tokens, however many the others have."""
     data = {name: instructions(9, k) for k, name in enumerate(NAMES)}
     model = load_language_model()
-    trainer = GroupTrainer(model, data, replace(SETTINGS, accumulation=2), seed=5)
+    trainer = GroupedTrainer(model, data, replace(SETTINGS, accumulation=2), seed=5)
     assert_as_one_by_one(trainer, jobs_for(model, {"a": 4, "b": 2, "c": 3}))
 
 
@@ -89,7 +91,7 @@ def test_layers_that_store_their_weights_transposed(load: Loader, conv1d_model: 
     data = {name: instructions(9, k) for k, name in enumerate(NAMES)}
     lora = {"targets": ["c_attn"], "scaling": 2.0}
     model = load(conv1d_model, task="causal-lm", labels=(), lora=lora)
-    assert_as_one_by_one(GroupTrainer(model, data, SETTINGS, seed=5), jobs_for(model, {"a": 4, "b": 2, "c": 3}))
+    assert_as_one_by_one(GroupedTrainer(model, data, SETTINGS, seed=5), jobs_for(model, {"a": 4, "b": 2, "c": 3}))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_layers_that_store_their_weights_transposed(load: Loader, conv1d_model: 
 def test_frozen_parts_stay_bit_for_bit(load: Loader, roles: Roles) -> None:
     data = {name: classification(10, k) for k, name in enumerate(NAMES)}
     model = load()
-    trainer = GroupTrainer(model, data, replace(SETTINGS, weight_decay=0.1), seed=5)
+    trainer = GroupedTrainer(model, data, replace(SETTINGS, weight_decay=0.1), seed=5)
     jobs = jobs_for(model, {"a": 4, "b": 2, "c": 4}, roles=roles)
     assert_as_one_by_one(trainer, jobs)
     for job, trained in zip(jobs, trainer.train_group(jobs), strict=True):
@@ -115,7 +117,7 @@ def test_clients_with_fewer_steps_stop_where_they_would_alone(load: Loader) -> N
     those that are done further, were they not read at their last step."""
     data = {name: classification(count, k) for k, (name, count) in enumerate(zip(NAMES, (4, 11, 25), strict=True))}
     model = load()
-    trainer = GroupTrainer(model, data, replace(SETTINGS, steps=0, epochs=1.0), seed=5)
+    trainer = GroupedTrainer(model, data, replace(SETTINGS, steps=0, epochs=1.0), seed=5)
     jobs = jobs_for(model, {"a": 4, "b": 4, "c": 4})
     assert_as_one_by_one(trainer, jobs)
     assert [t.position - j.position for j, t in zip(jobs, trainer.train_group(jobs), strict=True)] == [4, 15, 25]
@@ -132,7 +134,7 @@ def test_the_base_change_and_the_penalty_are_each_clients(load: Loader) -> None:
         for name, lora in fresh.modules.items()
     }
     before = base_weights(model)
-    trainer = GroupTrainer(model, data, SETTINGS, seed=5)
+    trainer = GroupedTrainer(model, data, SETTINGS, seed=5)
     roles = Roles(penalty=TailPenalty(0.5, 0.3))
     assert_as_one_by_one(trainer, jobs_for(model, {"a": 4, "b": 2, "c": 3}, roles=roles, base=change))
     assert not same(before, base_weights(model))  # the base had moved, for both
@@ -141,7 +143,7 @@ def test_the_base_change_and_the_penalty_are_each_clients(load: Loader) -> None:
 def test_one_client_that_diverges_leaves_the_others_alone(load: Loader) -> None:
     data = {name: classification(10, k) for k, name in enumerate(NAMES)}
     model = load()
-    trainer = GroupTrainer(model, data, SETTINGS, seed=5)
+    trainer = GroupedTrainer(model, data, SETTINGS, seed=5)
     jobs = jobs_for(model, {"a": 4, "b": 4, "c": 4})
     bad = jobs[1].adapter.map(lambda t: t * 1e30)
     spoilt = [jobs[0], Job(download(bad, "b"), bad, jobs[1].position), jobs[2]]
@@ -154,7 +156,7 @@ def test_one_client_that_diverges_leaves_the_others_alone(load: Loader) -> None:
 def test_the_model_is_as_before_and_so_is_torchs_generator(load: Loader) -> None:
     data = {name: classification(10, k) for k, name in enumerate(NAMES)}
     model = load(dropout=0.2, lora={"dropout": 0.3})
-    trainer = GroupTrainer(model, data, SETTINGS, seed=5)
+    trainer = GroupedTrainer(model, data, SETTINGS, seed=5)
     jobs = jobs_for(model, {"a": 4, "b": 4, "c": 4})
     alone = trainer.train(jobs[0].download, jobs[0].adapter, 0)
     before = torch.random.get_rng_state()
@@ -167,7 +169,7 @@ def test_the_model_is_as_before_and_so_is_torchs_generator(load: Loader) -> None
 def test_a_head_that_is_no_linear_layer_is_refused_and_the_model_restored(load: Loader) -> None:
     data = {name: classification(10, k) for k, name in enumerate(NAMES)}
     model = load(lora={"saved": ["LayerNorm"]})
-    trainer = GroupTrainer(model, data, SETTINGS, seed=5)
+    trainer = GroupedTrainer(model, data, SETTINGS, seed=5)
     jobs = jobs_for(model, {"a": 4, "b": 4, "c": 4})
     with pytest.raises(ConfigError, match=r"LayerNorm.*train\.together = 1"):
         trainer.train_group(jobs)
@@ -181,13 +183,13 @@ def test_a_whole_run_in_groups_of_two(load: Loader, method: str) -> None:
     names = ["a", "b", "c", "d", "e"]
     data = {name: classification(10 + k, k) for k, name in enumerate(names)}
     model = load()
-    trainer = GroupTrainer(model, data, replace(SETTINGS, steps=2), seed=5)
+    trainer = GroupedTrainer(model, data, replace(SETTINGS, steps=2), seed=5)
     fresh, _ = model.seed_adapter(4, seed=0)
     server = Server(build(method))
     ranks = [4] * 5 if method in ("fedex-lora", "fedsa-lora") else [1, 2, 4, 4, 3]
     clients = [Client(name, rank) for name, rank in zip(names, ranks, strict=True)]
     runs = [
-        list(simulate(server, clients, trainer, start(server, fresh), rounds=3, participation=0.9, together=k))
+        list(simulate(server, clients, Together(trainer, k), start(server, fresh), rounds=3, participation=0.9))
         for k in (1, 2)
     ]
     for one, two in zip(*runs, strict=True):
@@ -203,7 +205,7 @@ def test_a_whole_run_in_groups_of_two(load: Loader, method: str) -> None:
                     torch.testing.assert_close(b.modules[name].delta(), lora.delta(), atol=2e-3, rtol=2e-2)
 
 
-class Stumbling(GroupTrainer):
+class Stumbling(GroupedTrainer):
     """Cannot train groups, and not `b`."""
 
     def train_group(self, jobs: Any) -> Any:
@@ -222,16 +224,16 @@ def test_a_group_that_fails_is_trained_one_by_one_and_the_blame_falls_on_the_rig
     trainer = Stumbling(model, data, replace(SETTINGS, steps=1), seed=0)
     clients = [Client(name, 2) for name in NAMES]
     server = Server(build("glora"), quorum=1)
-    (record,) = simulate(server, clients, trainer, start(server, fresh), rounds=1, together=3)
+    (record,) = simulate(server, clients, Together(trainer, 3), start(server, fresh), rounds=1)
     assert set(record.weights) == {"a", "c"} and record.refused == {"b": "RuntimeError: no b"}
     strict = Server(build("glora"))
     with pytest.raises(ClientFailed, match="no b"):
-        list(simulate(strict, clients, trainer, start(strict, fresh), rounds=1, together=3))
+        list(simulate(strict, clients, Together(trainer, 3), start(strict, fresh), rounds=1))
 
 
 def test_a_client_without_data_is_named(load: Loader) -> None:
     model = load()
-    trainer = GroupTrainer(model, {"a": classification(4, 0)}, SETTINGS, seed=0)
+    trainer = GroupedTrainer(model, {"a": classification(4, 0)}, SETTINGS, seed=0)
     with pytest.raises(ConfigError, match="'b' has no training data"):
         trainer.train_group(jobs_for(model, {"a": 4, "b": 4}))
 
@@ -245,4 +247,4 @@ def test_heads_deep_inside_a_saved_module(load: Loader) -> None:
     with pytest.raises(KeyError):
         model.head_layer("bert.encoder")
     data = {name: classification(10, k) for k, name in enumerate(NAMES)}
-    assert_as_one_by_one(GroupTrainer(model, data, SETTINGS, seed=5), jobs_for(model, {"a": 4, "b": 2, "c": 4}))
+    assert_as_one_by_one(GroupedTrainer(model, data, SETTINGS, seed=5), jobs_for(model, {"a": 4, "b": 2, "c": 4}))

@@ -22,15 +22,17 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-import fedlora.training
+import fedlora.training.local
 from fedlora import Adapter, Client, Download, LoRA, Roles, Server, build
-from fedlora.base_change import BaseChange
+from fedlora.core.base_change import BaseChange
+from fedlora.core.trainer import Trained
 from fedlora.data import TextData
-from fedlora.encoding import IGNORED, collate, encode
 from fedlora.errors import ConfigError, DataError
-from fedlora.models import AdaptedModel, LoRASettings
-from fedlora.simulation import Trained, simulate, start
-from fedlora.training import LocalTrainer, TrainSettings
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from fedlora.training.encoding import IGNORED, collate, encode
+from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.models import AdaptedModel, LoRASettings
 from tiny_models import VOCABULARY, bert, gpt2, llama
 
 # peft 0.21 asks transformers 5 for a property of its old name, whenever an adapter is added.
@@ -157,7 +159,7 @@ def load_language_model(load: Loader, language_model: Path) -> Loader:
 
 
 def download(adapter: Adapter, client: str = "a", round: int = 0, **fields: Any) -> Download:
-    parts: dict[str, Any] = {"roles": Roles(), "start": Adapter({}), "base": {}, "changed": {}}
+    parts: dict[str, Any] = {"roles": Roles(), "start": Adapter({}), "base": {}}
     return Download(client=Client(client, 4), round=round, adapter=adapter, **(parts | fields))
 
 
@@ -334,7 +336,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         examples.extend(tuple(row["input_ids"]) for row in rows)
         return collate(rows, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fedlora.training, "collate", recording)
+    monkeypatch.setattr(fedlora.training.local, "collate", recording)
     return examples
 
 

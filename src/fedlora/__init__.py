@@ -4,39 +4,34 @@ The names here need torch and safetensors only, and are imported when they are f
 live in their own modules (`fedlora[train]`, `fedlora[plot]`) and are imported from there.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fedlora._lazy import face
 
 if TYPE_CHECKING:
-    from fedlora.client import Client, Download, Upload, keep, receive, send
+    from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
+    from fedlora.client import keep, receive, send
+    from fedlora.core.lora import Adapter, LoRA
+    from fedlora.core.messages import Client, Download, Upload
+    from fedlora.core.method import Method, Readout, Roles, Update
     from fedlora.errors import FedLoRAError
-    from fedlora.lora import Adapter, LoRA
-    from fedlora.method import Method, Readout, Roles, Update
-    from fedlora.methods import METHODS, build
-    from fedlora.peft_io import AdapterSpec, read_adapter, write_adapter
-    from fedlora.server import Server, ServerState
+    from fedlora.methods.registry import METHODS, build
+    from fedlora.server.server import Server
+    from fedlora.server.state import ServerState
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "client": ("Client", "Download", "Upload", "keep", "receive", "send"),
-    "errors": ("FedLoRAError",),
-    "lora": ("Adapter", "LoRA"),
-    "method": ("Method", "Readout", "Roles", "Update"),
-    "methods": ("METHODS", "build"),
-    "peft_io": ("AdapterSpec", "read_adapter", "write_adapter"),
-    "server": ("Server", "ServerState"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            value = getattr(import_module(f"fedlora.{home}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module 'fedlora' has no attribute {name!r}")
-
+__getattr__ = face(
+    "fedlora",
+    {
+        "client": ("keep", "receive", "send"),
+        "core": ("Adapter", "Client", "Download", "LoRA", "Method", "Readout", "Roles", "Update", "Upload"),
+        "errors": ("FedLoRAError",),
+        "methods": ("METHODS", "build"),
+        "adapters": ("AdapterSpec", "read_adapter", "write_adapter"),
+        "server": ("Server", "ServerState"),
+    },
+)
 
 __all__ = [
     "METHODS",

@@ -1,89 +1,69 @@
 """The whole client side of the protocol: complete what was received, strip what stays home. No method is known here.
 
 mine = receive(download, kept)      train mine      send(mine, roles) -> Upload      keep(mine, roles) -> kept
+
+`play_round` is all of it around a trainer: what the engine, a Flower node and a site without a network do alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedlora.base_change import BaseChange
-from fedlora.errors import HyperparameterError, KeptStateError
+from fedlora.core.lora import Adapter, LoRA, named_tensors
+from fedlora.core.messages import Client, ClientMemory, Download, Form, Upload
+from fedlora.core.method import Role, Roles, TailPenalty
+from fedlora.core.parcels import held_after
+from fedlora.core.trainer import Job, Trained, Trainer
+from fedlora.errors import HyperparameterError, KeptStateError, UploadRefused
 from fedlora.linalg import gauge_split, rank_tolerance, unit_roundoff
-from fedlora.lora import Adapter, LoRA
-from fedlora.method import Role, Roles, TailPenalty
-
-Form = Literal["factors", "subspace"]
-
-
-@dataclass(frozen=True)
-class Client:
-    """A participant. rank: one r for all modules, or module -> r for the modules that it holds."""
-
-    id: str
-    rank: int | Mapping[str, int]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not self.id:
-            raise HyperparameterError(f"a client id is a non-empty string; got {self.id!r}.")
-        ranks = self.rank.values() if isinstance(self.rank, Mapping) else [self.rank]
-        if not all(isinstance(r, int) and not isinstance(r, bool) and r >= 1 for r in ranks):
-            raise HyperparameterError(f"client {self.id!r}: ranks are integers >= 1; got {self.rank!r}.")
-
-    def ranks(self, modules: Mapping[str, object]) -> dict[str, int]:
-        """Module -> r, for those of `modules` that this client holds."""
-        if isinstance(self.rank, int):
-            return dict.fromkeys(modules, self.rank)
-        return {name: self.rank[name] for name in modules if name in self.rank}
 
 
 @dataclass(frozen=True, eq=False)
-class Upload:
-    """What a client sends back: shared factors and heads only, the others absent (None, or not there).
+class Played:
+    """A client's round: what it sends, what it remembers, and its mean training loss."""
 
-    num_examples: how many it trained on; sets its weight. 0 abstains. form: "factors" (B_i, A_i) of the client's
-    rank, or "subspace" (U_i, Ahat_i) of rank <= r_i, as Algorithm 1 sends; the server gets the same from either.
+    upload: Upload
+    memory: ClientMemory
+    loss: float
+
+
+def play_round(download: Download, memory: ClientMemory, trainer: Trainer, form: Form = "factors") -> Played:
+    """A client's whole round: receive, train, prune, send, keep. Pure but for the trainer.
+
+    Args:
+        memory: as the client's last round left it, `ClientMemory()` before its first. form: of the upload.
+
+    Raises:
+        KeptStateError: the memory does not fit what came. UploadRefused: training diverged in a part that stays here,
+            where no server can see it; the memory is as it was.
     """
-
-    client: Client
-    num_examples: float
-    adapter: Adapter
-    form: Form = "factors"
+    job = begin_round(download, memory)
+    return finish_round(job, trainer.train(job.download, job.adapter, job.position), memory, form)
 
 
-@dataclass(frozen=True, eq=False)
-class Download:
-    """What a client receives.
+def begin_round(download: Download, memory: ClientMemory) -> Job:
+    """What is there to train: the first half of `play_round`, for engines that train several clients at once."""
+    return Job(download, receive(download, memory.kept), memory.position)
 
-    adapter: shared and frozen parts, of the client's ranks. start: what local parts begin as, for a client that has
-    kept nothing yet. base: module -> how its base weight has moved since pre-training; empty where none has. changed:
-    "B", "A" and "heads" -> the round that last replaced this part (0: still the start). What of all this a client
-    holds already need not travel: see `delivery`.
-    """
 
-    client: Client
-    round: int
-    adapter: Adapter
-    roles: Roles
-    start: Adapter
-    base: Mapping[str, BaseChange]
-    changed: Mapping[str, int]
-
-    @property
-    def base_delta(self) -> dict[str, LoRA]:
-        """Module -> the whole change of its base weight since pre-training; empty where none has moved."""
-        totals = {}
-        for name, change in self.base.items():
-            came = self.adapter.modules.get(name)
-            dtype = torch.float32 if came is None else next(iter(came.tensors().values())).dtype
-            totals[name] = LoRA(*(t.to(dtype) for t in change.total.factors))
-        return totals
+def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = "factors") -> Played:
+    """What comes of it: the second half of `play_round`."""
+    roles, client, made, ranks = job.download.roles, job.download.client, trained.adapter, memory.ranks
+    if roles.penalty is not None:
+        made = prune(job.adapter, made, roles.penalty)
+        ranks = made.ranks if made.ranks != job.adapter.ranks else ranks
+        client = replace(client, rank=ranks or client.rank)
+    kept = keep(made, roles)
+    for name, tensor in named_tensors(kept or Adapter({})):
+        if not bool(torch.isfinite(tensor).all()):
+            raise UploadRefused(client.id, f"the local {name} holds NaN or Inf: training diverged there.")
+    upload = Upload(client, trained.num_examples, send(made, roles, form), form)
+    return Played(upload, ClientMemory(kept, trained.position, held_after(job.download, kept), ranks), trained.loss)
 
 
 def receive(download: Download, kept: Adapter | None) -> Adapter:
@@ -151,7 +131,7 @@ def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
     """
     heads = adapter.heads if roles.heads == "shared" else {}
     if form == "subspace":
-        if (roles.B, roles.A) != ("shared", "shared"):
+        if not roles.both_shared:
             raise HyperparameterError(f"the subspace form needs both factors shared; the roles are {roles}.")
         return Adapter({name: _subspace(lora) for name, lora in adapter.modules.items()}, heads)
     return _only(adapter, roles, ("shared",), heads)
@@ -216,3 +196,20 @@ def _subspace(lora: LoRA) -> LoRA:
         half = 2.0 ** round(exponent / 2) if not 0 <= exponent <= 14 else 1.0
         U, Ahat = U * half, Ahat / half
     return LoRA(U.to(B), Ahat.to(A))
+
+
+__all__ = [
+    "Client",
+    "ClientMemory",
+    "Download",
+    "Played",
+    "Upload",
+    "begin_round",
+    "finish_round",
+    "keep",
+    "play_round",
+    "prune",
+    "receive",
+    "send",
+    "tail_size",
+]

@@ -34,6 +34,10 @@ class LostUpdate(FedLoRAError, ValueError):
     """The mean update is not zero, but what the server would keep of it is."""
 
 
+class MethodFault(FedLoRAError, ValueError):
+    """A method gave something back that is not what its protocol says, or raised."""
+
+
 class UploadRefused(FedLoRAError, ValueError):
     """One client's upload cannot be used. Carries `client` and `reason`."""
 

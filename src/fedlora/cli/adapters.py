@@ -11,14 +11,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fedlora.adapter_file import AdapterFile
-from fedlora.base_files import BaseFiles, apply_adapter, check_fit
+from fedlora.adapters.base_model import BaseFiles, apply_adapter, check_fit
+from fedlora.adapters.merge import Collection
+from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.untrusted_files import Limits
+from fedlora.analysis.inspection import difference, facts, overlap
 from fedlora.cli.screen import complain, console, import_plots, plotted, print_json, tracked
-from fedlora.collection import Collection
 from fedlora.errors import AdapterFormatError, FedLoRAError
-from fedlora.inspection import difference, facts, overlap
-from fedlora.run_folder import plain
-from fedlora.safe_files import Limits
+from fedlora.runs.folder import plain
 
 Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]

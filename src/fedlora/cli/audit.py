@@ -12,15 +12,14 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from fedlora.assembly import make_method
-from fedlora.audit import Audit
-from fedlora.audit import audit as audit_method
+from fedlora.adapters.uploads import read_uploads
+from fedlora.analysis.audit import Audit
+from fedlora.analysis.audit import audit as audit_method
 from fedlora.cli.method_names import parse_methods
 from fedlora.cli.screen import console, import_plots, notes, plotted, print_json
-from fedlora.client import Upload
+from fedlora.core.messages import Upload
 from fedlora.errors import ConfigError
-from fedlora.run_folder import RunFolder, plain
-from fedlora.uploads import read_uploads
+from fedlora.runs.folder import RunFolder, plain
 
 CONDITIONS = "1,10,100,1000"
 
@@ -39,9 +38,7 @@ def audit(
     """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
     uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights)
     grid = _numbers(conditions, "--conditions", least=1.0, most=1e12)
-    chosen = {
-        label: make_method(s.name, s.preset, **(s.model_extra or {})) for label, s in parse_methods(methods).items()
-    }
+    chosen = {label: s.build() for label, s in parse_methods(methods).items()}
     every = track(chosen.items(), "auditing", console=notes, transient=True)
     found = [audit_method(label, method, uploads, conditions=grid, draws=draws) for label, method in every]
     if json:

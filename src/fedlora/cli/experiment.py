@@ -11,14 +11,14 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json
+from fedlora.cli.screen import complain, console, notes, plotted, print_json
 from fedlora.errors import ConfigError
 from fedlora.experiments.plan import PlannedRun, mains, searches
 from fedlora.experiments.report import write_report
 from fedlora.experiments.runner import Outcome, Places, missing, run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import CellScore, paired, score_cells
-from fedlora.run_folder import plain
+from fedlora.runs.folder import plain
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and what came of them.", no_args_is_help=True)
 
@@ -155,7 +155,14 @@ def draw(
     experiment = _load(name, experiments)
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
     done = Places(results, work, None).finished()
-    plotted(lambda: [import_plots().plot_curves(experiment, profile, done, target)])
+    plotted(lambda: [_plots().plot_curves(experiment, profile, done, target)])
+
+
+def _plots() -> Any:
+    """`fedlora.experiments.plots`, or ImportError where matplotlib is missing: for inside `plotted`."""
+    from fedlora.experiments import plots
+
+    return plots
 
 
 @app.command()

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fedlora.assembly import prepare
 from fedlora.cli.screen import complain, console, notes, print_json
-from fedlora.config import load_config
 from fedlora.errors import ConfigError
+from fedlora.runs.config import load_config
+from fedlora.runs.preparation import prepare
 
 app = typer.Typer(help="A federation on Flower: SuperLink, SuperNodes, TLS.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="a folder of `fedlora flower init`", show_default=False)]

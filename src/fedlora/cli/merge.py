@@ -15,20 +15,28 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from fedlora.adapter_file import WEIGHTS_FILE, AdapterFile
-from fedlora.adapter_writer import AdapterSpec, AdapterWriter, pad_rank
-from fedlora.assembly import make_method
-from fedlora.by_hand import ByHand
+from fedlora.adapters.io import write_adapter
+from fedlora.adapters.merge import Collection, modules_of
+from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.truncation import (
+    ModuleReport,
+    RankRule,
+    against_mean,
+    budget_ranks,
+    cut,
+    merge_module,
+    total_error,
+)
+from fedlora.adapters.uploads import read_facts, read_round
+from fedlora.adapters.writer import AdapterSpec, AdapterWriter, pad_rank
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, MaxBytes, MaxTensors, opened
 from fedlora.cli.method_names import parse_methods
 from fedlora.cli.screen import can_write, complain, console, print_json, tracked
-from fedlora.collection import Collection, Missing, modules_of
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Missing
 from fedlora.errors import ConfigError, HyperparameterError
-from fedlora.lora import Adapter, LoRA
-from fedlora.merging import ModuleReport, RankRule, against_mean, budget_ranks, cut, merge_module, total_error
-from fedlora.peft_io import write_adapter
-from fedlora.run_folder import plain
-from fedlora.uploads import read_facts, read_round
+from fedlora.offline.server import ByHand
+from fedlora.runs.folder import plain
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank takes
 
@@ -139,7 +147,7 @@ def _by_hand(text: str, state: Path | None, given: Collection, missing: Missing)
     if len(sections) != 1:
         raise ConfigError(f"--method is one method; got {text!r}.")
     label, section = next(iter(sections.items()))
-    chosen = make_method(section.name, section.preset, **(section.model_extra or {}))
+    chosen = section.build()
     return ByHand(chosen, label, state, base=given.files[0].base, missing=missing)
 
 

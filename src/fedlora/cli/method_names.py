@@ -6,9 +6,9 @@ import tomllib
 
 from pydantic import ValidationError
 
-from fedlora.config import MethodSection
 from fedlora.errors import ConfigError
-from fedlora.methods import METHODS
+from fedlora.methods.registry import METHODS
+from fedlora.runs.config import MethodSection
 
 
 def parse_methods(text: str) -> dict[str, MethodSection]:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from fedlora.cli.screen import console, import_plots, plotted, print_json
 from fedlora.errors import ConfigError
-from fedlora.methods import METHODS
-from fedlora.ranks import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
+from fedlora.methods.registry import METHODS
+from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,16 +13,14 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedlora.assembly import Prepared, prepare
 from fedlora.cli.method_names import folder_name, parse_methods
 from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json
-from fedlora.client import Download
-from fedlora.config import RunConfig, load_config
 from fedlora.errors import CheckpointError, FedLoRAError
-from fedlora.lora import Adapter
-from fedlora.run import execute
-from fedlora.run_folder import RunFolder
-from fedlora.simulation import Trained, Trainer
+from fedlora.runs.config import RunConfig, load_config
+from fedlora.runs.execution import execute_events
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from fedlora.simulation import ClientDone
 
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
@@ -122,9 +119,11 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         prepared = prepare(config, data_root)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     with _progress(label, config.run.rounds * per_round, prepared.metric) as watch:
-        watched: Prepared = replace(prepared, trainer=_Watched(prepared.trainer, watch))
-        for record in execute(watched, folder, resume=resume):
-            watch.round_done(record.round, per_round, dict(record.metrics), dict(record.refused))
+        for event in execute_events(prepared, folder, resume=resume):
+            if isinstance(event, ClientDone):
+                watch.client_done(event)
+            else:
+                watch.round_done(event.round, per_round, dict(event.metrics), dict(event.refused))
 
 
 def _same_config(config: RunConfig, folder: RunFolder) -> None:
@@ -142,26 +141,15 @@ class _Watch:
     def __init__(self, progress: Progress, task: Any, metric: str) -> None:
         self._progress, self._task, self._metric = progress, task, metric
 
-    def client_done(self, loss: float) -> None:
-        self._progress.update(self._task, advance=1, loss=f"loss {loss:.3f}")
+    def client_done(self, done: ClientDone) -> None:
+        shown: dict[str, Any] = {} if done.loss is None else {"loss": f"loss {done.loss:.3f}"}
+        self._progress.update(self._task, advance=1, **shown)
 
     def round_done(self, round: int, per_round: int, metrics: dict[str, float], refused: dict[str, str]) -> None:
         shown: dict[str, Any] = {"metric": f"{self._metric} {metrics[self._metric]:.3f}"} if metrics else {}
         self._progress.update(self._task, completed=round * per_round, round=f"round {round}", **shown)
         for client, reason in refused.items():
             self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow", markup=False)
-
-
-class _Watched:
-    """A trainer that ticks the bar after each client."""
-
-    def __init__(self, inner: Trainer, watch: _Watch) -> None:
-        self._inner, self._watch = inner, watch
-
-    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
-        trained = self._inner.train(download, adapter, position)
-        self._watch.client_done(trained.loss)
-        return trained
 
 
 @contextmanager

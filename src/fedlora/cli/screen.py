@@ -55,7 +55,7 @@ def plotted(draw: Callable[[], Iterable[Path]]) -> None:
 
 
 def import_plots() -> Any:
-    """`fedlora.plots`, or ImportError where matplotlib is missing: for inside `plotted`."""
-    from fedlora import plots
+    """`fedlora.runs.plots`, or ImportError where matplotlib is missing: for inside `plotted`."""
+    from fedlora.runs import plots
 
     return plots

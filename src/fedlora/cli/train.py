@@ -12,8 +12,8 @@ from fedlora.cli.screen import can_write, console
 from fedlora.data import TextData, demo_model, read_classification, read_instructions, smollm2_model
 from fedlora.data.tables import read_table
 from fedlora.errors import ConfigError
-from fedlora.site import Fresh, train_site
-from fedlora.training import TrainSettings
+from fedlora.offline.site import Fresh, train_site
+from fedlora.training.local import TrainSettings
 
 
 def train(
@@ -76,9 +76,10 @@ def train(
         examples, settings, out, client=client, round=round, seed=seed, start_seed=start_seed, device=device,
         data_file=data,
     )  # fmt: skip
+    played = done.played
     console.print(
-        f"{out}: rank {done.ranks}, {done.trained.num_examples} examples, {done.trained.position} seen, mean loss "
-        f"{done.trained.loss:.4f}. Hand it to whoever runs fedlora merge --weights-from num_examples.",
+        f"{out}: rank {done.ranks}, {played.upload.num_examples} examples, {played.memory.position} seen, mean loss "
+        f"{played.loss:.4f}. Hand it to whoever runs fedlora merge --weights-from num_examples.",
         markup=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from fedlora.config import RunConfig, parse_config
 from fedlora.errors import ConfigError
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
+from fedlora.runs.config import RunConfig, parse_config
 
 
 @dataclass(frozen=True)

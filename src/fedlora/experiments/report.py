@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result
@@ -80,7 +81,7 @@ def write_report(
     try:
         import jinja2
 
-        from fedlora.plots import plot_curves
+        from fedlora.experiments.plots import plot_curves
     except ImportError as error:
         raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
     printed = _paper_numbers(paper)
@@ -108,8 +109,7 @@ def write_report(
         commits=sorted({str((r.raw["commit"] or {}).get("id"))[:12] for r in used.values()}),
         machines=sorted({_machine(r.raw["machine"]) for r in used.values()}),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html, encoding="utf-8")
+    files.write(path, html)
 
 
 def _machine(m: Mapping[str, Any]) -> str:

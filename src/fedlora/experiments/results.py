@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from fedlora.core import files
 from fedlora.errors import CheckpointError
-from fedlora.run_folder import RunFolder, plain
+from fedlora.runs.folder import RunFolder, plain
 
 # One line of a run's log in short: what curves and spreads need.
 _KEPT = ("round", "metrics", "losses", "server_rank", "padded_error")
@@ -126,9 +127,7 @@ def write_result(directory: Path, result: Mapping[str, Any]) -> Path:
     """DIGEST.json, whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{result['digest']}.json"
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(_rounded(result), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    files.write(path, json.dumps(_rounded(result), indent=1, sort_keys=True) + "\n")
     return path
 
 

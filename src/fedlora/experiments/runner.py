@@ -12,11 +12,12 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlora.config import RunConfig, parse_config
+from fedlora.core import files
 from fedlora.experiments.plan import PlannedRun, mains, searches
 from fedlora.experiments.results import Result, read_results, summarise, write_result
 from fedlora.experiments.spec import Experiment
-from fedlora.run_folder import RunFolder
+from fedlora.runs.config import RunConfig, parse_config
+from fedlora.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,14 @@ def _one(
         report = {"digest": digest, "label": label, "error": f"{type(error).__name__}: {error}"}
         report["traceback"] = traceback.format_exc()
         path = places.failure(digest)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        files.write(path, json.dumps(report, indent=2) + "\n")
         return time.perf_counter() - began, report["error"].splitlines()[0]
     return time.perf_counter() - began, None
 
 
 def _run(config: RunConfig, label: str, places: Places, tick: Callable[[str, int], None] | None) -> None:
-    from fedlora.assembly import prepare  # transformers: only the processes that run need it
-    from fedlora.run import execute
+    from fedlora.runs.execution import execute
+    from fedlora.runs.preparation import prepare  # transformers: only the processes that run need it
 
     began = time.perf_counter()
     folder = places.folder(config.digest())

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from cryptography import x509
 
-from fedlora.client import Client
-from fedlora.config import load_config
+from fedlora.core.messages import Client
 from fedlora.errors import FedLoRAError
 from fedlora.flower.federation import open_federation
 from fedlora.flower.policy import Policy
 from fedlora.flower.project import connection
+from fedlora.runs.config import load_config
 
 Row = tuple[str, str, bool]
 

@@ -9,7 +9,6 @@ server/         what comes of it: checkpoints, rounds.jsonl, adapter/ (PEFT), su
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,19 @@ from typing import Any
 import torch
 from flwr.serverapp import Grid
 
-from fedlora.adapter_writer import pad_rank
-from fedlora.assembly import prepare, server_of
-from fedlora.config import RunConfig, load_config
+from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
+from fedlora.adapters.writer import pad_rank
+from fedlora.core import files
+from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
-from fedlora.evaluation import ModelEvaluator
+from fedlora.flower.codecs import OwnClients
 from fedlora.flower.policy import Policy
 from fedlora.flower.strategy import FedLoRA, Identify, registered_names
-from fedlora.lora import Adapter
-from fedlora.peft_io import AdapterSpec, read_adapter, write_adapter
-from fedlora.server import Server
-from fedlora.simulation import RunState, start
+from fedlora.runs.config import RunConfig, load_config
+from fedlora.runs.preparation import prepare
+from fedlora.server.server import Server, start
+from fedlora.server.state import RunState
+from fedlora.training.evaluation import ModelEvaluator
 
 
 def open_federation(
@@ -42,7 +43,7 @@ def open_federation(
     if config.server.sketch_rank:
         raise ConfigError("server.sketch_rank is for simulated runs; the Flower app has no second exchange in a round.")
     policy = Policy.read(folder / "policy.toml")
-    server = server_of(config)
+    server = config.server.build(config.method.build(), config.run.seed)
     seed_adapter, spec = read_adapter(folder / "start", scaling=config.lora.scaling)
     out = folder / "server"
     if not resume and any((out / "checkpoints").glob("round-*[1-9]*.*.safetensors")):
@@ -56,10 +57,9 @@ def open_federation(
         resume=resume,
         participation=config.run.participation,
         seed=config.run.seed,
-        form=config.server.upload,
+        codec=OwnClients(config.server.upload),
         identify=identify,
         on_round=lambda facts: append_line(out / "rounds.jsonl", facts),
-        scaling=config.lora.scaling,
     )
     return strategy, spec
 
@@ -89,7 +89,7 @@ def play(
         summary["adapter"] = str(out / "adapter")
     if evaluate:
         summary["test"] = measured(config, server, state)
-    replace_text(out / "summary.json", json.dumps(summary, indent=2, sort_keys=True) + "\n")
+    files.write(out / "summary.json", json.dumps(summary, indent=2, sort_keys=True) + "\n")
     return summary
 
 
@@ -105,10 +105,3 @@ def append_line(path: Path, facts: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(facts, sort_keys=True) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)

@@ -9,22 +9,26 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from flwr.app import RecordDict
 
-from fedlora import checkpoint
-from fedlora.client import Upload, keep, prune, receive, send
-from fedlora.delivery import Cache, remember, unpack
+from fedlora.client import play_round
+from fedlora.core import checkpoint
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import ClientMemory, Form
+from fedlora.core.parcels import Cache, remember, unpack
+from fedlora.core.trainer import Trainer
 from fedlora.errors import ConfigError, KeptStateError
 from fedlora.flower.records import record_parcel, upload_record
-from fedlora.lora import Adapter
-from fedlora.simulation import Trainer
 
 
 @dataclass(frozen=True, eq=False)
 class NodeState:
     """What stays with a client. kept: local parts of its adapter. position: how far it has read its data. cache: what
     need not be sent to it again."""
+
+    TAG: ClassVar[str] = "node/1"
 
     kept: Adapter | None = None
     position: int = 0
@@ -38,7 +42,7 @@ class Node:
         client: its registered name; work for another is refused. folder: where its state is kept, by run.
     """
 
-    def __init__(self, client: str, trainer: Trainer, folder: Path, *, form: str = "factors") -> None:
+    def __init__(self, client: str, trainer: Trainer, folder: Path, *, form: Form = "factors") -> None:
         self._client, self._trainer, self._folder = client, trainer, folder
         self._form = form
 
@@ -54,18 +58,13 @@ class Node:
         folder = self._folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / self._client
         state = self._state(folder, parcel.round)
         download = unpack(parcel, state.cache)
-        mine = receive(download, state.kept)
-        trained = self._trainer.train(download, mine, state.position)
-        made = trained.adapter
-        if download.roles.penalty is not None:
-            made = prune(mine, made, download.roles.penalty)
-        kept = keep(made, download.roles)
-        after = NodeState(kept, trained.position, remember(download, kept))
+        played = play_round(download, ClientMemory(state.kept, state.position), self._trainer, self._form)
+        kept = played.memory.kept
+        after = NodeState(kept, played.memory.position, remember(download, kept))
         _forget_after(folder, parcel.round)
         checkpoint.save(folder, parcel.round + 1, after, keep=2)
-        upload = Upload(parcel.client, trained.num_examples, send(made, download.roles, self._form), self._form)  # type: ignore[arg-type]
         names = [*kept.modules, *kept.heads] if kept is not None else []
-        return upload_record(upload, run=run, round=parcel.round, loss=trained.loss, kept=names)
+        return upload_record(played.upload, run=run, round=parcel.round, loss=played.loss, kept=names)
 
     def _state(self, folder: Path, round: int) -> NodeState:
         try:

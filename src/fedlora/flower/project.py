@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedlora.assembly import Prepared
-from fedlora.config import RunConfig
+from fedlora.adapters.io import write_adapter
 from fedlora.errors import ConfigError
-from fedlora.peft_io import write_adapter
+from fedlora.runs.config import RunConfig
+from fedlora.runs.preparation import Prepared
 
 CONNECTION = "fedlora"
 SWITCHES = {

@@ -14,20 +14,20 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedlora.client import Client, Form, Upload
-from fedlora.delivery import Held, Parcel
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Client, Form, Held, Upload
+from fedlora.core.method import Roles, TailPenalty
+from fedlora.core.parcels import Parcel
+from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FedLoRAError
-from fedlora.lora import Adapter, LoRA
-from fedlora.method import Roles, TailPenalty
 
-PROTOCOL = "fedlora/1"
+PROTOCOL = "fedlora/2"
 RAW, NUMPY = "fedlora.raw", "numpy.ndarray"
 _TYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NUMPY_TYPES = {"<f8": "float64", "<f4": "float32", "<f2": "float16"}
@@ -111,7 +111,7 @@ def parcel_record(parcel: Parcel, run: str) -> RecordDict:
         "round": p.round,
         "roles": asdict(p.roles),
         "ranks": dict(p.ranks),
-        "changed": dict(p.changed),
+        "left_out": list(p.left_out),
         "versions": dict(p.versions),
         "held": None if p.held is None else {**asdict(_plain_held(p.held))},
     }
@@ -142,13 +142,13 @@ def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
             client=Client(said["client"], said["rank"]),
             round=said["round"],
             roles=Roles(**roles, penalty=None if penalty is None else TailPenalty(**penalty)),
-            ranks=MappingProxyType(said["ranks"]),
-            changed=said["changed"],
+            ranks=ReadOnly(said["ranks"]),
+            left_out=tuple(said["left_out"]),
             adapter=Adapter(pairs.get("adapter", {}), heads["heads"]),
             start=Adapter(pairs.get("start", {}), heads["start-heads"]),
-            base=MappingProxyType(pairs.get("base", {})),
-            steps=MappingProxyType(pairs.get("steps", {})),
-            versions=MappingProxyType(said["versions"]),
+            base=ReadOnly(pairs.get("base", {})),
+            steps=ReadOnly(pairs.get("steps", {})),
+            versions=ReadOnly(said["versions"]),
             held=None if held is None else _held(held),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -157,16 +157,16 @@ def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
 
 
 def _plain_held(held: Held) -> Held:
-    return Held(held.round, held.parts, dict(held.ranks), held.local, dict(held.base))
+    return Held(held.round, dict(held.parts), dict(held.ranks), held.local, dict(held.base))
 
 
 def _held(said: Mapping[str, Any]) -> Held:
     return Held(
         said["round"],
-        tuple(said["parts"]),
-        MappingProxyType(dict(said["ranks"])),
+        ReadOnly(said["parts"]),
+        ReadOnly(dict(said["ranks"])),
         tuple(said["local"]),
-        MappingProxyType(dict(said["base"])),
+        ReadOnly(dict(said["base"])),
     )
 
 

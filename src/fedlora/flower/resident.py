@@ -206,9 +206,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def node_work(config: Path, client: str, folder: Path) -> Callable[[RecordDict], RecordDict]:
     """The work of one node of a run's configuration: its model and its own data, loaded now."""
-    from fedlora.assembly import prepare
-    from fedlora.config import load_config
     from fedlora.flower.node import Node
+    from fedlora.runs.config import load_config
+    from fedlora.runs.preparation import prepare
 
     loaded = load_config(config, [])
     prepared: Any = prepare(loaded, None)

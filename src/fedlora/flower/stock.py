@@ -10,13 +10,13 @@ from typing import Any, Literal
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import ConfigError
+from fedlora.flower.codecs import StockClients
 from fedlora.flower.policy import Policy
-from fedlora.flower.strategy import FedLoRA, Identify, StockClients, registered_names
-from fedlora.lora import Adapter, LoRA
-from fedlora.methods import build
-from fedlora.server import Server
-from fedlora.simulation import start
+from fedlora.flower.strategy import FedLoRA, Identify, registered_names
+from fedlora.methods.registry import build
+from fedlora.server.server import Server, start
 
 
 def stock_strategy(
@@ -66,7 +66,7 @@ def stock_strategy(
         participation=participation,
         seed=seed,
         identify=registered_names if names == "registered" else _in_order(clients),
-        stock=StockClients(r, alpha),
+        codec=StockClients(r, alpha),
     )
 
 

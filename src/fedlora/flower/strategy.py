@@ -15,25 +15,24 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedlora import checkpoint
-from fedlora.client import Client, Download, Form, Upload
-from fedlora.delivery import held_after, pack
+from fedlora.core import checkpoint
+from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
+from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError, QuorumNotMet, RankMismatch, UploadRefused
+from fedlora.flower.codecs import Codec, OwnClients, Reply
 from fedlora.flower.policy import Policy
-from fedlora.flower.records import RecordError, parcel_record, record_upload, stock_upload, to_array
-from fedlora.rounds import sample_clients
-from fedlora.server import Server, ServerState
-from fedlora.simulation import ClientMemory, RunState, as_pruned
+from fedlora.flower.records import RecordError, to_array
+from fedlora.server.sampling import sample_clients
+from fedlora.server.server import Server
+from fedlora.server.state import RunState, ServerState, Tally
 
 log = logging.getLogger(__name__)
-_MOVE_THE_BASE = ("fedex-lora", "flora")
 Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, of the nodes that are online
 
 
@@ -41,17 +40,11 @@ Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, of
 class FlowerState:
     """All that the server remembers of a federation: a run's state, and how often each client was refused."""
 
+    TAG: ClassVar[str] = "flower/1"
+
     run: str
     state: RunState
     refusals: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StockClients:
-    """Clients that know nothing of fedlora and send get_peft_model_state_dict: all of one rank r and alpha."""
-
-    r: int
-    alpha: float
 
 
 def registered_names(grid: Grid) -> dict[str, int]:
@@ -66,12 +59,13 @@ class FedLoRA(Strategy):
         server: with its method, quorum, weighting. policy: who may take part, and how. state: where to begin, as
             `simulation.start` makes it; a checkpoint in `folder` wins over it where `resume` is on.
         run: the federation's name: clients keep their state by it. folder: where checkpoints go; None keeps none.
-        participation, seed: of the sampling of clients, as `simulate`. form: what clients upload.
+        participation, seed: of the sampling of clients, as `simulate`. codec: what kind of clients these are.
         identify: how nodes are told apart; by default the names under which they are registered, never what they claim.
-        on_round: called with each finished round's facts. stock: the clients are stock PEFT ones, and how they are set.
+        on_round: called with each finished round's facts.
 
     Raises:
-        ConfigError: a method that stock clients cannot run; a checkpoint of another run.
+        ConfigError: a method that these clients cannot run, or a server that needs a second exchange of messages; a
+            checkpoint of another run.
     """
 
     def __init__(
@@ -85,15 +79,13 @@ class FedLoRA(Strategy):
         resume: bool = False,
         participation: float = 1.0,
         seed: int = 0,
-        form: Form = "factors",
+        codec: Codec = OwnClients(),  # noqa: B008 - immutable
         identify: Identify = registered_names,
         on_round: Callable[[Mapping[str, Any]], None] | None = None,
-        stock: StockClients | None = None,
-        scaling: float = 1.0,
     ) -> None:
         self.server, self.policy, self.run = server, policy, run
-        self._folder, self._participation, self._seed, self._form = folder, participation, seed, form
-        self._identify, self._on_round, self._stock, self._scaling = identify, on_round, stock, scaling
+        self._folder, self._participation, self._seed = folder, participation, seed
+        self._identify, self._on_round, self._codec = identify, on_round, codec
         self.memory = FlowerState(run, state)
         if resume and folder is not None:
             loaded = checkpoint.load_newest(folder, FlowerState, server.method.State)
@@ -101,9 +93,10 @@ class FedLoRA(Strategy):
                 if loaded[1].run != run:
                     raise ConfigError(f"{folder} holds the run {loaded[1].run!r}, not {run!r}.")
                 self.memory = loaded[1]
-        if stock is not None:
-            self._check_stock(state.server)
-        self._asked: dict[int, tuple[Download, Client]] = {}  # node id -> what it was sent in this attempt
+        codec.require(server, state.server, policy)
+        if server.open(state.server).exchanges > 1:
+            raise ConfigError("the Flower app has no second exchange in a round, which a sketch needs; simulate it.")
+        self._asked: dict[int, Download] = {}  # node id -> what it was sent in this attempt
         self._group, self._began = "", time.monotonic()
         self.refused: dict[str, str] = {}
 
@@ -134,12 +127,10 @@ class FedLoRA(Strategy):
             rank = self.policy.clients[name]
             client = as_pruned(Client(name, rank if isinstance(rank, int) else dict(rank)), memory)
             download = self.server.download(state.server, client)
-            self._asked[online[name]] = (download, client)
+            self._asked[online[name]] = download
             messages.append(
                 Message(
-                    parcel_record(pack(download, memory.held), self.run)
-                    if self._stock is None
-                    else self._raw(download),
+                    self._codec.question(download, memory.held, self.run),
                     online[name],
                     MessageType.TRAIN,
                     ttl=self.policy.deadline,  # or a straggler would work through stale rounds
@@ -158,38 +149,35 @@ class FedLoRA(Strategy):
         """
         state, opened = self.memory.state, self.server.open(self.memory.state.server)
         memories, refusals = dict(state.clients), dict(self.memory.refusals)
-        taken: dict[str, tuple[Upload, float, list[str], Download]] = {}
-        for reply in replies:
-            client, result = self._read(reply)
+        taken: dict[str, Reply] = {}
+        for message in replies:
+            client, result = self._read(message)
             if isinstance(result, str):  # what failed at the client (memory, a lost disk) is no attempt at anything
-                self._refuse(client, result, {} if reply.has_error() else refusals)
+                self._refuse(client, result, {} if message.has_error() else refusals)
             elif client in taken:
                 self._refuse(client, "a second reply in one round; the first one stands.", refusals)
             else:
                 taken[client] = result
-        sound = {}
-        for name, (
-            upload,
-            *_,
-        ) in taken.items():  # who counts is known before shares are capped: a refused claim caps nobody
+        terms, sound = self.server.terms(state.server), {}
+        for name, reply in taken.items():  # who counts is known before shares are capped: a refused claim caps nobody
             try:
-                self.server.open(state.server).add(upload)
-                sound[name] = float(upload.num_examples)
+                terms.check(reply.upload)
+                sound[name] = float(reply.upload.num_examples)
             except UploadRefused as refusal:
                 self._refuse(name, refusal.reason, refusals)
-        counts = self.policy.examples(sound)
         losses = {}
-        for name, count in counts.items():
-            upload, loss, kept, download = taken[name]
-            opened.add(replace(upload, num_examples=count))
-            losses[name] = loss
+        for name, count in self.policy.examples(sound).items():
+            reply = taken[name]
+            try:
+                opened.add(replace(reply.upload, num_examples=count))
+            except UploadRefused as refusal:
+                self._refuse(name, refusal.reason, refusals)
+                continue
+            losses[name] = reply.loss
             refusals.pop(name, None)
-            held = replace(held_after(download), local=tuple(kept)) if self._stock is None else None
-            ranks = (
-                upload.adapter.ranks if download.roles.penalty is not None else memories.get(name, ClientMemory()).ranks
-            )
-            memories[name] = ClientMemory(None, 0, held, ranks)
-        for node, (download, _) in self._asked.items():
+            before = memories.get(name, ClientMemory())
+            memories[name] = ClientMemory(None, 0, reply.held, before.ranks if reply.ranks is None else reply.ranks)
+        for node, download in self._asked.items():
             name = download.client.id
             if name not in losses and name in memories:  # what it holds now is not known
                 memories[name] = replace(memories[name], held=None)
@@ -197,20 +185,22 @@ class FedLoRA(Strategy):
         try:
             after = opened.close()
         except (QuorumNotMet, RankMismatch) as error:
-            self.memory = replace(self.memory, refusals=MappingProxyType(refusals))
+            self.memory = replace(self.memory, refusals=ReadOnly(refusals))
             if isinstance(error, RankMismatch):  # some upload's rank, which only the method can see
                 raise QuorumNotMet(f"round {self.round + 1} cannot be aggregated: {error}") from error
             raise
-        run_state = RunState(after.round, after, MappingProxyType(memories))
-        self.memory = FlowerState(self.run, run_state, MappingProxyType(refusals))
+        run_state = RunState(after.round, after, ReadOnly(memories))
+        self.memory = FlowerState(self.run, run_state, ReadOnly(refusals))
         self._save()
-        assert after.tally is not None
+        tally = after.tally or Tally({})
         metrics = MetricRecord({"clients": len(losses), "loss": sum(losses.values()) / max(len(losses), 1)})
         facts = {
             "round": after.round,
-            "seconds": round(time.monotonic() - self._began, 3), "losses": losses, "weights": dict(after.tally.weights),
-            "refused": {**after.tally.refused, **self.refused},
-        }  # fmt: skip
+            "seconds": round(time.monotonic() - self._began, 3),
+            "losses": losses,
+            "weights": dict(tally.weights),
+            "refused": {**tally.refused, **self.refused},
+        }
         if self._on_round is not None:
             self._on_round(facts)
         return self._arrays(after), metrics
@@ -273,38 +263,27 @@ class FedLoRA(Strategy):
 
     # -------------------------------------------------------------------------------------------------------- inside
 
-    def _read(self, reply: Message) -> tuple[str, str | tuple[Upload, float, list[str], Download]]:
+    def _read(self, message: Message) -> tuple[str, Reply | str]:
         """(client, what it sent) or (client, why that is not used). Never raises: a reply is a stranger's."""
-        node = reply.metadata.src_node_id
+        node = message.metadata.src_node_id
         asked = self._asked.get(node)
-        name = asked[0].client.id if asked else f"node {node}"
-        if reply.metadata.group_id != self._group:
+        name = asked.client.id if asked is not None else f"node {node}"
+        if message.metadata.group_id != self._group:
             return (
                 name,
-                f"it answers {str(reply.metadata.group_id)[:60]!r}, and this is {self._group!r}: late or replayed",
+                f"it answers {str(message.metadata.group_id)[:60]!r}, and this is {self._group!r}: late or replayed",
             )
-        if reply.has_error():
-            return name, f"it failed: {str(reply.error.reason)[:300]}"
+        if message.has_error():
+            return name, f"it failed: {str(message.error.reason)[:300]}"
         if asked is None:
             return name, "nobody asked it"
-        download, client = asked
-        start = self.memory.state.server.start
-        shapes = {m: (start.modules[m].factors[0].shape[0], start.modules[m].factors[1].shape[1])
-                  for m in client.ranks(start.modules)}  # fmt: skip
         try:
-            if self._stock is not None:
-                factor = self._stock.alpha / self._stock.r / self._scaling
-                return name, (stock_upload(reply.content, client, shapes, factor), float("nan"), [], download)
-            upload, loss, kept = record_upload(
-                reply.content, client, run=self.run, round=download.round, shapes=shapes, roles=download.roles,
-                heads=self.memory.state.server.heads, form=self._form,
-            )  # fmt: skip
+            return name, self._codec.reply(message.content, asked, self.memory.state.server, self.run)
         except RecordError as error:
             return name, str(error)
         except Exception as error:  # whatever else a forged record brings about is its sender's
             log.exception("the reply of %s cannot be read", name)
             return name, f"its reply cannot be read: {type(error).__name__}"
-        return name, (upload, loss, kept, download)
 
     def _refuse(self, client: str, reason: str, refusals: dict[str, int]) -> None:
         log.warning("round %d, client %s: %s", self.round + 1, client, reason)
@@ -332,34 +311,5 @@ class FedLoRA(Strategy):
         named = self.server.global_update(state)
         return ArrayRecord({f"{f}/{m}": to_array(t) for m, lora in named.items() for f, t in lora.tensors().items()})
 
-    def _raw(self, download: Download) -> Any:
-        """What a stock PEFT client expects: its state dict."""
-        from flwr.app import Array, RecordDict
 
-        assert self._stock is not None
-        factor = self._scaling / (self._stock.alpha / self._stock.r)
-        arrays = {}
-        for module, lora in download.adapter.modules.items():
-            B, A = (t.detach().float() for t in lora.factors)
-            arrays[f"base_model.model.{module}.lora_A.weight"] = Array(A.numpy())
-            arrays[f"base_model.model.{module}.lora_B.weight"] = Array((B * factor).numpy())
-        return RecordDict({"arrays": ArrayRecord(arrays), "config": ConfigRecord({"server-round": download.round + 1})})
-
-    def _check_stock(self, state: ServerState) -> None:
-        roles = self.server.roles(state)
-        ranks = {
-            r for rank in self.policy.clients.values() for r in (rank.values() if isinstance(rank, Mapping) else [rank])
-        }
-        name = self.server.method.name
-        assert self._stock is not None
-        if (roles.B, roles.A) != ("shared", "shared") or roles.penalty is not None or name in _MOVE_THE_BASE:
-            raise ConfigError(
-                f"{name} needs clients that keep or freeze a part, or that move their base weights, and stock PEFT "
-                f"clients do neither. Use glora, fedit, flexlora, svd, hetlora without pruning, or fedlora's own "
-                f"ClientApp."
-            )
-        if ranks != {self._stock.r}:
-            raise ConfigError(f"stock clients have r = {self._stock.r}; the policy's ranks are {sorted(ranks)}.")
-
-
-__all__ = ["FedLoRA", "FlowerState", "StockClients", "registered_names"]
+__all__ = ["FedLoRA", "FlowerState", "registered_names"]

@@ -9,6 +9,7 @@ from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, conse
 from fedlora.linalg.fast import consensus_means
 from fedlora.linalg.gauge import Canonical, Split, gauge_fix, gauge_split, gauge_splits
 from fedlora.linalg.spectrum import Spectrum, svd_of_product, with_canonical_signs
+from fedlora.linalg.weighted_mean import weighted_mean
 
 __all__ = [
     "Budget",
@@ -29,5 +30,6 @@ __all__ = [
     "right_svd",
     "svd_of_product",
     "unit_roundoff",
+    "weighted_mean",
     "with_canonical_signs",
 ]

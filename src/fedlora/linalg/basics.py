@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from fedlora.shapes import Float, Tensor
+from fedlora.linalg.shapes import Float, Tensor
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

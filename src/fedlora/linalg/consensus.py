@@ -25,8 +25,8 @@ import torch
 from fedlora.errors import RankTie
 from fedlora.linalg.basics import count_above, unit_roundoff
 from fedlora.linalg.gauge import Canonical, gauge_split
+from fedlora.linalg.shapes import Float, Tensor
 from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, require_some, with_canonical_signs
-from fedlora.shapes import Float, Tensor
 
 Tie = Literal["energy", "paper", "error"]
 Basis = Literal["projector", "energy"]

@@ -30,8 +30,8 @@ from fedlora.linalg.consensus import (
     tied_block,
 )
 from fedlora.linalg.gauge import CACHED
+from fedlora.linalg.parallel import Each, one_by_one
 from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, with_canonical_signs
-from fedlora.parallel import Each, one_by_one
 
 _U64 = unit_roundoff(torch.float64)
 # The least pivot of columns of norm 1. What is made from their Gram matrix is orthonormal to 1e-16 over its square.

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from fedlora.linalg.basics import count_above, eigh, unit_roundoff
-from fedlora.shapes import Float, Tensor
+from fedlora.linalg.shapes import Float, Tensor
 
 Canonical = Literal["product", "B"]
 

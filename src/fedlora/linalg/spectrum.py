@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from fedlora.errors import LostUpdate
 from fedlora.linalg.basics import count_above, unit_roundoff
-from fedlora.shapes import Float, Tensor
+from fedlora.linalg.shapes import Float, Tensor
 
 _U64 = unit_roundoff(torch.float64)
 # The share of an update's energy that readouts may leave out as rounding. More is never thrown away, but reported.
@@ -25,6 +26,8 @@ class Spectrum:
     gauge, so readouts leave them out; the update itself keeps them. rounding: the share of the energy in components
     that rounding could have made, also where that is so much that readouts keep some.
     """
+
+    TAG: ClassVar[str] = "spectrum/1"
 
     U: Tensor
     s: Tensor

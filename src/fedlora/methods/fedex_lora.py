@@ -18,15 +18,18 @@ from typing import ClassVar
 
 import torch
 
-from fedlora.base_change import BaseChange, added, moved
-from fedlora.lora import LoRA, revive, stack
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
+from fedlora.core.base_change import BaseChange, added, moved
+from fedlora.core.lora import LoRA, revive, stack
+from fedlora.core.method import Readout, Roles, Update
+from fedlora.linalg.weighted_mean import weighted_mean
+from fedlora.methods._factors import require_one_rank, require_readout_rank
 
 
 @dataclass(frozen=True, eq=False)
 class FedExLoRAState:
     """mean: the averaged pair. base: all residuals so far, W0 -> W0 + base; None while there is none."""
+
+    TAG: ClassVar[str] = "fedex-lora/1"
 
     key: int
     round: int
@@ -46,7 +49,7 @@ class FedExLoRA:
         return FedExLoRAState(key, 0, seed, None)
 
     def roles(self, round: int) -> Roles:
-        return Roles()
+        return Roles(moves_base=True)
 
     def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:
         require_one_rank("FedEx-LoRA", state.mean.rank, updates)

@@ -13,14 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedlora.lora import LoRA, revive
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
+from fedlora.core.lora import LoRA, revive
+from fedlora.core.method import Readout, Roles, Update
+from fedlora.linalg.weighted_mean import weighted_mean
+from fedlora.methods._factors import require_one_rank, require_readout_rank
 
 
 @dataclass(frozen=True, eq=False)
 class FedITState:
     """mean: the averaged pair, B (d_out, r) and A (r, d_in)."""
+
+    TAG: ClassVar[str] = "fedit/1"
 
     key: int
     round: int

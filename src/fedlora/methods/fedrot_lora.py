@@ -21,15 +21,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedlora.core.lora import LoRA, revive
+from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
-from fedlora.lora import LoRA, revive
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
+from fedlora.linalg.weighted_mean import weighted_mean
+from fedlora.methods._factors import require_one_rank, require_readout_rank
 
 
 @dataclass(frozen=True, eq=False)
 class FedRotLoRAState:
     """mean: the averaged pair, which is also the reference of the next round (A in even rounds, B in odd ones)."""
+
+    TAG: ClassVar[str] = "fedrot-lora/1"
 
     key: int
     round: int

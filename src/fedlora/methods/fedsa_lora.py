@@ -15,14 +15,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedlora.lora import LoRA, revive
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
+from fedlora.core.lora import LoRA, revive
+from fedlora.core.method import Readout, Roles, Update
+from fedlora.linalg.weighted_mean import weighted_mean
+from fedlora.methods._factors import require_one_rank, require_readout_rank
 
 
 @dataclass(frozen=True, eq=False)
 class FedSALoRAState:
     """A: (r, d_in), the shared average."""
+
+    TAG: ClassVar[str] = "fedsa-lora/1"
 
     key: int
     round: int

@@ -14,14 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedlora.lora import LoRA, revive
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.slots import first, mean_columns, paired, require_slots
+from fedlora.core.lora import LoRA, revive
+from fedlora.core.method import Readout, Roles, Update
+from fedlora.methods._slots import first, mean_columns, paired, require_slots
 
 
 @dataclass(frozen=True, eq=False)
 class FFALoRAState:
     """pair: the averaged B beside the common A, of the largest rank."""
+
+    TAG: ClassVar[str] = "ffa-lora/1"
 
     key: int
     round: int

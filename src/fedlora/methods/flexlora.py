@@ -17,13 +17,13 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from fedlora.core.lora import LoRA, stack
+from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum, with_canonical_signs
 from fedlora.linalg.spectrum import cut_by_rounding
-from fedlora.lora import LoRA, stack
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.rank_partition import partitioned
-from fedlora.methods.spectral import instantiate, mean_spectrum, rounding_noise, start_spectrum, whole
+from fedlora.methods._rank_partition import partitioned
+from fedlora.methods._spectral import instantiate, mean_spectrum, rounding_noise, start_spectrum, whole
 
 Solver = Literal["thin", "dense"]
 Weighting = Literal["examples", "rank-partition"]
@@ -32,6 +32,8 @@ Weighting = Literal["examples", "rank-partition"]
 @dataclass(frozen=True, eq=False)
 class FlexLoRAState:
     """spectrum: the mean update as its SVD. start: the rows of A that a fresh start shares; None later."""
+
+    TAG: ClassVar[str] = "flexlora/1"
 
     key: int
     round: int

@@ -18,14 +18,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedlora.base_change import BaseChange, moved
-from fedlora.lora import LoRA, fresh_rows, revive, stack
-from fedlora.method import Readout, Roles, Update
+from fedlora.core.base_change import BaseChange, moved
+from fedlora.core.lora import LoRA, fresh_rows, revive, stack
+from fedlora.core.method import Readout, Roles, Update
 
 
 @dataclass(frozen=True, eq=False)
 class FLoRAState:
     """base: all rounds' means, W0 -> W0 + base; None while there is none. start: the rows of A of the common start."""
+
+    TAG: ClassVar[str] = "flora/1"
 
     key: int
     round: int
@@ -47,7 +49,7 @@ class FLoRA:
         return FLoRAState(key, 0, moved(None, seed), A, B.shape[0])
 
     def roles(self, round: int) -> Roles:
-        return Roles()
+        return Roles(moves_base=True)
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
         step = stack([u.lora for u in updates], [u.weight for u in updates])

@@ -17,22 +17,23 @@ d_out) for its alignment scores. All terms: docs/scale.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from fedlora.errors import HyperparameterError, RankMismatch
-from fedlora.folding import Folded, fold
+from fedlora.core.lora import LoRA
+from fedlora.core.method import AllAtOnce, Readout, Roles, Update
+from fedlora.core.pairing import FromPair, Pair, Pairing
+from fedlora.errors import HyperparameterError
 from fedlora.linalg import (
     Budget,
     Canonical,
     ConsensusMean,
     Contributions,
     Spectrum,
-    Split,
     consensus_means,
     consensus_of_pair,
     gauge_splits,
@@ -40,15 +41,9 @@ from fedlora.linalg import (
     unit_roundoff,
 )
 from fedlora.linalg.consensus import Basis, Tie
-from fedlora.lora import LoRA
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.rank_partition import partitioned
-from fedlora.methods.spectral import FactorSplit, instantiate, start_spectrum, whole
-from fedlora.parallel import Each, one_by_one
-from fedlora.sketch import Sketched
-
-# What a direction that rounding could have made has of a vote, as a singular value: its square is its share of K.
-_TOKEN = 1e-3
+from fedlora.linalg.parallel import Each, one_by_one
+from fedlora.methods._rank_partition import partitioned
+from fedlora.methods._spectral import FactorSplit, instantiate, start_spectrum, whole
 
 CountRanks = Literal["nominal", "revealed"]
 Score = Literal["alignment", "energy"]
@@ -61,6 +56,8 @@ class Trace:
 
     roundoff: of the dtype in which that upload came, which moves U_i by as much; 0: that of the basis itself.
     """
+
+    TAG: ClassVar[str] = "glora-trace/1"
 
     round: int
     basis: Tensor
@@ -76,6 +73,8 @@ class Cut:
     or the name of what stood in for all clients' uploads together: "incremental" (`folding`) or "two-pass sketch"
     (`sketch`). kept: the share of tr K that it kept. client_ranks: empty where uploads were not kept.
     """
+
+    TAG: ClassVar[str] = "glora-cut/1"
 
     server_rank: int
     total_rank: int | None
@@ -99,6 +98,8 @@ class GLoRAState:
     in the last aggregation with each component; absent where it did not come with the rest at no cost.
     """
 
+    TAG: ClassVar[str] = "glora/1"
+
     key: int
     round: int
     spectrum: Spectrum
@@ -108,30 +109,8 @@ class GLoRAState:
     alignment: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class FoldedUpdates:
-    """What a part of a round's uploads was folded into: `folding.Folded` with weights n_i (None: nothing yet), and sums
-    over those uploads.
-
-    weight, nominal, revealed: of n_i, of nominal and of revealed ranks. roundoff: of n_i u_i. noise, floor: of the
-    squares of what rounding of the stored factors can be in one direction of M and of M N.
-    """
-
-    pair: Folded | None
-    weight: float = 0.0
-    nominal: int = 0
-    revealed: int = 0
-    roundoff: float = 0.0
-    noise: float = 0.0
-    floor: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.pair is None else self.pair.nbytes
-
-
 @dataclass(frozen=True)
-class GLoRA:
+class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState]):
     """Use it for clients of different ranks and data, where the result must not depend on anyone's coordinates.
 
     Args:
@@ -227,7 +206,7 @@ class GLoRA:
     def _after(self, state: GLoRAState, updates: Sequence[Update], made: ConsensusMean) -> GLoRAState:
         """The next state, from one aggregation."""
         revealed = {u.client: U.shape[1] for u, U in zip(updates, made.bases, strict=True)}
-        rank = self._rank(updates, revealed.values())
+        rank = self._rank(sum(u.rank for u in updates), sum(revealed.values()))
         cut = Cut(
             rank, sum(u.rank for u in updates), made.union_rank, made.gap, made.tied, made.captured, revealed,
             error=made.error, dropped=made.dropped, rounding=made.rounding,
@@ -259,98 +238,43 @@ class GLoRA:
         )
 
     def _budget(self, updates: Sequence[Update], sent: Contributions) -> Budget:
-        revealed: Iterable[int] = ()
+        revealed: list[int] = []
         if self.budget == "revealed" and self.rank is None:
             splits = gauge_splits(sent.pairs, tolerances=sent.tolerances, canonical=self.canonical)
             revealed = [s.U.shape[1] for s in splits]
-        return Budget(self._rank(updates, revealed), self.tie, self.basis, self.canonical)
+        return Budget(self._rank(sum(u.rank for u in updates), sum(revealed)), self.tie, self.basis, self.canonical)
 
-    def require_folding(self) -> None:
-        """Raises `HyperparameterError` where these options need all uploads at once."""
+    def pairing(self) -> Pairing:
+        """How a server that keeps no uploads is to put them together."""
         if self.weighting == "rank-partition":
             raise HyperparameterError("glora: rank-partition weighting needs all uploads at once; set no memory limit.")
-
-    def require_sketching(self) -> None:
-        """Raises `HyperparameterError` for options that a sketched round could not keep."""
-        kept = GLoRA(gamma=self.gamma, factor_split=self.factor_split, history_lag=self.history_lag, score=self.score,
-                     tie=self.tie, history_limit=self.history_limit)  # fmt: skip
-        other = [f.name for f in fields(GLoRA) if getattr(self, f.name) != getattr(kept, f.name)]
-        if other:
-            raise HyperparameterError(
-                f"glora: a sketched round has a rank of its own, the projector basis, and weights by the server's "
-                f"choice; leave out {', '.join(other)}."
-            )
-
-    def fold(self, folded: FoldedUpdates | None, updates: Sequence[Update], columns: int) -> FoldedUpdates:
-        """For `streaming`: some updates, with weights n_i, on top of those that were folded before."""
-        counts = [1.0 if self.weighting == "uniform" else u.weight for u in updates]
-        tolerances = [self._tolerance(u.stored) for u in updates]
-        splits = gauge_splits([(u.B, u.A) for u in updates], tolerances=tolerances, canonical=self.canonical)
-        before = folded or FoldedUpdates(None)
-        floors = [
-            (n * t) ** 2 * float((u.B.square().sum(dim=0).double() * u.A.square().sum(dim=1).double()).sum())
-            for u, n, t in zip(updates, counts, tolerances, strict=True)
-        ]
-        return FoldedUpdates(
-            fold(before.pair, *side_by_side(splits, counts), columns, dtype=updates[0].B.dtype),
-            before.weight + math.fsum(counts),
-            before.nominal + sum(u.rank for u in updates),
-            before.revealed + sum(s.U.shape[1] for s in splits),
-            before.roundoff + math.fsum(n * unit_roundoff(u.stored) for u, n in zip(updates, counts, strict=True)),
-            before.noise + math.fsum(n * t * t for n, t in zip(counts, tolerances, strict=True)),
-            before.floor + math.fsum(floors),
+        defaults = {f.name: f.default for f in fields(GLoRA)}
+        choice = [name for name in ("rho", "rank", "basis", "budget") if getattr(self, name) != defaults[name]]
+        return Pairing(
+            self.canonical, self.weighting, self.rank_tol, tuple(f"{name}={getattr(self, name)}" for name in choice)
         )
 
-    def aggregate_folded(self, state: GLoRAState, folded: FoldedUpdates, total: float) -> GLoRAState:
-        """For `streaming`: the next state. Who took part in this round leaves no trace in the history.
-
-        Raises:
-            RankMismatch: less than half of the clients' subspaces could be kept, or half of the mean may be lost.
-        """
-        pair, root = folded.pair, (folded.weight if self.weighting == "uniform" else total) ** 0.5
-        if pair is None:
-            raise RankMismatch("nothing was folded, so there is no round to close.")
-        if pair.kept < 0.5:
-            raise RankMismatch(
-                f"only {pair.kept:.0%} of the clients' subspaces could be kept in {pair.M.shape[1]} columns: they "
-                f"share too little (a flat spectrum), and what is left would stand for few of them. Give the server "
-                f"more memory; all of this round needs {folded.revealed} columns."
-            )
-        nominal = folded.nominal if self.budget == "nominal" else folded.revealed
-        R = self.rank or max(1, math.ceil(self.rho * nominal - 1e-9))
-        made = consensus_of_pair(
-            pair.M, pair.N, Budget(R, self.tie, self.basis, self.canonical), total=root**2,
-            roundoff=folded.roundoff / folded.weight,
-            noise=pair.noise * math.sqrt(folded.noise) / root, floor=math.sqrt(folded.floor) / root**2,
-        )  # fmt: skip
-        captured, dropped, error = with_loss(made, pair.lost / root**2, pair.least / root**2)
-        if dropped > 0.5:
-            raise RankMismatch(
-                f"up to {dropped:.0%} of the mean update's energy may be lost in {pair.M.shape[1]} columns of memory, "
-                f"although they hold {pair.kept:.0%} of the clients' subspaces: updates outside of what most clients "
-                f"share are large. Give the server more memory; all of this round needs {folded.revealed} columns. One "
-                f"client far larger than the others is often a fault of its own."
-            )
+    def from_pair(self, state: GLoRAState, pair: Pair) -> GLoRAState:
+        """The next state where no single upload is known, so that nobody's history changes."""
+        rank = pair.rank or self._rank(pair.nominal, pair.revealed)
+        if pair.spectrum is None:
+            made = consensus_of_pair(
+                pair.M, pair.N, Budget(rank, self.tie, self.basis, self.canonical), total=pair.total,
+                roundoff=pair.roundoff, noise=pair.noise, floor=pair.floor,
+            )  # fmt: skip
+        else:
+            made = _of_spectrum(pair.spectrum, pair.cut / pair.total)
+        captured, dropped, error = with_loss(made, pair.lost / pair.total, pair.least / pair.total)
+        known = pair.approximation is None  # else what R chose among is not all there was
         cut = Cut(
-            R, folded.nominal, made.union_rank, made.gap, made.tied, captured, {},
-            None, pair.kept, error, dropped, made.rounding,
+            rank, pair.nominal, made.union_rank if known else None, made.gap if known else None, made.tied, captured,
+            {}, pair.approximation, pair.kept, error, dropped, made.rounding,
         )  # fmt: skip
-        if pair.left_out:  # what R chose among is not all there was
-            cut = replace(cut, union_rank=None, gap=None, approximation="incremental")
         return GLoRAState(state.key, state.round + 1, made.spectrum, None, state.history, cut, {})
 
-    def aggregate_sketched(self, state: GLoRAState, sketched: Sketched, rank: int) -> GLoRAState:
-        """For `sketch_round`: the next state. No single upload is known, so nobody's history changes."""
-        error = sketched.error_bound
-        cut = Cut(
-            rank, None, None, None, False, max(1 - error**2, 0.0), {}, "two-pass sketch", sketched.captured, error,
-            min(sketched.missed**2, 1.0), sketched.rounding,
-        )  # fmt: skip
-        return GLoRAState(state.key, state.round + 1, sketched.spectrum, None, state.history, cut, {})
-
-    def _rank(self, updates: Sequence[Update], revealed: Iterable[int]) -> int:
-        """R. Source: paper section 4.2, R = ceil(rho sum r_i)."""
-        total = sum(u.rank for u in updates) if self.budget == "nominal" else sum(revealed)
+    def _rank(self, nominal: int | None, revealed: int | None) -> int:
+        """R, from the clients' ranks added up. Source: paper section 4.2, R = ceil(rho sum r_i)."""
+        total = (nominal if self.budget == "nominal" else revealed) or 0
         return self.rank or max(1, math.ceil(self.rho * total - 1e-9))
 
     def readout(self, state: GLoRAState, client: str | None, rank: int) -> Readout:
@@ -413,17 +337,13 @@ class GLoRA:
         return usable[-1] if usable else None
 
 
-def side_by_side(splits: Sequence[Split], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """M = [sqrt(p_i) U_i] and N = [sqrt(p_i) Ahat_i], float64, and what rounding could have made, with a token vote.
-
-    M N is the whole mean then, and M M^T is K but for a millionth: such directions are kept last, yet they are kept.
-    """
-    M, N = [], []
-    for split, weight in zip(splits, weights, strict=True):
-        root = math.sqrt(weight)
-        M += [root * split.U, root * _TOKEN * split.U_rest]
-        N += [root * split.Ahat, root / _TOKEN * split.A_rest]
-    return torch.cat(M, dim=1), torch.cat(N, dim=0)
+def _of_spectrum(spectrum: Spectrum, left_out: float) -> ConsensusMean:
+    """A mean that came as its own SVD, cut already. left_out: the norm of what was cut."""
+    size = float(torch.linalg.vector_norm(spectrum.s.double()))
+    error = left_out / size if size else 0.0
+    return ConsensusMean(
+        spectrum, (), (), spectrum.rank, math.inf, False, max(1 - error**2, 0.0), 0.0, error, spectrum.rounding, size
+    )
 
 
 def with_loss(made: ConsensusMean, lost: float, least: float) -> tuple[float, float, float]:

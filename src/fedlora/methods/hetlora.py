@@ -21,10 +21,10 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from fedlora.core.lora import LoRA, revive
+from fedlora.core.method import Readout, Roles, TailPenalty, Update
 from fedlora.errors import HyperparameterError
-from fedlora.lora import LoRA, revive
-from fedlora.method import Readout, Roles, TailPenalty, Update
-from fedlora.methods.slots import first, mean_columns, mean_rows
+from fedlora.methods._slots import first, mean_columns, mean_rows
 
 Solver = Literal["thin", "dense"]
 Weights = Literal["sparsity", "examples"]
@@ -33,6 +33,8 @@ Weights = Literal["sparsity", "examples"]
 @dataclass(frozen=True, eq=False)
 class HetLoRAState:
     """mean: the averaged zero-padded pair, of the largest rank seen. weights: client -> w_i of the last round."""
+
+    TAG: ClassVar[str] = "hetlora/1"
 
     key: int
     round: int

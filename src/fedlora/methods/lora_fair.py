@@ -25,10 +25,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from fedlora.core.lora import LoRA, revive, stack
+from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
-from fedlora.lora import LoRA, revive, stack
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.factors import require_one_rank, require_readout_rank, weighted_mean
+from fedlora.linalg.weighted_mean import weighted_mean
+from fedlora.methods._factors import require_one_rank, require_readout_rank
 
 Metric = Literal["cosine", "l2"]
 
@@ -36,6 +37,8 @@ Metric = Literal["cosine", "l2"]
 @dataclass(frozen=True, eq=False)
 class LoRAFAIRState:
     """pair: the corrected average. before, after: the cosine of (B A, mean update) without and with the correction."""
+
+    TAG: ClassVar[str] = "lora-fair/1"
 
     key: int
     round: int

@@ -17,11 +17,11 @@ from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
+from fedlora.core.lora import LoRA, revive
+from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import rank_tolerance, svd_of_product
-from fedlora.lora import LoRA, revive
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.slots import first, mean_columns, mean_rows
+from fedlora.methods._slots import first, mean_columns, mean_rows
 
 Coordinates = Literal["factors", "subspace"]
 
@@ -29,6 +29,8 @@ Coordinates = Literal["factors", "subspace"]
 @dataclass(frozen=True, eq=False)
 class PaddedAverageState:
     """mean: the averaged zero-padded pair, of the largest rank seen."""
+
+    TAG: ClassVar[str] = "padded-average/1"
 
     key: int
     round: int

@@ -17,14 +17,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedlora.lora import LoRA, revive
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.slots import first, mean_columns, mean_rows, paired, require_slots
+from fedlora.core.lora import LoRA, revive
+from fedlora.core.method import Readout, Roles, Update
+from fedlora.methods._slots import first, mean_columns, mean_rows, paired, require_slots
 
 
 @dataclass(frozen=True, eq=False)
 class RoLoRAState:
     """pair: the averaged factor beside the frozen one, of the largest rank."""
+
+    TAG: ClassVar[str] = "rolora/1"
 
     key: int
     round: int

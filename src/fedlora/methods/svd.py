@@ -18,16 +18,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedlora.core.lora import LoRA
+from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum
-from fedlora.lora import LoRA
-from fedlora.method import Readout, Roles, Update
-from fedlora.methods.spectral import instantiate, mean_spectrum, start_spectrum, whole
+from fedlora.methods._spectral import instantiate, mean_spectrum, start_spectrum, whole
 
 
 @dataclass(frozen=True, eq=False)
 class SVDState:
     """spectrum: the kept part of the mean update. start: the rows of A that a fresh start shares; None later."""
+
+    TAG: ClassVar[str] = "svd/1"
 
     key: int
     round: int

@@ -1,0 +1,10 @@
+"""PEFT adapters as files: read without trust, written all or nothing, merged, cut, written into a base model.
+
+alpha / r ends here: inside fedlora an update is B A. Strangers' files are opened by `untrusted_files` only.
+"""
+
+from fedlora.adapters.io import read_adapter, write_adapter
+from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.writer import AdapterSpec, AdapterWriter
+
+__all__ = ["AdapterFile", "AdapterSpec", "AdapterWriter", "read_adapter", "write_adapter"]

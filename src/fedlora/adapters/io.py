@@ -1,0 +1,171 @@
+"""The PEFT boundary: directories and models on one side, `Adapter` on the other.
+
+The only place that knows alpha and r, key names and patterns. Inside the library an update is W0 + scaling * B @ A with
+one `scaling` for all modules and clients; here each module's own alpha / r (or alpha / sqrt(r)) is folded into B
+relative to it, so a common one is the identity, bit for bit. A is never touched.
+
+Reads the files itself (torch and safetensors only) and refuses by name what would change the update: see
+docs/decisions/0006-peft-boundary.md for the table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedlora.adapters.config import ADALORA_FIELDS, check_config, check_scaling, is_adalora
+from fedlora.adapters.layouts import Layout
+from fedlora.adapters.reader import PREFIX, AdapterFile, scaled
+from fedlora.adapters.writer import AdapterSpec, AdapterWriter, pad_rank
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import AdapterFormatError, ShapeError
+
+# ------------------------------------------------------------------------------------------------------ directories
+
+
+def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> tuple[Adapter, AdapterSpec]:
+    """A PEFT LoRA directory as an `Adapter` in units of `scaling`, and its spec.
+
+    Args:
+        directory: holds adapter_config.json and adapter_model.safetensors.
+        scaling: with the default 1.0, B @ A is the update itself. Pass a run's common alpha / r to get the stored
+            factors back bit for bit.
+
+    Raises:
+        AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that
+            do not fit the config.
+    """
+    file = AdapterFile(directory, scaling=scaling)
+    modules = {name: file.lora(name) for name in file.modules}
+    heads = {path: file.head(path) for path in file.heads}
+    return Adapter(modules, heads), spec_of(file.config, scaling, file.layouts)
+
+
+def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: AdapterSpec, *, card: str = "") -> None:
+    """A PEFT directory that `PeftModel.from_pretrained` loads as base + spec.scaling * B @ A, rank by rank.
+
+    Modules of different ranks become rank_pattern and alpha_pattern. `card` is the text of README.md. Each file is
+    written beside and renamed, so a reader never sees half of one.
+
+    Raises:
+        AdapterFormatError: a factor is missing, or values are not finite.
+    """
+    with AdapterWriter(directory, spec) as writer:
+        for name, lora in adapter.modules.items():
+            writer.add(name, lora)
+        writer.finish(adapter.heads, card)
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def read_model(model: nn.Module, name: str = "default", *, scaling: float = 1.0) -> tuple[Adapter, AdapterSpec]:
+    """The adapter `name` of a peft model, as copies in units of `scaling`, and its spec.
+
+    Raises:
+        AdapterFormatError: no such adapter, or one that is not W0 + s B A.
+    """
+    check_scaling(scaling)
+    config = _model_config(model, name)
+    modules = {}
+    for path, layer in _lora_layers(model, name):
+        lora = _pair(path, layer.lora_B[name].weight.detach(), layer.lora_A[name].weight.detach())
+        modules[path] = scaled(lora, layer.scaling[name] / scaling).map(Tensor.clone)
+    heads = {path: tensor.detach().clone() for path, tensor in _head_tensors(model, name)}
+    return Adapter(modules, heads), spec_of(config, scaling)
+
+
+def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *, scaling: float = 1.0) -> None:
+    """Copy `adapter`, in units of `scaling`, into the adapter `name` of a peft model, in place, all or nothing.
+
+    Raises:
+        AdapterFormatError: modules, heads or shapes of the two differ, or the model's adapter is not W0 + s B A.
+    """
+    check_scaling(scaling)
+    _model_config(model, name)
+    layers, heads = dict(_lora_layers(model, name)), dict(_head_tensors(model, name))
+    for what, have, want in (("modules", layers, adapter.modules), ("heads", heads, adapter.heads)):
+        if set(have) != set(want):
+            odd = sorted(set(have) ^ set(want))
+            raise AdapterFormatError(f"adapter and model differ in {what}: {odd[:3]} ({len(odd)} in all).")
+    copies: list[tuple[str, Tensor, Tensor]] = []
+    for path, lora in adapter.modules.items():
+        layer = layers[path]
+        B, A = scaled(lora, scaling / layer.scaling[name]).factors
+        copies += [(path, layer.lora_B[name].weight, B), (path, layer.lora_A[name].weight, A)]
+    copies += [(path, heads[path], head) for path, head in adapter.heads.items()]
+    for path, target, value in copies:
+        if target.shape != value.shape:
+            raise AdapterFormatError(
+                f"{path}: the model has shape {tuple(target.shape)}, the adapter {tuple(value.shape)}."
+            )
+    with torch.no_grad():
+        for _, target, value in copies:
+            target.copy_(value)
+
+
+def _lora_layers(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        if name in getattr(module, "lora_embedding_A", {}):
+            raise AdapterFormatError(f"{path}: LoRA on an embedding is not supported yet; target linear layers.")
+        if name in getattr(module, "lora_A", {}):
+            yield path.removeprefix(PREFIX), module
+
+
+def _head_tensors(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of the fully trained modules, as peft saves them."""
+    for path, module in model.named_modules():
+        saved = getattr(module, "modules_to_save", None)
+        if isinstance(saved, nn.ModuleDict) and name in saved:
+            for key, tensor in saved[name].state_dict(keep_vars=True).items():
+                yield f"{path.removeprefix(PREFIX)}.{key}", tensor
+
+
+def _model_config(model: Any, name: str) -> dict[str, Any]:
+    configs = getattr(model, "peft_config", {})
+    if name not in configs:
+        raise AdapterFormatError(f"the model has no adapter {name!r}; it has {sorted(configs) or 'none'}.")
+    config = {key: _plain(value) for key, value in configs[name].to_dict().items()}
+    check_config(config, where=f"adapter {name!r} of the model", in_model=True)
+    return config
+
+
+def _pair(name: str, B: Tensor, A: Tensor) -> LoRA:
+    try:
+        return LoRA(B, A)
+    except ShapeError as error:
+        raise AdapterFormatError(f"module {name!r} is no LoRA of a linear layer: {error}") from error
+
+
+def spec_of(config: Mapping[str, Any], scaling: float, layouts: Mapping[str, Layout] | None = None) -> AdapterSpec:
+    """What a config says besides ranks and scaling, which follow from the adapter. AdaLoRA's becomes LoRA's."""
+    gone = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", *(ADALORA_FIELDS if is_adalora(config) else ())}
+    kept = {k: v for k, v in sorted(config.items()) if k not in gone}
+    for name in ("target_modules", "exclude_modules"):  # sets in memory: any order on disk
+        if isinstance(kept.get(name), list):
+            kept[name] = sorted(kept[name])
+    special = {path: layout for path, layout in (layouts or {}).items() if layout.kind not in ("linear", "adalora")}
+    return AdapterSpec(ReadOnly(kept), scaling, ReadOnly(special))
+
+
+def _plain(value: Any) -> Any:
+    """A config value as JSON has it: sets sorted, enums by value, nested configs as dicts."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return getattr(value, "value", value)
+
+
+__all__ = [
+    "AdapterSpec",
+    "load_into_model",
+    "pad_rank",
+    "read_adapter",
+    "read_model",
+    "spec_of",
+    "write_adapter",
+]

@@ -1,0 +1,83 @@
+"""How PEFT stores a LoRA pair for each kind of layer, and the pair of matrices (B, A) that it means.
+
+    kind        stored A                 stored B             update of
+    linear      (r, d_in)                (d_out, r)           a weight (d_out, d_in), whichever way round it is kept
+    embedding   (r, vocabulary)          (d, r)               its table, transposed: (d, vocabulary)
+    conv        (r, c_in, k...)          (c_out, r, 1...)     a kernel, flattened to (c_out, c_in k...)
+    parameter   (E r, d_in)              (d_out, r E)         E matrices of one tensor, such as a layer's experts
+    adalora     (r, d_in), E (r, 1)      (d_out, r)           as linear, with A scaled by E
+
+Expert e's A is rows e r .. (e + 1) r of the stored one, its B columns e, e + E, e + 2 E, ...: the two interleave
+differently (peft 0.21, lora.ParamWrapper). Each expert is a module of its own here, named PATH[e].
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import LoRA
+
+Kind = Literal["linear", "embedding", "conv", "parameter", "adalora"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One stored pair. kernel: a convolution's (k, ...). experts: matrices in one tensor. pattern: the name that
+    rank_pattern and alpha_pattern are matched with, where it is not the path."""
+
+    kind: Kind = "linear"
+    kernel: tuple[int, ...] = ()
+    experts: int = 0
+    pattern: str = ""
+
+    def modules(self, path: str) -> list[str]:
+        """The names of the matrices stored at `path`."""
+        return [f"{path}[{e}]" for e in range(self.experts)] if self.kind == "parameter" else [path]
+
+    def keys(self, path: str) -> tuple[str, str]:
+        """The names of the stored B and A."""
+        if self.kind == "embedding":
+            return f"{path}.lora_embedding_B", f"{path}.lora_embedding_A"
+        return f"{path}.lora_B.weight", f"{path}.lora_A.weight"
+
+    def rank(self, B: Sequence[int], A: Sequence[int]) -> int | None:
+        """The rank by the stored shapes; None where they are not such a pair."""
+        if self.kind == "conv":
+            fits = len(A) == len(B) == 2 + len(self.kernel) and tuple(A[2:]) == self.kernel and set(B[2:]) == {1}
+        else:
+            fits = len(A) == len(B) == 2
+        if not fits or B[1] != A[0] or (self.experts and A[0] % self.experts):
+            return None
+        return A[0] // max(self.experts, 1)
+
+    def unpacked(self, B: Tensor, A: Tensor, expert: int = 0) -> LoRA:
+        """The pair that the stored tensors mean; of one expert, where there are several."""
+        if self.kind == "conv":
+            return LoRA(B.flatten(1), A.flatten(1))
+        if self.kind == "parameter":
+            r = len(A) // self.experts
+            return LoRA(B[:, expert :: self.experts], A[expert * r : (expert + 1) * r])
+        return LoRA(B, A)
+
+    def packed(self, pairs: Sequence[LoRA]) -> tuple[Tensor, Tensor]:
+        """(B, A) as they are stored, from all of the tensor's pairs, which have one rank."""
+        if self.kind == "parameter":
+            Bs, As = zip(*(pair.factors for pair in pairs), strict=True)
+            return torch.stack(Bs, dim=2).flatten(1), torch.cat(As)
+        B, A = pairs[0].factors
+        if self.kind == "conv":
+            width = A.shape[1] // math.prod(self.kernel)
+            return B.reshape(*B.shape, *(1 for _ in self.kernel)), A.reshape(len(A), width, *self.kernel)
+        return B, A
+
+
+def stored_path(module: str) -> str:
+    """Where a module's pair is stored: the name without the expert."""
+    return re.sub(r"\[\d+\]$", "", module)

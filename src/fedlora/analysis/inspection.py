@@ -1,0 +1,107 @@
+"""What an adapter is made of, and how two of them differ: norms, spectra, dead slots, subspaces, gauge.
+
+All of it on factor pairs; numbers of the update do not depend on the gauge, those of the factors do and say so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import LoRA, stack
+from fedlora.linalg import gauge_fix, rank_tolerance, svd_of_product
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one module's update. rank: its slots; numerical: the rank of B A; effective: exp of the entropy of the energy
+    shares, how many directions it really uses; dead: slots that can never train (B and A both zero); balance: ||B|| /
+    ||A||, which is the gauge's."""
+
+    rank: int
+    numerical: int
+    effective: float
+    norm: float
+    dead: int
+    balance: float
+    singular_values: tuple[float, ...]
+
+
+def facts(lora: LoRA) -> Facts:
+    """The facts of one update."""
+    B, A = (t.double() for t in lora.factors)
+    spectrum = svd_of_product(B, A, tolerance=max(rank_tolerance(t.dtype) for t in lora.factors))
+    energy = spectrum.s.square()
+    shares = energy / energy.sum() if spectrum.rank else energy
+    size_A = float(torch.linalg.vector_norm(A))
+    return Facts(
+        rank=lora.rank,
+        numerical=spectrum.sound,
+        effective=math.exp(-float((shares * shares.log()).sum())) if spectrum.rank else 0.0,
+        norm=float(energy.sum().sqrt()),
+        dead=int(((B == 0).all(dim=0) & (A == 0).all(dim=1)).sum()),
+        balance=float(torch.linalg.vector_norm(B)) / size_A if size_A else math.inf,
+        singular_values=tuple(float(s) for s in spectrum.s),
+    )
+
+
+def overlap(one: LoRA, other: LoRA) -> float:
+    """How much of the smaller column space lies in the larger: the mean squared cosine of their principal angles."""
+    U, V = (_columns(lora) for lora in (one, other))
+    if not U.shape[1] or not V.shape[1]:
+        return 0.0
+    cosines = torch.linalg.svdvals(U.mT @ V).clamp(max=1)
+    return float(cosines.square().sum() / min(U.shape[1], V.shape[1]))
+
+
+@dataclass(frozen=True)
+class ModuleDifference:
+    """Between two adapters. update: ||X - Y|| / ||X||; B, A: the same of the factors, None where their ranks differ;
+    angle: the largest principal angle of the column spaces, in degrees."""
+
+    update: float
+    B: float | None
+    A: float | None
+    angle: float
+
+    @property
+    def verdict(self) -> str:
+        """In words; "same" is up to 1e-5, which is what storing in float32 leaves."""
+        if self.update <= 1e-5:
+            same = self.B is not None and self.A is not None and max(self.B, self.A) <= 1e-5
+            return "the same factors" if same else "the same update in another gauge"
+        return "another update"
+
+
+def difference(one: LoRA, other: LoRA) -> ModuleDifference:
+    """Of two updates of one matrix. Raises `ShapeError` where they are of different ones."""
+    gap = stack([one.map(Tensor.double), other.map(Tensor.double)], [1.0, -1.0]).norm()
+    size = one.norm()
+    U, V = _columns(one), _columns(other)
+    if U.shape[1] and U.shape[1] == V.shape[1]:
+        sine = float(torch.linalg.matrix_norm(V - U @ (U.mT @ V), ord=2))  # exact for small angles, where acos is not
+        angle = math.degrees(math.asin(min(1.0, sine)))
+    else:
+        angle = 0.0 if U.shape[1] == V.shape[1] else 90.0
+    return ModuleDifference(
+        update=gap / size if size else (math.inf if gap else 0.0),
+        B=_relative(one.factors[0], other.factors[0]),
+        A=_relative(one.factors[1], other.factors[1]),
+        angle=angle,
+    )
+
+
+def _columns(lora: LoRA) -> Tensor:
+    B, A = lora.factors
+    return gauge_fix(B, A, tolerance=rank_tolerance(B.dtype))[0]
+
+
+def _relative(one: Tensor, other: Tensor) -> float | None:
+    if one.shape != other.shape:
+        return None
+    size = float(torch.linalg.vector_norm(one.double()))
+    gap = float(torch.linalg.vector_norm(one.double() - other.double()))
+    return gap / size if size else (math.inf if gap else 0.0)

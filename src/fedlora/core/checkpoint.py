@@ -1,0 +1,214 @@
+"""Save and load values made of tensors and frozen dataclasses: one safetensors file, its digest in its name.
+
+    round-00007.3f2a90c1d4e5b6a7.safetensors          tensors, and the tree around them as JSON in the metadata
+
+The file is written whole or not at all (`files`). The name carries SHA-256 of the content, so damage shows. The types
+come from the reader, never from the file, which knows them by tags: nothing in a checkpoint can name code to run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import types
+import typing
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fedlora.core import files
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import CheckpointError
+
+T = TypeVar("T")
+
+# What files of fedlora before tags call a value's class, and its tag. Names of classes without a tag, as of a method of
+# one's own, stay what they are: its module and name.
+_BEFORE_TAGS = {
+    "fedlora.base_change.BaseChange": "base-change/1",
+    "fedlora.by_hand.HandState": "by-hand/1",
+    "fedlora.delivery.Cache": "cache/1",
+    "fedlora.delivery.Held": "held/1",
+    "fedlora.flower.node.NodeState": "node/1",
+    "fedlora.flower.strategy.FlowerState": "flower/1",
+    "fedlora.linalg.Spectrum": "spectrum/1",
+    "fedlora.linalg.spectrum.Spectrum": "spectrum/1",
+    "fedlora.lora.Adapter": "adapter/1",
+    "fedlora.lora.LoRA": "lora/1",
+    "fedlora.methods.fedex_lora.FedExLoRAState": "fedex-lora/1",
+    "fedlora.methods.fedit.FedITState": "fedit/1",
+    "fedlora.methods.fedrot_lora.FedRotLoRAState": "fedrot-lora/1",
+    "fedlora.methods.fedsa_lora.FedSALoRAState": "fedsa-lora/1",
+    "fedlora.methods.ffa_lora.FFALoRAState": "ffa-lora/1",
+    "fedlora.methods.flexlora.FlexLoRAState": "flexlora/1",
+    "fedlora.methods.flora.FLoRAState": "flora/1",
+    "fedlora.methods.glora.Cut": "glora-cut/1",
+    "fedlora.methods.glora.GLoRAState": "glora/1",
+    "fedlora.methods.glora.Trace": "glora-trace/1",
+    "fedlora.methods.hetlora.HetLoRAState": "hetlora/1",
+    "fedlora.methods.lora_fair.LoRAFAIRState": "lora-fair/1",
+    "fedlora.methods.padded_average.PaddedAverageState": "padded-average/1",
+    "fedlora.methods.rolora.RoLoRAState": "rolora/1",
+    "fedlora.methods.svd.SVDState": "svd/1",
+    "fedlora.server.ServerState": "server/1",
+    "fedlora.server.Tally": "tally/1",
+    "fedlora.simulation.ClientMemory": "client-memory/1",
+    "fedlora.simulation.RunState": "run/1",
+}
+
+_NAME = re.compile(r"round-(\d{5,})\.([0-9a-f]{16})\.safetensors")
+
+
+def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
+    """Write `value` as the checkpoint of `round`, and remove all but the newest `keep` ones.
+
+    Raises:
+        CheckpointError: the value holds something that cannot be stored, or the disk refuses; older ones stay.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _encode(value, "", tensors)
+    try:
+        content = safetensors.torch.save(tensors, metadata={"tree": json.dumps(tree, sort_keys=True)})
+    except SafetensorError as error:
+        raise CheckpointError(f"the checkpoint of round {round} cannot be stored: {error}.") from error
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    path = directory / f"round-{round:05d}.{digest}.safetensors"
+    try:
+        files.write(path, content)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
+            f"Earlier checkpoints are untouched; free some space and resume."
+        ) from error
+    for _, _, old in _listed(directory)[keep:]:
+        old.unlink()
+    return path
+
+
+def load_newest(directory: Path, kind: type[T], *extra: type, upto: int | None = None) -> tuple[int, T] | None:
+    """(round, value) of the newest sound checkpoint, as a `kind`; None where there is none. upto: of those whose round
+    is at most this.
+
+    A damaged one is skipped with a warning, and the one before it used. `extra`: dataclasses that occur where the type
+    says only `Any` (a method's own state).
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is sound.
+    """
+    listed = [entry for entry in _listed(directory) if upto is None or entry[0] <= upto]
+    for round, digest, path in listed:
+        try:
+            return round, _read(path, digest, kind, extra)
+        except CheckpointError as error:
+            warnings.warn(f"{error} Trying the one before it.", stacklevel=2)
+    if listed:
+        raise CheckpointError(f"none of the {len(listed)} checkpoints in {directory} is sound; start the run afresh.")
+    return None
+
+
+def _listed(directory: Path) -> list[tuple[int, str, Path]]:
+    """(round, digest, path) of each checkpoint, newest first."""
+    named = [(_NAME.fullmatch(path.name), path) for path in directory.glob("round-*.safetensors")]
+    return sorted(((int(match[1]), match[2], path) for match, path in named if match), reverse=True)
+
+
+def _read(path: Path, digest: str, kind: type[T], extra: tuple[type, ...]) -> T:
+    with path.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+    if found != digest:
+        raise CheckpointError(f"checkpoint {path.name} is damaged: its content does not match its digest.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tree = json.loads(file.metadata()["tree"])
+        tensors = safetensors.torch.load_file(path)
+        known = {_type_name(cls): cls for root in (kind, *extra) for cls in _dataclasses(root, set())}
+        value: T = _decode(tree, tensors, known)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
+    return value
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """JSON for `value`, its tensors moved to `tensors` under their path."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_complex() or value.device.type == "meta":
+            kind = f"{value.dtype}, {value.layout}, on {value.device}"
+            raise CheckpointError(f"the tensor at {path or '/'} ({kind}) cannot be stored in a checkpoint.")
+        tensors[path] = value.detach().cpu().clone().contiguous()
+        return {"tensor": path}
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = {f.name: _encode(getattr(value, f.name), _below(path, f.name), tensors) for f in fields(value)}
+        return {"dataclass": _type_name(type(value)), "fields": inside}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise CheckpointError(f"a mapping at {path or '/'} has keys that are no strings; it cannot be stored.")
+        return {"mapping": {key: _encode(item, _below(path, key), tensors) for key, item in value.items()}}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(item, f"{path}/{k}", tensors) for k, item in enumerate(value)]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(float(value))}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(f"a {type(value).__name__} at {path or '/'} cannot be stored in a checkpoint.")
+
+
+def _type_name(cls: type) -> str:
+    """The class's own tag, which no move or new name of its code changes; its module and name where it has none."""
+    tag = vars(cls).get("TAG")  # its own: what inherits from a tagged class is another one
+    return tag if isinstance(tag, str) else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _upgraded(name: str, inside: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A value as a file before tags has it, as it would be stored now."""
+    if name == "fedlora.server.ServerState":
+        inside.pop("changed", None)  # what travels is decided by content now
+    if name == "fedlora.delivery.Held":
+        inside["parts"] = {"mapping": {}}  # no digests in there: frozen parts are sent once more
+    return _BEFORE_TAGS.get(name, name), inside
+
+
+def _below(path: str, key: str) -> str:
+    """A path one step down, as JSON pointers write it: a slash inside a key is no step."""
+    return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+
+
+def _decode(tree: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    match tree:
+        case {"tensor": path}:
+            return tensors[path]
+        case {"dataclass": name, "fields": inside}:
+            name, inside = _upgraded(name, inside)
+            return known[name](**{key: _decode(item, tensors, known) for key, item in inside.items()})
+        case {"mapping": items}:
+            return ReadOnly({key: _decode(item, tensors, known) for key, item in items.items()})
+        case {"tuple": items}:
+            return tuple(_decode(item, tensors, known) for item in items)
+        case {"float": text}:
+            return float(text)
+    raise ValueError(f"unknown node {sorted(tree)}")
+
+
+def _dataclasses(hint: Any, seen: set[Any]) -> set[type]:
+    """Every dataclass that a type hint can hold, through unions, tuples, mappings and fields."""
+    if hint in seen:
+        return set()
+    seen.add(hint)
+    found: set[type] = set()
+    if isinstance(hint, type) and is_dataclass(hint) and not isinstance(hint, types.GenericAlias):
+        found.add(hint)
+        for inner in typing.get_type_hints(hint).values():
+            found |= _dataclasses(inner, seen)
+    for inner in typing.get_args(hint):
+        found |= _dataclasses(inner, seen)
+    return found

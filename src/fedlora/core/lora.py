@@ -1,0 +1,192 @@
+"""The values that travel: one factor pair `LoRA`, and an `Adapter` of many with its heads.
+
+Knows nothing of alpha, r or PEFT: the update of one matrix is Delta W = B @ A, in units that `peft_io` chose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import FactorNotShared, ShapeError
+from fedlora.seeds import derive_seed
+
+
+@dataclass(frozen=True, eq=False)
+class LoRA:
+    """One update Delta W = B @ A of a weight W (d_out, d_in), kept as its factors.
+
+    Args:
+        B: (d_out, r), or None where this factor does not travel.
+        A: (r, d_in), or None where this factor does not travel.
+
+    Raises:
+        ShapeError: the factors are not matrices, or do not share r.
+
+    Source: paper section 3.1. (B Q, Q^-1 A) is the same update for every invertible Q: the *gauge*.
+    """
+
+    TAG: ClassVar[str] = "lora/1"
+
+    B: Tensor | None
+    A: Tensor | None
+
+    def __post_init__(self) -> None:
+        shapes = {name: tuple(t.shape) for name, t in (("B", self.B), ("A", self.A)) if t is not None}
+        if not shapes:
+            raise ShapeError("a LoRA needs at least one of its factors B (d_out, r) and A (r, d_in); got neither.")
+        if any(len(shape) != 2 for shape in shapes.values()):
+            raise ShapeError(f"LoRA factors are matrices, B (d_out, r) and A (r, d_in); got shapes {shapes}.")
+        if len(shapes) == 2 and shapes["B"][1] != shapes["A"][0]:
+            raise ShapeError(
+                f"B (d_out, r) and A (r, d_in) must share the rank r; got B {shapes['B']} and A {shapes['A']}. "
+                f"In PEFT's layout lora_B.weight is B and lora_A.weight is A, neither transposed."
+            )
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(B, A), both present.
+
+        Raises:
+            FactorNotShared: one of them did not travel.
+        """
+        if self.B is None or self.A is None:
+            missing = "B" if self.B is None else "A"
+            raise FactorNotShared(
+                f"factor {missing} of this update is absent: by its role it did not travel. "
+                f"`fedlora.client.receive(download, kept)` completes an adapter before its product is needed."
+            )
+        return self.B, self.A
+
+    @property
+    def rank(self) -> int:
+        """r, the columns of B and rows of A (not the numerical rank)."""
+        if self.B is not None:
+            return self.B.shape[1]
+        assert self.A is not None  # __post_init__: one factor is there
+        return self.A.shape[0]
+
+    def delta(self) -> Tensor:
+        """The dense update B @ A, (d_out, d_in). For tests and small matrices: the server never forms it."""
+        B, A = self.factors
+        return B @ A
+
+    def norm(self) -> float:
+        """||B @ A||_F without forming B @ A: ||R_B R_A^T||_F from two QR factorisations, in float64.
+
+        The trace form tr((B^T B)(A A^T)) loses digits in ill-conditioned gauges; this one does not.
+        """
+        B, A = self.factors
+        R_B = torch.linalg.qr(B.double(), mode="r").R
+        R_A = torch.linalg.qr(A.double().T, mode="r").R
+        return float(torch.linalg.matrix_norm(R_B @ R_A.T))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LoRA:
+        """The same pair with `change` applied to each factor that is present (a cast, a move, a clone)."""
+        return LoRA(None if self.B is None else change(self.B), None if self.A is None else change(self.A))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The factors that are present, by name."""
+        return {name: t for name, t in (("B", self.B), ("A", self.A)) if t is not None}
+
+    def __repr__(self) -> str:
+        def side(t: Tensor | None) -> str:
+            return "absent" if t is None else f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+
+        return f"LoRA(B={side(self.B)}, A={side(self.A)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """All that one client trains: a `LoRA` for each adapted module, and fully trained heads such as a classifier.
+
+    Args:
+        modules: path of the adapted module in the base model -> its factor pair.
+        heads: path of a fully trained tensor (PEFT modules_to_save) -> its value, any shape.
+
+    Both mappings are copied, sorted by name and read-only from then on.
+    """
+
+    TAG: ClassVar[str] = "adapter/1"
+
+    modules: Mapping[str, LoRA]
+    heads: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modules", ReadOnly({k: self.modules[k] for k in sorted(self.modules)}))
+        object.__setattr__(self, "heads", ReadOnly({k: self.heads[k] for k in sorted(self.heads)}))
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Module -> rank r."""
+        return {name: lora.rank for name, lora in self.modules.items()}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Adapter:
+        """The same adapter with `change` applied to every tensor."""
+        return Adapter(
+            {name: lora.map(change) for name, lora in self.modules.items()},
+            {name: change(head) for name, head in self.heads.items()},
+        )
+
+    def __repr__(self) -> str:
+        ranks = sorted(set(self.ranks.values()))
+        return f"Adapter({len(self.modules)} modules of rank {ranks}, heads={list(self.heads)})"
+
+
+def stack(loras: list[LoRA], weights: list[float]) -> LoRA:
+    """sum_i w_i B_i A_i as one factor pair of rank sum r_i: [w_1 B_1 | w_2 B_2 | ...] and [A_1; A_2; ...]. Exact."""
+    pairs = [lora.factors for lora in loras]
+    return LoRA(
+        torch.cat([B * w for (B, _), w in zip(pairs, weights, strict=True)], dim=1),
+        torch.cat([A for _, A in pairs], dim=0),
+    )
+
+
+def fresh_rows(count: int, d_in: int, *seed: str | int, like: Tensor) -> Tensor:
+    """(count, d_in) rows of A as LoRA starts them: uniform on +-1/sqrt(d_in) (PEFT's kaiming_uniform with a = sqrt 5).
+
+    A stable function of `seed`; drawn on the CPU in float64, then cast to `like`'s dtype and device, so that it does
+    not depend on either.
+    """
+    generator = torch.Generator().manual_seed(derive_seed("fresh-rows", *seed))
+    rows = torch.rand(count, d_in, generator=generator, dtype=torch.float64)
+    return rows.mul_(2).sub_(1).div_(math.sqrt(d_in)).to(like)
+
+
+def revive(lora: LoRA, *seed: str | int) -> LoRA:
+    """The same update with no dead slot: where B[:, k] and A[k, :] are both zero, A[k, :] becomes a fresh row.
+
+    Such a slot has a zero gradient in both factors, under every optimiser, for ever; B = 0 with a fresh A is how LoRA
+    itself starts. `seed` makes the rows a stable function of (key, round, client).
+    """
+    B, A = lora.factors
+    dead = (B == 0).all(dim=0) & (A == 0).all(dim=1)
+    if not bool(dead.any()):
+        return lora
+    rows = fresh_rows(lora.rank, A.shape[1], *seed, like=A)
+    return LoRA(B, torch.where(dead[:, None], rows, A))
+
+
+def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of an adapter, under a name for messages."""
+    for name, lora in adapter.modules.items():
+        for factor, tensor in lora.tensors().items():
+            yield factor_name(factor, name), tensor
+    for name, head in adapter.heads.items():
+        yield f"head {name!r}", head
+
+
+def factor_name(factor: str, module: str) -> str:
+    return f"factor {factor} of module {module!r}"
+
+
+def compute_dtype(lora: LoRA) -> torch.dtype:
+    """float32, or float64 where a factor is: what the tall products are computed in."""
+    wide = any(t is not None and t.dtype == torch.float64 for t in (lora.B, lora.A))
+    return torch.float64 if wide else torch.float32

@@ -1,0 +1,144 @@
+"""What a server and its clients say to each other, and what a client remembers between rounds."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+
+from fedlora.core.base_change import BaseChange
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.method import Roles
+from fedlora.errors import HyperparameterError, UploadRefused
+
+Form = Literal["factors", "subspace"]
+Missing = Literal["renormalise", "zero"]  # what a module counts as for those who lack it
+
+
+@dataclass(frozen=True)
+class Client:
+    """A participant. rank: one r for all modules, or module -> r for the modules that it holds."""
+
+    id: str
+    rank: int | Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise HyperparameterError(f"a client id is a non-empty string; got {self.id!r}.")
+        ranks = self.rank.values() if isinstance(self.rank, Mapping) else [self.rank]
+        if not all(isinstance(r, int) and not isinstance(r, bool) and r >= 1 for r in ranks):
+            raise HyperparameterError(f"client {self.id!r}: ranks are integers >= 1; got {self.rank!r}.")
+
+    def ranks(self, modules: Mapping[str, object]) -> dict[str, int]:
+        """Module -> r, for those of `modules` that this client holds."""
+        if isinstance(self.rank, int):
+            return dict.fromkeys(modules, self.rank)
+        return {name: self.rank[name] for name in modules if name in self.rank}
+
+
+@dataclass(frozen=True, eq=False)
+class Upload:
+    """What a client sends back: shared factors and heads only, the others absent (None, or not there).
+
+    num_examples: how many it trained on; sets its weight. 0 abstains. form: "factors" (B_i, A_i) of the client's
+    rank, or "subspace" (U_i, Ahat_i) of rank <= r_i, as Algorithm 1 sends; the server gets the same from either.
+    """
+
+    client: Client
+    num_examples: float
+    adapter: Adapter
+    form: Form = "factors"
+
+    @property
+    def nbytes_modules(self) -> int:
+        """Bytes of its factors."""
+        return sum(t.nbytes for lora in self.adapter.modules.values() for t in lora.tensors().values())
+
+    @property
+    def nbytes_heads(self) -> int:
+        """Bytes of its heads."""
+        return sum(head.nbytes for head in self.adapter.heads.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Download:
+    """What a client receives.
+
+    adapter: shared and frozen parts, of the client's ranks. start: what local parts begin as, for a client that has
+    kept nothing yet. base: module -> how its base weight has moved since pre-training; empty where none has. What of
+    all this a client holds already need not travel: see `parcels`.
+    """
+
+    client: Client
+    round: int
+    adapter: Adapter
+    roles: Roles
+    start: Adapter
+    base: Mapping[str, BaseChange]
+
+    @property
+    def base_delta(self) -> dict[str, LoRA]:
+        """Module -> the whole change of its base weight since pre-training; empty where none has moved."""
+        totals = {}
+        for name, change in self.base.items():
+            came = self.adapter.modules.get(name)
+            dtype = torch.float32 if came is None else next(iter(came.tensors().values())).dtype
+            totals[name] = LoRA(*(t.to(dtype) for t in change.total.factors))
+        return totals
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a client holds of its last download.
+
+    round: of that download. parts: the frozen ones of "B", "A" and "heads" -> a digest of what it holds. ranks: module
+    -> r, at which it holds them. local: modules and heads of which it keeps parts of its own. base: module -> version
+    of its base weight (absent: as pre-trained).
+    """
+
+    TAG: ClassVar[str] = "held/1"
+
+    round: int
+    parts: Mapping[str, str]
+    ranks: Mapping[str, int]
+    local: tuple[str, ...]
+    base: Mapping[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class ClientMemory:
+    """What stays with a client between rounds.
+
+    kept: local parts of the adapter. position: how far it has read its data. held: what need not be sent to it again
+    (the engine has one copy of everything, so it stores only the list). ranks: where pruning changed them.
+    """
+
+    TAG: ClassVar[str] = "client-memory/1"
+
+    kept: Adapter | None = None
+    position: int = 0
+    held: Held | None = None
+    ranks: Mapping[str, int] | None = None
+
+
+def as_pruned(client: Client, memory: ClientMemory) -> Client:
+    """The client at the ranks that pruning has left it."""
+    return client if memory.ranks is None else replace(client, rank=memory.ranks)
+
+
+def checked_examples(upload: Upload) -> float:
+    """The upload's num_examples, a finite number >= 0. Raises `UploadRefused`."""
+    n = upload.num_examples
+    try:
+        sound = not isinstance(n, bool) and isinstance(n, numbers.Real) and math.isfinite(n) and n >= 0
+    except OverflowError:  # an integer beyond every float
+        sound = False
+    if not sound:
+        shown = repr(n)
+        shown = shown if len(shown) <= 40 else f"{shown[:40]}... ({len(shown)} characters)"
+        raise UploadRefused(upload.client.id, f"num_examples must be a finite number >= 0; got {shown}.")
+    return float(n)

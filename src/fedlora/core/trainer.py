@@ -1,0 +1,120 @@
+"""What an engine needs of local training: a client's work, a function of what it received and where its data stand."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Download
+from fedlora.errors import FedLoRAError, HyperparameterError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What local training returns: the complete adapter, its examples, mean loss, and the new data position."""
+
+    adapter: Adapter
+    num_examples: int
+    loss: float
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One client's local work: the arguments of `Trainer.train`."""
+
+    download: Download
+    adapter: Adapter
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Failed:
+    """A job that raised, and what."""
+
+    job: Job
+    error: Exception
+
+
+class Trainer(Protocol):
+    """Runs one client's local work."""
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        """Train `adapter`, the complete one, from `position` in the client's data. A function of its arguments."""
+
+
+class GroupTrainer(Trainer, Protocol):
+    """A trainer that can run several clients' local work at once."""
+
+    def train_group(self, jobs: Sequence[Job]) -> list[Trained]:
+        """What `train` gives for each job, in their order. The jobs are of one round."""
+
+
+class Workers(ABC):
+    """Who does a round's jobs, and how many at a time. A trainer of one's own is put into `OneByOne`."""
+
+    @abstractmethod
+    def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
+        """Each job and its result, in the order of the jobs; jobs are drawn no earlier than they are needed.
+
+        Raises:
+            FedLoRAError: what is wrong with the run itself is nobody's failure.
+        """
+
+
+@dataclass(frozen=True)
+class OneByOne(Workers):
+    """One client after the other, by a trainer."""
+
+    trainer: Trainer
+
+    def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
+        for job in jobs:
+            yield job, _trained(self.trainer, job)
+
+
+@dataclass(frozen=True)
+class Together(Workers):
+    """`size` clients at once, by a trainer that can. A group that fails is trained again one by one.
+
+    Raises:
+        HyperparameterError: a size below 1.
+    """
+
+    trainer: GroupTrainer
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise HyperparameterError(f"Together: size is a number of clients >= 1; got {self.size}.")
+
+    def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
+        rest = iter(jobs)
+        while group := list(islice(rest, self.size)):
+            yield from zip(group, self._group(group), strict=True)
+
+    def _group(self, jobs: Sequence[Job]) -> Sequence[Trained | Failed]:
+        if len(jobs) > 1:
+            try:
+                return self.trainer.train_group(jobs)
+            except FedLoRAError:
+                raise
+            except Exception as error:
+                log.warning("training %d clients together failed (%s); they are trained one by one", len(jobs), error)
+        return [_trained(self.trainer, job) for job in jobs]
+
+
+def _trained(trainer: Trainer, job: Job) -> Trained | Failed:
+    try:
+        return trainer.train(job.download, job.adapter, job.position)
+    except FedLoRAError:
+        raise
+    except Exception as error:
+        return Failed(job, error)

@@ -1,0 +1,15 @@
+"""The weighted sum of tensors of one shape: what every mean of factors or heads comes down to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum_i w_i X_i for tensors of one shape, added up in the order given."""
+    total = tensors[0] * weights[0]
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+        total = total.add(tensor, alpha=weight)
+    return total

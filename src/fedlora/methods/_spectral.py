@@ -1,0 +1,80 @@
+"""What the methods that keep the server's update as its SVD share: an adapter made of chosen components."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fedlora.core.lora import LoRA, fresh_rows, revive, stack
+from fedlora.core.method import Update
+from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product
+
+FactorSplit = Literal["balanced", "left"]
+
+
+def mean_spectrum(updates: Sequence[Update]) -> Spectrum:
+    """sum_i p_i B_i A_i in energy order: every component, and the level under which they may be rounding."""
+    B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
+    return svd_of_product(B, A, tolerance=_per_column(updates))
+
+
+def rounding_noise(updates: Sequence[Update]) -> tuple[float, float]:
+    """How large the terms of the mean are, and how large rounding of the factors can be in one direction of it."""
+    B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
+    sizes = torch.linalg.vector_norm(B.double(), dim=0) * torch.linalg.vector_norm(A.double(), dim=1)
+    return float(torch.linalg.vector_norm(sizes)), float(torch.linalg.vector_norm(sizes * _per_column(updates)))
+
+
+def _per_column(updates: Sequence[Update]) -> Tensor:
+    each = [rank_tolerance(u.stored) for u in updates for _ in range(u.lora.rank)]
+    return torch.tensor(each, dtype=torch.float64, device=updates[0].B.device)
+
+
+def start_spectrum(seed: LoRA) -> tuple[Spectrum, Tensor | None]:
+    """The state that a common start means: its SVD; and for a fresh start (B = 0) the rows of A that clients share."""
+    B, A = seed.factors
+    return svd_of_product(B, A, tolerance=rank_tolerance(B.dtype)), (A if not bool(B.any()) else None)
+
+
+def instantiate(
+    spectrum: Spectrum,
+    chosen: Tensor,
+    rank: int,
+    *,
+    split: FactorSplit,
+    start: Tensor | None,
+    seed: tuple[str | int, ...],
+) -> LoRA:
+    """The adapter of exactly `rank` made of the components `chosen`, alive in every slot.
+
+    Args:
+        chosen: (k,) indices into the spectrum, k <= rank.
+        split: "balanced" puts sqrt(s_j) on both factors (paper Eq. (balanced readout)); "left" puts s_j on B, as
+            FlexLoRA does.
+        start: (r_max, d_in) rows of A for the slots that no component fills, in the first round; None later.
+        seed: names the fresh rows for slots still empty; they carry B = 0, so the update is the chosen sum exactly.
+    """
+    chosen = chosen.to(spectrum.s.device)
+    s = spectrum.s[chosen]
+    on_B, on_A = (s.sqrt(), s.sqrt()) if split == "balanced" else (s, torch.ones_like(s))
+    B = spectrum.U.index_select(1, chosen) * on_B
+    A = spectrum.Vh.index_select(0, chosen) * on_A[:, None]
+    empty = rank - len(s)
+    if empty == 0:
+        return LoRA(B, A)
+    B = pad(B, (0, empty))
+    if start is None:
+        return LoRA(B, torch.cat([A, fresh_rows(rank, A.shape[1], *seed, like=A)[len(s) :]]))
+    A = pad(A, (0, 0, 0, empty))
+    A[len(s) : len(start)] = start[len(s) : rank]
+    return revive(LoRA(B, A), *seed)
+
+
+def whole(spectrum: Spectrum) -> LoRA:
+    """The full update as a balanced factor pair of rank l."""
+    root = spectrum.s.sqrt()
+    return LoRA(spectrum.U * root, spectrum.Vh * root[:, None])

@@ -1,0 +1,151 @@
+"""Rounds by hand: the server's half of a federated round on adapters that came as files, its state kept in between.
+
+Organisations without a network between them collect folders, aggregate them with any method that needs nothing more
+than its clients' adapters, and hand folders back. With the state kept, the rounds are those of a real server: GLoRA
+chooses each client's slots by what that client sent before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from fedlora.adapters.merge import Collection
+from fedlora.adapters.untrusted_files import Limits, read_json
+from fedlora.core import checkpoint, files
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Client, Missing, Upload
+from fedlora.core.method import Method
+from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError
+from fedlora.server.server import Server
+from fedlora.server.state import ServerState
+
+
+@dataclass(frozen=True, eq=False)
+class HandState:
+    """What is kept between two rounds by hand. method: as it was typed. base: of all adapters."""
+
+    TAG: ClassVar[str] = "by-hand/1"
+
+    method: str
+    base: str
+    server: ServerState
+
+
+class ByHand:
+    """A server whose clients' adapters are files.
+
+    Args:
+        method: and its `label`, which a kept state must have been made with. folder: where the state is kept; None
+            keeps none. missing: what a module that one lacks counts as.
+
+    Raises:
+        ConfigError: a method whose clients keep a part, or whose base weights move: an adapter alone is not its result.
+        CheckpointError: the folder holds a state of another method or another base model.
+    """
+
+    def __init__(self, method: Method[Any], label: str, folder: Path | None, *, base: str, missing: Missing) -> None:
+        self._server = Server(method, heads="frozen", missing=missing)
+        self._label, self._folder, self._base = label, folder, base
+        roles = method.roles(0)
+        if not roles.both_shared or roles.penalty is not None:
+            raise ConfigError(
+                f"{method.name} needs clients that keep or freeze a part of their adapter (B {roles.B}, A {roles.A}); "
+                f"on files alone only methods that share both factors can work: glora, fedit, flexlora, svd, ..."
+            )
+        if roles.moves_base:
+            raise ConfigError(f"{method.name} moves the base weights: an adapter alone is not its result.")
+        self.state = self._kept()
+
+    def _kept(self) -> ServerState | None:
+        if self._folder is not None and self._folder.exists() and not self._folder.is_dir():
+            raise CheckpointError(f"{self._folder} is a file; --state names a folder.")
+        if self._folder is None or not self._folder.is_dir():
+            return None
+        facts = self._folder / "method.json"
+        if facts.is_file():
+            said = read_json(facts, Limits())
+            for what, mine in (("method", self._label), ("base", self._base)):
+                if said.get(what) != mine:
+                    raise CheckpointError(
+                        f"{self._folder} holds the state of {what} {said.get(what)!r}, and this merge is of {mine!r}. "
+                        f"Go on with the same {what}, or name another folder with --state."
+                    )
+        loaded = checkpoint.load_newest(self._folder, HandState, self._server.method.State)
+        return loaded[1].server if loaded else None
+
+    def aggregate(
+        self,
+        adapters: Collection,
+        clients: Sequence[str],
+        examples: Sequence[float],
+        rounds: Sequence[int | None],
+    ) -> ServerState:
+        """The next round's state from one adapter of each client. rounds: which one each says that it is of.
+
+        Raises:
+            AdapterFormatError: two of one client, or, where a state is kept, an upload of another round than its next.
+            UploadRefused, RankMismatch: as the server and the method say.
+        """
+        twice = sorted({name for name in clients if clients.count(name) > 1})
+        if twice:
+            raise AdapterFormatError(f"two of the adapters are of client {twice[0]!r}: give one for each client.")
+        wanted = 1 if self.state is None else self.state.round + 1
+        stale = [name for name, number in zip(clients, rounds, strict=True) if number not in (None, wanted)]
+        if stale and self._folder is not None:
+            raise AdapterFormatError(
+                f"the upload of {stale[0]!r} is of another round than {wanted}, which the state in {self._folder} "
+                f"waits for: it counted already, or is early. For another cut of the same round leave out --state."
+            )
+        uploads = []
+        for file, name, count in zip(adapters.files, clients, examples, strict=True):
+            adapter = Adapter({module: file.lora(module) for module in file.modules})
+            uploads.append(Upload(Client(name, adapter.ranks), count, adapter))
+        if self.state is None:
+            self.state = self._server.init(_zero_start(uploads))
+        after = self._server.aggregate(self.state, uploads)
+        self.state = after
+        return after
+
+    def whole(self) -> Mapping[str, LoRA]:
+        """The server's update of each module. Raises `NoGlobalModel`."""
+        return self._server.global_update(self._begun())
+
+    def readout(self, client: str, ranks: int | Mapping[str, int]) -> Adapter:
+        """What a client starts its next round from, at its own ranks."""
+        return self._server.download(self._begun(), Client(client, ranks)).adapter
+
+    def _begun(self) -> ServerState:
+        if self.state is None:
+            raise ConfigError("no round has been played yet: give adapters to `aggregate` first.")
+        return self.state
+
+    def save(self) -> None:
+        """Keep the state, where there is a folder for it."""
+        if self._folder is None or self.state is None:
+            return
+        try:
+            facts = {"method": self._label, "base": self._base}
+            files.write(self._folder / "method.json", json.dumps(facts) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"the state cannot be written to {self._folder}: {error.strerror}.") from error
+        checkpoint.save(self._folder, self.state.round, HandState(self._label, self._base, self.state))
+
+
+def _zero_start(uploads: Sequence[Upload]) -> Adapter:
+    """An adapter of every module at its largest rank that changes nothing: B = 0, A the largest one's."""
+    largest: dict[str, LoRA] = {}
+    for upload in uploads:
+        for name, lora in upload.adapter.modules.items():
+            if name not in largest or lora.rank > largest[name].rank:
+                largest[name] = lora
+    start = {}
+    for name, lora in largest.items():
+        B, A = lora.factors
+        start[name] = LoRA(torch.zeros_like(B), A)
+    return Adapter(start)

@@ -1,0 +1,136 @@
+"""A site's half of a round without a network: train a received adapter on the site's own data, and leave an upload.
+
+The server's half is `by_hand`. The upload is a PEFT directory with upload.json in it: whose it is, how many examples it
+counts for, and how it came about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fedlora.adapters.io import AdapterSpec, read_adapter
+from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.uploads import write_upload
+from fedlora.client import Played, play_round
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Client, ClientMemory, Download
+from fedlora.core.method import Roles
+from fedlora.data import TextData
+from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.models import AdaptedModel, LoRASettings, Task, model_digests
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """How to begin where no adapter was received. seed: all sites of a federation use the same one, so that they start
+    alike."""
+
+    targets: Sequence[str] | str
+    rank: int
+    scaling: float = 2.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class SiteRound:
+    """What came of a site's round, for the screen."""
+
+    played: Played
+    start: Adapter
+    ranks: str
+
+
+def train_site(
+    base: str | Path,
+    task: Task,
+    start: Path | Fresh,
+    data: TextData,
+    settings: TrainSettings,
+    out: Path,
+    *,
+    client: str,
+    round: int,
+    seed: int,
+    start_seed: int = 0,
+    device: str = "cpu",
+    data_file: Path | None = None,
+) -> SiteRound:
+    """Train on `data` from the received adapter (or a fresh one), and write the upload to `out`.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or the adapter is of layers that are not trained here.
+        AdapterFormatError: the adapter cannot be read or does not fit the model. DataError: data that cannot be
+            encoded.
+    """
+    labels = tuple(data.label_names or ())
+    if isinstance(start, Fresh):
+        lora = LoRASettings(start.targets, start.scaling)
+        model = AdaptedModel.load(base, task, lora, labels=labels, seed=start.seed, device=device)
+        adapter, spec = model.seed_adapter(start.rank, seed=start.seed)
+    else:
+        model, adapter, spec = _received(base, task, start, labels, start_seed, device)
+    if model.positions is not None:  # a model cannot read further than that
+        settings = replace(settings, max_length=min(settings.max_length, model.positions))
+    trainer = LocalTrainer(model, {client: data}, settings, seed=seed)
+    ranks = adapter.ranks
+    download = Download(Client(client, ranks), round - 1, adapter, Roles(), Adapter({}), {})
+    played = play_round(download, ClientMemory(), trainer)
+    if not math.isfinite(played.loss):
+        raise ConfigError(f"training diverged: the mean loss is {played.loss}. A smaller --lr trains more calmly.")
+    facts = {
+        "trained_from": _digest(start / WEIGHTS_FILE) if isinstance(start, Path) else f"fresh, seed {start.seed}",
+        "data_sha256": _digest(data_file) if data_file is not None else None,
+        "base_model_sha256": model_digests(base),
+        "mean_loss": played.loss,
+        "settings": {name: getattr(settings, name) for name in ("lr", "optimizer", "steps", "epochs", "batch_size")},
+        "seed": seed,
+        "label_names": list(labels),
+        "fedlora": version("fedlora"),
+    }
+    write_upload(out, played.upload, spec, round=round, more=facts)
+    distinct = sorted(set(ranks.values()))
+    return SiteRound(played, adapter, " to ".join(str(r) for r in dict.fromkeys((distinct[0], distinct[-1]))))
+
+
+def _received(
+    base: str | Path, task: Task, directory: Path, labels: Sequence[str], seed: int, device: str
+) -> tuple[AdaptedModel, Adapter, AdapterSpec]:
+    """The model with the received adapter's modules adapted, at the adapter's own scale."""
+    file = AdapterFile(directory)
+    kinds = {layout.kind for layout in file.layouts.values()} - {"linear"}
+    extras = {file.kind(path) for path in file.heads} - {"head", "base"}
+    if kinds or extras:
+        raise ConfigError(
+            f"{directory} adapts {', '.join(sorted(kinds | extras))}, and only linear layers and saved modules are "
+            f"trained here. Train it with peft; fedlora merges the result."
+        )
+    scales = {file.scale(module) for module in file.modules}
+    scaling = scales.pop() if len(scales) == 1 else 1.0
+    adapter, spec = read_adapter(directory, scaling=scaling)
+    saved = sorted({path.rpartition(".")[0] for path in file.heads if file.kind(path) == "head"})
+    lora = LoRASettings(list(file.modules), scaling, saved=saved)
+    model = AdaptedModel.load(base, task, lora, labels=labels, seed=seed, device=device)
+    fresh, _ = model.seed_adapter(adapter.ranks, seed=seed)
+    if set(fresh.modules) != set(adapter.modules):
+        odd = sorted(set(fresh.modules) ^ set(adapter.modules))
+        raise AdapterFormatError(f"{directory} does not fit the base model {base}: it differs in {odd[:2]}.")
+    heads: Mapping[str, Any] = {**fresh.heads, **adapter.heads}  # a first adapter may come without a classifier
+    wrong = [path for path in heads if path not in fresh.heads or heads[path].shape != fresh.heads[path].shape]
+    if wrong:
+        raise AdapterFormatError(
+            f"{directory}: {wrong[0]!r} has shape {tuple(heads[wrong[0]].shape)} and the model needs "
+            f"{tuple(fresh.heads[wrong[0]].shape) if wrong[0] in fresh.heads else 'none'}: another number of classes?"
+        )
+    return model, Adapter(adapter.modules, heads), spec
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

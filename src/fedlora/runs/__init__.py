@@ -1,0 +1,23 @@
+"""One TOML file to one folder: `load_config`, `prepare` (data dealt, model loaded), `execute` (rounds, stored)."""
+
+from typing import TYPE_CHECKING
+
+from fedlora._lazy import face
+
+if TYPE_CHECKING:
+    from fedlora.runs.config import RunConfig, load_config
+    from fedlora.runs.execution import execute
+    from fedlora.runs.folder import RunFolder
+    from fedlora.runs.preparation import Prepared, prepare
+
+__getattr__ = face(
+    "fedlora.runs",
+    {
+        "config": ("RunConfig", "load_config"),
+        "preparation": ("Prepared", "prepare"),
+        "execution": ("execute",),
+        "folder": ("RunFolder",),
+    },
+)
+
+__all__ = ["Prepared", "RunConfig", "RunFolder", "execute", "load_config", "prepare"]

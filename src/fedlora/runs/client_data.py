@@ -1,0 +1,209 @@
+"""The text of a run: read, split into training, validation and test, and dealt out to the clients."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedlora.data import (
+    TextData,
+    demo_data,
+    dirichlet,
+    iid,
+    list_tasks,
+    read_classification,
+    read_glue,
+    read_instructions,
+    read_selection,
+    read_tasks,
+    select_tasks,
+    split,
+)
+from fedlora.errors import ConfigError
+from fedlora.runs.config import DataSection, RunConfig
+from fedlora.seeds import derive_seed
+
+_DEFAULT_TEST = DataSection.model_fields["test"].default
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """Who trains on what, and what is held out.
+
+    parts: client -> training data. validation, test: common held-out sets by name (one, "", unless the data come in
+    tasks). own_validation, own_test: client -> its own, where clients bring some. probes: name -> further test sets.
+    categories: task -> category, for superni.
+    """
+
+    parts: Mapping[str, TextData]
+    validation: Mapping[str, TextData]
+    test: Mapping[str, TextData]
+    own_validation: Mapping[str, TextData] = field(default_factory=dict)
+    own_test: Mapping[str, TextData] = field(default_factory=dict)
+    probes: Mapping[str, Mapping[str, TextData]] = field(default_factory=dict)
+    categories: Mapping[str, str] = field(default_factory=dict)
+
+
+def deal(config: RunConfig, data_root: Path | None) -> Dealt:
+    """The run's data.
+
+    Raises:
+        ConfigError, DataError: what cannot be read or dealt out as asked.
+    """
+    if config.data.task == "superni":
+        return _superni(config, data_root)
+    if config.data.task is not None:
+        return _glue(config, data_root)
+    return _files(config)
+
+
+def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
+    d, seed = config.data, config.run.seed
+    assert d.task is not None and d.task != "superni"  # deal() looked
+    if not isinstance(d.validation, float | int) or d.validation == 0 or d.test != _DEFAULT_TEST:
+        raise ConfigError(
+            f"data.task = {d.task!r} brings its own test set, and validation is a share of train; leave data.test out."
+        )
+    if config.model.task != "classification":
+        raise ConfigError(f"data.task = {d.task!r} is a classification task; model.task is {config.model.task!r}.")
+    train, tests = read_glue(d.task, data_root)
+    train, validation, _ = split(train, validation=d.validation, test=0, seed=seed)
+    tests = {name: _at_most(part, d.max_test, seed, "test") for name, part in tests.items()}
+    first, *others = tests
+    return Dealt(
+        parts=_dealt(config, _at_most(train, d.max_train, seed, "train")),
+        validation={"": _at_most(validation, d.max_test, seed, "validation")},
+        test={"": tests[first]},
+        probes={name: {"": tests[name]} for name in others},
+    )
+
+
+def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
+    d, seed = config.data, config.run.seed
+    if data_root is None:
+        raise ConfigError("data.task = 'superni' needs --data-root with a folder superni of task*.json files.")
+    if config.model.task != "causal-lm":
+        raise ConfigError("data.task = 'superni' is instructions; set model.task = 'causal-lm'.")
+    if isinstance(d.validation, str) or isinstance(d.test, str):
+        raise ConfigError(
+            "data.task = 'superni' holds out shares of each task; data.validation and data.test are shares."
+        )
+    folder = data_root / "superni"
+    if d.task_lists:
+        chosen = read_selection(data_root / d.task_lists[0], data_root / d.task_lists[1])
+        chosen = type(chosen)(chosen.train[: d.tasks], chosen.unseen[: d.unseen])
+    else:
+        chosen = select_tasks(list_tasks(folder), d.tasks, d.unseen, seed=seed)
+    tasks = read_tasks(folder, [*chosen.train, *chosen.unseen])
+    if len(chosen.train) < d.tasks or len(chosen.unseen) < d.unseen:
+        raise ConfigError(
+            f"data.task_lists name {len(chosen.train)} and {len(chosen.unseen)} tasks, fewer than data.tasks = "
+            f"{d.tasks} and data.unseen = {d.unseen}."
+        )
+    pieces = {name: split(tasks[name].data, validation=d.validation, test=d.test, seed=seed) for name in chosen.train}
+
+    def cut(data: TextData, limit: int | None, name: str) -> TextData:
+        return _at_most(data, limit, seed, name)
+
+    return Dealt(
+        parts={name: cut(train, d.max_train, name) for name, (train, _, _) in pieces.items()},
+        validation={name: cut(part, d.max_test, name) for name, (_, part, _) in pieces.items()},
+        test={name: cut(part, d.max_test, name) for name, (_, _, part) in pieces.items()},
+        own_validation={name: cut(part, d.max_test, name) for name, (_, part, _) in pieces.items()},
+        own_test={name: cut(part, d.max_test, name) for name, (_, _, part) in pieces.items()},
+        probes={"unseen": {name: cut(tasks[name].data, d.max_test, name) for name in chosen.unseen}}
+        if d.unseen
+        else {},
+        categories={name: task.category for name, task in tasks.items()},
+    )
+
+
+def _at_most(data: TextData, limit: int | None, seed: int, *purpose: str) -> TextData:
+    """At most `limit` of the examples, in their order."""
+    if limit is None or len(data) <= limit:
+        return data
+    drawn = random.Random(derive_seed(seed, "at-most", *purpose)).sample(range(len(data)), limit)
+    return data.select(sorted(drawn))
+
+
+def _files(config: RunConfig) -> Dealt:
+    d = config.data
+    shares = {
+        part: value if isinstance(value := getattr(d, part), float | int) else 0 for part in ("validation", "test")
+    }
+    own: dict[str, dict[str, TextData]] = {"validation": {}, "test": {}}
+    sources = {"": d.train} if d.train else dict(d.clients)
+    files = [path for path in (*sources.values(), d.validation, d.test) if isinstance(path, str)]
+    text = _read(config, list(dict.fromkeys(files)))
+    whole = {client: text[path] for client, path in sources.items() if path}
+    pieces = {c: split(data, **shares, seed=config.run.seed) for c, data in whole.items()}
+    pieces = {
+        c: (
+            _at_most(train, d.max_train if d.clients else None, config.run.seed, "train", c),
+            _at_most(validation, d.max_test, config.run.seed, "validation", c),
+            _at_most(test, d.max_test, config.run.seed, "test", c),
+        )
+        for c, (train, validation, test) in pieces.items()
+    }
+    held = {"validation": [p[1] for p in pieces.values()], "test": [p[2] for p in pieces.values()]}
+    if d.clients:
+        own = {"validation": {c: p[1] for c, p in pieces.items()}, "test": {c: p[2] for c, p in pieces.items()}}
+    common = {}
+    for part in ("validation", "test"):
+        value = getattr(d, part)
+        common[part] = (
+            _at_most(text[value], d.max_test, config.run.seed, part)
+            if isinstance(value, str)
+            else TextData.concat(held[part])
+        )
+        own[part] = {} if isinstance(value, str) else {c: data for c, data in own[part].items() if len(data)}
+    parts = (
+        {c: p[0] for c, p in pieces.items()}
+        if d.clients
+        else _dealt(config, _at_most(pieces[""][0], d.max_train, config.run.seed, "train"))
+    )
+    return Dealt(parts, {"": common["validation"]}, {"": common["test"]}, own["validation"], own["test"])
+
+
+def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
+    """Path -> its examples. All files agree on the classes: the union of what each of them names, in one order."""
+
+    def read(path: str, names: Sequence[str] | None = None) -> TextData:
+        d = config.data
+        if path == "demo":
+            return demo_data()
+        if config.model.task == "classification":
+            return read_classification(Path(path), text=d.text, label=d.label, pair=d.pair, label_names=names)
+        return read_instructions(Path(path), prompt=d.prompt, response=d.response)
+
+    found = {path: read(path) for path in paths}
+    if len({data.label_names for data in found.values()}) == 1:
+        return found
+    widest = max(found.values(), key=lambda data: len(data.label_names))
+    for path, data in found.items():
+        if not set(data.label_names) & set(widest.label_names):
+            raise ConfigError(
+                f"the files have different label names: {path} has {list(data.label_names)}, another "
+                f"{list(widest.label_names)}. Give all of them the same names."
+            )
+    every = {name for data in found.values() for name in data.label_names}
+    names = sorted(every, key=int) if all(name.isdecimal() for name in every) else sorted(every)
+    return {path: read(path, names) for path in paths}
+
+
+def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
+    """One file's training data, dealt out to site-1, site-2, ..."""
+    c = config.clients
+    count = c.count or (len(c.ranks or ()) if not c.profile else 0)
+    if not count:
+        raise ConfigError("clients.count is missing: how many clients share data.train?")
+    if c.partition == "dirichlet" and data.labels is not None:
+        dealt = dirichlet(data.labels, count, c.alpha or 1.0, seed=config.run.seed, min_size=c.min_size)
+    elif c.partition == "dirichlet" and c.alpha is not None:
+        raise ConfigError("a Dirichlet partition skews labels, and instruction data has none; use partition = 'iid'.")
+    else:
+        dealt = iid(len(data), count, seed=config.run.seed)
+    width = len(str(count))
+    return {f"site-{k + 1:0{width}d}": data.select(indices) for k, indices in enumerate(dealt)}

@@ -1,0 +1,279 @@
+"""A run from start to end: go through the rounds and leave everything in its folder.
+
+`execute(prepared, folder)` is a generator of rounds that stores as it goes. Killed at any moment, `execute` on the same
+folder continues with the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from fedlora.adapters.io import pad_rank, write_adapter
+from fedlora.adapters.uploads import write_upload
+from fedlora.analysis.audit import gauge_drift, padded_average_error, storing_drift
+from fedlora.client import receive
+from fedlora.core import checkpoint
+from fedlora.core.lora import Adapter, LoRA, stack
+from fedlora.core.messages import ClientMemory, as_pruned
+from fedlora.errors import CheckpointError
+from fedlora.methods.padded_average import PaddedAverage
+from fedlora.runs.card import model_card
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import Prepared
+from fedlora.runs.tracking import make_tracker, numbers
+from fedlora.server.server import Server, start
+from fedlora.server.state import RunState
+from fedlora.simulation import ClientDone, RoundRecord, play
+
+
+def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> Iterator[RoundRecord]:
+    """Run all rounds that are still to do, storing each; then write the adapters, the test result and the summary.
+
+    Raises:
+        CheckpointError: the folder holds a run and `resume` is off, or holds another configuration.
+        Whatever `simulate` raises; all finished rounds are stored by then.
+    """
+    for event in execute_events(prepared, folder, resume=resume):
+        if isinstance(event, RoundRecord):
+            yield event
+
+
+def execute_events(
+    prepared: Prepared, folder: RunFolder, *, resume: bool = False
+) -> Iterator[ClientDone | RoundRecord]:
+    """`execute`, with an event for each client that is done as well: for a progress bar."""
+    config, server = prepared.config, prepared.server
+    state = _opened(prepared, folder, resume)
+    lines = folder.rewind(state.round)
+    trackers = [make_tracker(name, folder.path, json.loads(config.canonical())) for name in config.run.track]
+    metric = prepared.metric
+    best = max((line["metrics"][metric] for line in lines if line["metrics"]), default=-1.0)
+    events = play(
+        server,
+        prepared.clients,
+        prepared.workers,
+        state,
+        rounds=config.run.rounds,
+        participation=config.run.participation,
+        seed=config.run.seed,
+        evaluator=prepared.validation,
+        evaluate_every=config.evaluate.every,
+        form=config.server.upload,
+        hooks=config.server.hooks(config.run.seed),
+    )
+    for event in events:
+        if isinstance(event, ClientDone):
+            yield event
+            continue
+        record = event
+        before, state = state, record.state
+        last = state.round == config.run.rounds
+        if config.run.keep_uploads == "all" or (last and config.run.keep_uploads == "last"):
+            _keep_uploads(prepared, folder, before, record)
+        began = time.perf_counter()
+        padded = _padded_error(prepared, before, record)
+        if padded is not None:
+            record = replace(record, seconds={**record.seconds, "diagnose": time.perf_counter() - began})
+        line = describe(record, padded_error=padded, gauge=_gauge(prepared, record) if last else None)
+        folder.append_metrics(line)
+        for tracker in trackers:
+            tracker.log(record.round, numbers(line))
+        if record.metrics and record.metrics[metric] > best:
+            best = record.metrics[metric]
+            checkpoint.save(folder.best_checkpoint, state.round, state, keep=1)
+        if last or state.round % config.run.checkpoint_every == 0:
+            checkpoint.save(folder.checkpoints, state.round, state, keep=config.run.keep_checkpoints)
+        yield record
+    for tracker in trackers:
+        tracker.close()
+    _finish(prepared, folder, state)
+
+
+def describe(
+    record: RoundRecord,
+    *,
+    padded_error: float | None = None,
+    gauge: Mapping[str, Mapping[str, float]] | None = None,
+) -> dict[str, Any]:
+    """A round as plain numbers: one line of metrics.jsonl.
+
+    padded_error: of zero-padded factor averaging on this round's uploads, None where it has none. gauge: what the gauge
+    check found, where the round was checked.
+    """
+    return {
+        "round": record.round,
+        "losses": dict(record.losses),
+        "weights": dict(record.weights),
+        "refused": dict(record.refused),
+        "metrics": dict(record.metrics),
+        "seconds": dict(record.seconds),
+        "bytes": {**asdict(record.bytes), "total": record.bytes.total},
+        "server_rank": record.server_rank,
+        "padded_error": padded_error,
+        "gauge_drift": dict(gauge["float64"]) if gauge is not None else None,
+        "gauge_drift_as_sent": dict(gauge["as sent"]) if gauge is not None else None,
+    }
+
+
+def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
+    """The state to go on from: the newest sound checkpoint, or a fresh start."""
+    fresh = start(prepared.server, prepared.seed_adapter)
+    if not folder.exists():
+        folder.create(prepared.config.canonical(), prepared.manifest)
+        return fresh
+    if not resume:
+        raise CheckpointError(
+            f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out."
+        )
+    theirs, ours = folder.read_json("manifest.json"), prepared.manifest
+    for what in ("config_digest", "data", "model", "threads"):
+        if theirs.get(what) != ours[what]:
+            raise CheckpointError(
+                f"{folder.path} holds a run with another {what.replace('_', ' ')}, so it cannot go on with this one. "
+                f"Resume with the same configuration, data and threads, or choose another --out."
+            )
+    loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State)
+    return loaded[1] if loaded else fresh
+
+
+def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, record: RoundRecord) -> None:
+    """Each accepted upload, completed by the frozen parts that it was trained with, as a PEFT directory.
+
+    A round is stored as a whole or not at all.
+    """
+    target = folder.uploads(record.round)
+    beside = target.with_name(target.name + ".part")
+    shutil.rmtree(beside, ignore_errors=True)
+    for upload in record.uploads:
+        download = prepared.server.download(before.server, upload.client)
+        modules = {}
+        for name, came in download.adapter.modules.items():
+            sent = upload.adapter.modules[name].tensors() if name in upload.adapter.modules else {}
+            modules[name] = pad_rank(LoRA(**(came.tensors() | sent)), 1)
+        heads = {**download.adapter.heads, **upload.adapter.heads}
+        whole = replace(upload, adapter=Adapter(modules, heads))
+        write_upload(beside / upload.client.id, whole, prepared.spec, round=record.round)
+    shutil.rmtree(target, ignore_errors=True)  # of a round that was played before a kill
+    if beside.exists():
+        beside.rename(target)
+
+
+def _padded_error(prepared: Prepared, before: RunState, record: RoundRecord) -> float | None:
+    """The error that zero-padded factor averaging would have made; None where a factor stays at home, or the server
+    keeps no uploads."""
+    if not prepared.server.roles(before.server).both_shared or not record.uploads:
+        return None
+    return padded_average_error(before.server, record.uploads, record.weights)
+
+
+def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, dict[str, float]] | None:
+    """The gauge check on this round's real uploads: this run's method beside zero-padded factor averaging.
+
+    "float64": of the methods, on float64 copies. "as sent": of the server, on the uploads in their dtypes, and beside
+    it how far storing them in other coordinates moves the mean itself ("storing").
+    """
+    roles = prepared.server.roles(record.state.server)
+    if not roles.both_shared or not record.uploads:
+        return None
+    bare = [replace(upload, adapter=Adapter(upload.adapter.modules)) for upload in record.uploads]
+    own, padded = replace(prepared.server, heads="frozen"), Server(PaddedAverage(), heads="frozen")
+    begun = padded.init(prepared.seed_adapter)
+    tally = record.weights
+    found = {}
+    for kind, as_sent in (("float64", False), ("as sent", True)):
+        found[kind] = {
+            own.method.name: gauge_drift(own, record.state.server, bare, as_sent=as_sent),
+            "padded-average": gauge_drift(padded, begun, bare, as_sent=as_sent),
+        }
+    found["as sent"]["storing"] = storing_drift(bare, tally)
+    return found
+
+
+def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
+    """Adapters, the test result and the summary. The summary comes last: where it is, the run is complete."""
+    server, lines = prepared.server, folder.metrics()
+    scored = [line for line in lines if line["metrics"]]
+    best_line = max(scored, key=lambda line: line["metrics"][prepared.metric], default=None)
+    loaded = _best_state(prepared, folder) if best_line else None
+    states = {"adapter": state} | ({"best": loaded[1]} if loaded else {})
+    results: dict[str, dict[str, float]] = {}
+    probes: dict[str, dict[str, dict[str, float]]] = {}
+    for name, chosen in states.items():
+        if name == "best" and chosen.round == state.round:  # the same state
+            results[name], probes[name] = results["adapter"], probes["adapter"]
+        else:
+            results[name] = prepared.test.evaluate(server, chosen) if prepared.test else {}
+            probes[name] = {probe: evaluator.evaluate(server, chosen) for probe, evaluator in prepared.probes.items()}
+        if server.has_global_model(chosen.server):
+            adapter = global_adapter(server, chosen)
+            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name], prepared.spec)
+            write_adapter(folder.path / name, adapter, prepared.spec, card=card)
+    if prepared.config.run.readouts or not server.has_global_model(state.server):
+        for client in prepared.clients:
+            memory = state.clients.get(client.id, ClientMemory())
+            download = server.download(state.server, as_pruned(client, memory))
+            mine = receive(download, memory.kept)
+            write_adapter(folder.path / "clients" / client.id, _whole(mine, download.base_delta), prepared.spec)
+    each = (
+        prepared.test.measure_clients(server, state)
+        if prepared.test and prepared.config.evaluate.clients_at_end
+        else {}
+    )
+    folder.write_json(
+        "summary.json",
+        {
+            "method": server.method.name,
+            "rounds": state.round,
+            "clients": len(prepared.clients),
+            "target": prepared.target,
+            "metric": prepared.metric,
+            "validation": {
+                "last": scored[-1]["metrics"] if scored else {},
+                "best": best_line["metrics"] if best_line else {},
+            },
+            "best_round": best_line["round"] if best_line else None,
+            "test": {"last": results["adapter"], "best": results.get("best", {})},
+            "probes": {"last": probes["adapter"], "best": probes.get("best", {})},
+            "clients_at_end": each,
+            "seconds": {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) for phase in _phases(lines)},
+            "bytes": {key: sum(line["bytes"][key] for line in lines) for key in (lines[0]["bytes"] if lines else ())},
+            "server_rank": lines[-1]["server_rank"] if lines else None,
+            "padded_error": lines[-1]["padded_error"] if lines else None,
+            "gauge_drift": lines[-1]["gauge_drift"] if lines else None,
+            "gauge_drift_as_sent": lines[-1].get("gauge_drift_as_sent") if lines else None,
+            "refused": sum(len(line["refused"]) for line in lines),
+            "diagnostics": server.diagnostics(state.server),
+        },
+    )
+
+
+def _phases(lines: list[dict[str, Any]]) -> list[str]:
+    return sorted({phase for line in lines for phase in line["seconds"]})
+
+
+def _best_state(prepared: Prepared, folder: RunFolder) -> tuple[int, RunState] | None:
+    try:
+        return checkpoint.load_newest(folder.best_checkpoint, RunState, prepared.server.method.State)
+    except CheckpointError as error:  # the run itself is whole
+        warnings.warn(f"best/ is not written: {error}", stacklevel=2)
+        return None
+
+
+def _whole(adapter: Adapter, base: Mapping[str, LoRA]) -> Adapter:
+    """The adapter with the change of the base weight in it: a directory is loaded on the pre-trained base."""
+    modules = {
+        name: stack([base[name], lora], [1.0, 1.0]) if name in base else lora for name, lora in adapter.modules.items()
+    }
+    return Adapter(modules, adapter.heads)
+
+
+def global_adapter(server: Server, state: RunState) -> Adapter:
+    """The server's model as one adapter: its whole update at full rank, base change included, and the heads."""
+    update = server.global_update(state.server)
+    return Adapter({name: pad_rank(lora, 1) for name, lora in update.items()}, state.server.heads)

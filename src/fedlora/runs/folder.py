@@ -1,0 +1,107 @@
+"""The files of one run, and nothing else: what is where, and how it is written so that a crash at any point is safe.
+
+config.json        the resolved configuration          metrics.jsonl     one line a round
+manifest.json      versions, commit, device, hashes    checkpoints/      the newest states; best/ the best one's
+summary.json       the result; written last            adapter/          the final server model, a PEFT directory
+plots/*.png                                            best/             the best one by validation, likewise
+uploads/           what clients sent, on request (run.keep_uploads)
+clients/ID/        each client's readout, on request (run.readouts), or where there is no server model
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import files
+from fedlora.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's directory."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def best_checkpoint(self) -> Path:
+        return self.path / "checkpoints" / "best"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    def uploads(self, round: int) -> Path:
+        """Where the uploads of a round are, if they were kept."""
+        return self.path / "uploads" / f"round-{round:05d}"
+
+    def newest_uploads(self) -> list[Path]:
+        """The folders of the last round whose uploads were kept, one for each client; empty where none were."""
+        rounds = sorted(path for path in (self.path / "uploads").glob("round-*") if path.is_dir() and not path.suffix)
+        return sorted(path for path in rounds[-1].iterdir() if path.is_dir()) if rounds else []
+
+    def exists(self) -> bool:
+        return (self.path / "manifest.json").is_file()
+
+    def finished(self) -> bool:
+        return (self.path / "summary.json").is_file()
+
+    def create(self, config: str, manifest: Mapping[str, Any]) -> None:
+        """A new run: its configuration and manifest. Raises `CheckpointError` where it cannot be made."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the run folder {self.path} cannot be made: {error.strerror}.") from error
+        files.write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
+        self.write_json("manifest.json", manifest)
+
+    def read_json(self, name: str) -> Any:
+        """The content of one of the folder's JSON files. Raises `CheckpointError` where it is missing or damaged."""
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}.") from error
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Whole or not at all. NaN becomes null: JSON has no NaN."""
+        files.write(self.path / name, json.dumps(plain(value), indent=2, sort_keys=True) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The finished rounds' lines; a half-written last one does not count."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+        return [json.loads(line) for line in lines[:-1]]  # what follows the last line break is no whole line
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """One more round, flushed to disk."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain(line), sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewind(self, round: int) -> list[dict[str, Any]]:
+        """Forget what comes after `round`: rounds that were logged, but whose state was lost. Returns what is left."""
+        kept = [line for line in self.metrics() if line["round"] <= round]
+        text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept)
+        files.write(self.path / "metrics.jsonl", text)
+        return kept
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: numbers that are not finite become None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

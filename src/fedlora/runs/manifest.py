@@ -1,0 +1,96 @@
+"""What a run was made of: versions, commit, device, and the digests of model and data."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedlora.core.messages import Client
+from fedlora.core.method import Method
+from fedlora.data import TextData, label_counts
+from fedlora.runs.client_data import Dealt
+from fedlora.runs.config import RunConfig
+from fedlora.runs.rank_profiles import is_attention
+from fedlora.training.models import AdaptedModel, model_digests
+
+
+def manifest(
+    config: RunConfig,
+    data: Dealt,
+    clients: tuple[Client, ...],
+    model: AdaptedModel,
+    method: Method[Any],
+) -> dict[str, Any]:
+    path, parts = config.model.location(), data.parts
+    first = next(iter(parts.values()))
+    counts = label_counts([y for p in parts.values() for y in p.labels or ()], _ranges(parts)) if first.labels else None
+    return {
+        "config_digest": config.digest(),
+        "versions": {name: _version(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "seed": config.run.seed,
+        "model": {"path": config.model.path, "sha256": model_digests(path)},
+        "data": {
+            "train": {c: _facts(p) for c, p in parts.items()},
+            "validation": _facts(TextData.concat(list(data.validation.values()))),
+            "test": _facts(TextData.concat(list(data.test.values()))),
+            "probes": {name: _facts(TextData.concat(list(sets.values()))) for name, sets in data.probes.items()},
+            "categories": dict(data.categories),
+            "labels": list(first.label_names),
+            "label_counts": dict(zip(parts, counts.tolist(), strict=True)) if counts is not None else None,
+        },
+        "clients": {c.id: shown_rank(c) for c in clients},
+        "method": repr(method),
+    }
+
+
+def _facts(data: TextData) -> dict[str, Any]:
+    return {"examples": len(data), "sha256": data.digest()}
+
+
+def shown_rank(client: Client) -> int | str:
+    """Its rank, or its ranks as "30/200"."""
+    if isinstance(client.rank, int):
+        return client.rank
+    in_order = sorted(client.rank, key=lambda name: not is_attention(name))
+    shown = list(dict.fromkeys(client.rank[name] for name in in_order))
+    return shown[0] if len(shown) == 1 else "/".join(map(str, shown))
+
+
+def _ranges(parts: Mapping[str, TextData]) -> list[NDArray[np.int64]]:
+    """Where each client's examples stand in all of them laid end to end."""
+    ends = np.cumsum([len(p) for p in parts.values()])
+    return [np.arange(end - len(p), end) for end, p in zip(ends, parts.values(), strict=True)]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> dict[str, Any] | None:
+    """The commit of the checkout that this code runs from, and whether it is clean; None outside one."""
+    here = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return {"id": git("rev-parse", "HEAD"), "clean": not git("status", "--porcelain", "--untracked-files=no")}
+    except (OSError, subprocess.CalledProcessError):
+        return None

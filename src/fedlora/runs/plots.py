@@ -1,0 +1,265 @@
+"""Pictures of finished runs, from their result files only. Needs matplotlib (`fedlora[plot]`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedlora.analysis.audit import Audit
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.rank_profiles import RankType
+
+# Okabe and Ito's palette: told apart by everybody, and in grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+
+
+def plot_run(folder: RunFolder) -> list[Path]:
+    """metric.png, spectrum.png and bytes.png of a run, into its plots/. Returns what was written."""
+    lines, summary = folder.metrics(), folder.read_json("summary.json")
+    ranks = folder.read_json("manifest.json")["clients"]
+    folder.plots.mkdir(exist_ok=True)
+    figures = {"metric": _metric(lines, summary, ranks), "bytes": _bytes(lines)}
+    if any("singular_values" in facts for facts in summary["diagnostics"].values()):
+        figures["spectrum"] = _spectrum(summary)
+    return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
+
+
+def plot_comparison(runs: Mapping[str, RunFolder], path: Path) -> Path:
+    """The validation metric by round of several methods, over the same clients and seeds."""
+    metric = next(iter(runs.values())).read_json("summary.json")["metric"]
+    figure: Figure
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for colour, (name, folder) in zip(COLOURS * len(runs), runs.items(), strict=False):
+        scored = [line for line in folder.metrics() if line["metrics"]]
+        axis.plot(
+            [line["round"] for line in scored],
+            [line["metrics"][metric] for line in scored],
+            marker="o",
+            markersize=3.5,
+            color=colour,
+            label=f"{name} ({folder.read_json('summary.json')['target']})",
+        )
+    axis.set(xlabel="round", ylabel=f"validation {words(metric)}", title="Same clients, data and seeds")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return saved(figure, path)
+
+
+def plot_ranks(profiles: Mapping[str, Mapping[RankType, int]], path: Path) -> Path:
+    """How many clients of which rank, a panel for each profile."""
+    columns = min(4, len(profiles))
+    rows = -(-len(profiles) // columns)
+    figure: Figure
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(3.2 * columns, 2.6 * rows + 0.4), layout="constrained", sharey=True, squeeze=False
+    )
+    for axis, (name, counts) in zip(axes.flat, profiles.items(), strict=False):
+        bars = axis.bar([str(kind) for kind in counts], list(counts.values()), color=COLOURS[0], width=0.7)
+        axis.bar_label(bars, fontsize=8)
+        axis.set_title(name, fontsize=10)
+        axis.margins(y=0.15)
+    for axis in axes.flat[len(profiles) :]:
+        axis.set_axis_off()
+    for axis in axes[:, 0]:
+        axis.set_ylabel("clients")
+    figure.supxlabel("rank (attention/feed-forward where they differ)", fontsize=10)
+    return saved(figure, path)
+
+
+def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
+    """Three panels: how far each method's model moves in other coordinates, by how much it misses the true mean, and
+    the movement by the condition of the coordinates. After the motivation figure of the GLoRA paper, third panel."""
+    shown = [audit for audit in audits if audit.refused is None]
+    figure: Figure
+    figure, (left, middle, right) = plt.subplots(
+        1, 3, figsize=(15, 1.6 + 0.34 * max(len(shown), 6)), layout="constrained", width_ratios=[1, 1, 1.1]
+    )
+    names = [audit.method for audit in shown]
+    places = list(range(len(shown)))
+    moved = [audit for audit in shown if audit.drift]
+    at = _usual_condition(moved)
+    for k, audit in enumerate(shown):
+        if audit.drift is None or audit.readout_drift is None:
+            why = "the mean is zero" if audit.zero_mean else "one factor travels: no gauge"
+            left.text(2e-17, k, f" {why}", va="center", fontsize=8, color="#555555")
+            continue
+        left.barh(k - 0.19, _floored(audit.drift[at]), height=0.36, color=_verdict(audit.drift[at]))
+        left.barh(
+            k + 0.19,
+            _floored(audit.readout_drift[at]),
+            height=0.36,
+            color=_verdict(audit.readout_drift[at]),
+            alpha=0.45,
+        )
+    left.set(
+        xscale="log", xlim=(1e-17, 30), xlabel="relative change", yticks=places,
+        title=f"In other coordinates (condition {at:g})",
+    )  # fmt: skip
+    left.set_yticklabels(names)
+    handles = [plt.Rectangle((0, 0), 1, 1, color="#777777", alpha=a) for a in (1, 0.45)]
+    left.legend(handles, ["the server's model", "what clients get"], fontsize=8, loc="lower right")
+    errors = [audit.error or 0.0 for audit in shown]
+    middle.barh(places, [_floored(e) for e in errors], height=0.6, color=[_verdict(e) for e in errors])
+    middle.set(
+        xscale="log", xlim=(1e-17, 30), xlabel="relative error", yticks=places, title="Off the true mean update by"
+    )
+    middle.set_yticklabels([])
+    for axis in (left, middle):
+        axis.invert_yaxis()
+        axis.grid(alpha=0.3, axis="x")
+    for k, audit in enumerate(moved):
+        assert audit.drift is not None
+        style = ("-", "--", ":")[k // len(COLOURS) % 3]
+        right.loglog(
+            list(audit.drift), [_floored(x) for x in audit.drift.values()], style, marker="o", markersize=3,
+            color=COLOURS[k % len(COLOURS)], label=audit.method,
+        )  # fmt: skip
+    right.set(
+        xlabel="condition number of the coordinates", ylabel="relative change of the server's model", ylim=(1e-17, 30)
+    )
+    right.set_title("By how skewed the coordinates are")
+    right.grid(alpha=0.3)
+    if moved:
+        right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return saved(figure, path)
+
+
+def plot_overlaps(names: Sequence[str], overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Path:
+    """Heat maps of how much adapters' column spaces share: the mean over modules, and the pairs module by module."""
+    count = len(names)
+    pairs = [(i, j) for i in range(count) for j in range(i)]
+    mean = [[sum(m[i][j] for m in overlaps.values()) / len(overlaps) for j in range(count)] for i in range(count)]
+    by_module = [[m[i][j] for i, j in pairs] for m in overlaps.values()]
+    figure: Figure
+    height = max(3.6, 1.2 + 0.16 * len(overlaps))
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(6 + 0.5 * len(pairs), height), layout="constrained", width_ratios=(1, 0.5 + 0.12 * len(pairs))
+    )
+    left.imshow(mean, vmin=0, vmax=1, cmap="viridis")
+    left.set(title="mean over modules")
+    left.set_xticks(range(count), [str(k + 1) for k in range(count)])
+    left.set_yticks(range(count), [f"{k + 1} {name[:24]}" for k, name in enumerate(names)], fontsize=8)
+    for i in range(count):
+        for j in range(count):
+            left.text(j, i, f"{mean[i][j]:.2f}", ha="center", va="center", color="w" if mean[i][j] < 0.6 else "k")
+    image = right.imshow(by_module, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    right.set(title="module by module")
+    right.set_xticks(range(len(pairs)), [f"{i + 1}-{j + 1}" for i, j in pairs], fontsize=7, rotation=90)
+    right.set_yticks(range(len(overlaps)), [_short(module) for module in overlaps], fontsize=6)
+    figure.colorbar(image, ax=right, label="shared column space (1: one lies in the other)")
+    return saved(figure, path)
+
+
+def _usual_condition(audits: Sequence[Audit]) -> float:
+    conditions = [c for audit in audits for c in audit.drift or ()]
+    return 10.0 if 10.0 in conditions or not conditions else conditions[-1]
+
+
+def _floored(x: float) -> float:
+    """Something to see on a log axis for what is zero to the last bit."""
+    return max(x, 3e-17)
+
+
+def _verdict(x: float) -> str:
+    return COLOURS[1] if x > 1e-3 else COLOURS[0]
+
+
+def _metric(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], ranks: Mapping[str, int]) -> Figure:
+    figure: Figure
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    metric = summary["metric"]
+    scored = [line for line in lines if line["metrics"]]
+    rounds = [line["round"] for line in scored]
+    left.plot(rounds, [line["metrics"][metric] for line in scored], marker="o", color=COLOURS[0], label="validation")
+    ends = {"last": lines[-1]["round"], "best": summary["best_round"]}
+    for marker, (name, round) in zip("sD", ends.items(), strict=True):
+        if summary["test"][name]:
+            which = f"test, {name} round{' by validation' if name == 'best' else ''}"
+            left.plot([round], [summary["test"][name][metric]], marker, color=COLOURS[1], label=which)
+    left.set(xlabel="round", ylabel=words(metric))
+    left.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']})")
+    left.legend()
+    clients = sorted({client for line in lines for client in line["losses"]})
+    for colour, client in zip(COLOURS * len(clients), clients, strict=False):
+        points = [(line["round"], line["losses"].get(client)) for line in lines]
+        points = [(round, loss) for round, loss in points if loss is not None]
+        label = f"{client}, rank {ranks[client]}" if len(clients) <= 10 else None
+        right.plot(*zip(*points, strict=True), color=colour, linewidth=1.2, alpha=0.9, label=label)
+    right.set(xlabel="round", ylabel="mean training loss", title=f"{len(clients)} clients' own data")
+    if len(clients) <= 10:
+        right.legend(fontsize=8)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def _spectrum(summary: Mapping[str, Any]) -> Figure:
+    diagnostics = summary["diagnostics"]
+    figure: Figure
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    shades = plt.get_cmap("viridis")
+    for k, facts in enumerate(diagnostics.values()):
+        values = facts.get("singular_values") or []
+        left.semilogy(range(1, len(values) + 1), values, color=shades(k / max(len(diagnostics) - 1, 1)), linewidth=1)
+    left.set(xlabel="component", ylabel="singular value of the server's update", title="Spectrum, a line a module")
+    names = [_short(name) for name in diagnostics]
+    places = range(len(names))
+    if all("server_rank" in facts for facts in diagnostics.values()):
+        right.barh(places, [f["server_rank"] for f in diagnostics.values()], color="#dddddd", label="budget R")
+    if all(facts.get("union_rank") is not None for facts in diagnostics.values()):  # else not counted
+        right.barh(
+            places, [f["union_rank"] for f in diagnostics.values()], color=COLOURS[5], height=0.55, label="union rank"
+        )
+    right.barh(
+        places, [f["rank"] for f in diagnostics.values()], color=COLOURS[0], height=0.25, label="rank of the update"
+    )
+    right.set_yticks(places, names, fontsize=7)
+    right.invert_yaxis()
+    right.set(xlabel="rank", title="Rank by module")
+    right.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, -0.3), ncols=3, frameon=False)
+    left.grid(alpha=0.3)
+    return figure
+
+
+def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
+    figure: Figure
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    rounds = [line["round"] for line in lines]
+    parts = [key for key in lines[0]["bytes"] if key != "total" and any(line["bytes"][key] for line in lines)]
+    base = [0.0] * len(lines)
+    for colour, part in zip(COLOURS, parts, strict=False):
+        size = [line["bytes"][part] / 1e6 for line in lines]
+        axis.bar(rounds, size, bottom=base, color=colour, width=0.7, label=part.replace("_", ", "))
+        base = [b + s for b, s in zip(base, size, strict=True)]
+    axis.set(xlabel="round", ylabel="MB, all clients together", title="What travels (tensor bytes)")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, -0.28), ncols=len(parts), frameon=False)
+    return figure
+
+
+def words(metric: str) -> str:
+    return metric.replace("rouge_l", "ROUGE-L").replace("_", " ")
+
+
+def _short(module: str) -> str:
+    """encoder.layer.3.attention.self.query -> 3.query."""
+    parts = module.split(".")
+    return ".".join([*(part for part in parts[:-1] if part.isdigit()), parts[-1]])
+
+
+def saved(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path

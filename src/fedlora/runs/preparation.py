@@ -1,0 +1,156 @@
+"""A configuration made real: the data read and dealt out, the model loaded, the server and its clients put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlora.adapters.io import AdapterSpec
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Client
+from fedlora.core.trainer import Workers
+from fedlora.data import TextData
+from fedlora.errors import ConfigError
+from fedlora.runs.client_data import deal
+from fedlora.runs.config import RunConfig
+from fedlora.runs.manifest import manifest
+from fedlora.server.sampling import sample_clients
+from fedlora.server.server import Server
+from fedlora.server.state import ServerState
+from fedlora.training.evaluation import ModelEvaluator, Target
+from fedlora.training.local import LocalTrainer
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """All parts of a run, loaded and checked.
+
+    parts: client -> its training data. test: on the test data; probes: further test sets by name ("unseen",
+    "validation_mismatched"), measured at the end only.
+    """
+
+    config: RunConfig
+    server: Server
+    clients: tuple[Client, ...]
+    parts: Mapping[str, TextData]
+    trainer: LocalTrainer
+    validation: ModelEvaluator | None
+    test: ModelEvaluator | None
+    probes: Mapping[str, ModelEvaluator]
+    target: Target
+    metric: str
+    seed_adapter: Adapter
+    spec: AdapterSpec
+    manifest: Mapping[str, Any]
+
+    @property
+    def workers(self) -> Workers:
+        """Who trains, and how many clients at a time."""
+        return self.config.train.workers(self.trainer)
+
+
+def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
+    """Read the data, deal it out, load the model. Nothing is written.
+
+    Args:
+        data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
+
+    Raises:
+        ConfigError, DataError, HyperparameterError: what cannot be run as written.
+    """
+    server = config.server.build(config.method.build(), config.run.seed)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    data = deal(config, data_root)
+    parts = data.parts
+    types = config.clients.assigned(list(parts), config.run.seed)
+    labels = next(iter(parts.values())).label_names
+    model = config.model.load(config.lora.settings(), labels, config.run.seed)
+    largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
+    seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
+    clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
+    seed_adapter = _cut(seed_adapter, clients)
+    initial = server.init(seed_adapter)
+    for client in clients:  # a method that cannot serve these ranks says so now, not after the first round
+        server.download(initial, client)
+    target = config.evaluate.target
+    if target == "auto":
+        target = "server" if server.has_global_model(initial) else "clients"
+    _check_fit(config, server, initial, target, len(clients))
+    bf16, max_length = config.model.bf16, config.data.max_length
+    settings = config.train.settings(
+        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16
+    )
+
+    def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
+        return config.evaluate.evaluator(
+            model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16
+        )  # fmt: skip
+
+    probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
+    return Prepared(
+        config=config,
+        server=server,
+        clients=clients,
+        parts=parts,
+        trainer=config.train.trainer(model, parts, settings, config.run.seed),
+        validation=evaluator(data.validation, data.own_validation),
+        test=evaluator(data.test, data.own_test),
+        probes={name: probe for name, probe in probes.items() if probe is not None},
+        target=target,
+        metric=config.evaluate.metric.replace("-", "_"),
+        seed_adapter=seed_adapter,
+        spec=spec,
+        manifest=manifest(config, data, clients, model, server.method) | {"evaluation_target": target},
+    )
+
+
+def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: Target, clients: int) -> None:
+    """Raises `ConfigError` for options that can never work with this method or these clients."""
+    name, roles = server.method.name, server.roles(initial)
+    if config.evaluate.metric != "accuracy":
+        if config.model.task != "causal-lm":
+            raise ConfigError(
+                f"evaluate.metric = {config.evaluate.metric!r} is of generated text; the task classifies."
+            )
+        if config.evaluate.metric == "rouge-l" and config.evaluate.max_new_tokens >= config.data.max_length:
+            raise ConfigError(
+                f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
+                f"data.max_length = {config.data.max_length}."
+            )
+    if config.server.gauge_stress is not None and not roles.both_shared:
+        raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
+    if target == "server" and not server.has_global_model(initial):
+        raise ConfigError(
+            f"{name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it out)."
+        )
+    if config.server.upload == "subspace" and not roles.both_shared:
+        raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
+    if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
+        raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, and {name} shares {roles}.")
+    drops = (
+        "server.memory" if server.memory is not None else "server.sketch_rank" if config.server.sketch_rank else None
+    )
+    if config.run.keep_uploads != "none" and drops:
+        raise ConfigError(f"run.keep_uploads stores a round's uploads, and {drops} keeps none of them.")
+    server.open(initial)  # says so if its memory is too small
+    a_round = len(sample_clients([str(k) for k in range(clients)], config.run.participation, seed=0, round=0))
+    if server.quorum is not None and server.quorum > a_round:
+        raise ConfigError(
+            f"server.quorum = {server.quorum} can never be met: {a_round} of {clients} clients take part in a round."
+        )
+
+
+def _cut(seed_adapter: Adapter, clients: Sequence[Client]) -> Adapter:
+    """The common start at the largest rank that any client has of each module."""
+    ranks = [client.ranks(seed_adapter.modules) for client in clients]
+    modules = {}
+    for name, lora in seed_adapter.modules.items():
+        B, A = lora.factors
+        largest = max(r[name] for r in ranks)
+        modules[name] = LoRA(B[:, :largest].clone(), A[:largest].clone())
+    return Adapter(modules, seed_adapter.heads)

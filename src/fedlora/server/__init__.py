@@ -1,0 +1,12 @@
+"""The server: one method lifted over all modules. It opens a round, takes uploads in, and closes it to a new state.
+
+It knows no method by name, no engine and no network. How uploads are taken in is the round's own affair: kept until
+the end (`server`), folded into bounded memory, or as sums of two exchanges (`sketched_round`).
+"""
+
+from fedlora.server.sampling import sample_clients
+from fedlora.server.server import Server, start
+from fedlora.server.sketched_round import Sketch
+from fedlora.server.state import RunState, ServerState, Tally
+
+__all__ = ["RunState", "Server", "ServerState", "Sketch", "Tally", "sample_clients", "start"]

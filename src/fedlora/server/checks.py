@@ -1,0 +1,115 @@
+"""What an upload must be before any of it is used: the declared modules, roles, shapes and types, with finite numbers.
+
+Nothing is repaired. Each refusal names the client and the reason, and the state never sees a refused upload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import Adapter, compute_dtype, factor_name, named_tensors
+from fedlora.core.messages import Upload
+from fedlora.core.method import Roles
+from fedlora.errors import UploadRefused
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_count(upload: Upload) -> None:
+    """Raises `UploadRefused` for a num_examples that running sums in float32 cannot carry."""
+    if not 1e-12 <= upload.num_examples <= 1e12:
+        raise UploadRefused(
+            upload.client.id, f"num_examples = {upload.num_examples:g}: sums over clients carry from 1e-12 to 1e12."
+        )
+
+
+def check_adapter(
+    upload: Upload, *, ranks: Mapping[str, int], roles: Roles, start: Adapter, heads: Mapping[str, Tensor]
+) -> None:
+    """Raises `UploadRefused` unless the upload's adapter is what this round asked of the client.
+
+    Args:
+        ranks: module -> r_i for the modules that the client holds. roles: of this round. start: gives each module's
+            (d_out, d_in). heads: the server's own, by name and shape.
+    """
+    shared = [factor for factor in ("A", "B") if getattr(roles, factor) == "shared"]
+    _check_modules(upload, ranks if shared else {}, shared, start)
+    _check_heads(upload, heads if roles.heads == "shared" else {})
+    _check_numbers(upload)
+    for name, head in upload.adapter.heads.items():
+        if not bool(torch.isfinite(head.detach().to(heads[name].dtype)).all()):
+            raise UploadRefused(
+                upload.client.id, f"head {name!r} holds values beyond the server's {heads[name].dtype}."
+            )
+
+
+def _check_modules(upload: Upload, ranks: Mapping[str, int], shared: list[str], start: Adapter) -> None:
+    client, got = upload.client.id, set(upload.adapter.modules)
+    if upload.form == "subspace" and shared != ["A", "B"]:
+        raise UploadRefused(client, f"the subspace form needs both factors; this round's roles share {shared}.")
+    lacks, extra = sorted(set(ranks) - got), sorted(got - set(ranks))
+    if lacks or extra:
+        raise UploadRefused(
+            client,
+            f"it must hold exactly the declared modules: {len(lacks)} are missing {lacks[:3]}, "
+            f"{len(extra)} are unexpected {extra[:3]}.",
+        )
+    for name, lora in upload.adapter.modules.items():
+        present, r = lora.tensors(), ranks[name]
+        if sorted(present) != shared:
+            raise UploadRefused(
+                client, f"module {name!r} carries factors {sorted(present)}; this round's roles share {shared}."
+            )
+        if lora.rank != r and not (upload.form == "subspace" and lora.rank < r):
+            raise UploadRefused(client, f"module {name!r} has rank {lora.rank}; the client's rank is {r}.")
+        B, A = start.modules[name].factors
+        expected = {"B": (B.shape[0], lora.rank), "A": (lora.rank, A.shape[1])}
+        for factor, tensor in present.items():
+            if tuple(tensor.shape) != expected[factor]:
+                raise UploadRefused(
+                    client,
+                    f"factor {factor} of module {name!r} has shape {tuple(tensor.shape)}; "
+                    f"it must be {expected[factor]}.",
+                )
+
+
+def _check_heads(upload: Upload, heads: Mapping[str, Tensor]) -> None:
+    client, sent = upload.client.id, upload.adapter.heads
+    if set(sent) != set(heads):
+        raise UploadRefused(client, f"heads {sorted(sent)} were sent; this round shares {sorted(heads)}.")
+    for name, head in heads.items():
+        if sent[name].shape != head.shape:
+            raise UploadRefused(
+                client, f"head {name!r} has shape {tuple(sent[name].shape)}; it must be {tuple(head.shape)}."
+            )
+
+
+def _check_numbers(upload: Upload) -> None:
+    client = upload.client.id
+    sizes: dict[str, float] = {}
+    for name, tensor in named_tensors(upload.adapter):
+        if tensor.dtype not in _DTYPES:
+            raise UploadRefused(
+                client, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
+            )
+        # One pass for both questions: a norm is finite only where every entry is.
+        size = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
+        if not math.isfinite(size) and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise UploadRefused(
+                client,
+                f"{name} holds NaN or Inf in {bad} of {tensor.numel()} entries: training diverged there "
+                f"(a lower learning rate or gradient clipping helps).",
+            )
+        sizes[name] = size
+    for name, lora in upload.adapter.modules.items():
+        factors = [sizes[factor_name(factor, name)] for factor in lora.tensors()]
+        size = max(*factors, math.prod(factors))
+        if size > math.sqrt(torch.finfo(compute_dtype(lora)).max):
+            raise UploadRefused(
+                client, f"the update of module {name!r} has size up to {size:.1e}; its energy would overflow."
+            )

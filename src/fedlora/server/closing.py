@@ -1,0 +1,81 @@
+"""Closing a round, once for every intake: the next state, and a warning where it lacks part of the mean."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fedlora.core.method import Method
+from fedlora.core.read_only import ReadOnly
+from fedlora.server.method_faults import checked_state
+from fedlora.server.state import ServerState, Tally
+from fedlora.server.terms import Terms
+
+log = logging.getLogger("fedlora.server")
+
+# The share of the mean's energy that may be lost without a word, and that may lie where rounding could have put it: the
+# second is no loss, and a coarse bound.
+LARGEST_SILENT_SHARE, LARGEST_SILENT_ROUNDING = 1e-3, 1e-2
+
+_CAUSES = {
+    "incremental": "The memory limit took it: give the server more memory.",
+    "two-pass sketch": "The sketch took it: give it a larger rank.",
+}
+_ROUNDING = 'Rounding took it: send float32, or the subspace form (upload = "subspace").'
+
+
+def closed(terms: Terms, modules: Mapping[str, Any], heads: Mapping[str, Tensor], tally: Tally) -> ServerState:
+    """The state after a round. modules, heads: those that it replaced; all others stay."""
+    before = terms.state
+    for state in modules.values():
+        checked_state(terms.method, "aggregate", state)
+    modules = {**before.modules, **modules}
+    warn_of_losses(terms.method, terms.number, modules)
+    return replace(
+        before,
+        round=terms.number,
+        modules=ReadOnly(modules),
+        heads=ReadOnly({**before.heads, **(heads if terms.roles.heads == "shared" else {})}),
+        tally=tally,
+    )
+
+
+def shares(counts: Mapping[str, float]) -> dict[str, float]:
+    """Client -> its share of the counts; also where they have no finite sum."""
+    top = 1.0 if math.isfinite(sum(counts.values())) else max(counts.values())
+    total = math.fsum(n / top for n in counts.values())
+    return {client: n / top / total for client, n in counts.items()}
+
+
+def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:
+    """Logs a warning where a method says that its result lacks part of the mean update that no budget took."""
+    facts = {name: method.diagnostics(state) for name, state in modules.items()}
+
+    def worst(key: str, least: float) -> tuple[str, float, int] | None:
+        """The module with most of it, how much, and in how many modules there is more than `least`."""
+        shares = {name: x for name, f in facts.items() if isinstance(x := f.get(key), float) and x > least}
+        name = max(shares, key=lambda n: shares[n], default="")
+        return (name, shares[name], len(shares)) if shares else None
+
+    if found := worst("dropped", LARGEST_SILENT_SHARE):
+        name, share, count = found
+        why = _CAUSES.get(str(facts[name].get("approximation")), _ROUNDING)
+        kept = facts[name].get("kept")
+        held = f" (it holds {kept:.0%} of the clients' subspaces)" if isinstance(kept, float) and kept < 1 else ""
+        log.warning(
+            "round %d: up to %.2g%% of the mean's energy is lost in %s%s, more than %g%% in %d of %d modules. %s",
+            round, 100 * share, name, held, 100 * LARGEST_SILENT_SHARE, count, len(modules), why,
+        )  # fmt: skip
+    if found := worst("rounding", LARGEST_SILENT_ROUNDING):
+        name, share, count = found
+        log.warning(
+            "round %d: up to %.2g%% of the mean update's energy in %s (%d of %d modules) lies in directions so weak "
+            "beside the clients' factors that storing these could have made them. The server keeps them; readouts hold "
+            "some that depend on the clients' coordinates. Send float32, or the subspace form (upload = \"subspace\").",
+            round, 100 * share, name, count, len(modules),
+        )  # fmt: skip

@@ -1,0 +1,91 @@
+"""The plain intake: every upload is kept until the round is closed, and then aggregated in the order of client ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+import torch
+
+from fedlora.core.lora import LoRA, compute_dtype
+from fedlora.core.messages import Upload
+from fedlora.core.method import Update, aggregate_all
+from fedlora.linalg.parallel import workers
+from fedlora.server.closing import closed, shares
+from fedlora.server.heads import mean_heads
+from fedlora.server.intake import Attendance, WholeUpload
+from fedlora.server.method_faults import blamed_on
+from fedlora.server.state import ServerState
+from fedlora.server.terms import Terms
+
+
+class KeptUploads:
+    """An `Intake` of whole uploads, which may come in any order: the next state has the same bits."""
+
+    exchanges = 1
+    keeps = True
+
+    def __init__(self, terms: Terms) -> None:
+        self._attendance = Attendance(terms)
+        self._held: dict[str, Upload] = {}
+
+    def ask(self) -> WholeUpload:
+        return WholeUpload()
+
+    def add(self, upload: Upload) -> None:
+        """Accept one upload, or record and raise why not. Nothing of a refused upload reaches the state.
+
+        Raises:
+            UploadRefused: with the client id and the reason.
+        """
+        if self._attendance.take(upload):
+            self._held[upload.client.id] = upload
+
+    def close(self) -> ServerState:
+        """The next state.
+
+        Raises:
+            QuorumNotMet: too few good uploads. RankMismatch, RankTie: as the method says.
+        """
+        return close_whole(self._held, self._attendance)
+
+
+def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerState:
+    """The next state from all uploads that count, by client."""
+    attendance.require_quorum()
+    terms, counts = attendance.terms, dict(sorted(attendance.counts.items()))
+    uploads = [held[client] for client in counts]
+    updates: dict[str, list[Update]] = {}
+    for name in terms.state.modules:
+        holders = [u for u in uploads if name in u.adapter.modules]
+        over = holders if terms.missing == "renormalise" else uploads
+        if holders:
+            updates[name] = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}))
+    with blamed_on(terms.method, "aggregate"), workers(terms.workers) as each:
+        before = [terms.state.modules[name] for name in updates]
+        after = aggregate_all(terms.method, before, list(updates.values()), each)
+    weights = shares(counts)
+    heads = mean_heads(terms.state.heads, uploads, list(weights.values())) if terms.roles.heads == "shared" else {}
+    return closed(terms, dict(zip(updates, after, strict=True)), heads, attendance.tally(weights))
+
+
+def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, float]) -> list[Update]:
+    """What the clients of `uploads` sent for one module that all of them hold, in one compute dtype."""
+    dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[module]) for u in uploads))
+    updates = []
+    for u in uploads:
+        lora, rank = u.adapter.modules[module], u.client.ranks({module: None})[module]
+        updates.append(Update(u.client.id, weights[u.client.id], rank, promoted(lora, dtype), _stored_dtype(lora)))
+    return updates
+
+
+def promoted(lora: LoRA, dtype: torch.dtype) -> LoRA:
+    """In that dtype and without gradients; the same tensors where they are so already."""
+    if all(t.dtype == dtype and not t.requires_grad for t in lora.tensors().values()):
+        return lora
+    return lora.map(lambda t: t.detach().to(dtype))
+
+
+def _stored_dtype(lora: LoRA) -> torch.dtype:
+    """The narrower of the dtypes in which the factors arrived."""
+    return max((t.dtype for t in lora.tensors().values()), key=lambda d: torch.finfo(d).eps)

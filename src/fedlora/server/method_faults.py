@@ -1,0 +1,65 @@
+"""What a method gives back is looked at before it is used, so that a fault of the method is not put on a client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fedlora.core.lora import LoRA
+from fedlora.core.method import Method, Readout, Roles
+from fedlora.errors import FedLoRAError, MethodFault
+
+
+@contextmanager
+def blamed_on(method: Method[Any], function: str) -> Iterator[None]:
+    """What goes wrong inside one of a method's functions carries the method's name. Our own errors pass."""
+    try:
+        yield
+    except FedLoRAError:
+        raise
+    except Exception as error:
+        raise MethodFault(
+            f"{method.name}.{function} raised {type(error).__name__}: {error}. This is a fault of the method, of no "
+            f"client and no setting; `fedlora methods check` runs all that a method must hold."
+        ) from error
+
+
+def checked_state(method: Method[Any], function: str, state: Any) -> Any:
+    """`state`, if it is one. Raises `MethodFault`."""
+    if not isinstance(state, method.State):
+        raise MethodFault(
+            f"{method.name}.{function} returned a {type(state).__name__}; its State is {method.State.__name__}."
+        )
+    return state
+
+
+def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, roles: Roles) -> Readout:
+    """`made`, if a client can start from it: its rank, its matrix's shape, one dtype, and the parts that its roles say.
+
+    Args:
+        start: of the module, which gives d_out, d_in.
+
+    Raises:
+        MethodFault: it is something else.
+    """
+    what = f"{method.name}.readout(state, client, {rank}) returned"
+    if not isinstance(made, Readout):
+        raise MethodFault(f"{what} a {type(made).__name__}; a Readout is needed.")
+    B, A = start.factors
+    parts = made.lora.tensors()
+    expected = {"B": (B.shape[0], rank), "A": (rank, A.shape[1])}
+    for factor, tensor in parts.items():
+        if tuple(tensor.shape) != expected[factor]:
+            raise MethodFault(f"{what} {factor} of shape {tuple(tensor.shape)}; it must be {expected[factor]}.")
+        if not tensor.is_floating_point() or tensor.device != B.device:
+            raise MethodFault(f"{what} {factor} as {tensor.dtype} on {tensor.device}; floats on {B.device} are needed.")
+    if len({tensor.dtype for tensor in parts.values()}) > 1:
+        raise MethodFault(f"{what} factors of two dtypes: {', '.join(f'{f} {t.dtype}' for f, t in parts.items())}.")
+    wanted = {factor for factor in ("B", "A") if getattr(roles, factor) != "local"}
+    if wanted - set(parts):
+        lacks = ", ".join(sorted(wanted - set(parts)))
+        raise MethodFault(f"{what} no {lacks}, which its roles do not leave to the client ({roles}).")
+    if made.base is not None and not roles.moves_base:
+        raise MethodFault(f"{what} a change of the base weight, and its roles do not say moves_base.")
+    return made

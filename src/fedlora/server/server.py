@@ -1,0 +1,236 @@
+"""The server: one method lifted over all modules, with the checks, weights and heads that no method should see.
+
+    state = server.init(seed_adapter)                  a value; every call returns a new one
+    down  = server.download(state, client)             what that client starts from
+    state = server.aggregate(state, uploads)           = open(state), add(upload) for each, close()
+
+Knows no engine and no network: simulation and Flower are both thin shells around it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import Adapter, LoRA, compute_dtype, named_tensors
+from fedlora.core.messages import Client, Download, Missing, Upload
+from fedlora.core.method import Method, Role, Roles
+from fedlora.core.pairing import FromPair
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError
+from fedlora.seeds import derive_seed
+from fedlora.server.bounded_memory import BoundedMemory
+from fedlora.server.intake import Intake, take_in
+from fedlora.server.kept_uploads import KeptUploads, promoted
+from fedlora.server.method_faults import blamed_on, checked_readout, checked_state
+from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
+from fedlora.server.state import RunState, ServerState
+from fedlora.server.terms import Terms, Weighting, ranks_of
+
+Heads = Literal["average", "local", "frozen"]
+
+log = logging.getLogger("fedlora.server")
+
+_HEAD_ROLE: Mapping[Heads, Role] = {"average": "shared", "local": "local", "frozen": "frozen"}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A federated LoRA server.
+
+    Args:
+        method: from `fedlora.build(...)`, or any object of the `Method` protocol.
+        weighting: p_i by "examples" or "uniform", normalised over the round's participants.
+        heads: "average" them by p_i, keep them "local" or "frozen"; None: as the method's roles say.
+        quorum: None raises at the first bad upload. An integer refuses bad uploads one by one (`Tally.refused`) and
+            raises `QuorumNotMet` only if fewer good ones are left. So does `aggregate`; `add` of an open round raises
+            for each bad one, which stays out, and the round goes on.
+        missing: a module that some participants do not hold: "renormalise" the weights over those who do, or let the
+            others count as a "zero" update.
+        seed: of the method's own random draws.
+        memory: megabytes that one round's uploads may take here; None: as many as there are. What does not fit is
+            folded in as it arrives and dropped (`bounded_memory`): exact while it fits, an approximation beyond, of
+            which the diagnostics say what was left out.
+        sketch: rounds by two exchanges of sums (`sketched_round`) instead of uploads that the server sees.
+        workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
+            None: as many as torch has threads.
+
+    Raises:
+        HyperparameterError: an impossible option.
+    """
+
+    method: Method[Any]
+    weighting: Weighting = "examples"
+    heads: Heads | None = None
+    quorum: int | None = None
+    missing: Missing = "renormalise"
+    seed: int = 0
+    memory: float | None = None
+    workers: int | None = None
+    sketch: Sketch | None = None
+
+    def __post_init__(self) -> None:
+        for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
+            value = getattr(self, name)
+            if value not in get_args(options) and not (name == "heads" and value is None):
+                raise HyperparameterError(f"Server: {name} is one of {get_args(options)}; got {value!r}.")
+        if self.quorum is not None and self.quorum < 1:
+            raise HyperparameterError(f"Server: quorum is at least 1 accepted upload, or None; got {self.quorum}.")
+        if self.workers is not None and self.workers < 1:
+            raise HyperparameterError(f"Server: workers is a number of threads >= 1, or None; got {self.workers}.")
+        if self.memory is not None and not self.memory > 0:
+            raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
+        if self.memory is not None:
+            self._pairing("a memory limit", f"{self.memory:g} MB", "Leave memory out, or use glora.").pairing()
+        if self.sketch is not None:
+            require_plain(self._pairing("a sketch", f"rank {self.sketch.rank}", "Leave the sketch out, or use glora."))
+            if self.missing == "zero" or self.memory is not None:
+                raise HyperparameterError("a sketch renormalises over who holds a module and keeps no uploads: leave "
+                                          "out missing = 'zero' and memory.")  # fmt: skip
+
+    def _pairing(self, what: str, size: str, advice: str) -> FromPair[Any]:
+        """The method as one that can go on without the list of uploads."""
+        if not isinstance(self.method, FromPair):
+            raise HyperparameterError(
+                f"Server: {what} ({size}) needs a method that can forget uploads, which glora can and "
+                f"{self.method.name} cannot. {advice}"
+            )
+        return self.method
+
+    # ------------------------------------------------------------------------------------------------ the protocol
+
+    def init(self, seed_adapter: Adapter) -> ServerState:
+        """The common start from an adapter of the largest rank: B = 0 for a fresh one, or trained for a warm start.
+
+        Raises:
+            ShapeError: no modules, a factor missing, or values that are not finite.
+        """
+        if not seed_adapter.modules:
+            raise ShapeError("the seed adapter has no modules: there is nothing to federate.")
+        for name, lora in seed_adapter.modules.items():
+            if len(lora.tensors()) < 2:
+                raise ShapeError(f"the seed adapter's module {name!r} lacks a factor: the common start needs both.")
+        for name, tensor in named_tensors(seed_adapter):
+            if not bool(torch.isfinite(tensor).all()):
+                raise ShapeError(f"the seed adapter holds NaN or Inf in {name}.")
+        start = Adapter(
+            {
+                name: promoted(lora, compute_dtype(lora)).map(Tensor.clone)
+                for name, lora in seed_adapter.modules.items()
+            },
+            {name: head.detach().clone() for name, head in seed_adapter.heads.items()},
+        )
+        with blamed_on(self.method, "init"):
+            modules = {
+                name: checked_state(self.method, "init", self.method.init(lora, derive_seed(self.seed, name)))
+                for name, lora in start.modules.items()
+            }
+        return ServerState(0, ReadOnly(modules), start.heads, start, None)
+
+    def roles(self, state: ServerState) -> Roles:
+        """Who owns what in the round that starts from `state`."""
+        roles = self.method.roles(state.round)
+        return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
+
+    def download(self, state: ServerState, client: Client) -> Download:
+        """What `client` starts its round from, at its own ranks, in the server's compute dtype: float32, or float64
+        where an upload or the start is. A client that trains in bfloat16 casts it itself.
+
+        Raises:
+            RankMismatch: the method cannot serve that rank. HyperparameterError: no such module.
+        """
+        roles, ranks = self.roles(state), ranks_of(client, state)
+        modules, start, base = {}, {}, {}
+        for name, rank in ranks.items():
+            with blamed_on(self.method, "readout"):
+                made = self.method.readout(state.modules[name], client.id, rank)
+            readout = checked_readout(self.method, made, state.start.modules[name], rank, roles)
+            # The client's own: training in place must not reach the state.
+            modules[name] = readout.lora if readout.fresh else readout.lora.map(Tensor.clone)
+            if readout.base is not None:
+                base[name] = readout.base
+            B, A = state.start.modules[name].factors
+            local = {"B": B[:, :rank] if roles.B == "local" else None, "A": A[:rank] if roles.A == "local" else None}
+            if local["B"] is not None or local["A"] is not None:
+                start[name] = LoRA(local["B"], local["A"])
+        heads = {name: head.clone() for name, head in state.heads.items()}
+        sent, kept = ({}, heads) if roles.heads == "local" else (heads, {})
+        return Download(
+            client=client,
+            round=state.round,
+            adapter=Adapter(modules, sent),
+            roles=roles,
+            start=Adapter(start, kept),
+            base=ReadOnly(base),
+        )
+
+    def terms(self, state: ServerState) -> Terms:
+        """The terms of the round that starts from `state`: what an upload must be, and how it counts."""
+        return Terms(
+            self.method, state, self.roles(state), self.weighting, self.missing, self.quorum, self.seed, self.workers
+        )
+
+    def open(self, state: ServerState) -> Intake:
+        """A round to `add` uploads to, in any order, and to `close`: an `Intake`, as the server's options say.
+
+        Raises:
+            HyperparameterError: a memory limit that has no room for one client, or options that a sketch cannot keep.
+        """
+        terms = self.terms(state)
+        if self.sketch is not None:
+            return SketchedRound(terms, self._pairing("a sketch", "", ""), self.sketch)
+        if self.memory is not None:
+            return BoundedMemory(terms, self._pairing("a memory limit", "", ""), self.memory * 2**20)
+        return KeptUploads(terms)
+
+    def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
+        """The next state from one round's uploads; the same bits whatever their order (with a memory limit that was
+        needed: the same up to rounding and what was left out).
+
+        Raises:
+            UploadRefused: a bad upload, where `quorum` is None. QuorumNotMet: too few good ones.
+            RankMismatch, RankTie: as the method says.
+        """
+        intake = self.open(state)
+        for taken in take_in(intake, uploads):
+            if taken.refusal is not None:
+                if self.quorum is None:
+                    raise taken.refusal
+                log.warning("round %d: %s", state.round + 1, taken.refusal)
+        return intake.close()
+
+    def global_update(self, state: ServerState) -> Mapping[str, LoRA]:
+        """The server's whole update of each module, base change included: what evaluation and export use.
+
+        Raises:
+            NoGlobalModel: the method has none.
+        """
+        updates = {}
+        for name, s in state.modules.items():
+            with blamed_on(self.method, "effective"):
+                effective = self.method.effective(s)
+            if effective is None:
+                raise NoGlobalModel(
+                    f"{self.method.name} keeps no global model: its clients hold part of every adapter themselves. "
+                    f"Evaluate the clients instead (evaluation target 'clients')."
+                )
+            updates[name] = effective
+        return ReadOnly(updates)
+
+    def has_global_model(self, state: ServerState) -> bool:
+        """Whether `global_update` has an answer."""
+        return self.method.effective(next(iter(state.modules.values()))) is not None
+
+    def diagnostics(self, state: ServerState) -> Mapping[str, Mapping[str, object]]:
+        """Module -> the method's own numbers: rank, server rank R, gap, tied, captured energy, singular values, ..."""
+        return {name: self.method.diagnostics(s) for name, s in state.modules.items()}
+
+
+def start(server: Server, seed_adapter: Adapter) -> RunState:
+    """The state before the first round."""
+    return RunState(0, server.init(seed_adapter))

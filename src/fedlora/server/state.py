@@ -1,0 +1,50 @@
+"""All that a server remembers, and all that a run remembers: immutable values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import ClientMemory
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason."""
+
+    TAG: ClassVar[str] = "tally/1"
+
+    weights: Mapping[str, float]
+    abstained: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class ServerState:
+    """All that the server remembers.
+
+    modules: module -> the method's own state. start: the common seed adapter.
+    """
+
+    TAG: ClassVar[str] = "server/1"
+
+    round: int
+    modules: Mapping[str, Any]
+    heads: Mapping[str, Tensor]
+    start: Adapter
+    tally: Tally | None
+
+
+@dataclass(frozen=True, eq=False)
+class RunState:
+    """A whole run between two rounds: what a checkpoint holds. `round` rounds are done."""
+
+    TAG: ClassVar[str] = "run/1"
+
+    round: int
+    server: ServerState
+    clients: Mapping[str, ClientMemory] = field(default_factory=dict)

@@ -1,0 +1,65 @@
+"""The terms of one round: what the server asks of its clients and how it will count them. Immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fedlora.core.messages import Client, Missing, Upload, checked_examples
+from fedlora.core.method import Method, Roles
+from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.server.checks import check_adapter
+from fedlora.server.state import ServerState
+
+Weighting = Literal["examples", "uniform"]
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """One round as `Server.open` sets it: its method, the state before it, its roles, and the options of `Server`."""
+
+    method: Method[Any]
+    state: ServerState
+    roles: Roles
+    weighting: Weighting
+    missing: Missing
+    quorum: int | None
+    seed: int
+    workers: int | None
+
+    @property
+    def number(self) -> int:
+        """Of the round, from 1."""
+        return self.state.round + 1
+
+    def count(self, upload: Upload) -> float:
+        """n_i, or 1 where all count alike."""
+        return float(upload.num_examples) if self.weighting == "examples" else 1.0
+
+    def check(self, upload: Upload) -> bool:
+        """Whether the upload is what this round asked for; False: it is, and abstains, with 0 examples.
+
+        Raises:
+            UploadRefused: with the client id and the reason.
+        """
+        if checked_examples(upload) == 0:
+            return False
+        try:
+            ranks = ranks_of(upload.client, self.state)
+        except HyperparameterError as error:
+            raise UploadRefused(upload.client.id, str(error)) from error
+        check_adapter(upload, ranks=ranks, roles=self.roles, start=self.state.start, heads=self.state.heads)
+        return True
+
+
+def ranks_of(client: Client, state: ServerState) -> dict[str, int]:
+    """Module -> r, of the modules that the client holds. Raises `HyperparameterError` for one that nobody adapts."""
+    if isinstance(client.rank, Mapping):
+        unknown = sorted(set(client.rank) - set(state.modules))
+        if unknown:
+            raise HyperparameterError(
+                f"client {client.id!r} declares a rank for {unknown[0]!r}, which is no adapted module. "
+                f"The modules are {', '.join(list(state.modules)[:3])}, ..."
+            )
+    return client.ranks(state.modules)

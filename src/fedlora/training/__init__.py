@@ -1,0 +1,23 @@
+"""A client"s local work on torch, transformers and peft, and how its result is measured. Needs `fedlora[train]`."""
+
+from typing import TYPE_CHECKING
+
+from fedlora._lazy import face
+
+if TYPE_CHECKING:
+    from fedlora.training.evaluation import ModelEvaluator
+    from fedlora.training.grouped import GroupedTrainer
+    from fedlora.training.local import LocalTrainer, TrainSettings
+    from fedlora.training.models import AdaptedModel, LoRASettings
+
+__getattr__ = face(
+    "fedlora.training.local",
+    {
+        "models": ("AdaptedModel", "LoRASettings"),
+        "local": ("LocalTrainer", "TrainSettings"),
+        "grouped": ("GroupedTrainer",),
+        "evaluation": ("ModelEvaluator",),
+    },
+)
+
+__all__ = ["AdaptedModel", "GroupedTrainer", "LoRASettings", "LocalTrainer", "ModelEvaluator", "TrainSettings"]

@@ -1,0 +1,79 @@
+"""Answers of a language model to prompts, and how good they are: ROUGE-L by the rouge-score library.
+
+Two ways to get an answer, which are not the same measure: `greedy` generates; `teacher_forced` takes the most likely
+token at each place of the wanted response, given the wanted tokens before it, as the FlexLoRA code does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fedlora.errors import ConfigError
+from fedlora.training.encoding import IGNORED, Example, collate
+from fedlora.training.models import AdaptedModel
+
+
+@torch.no_grad()
+def greedy(model: AdaptedModel, prompts: Sequence[list[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
+    """The most likely continuation of each prompt, token by token up to the end token, as text.
+
+    Prompts are padded on the left, so that every continuation starts right behind its prompt; prompts of alike length
+    share a batch.
+    """
+    network, tokenizer, device = model.network, model.tokenizer, model.device
+    network.eval()
+    answers = [""] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda k: len(prompts[k]))
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        longest = max(len(prompts[k]) for k in batch)
+        pads = [longest - len(prompts[k]) for k in batch]
+        rows = [[tokenizer.pad_token_id] * pad + prompts[k] for k, pad in zip(batch, pads, strict=True)]
+        mask = [[0] * pad + [1] * (longest - pad) for pad in pads]
+        made: Any = network.generate(  # type: ignore[operator]
+            input_ids=torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        for k, ids in zip(batch, made[:, longest:].tolist(), strict=True):
+            end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+            answers[k] = tokenizer.decode(ids[:end], skip_special_tokens=True)
+    return answers
+
+
+@torch.no_grad()
+def teacher_forced(model: AdaptedModel, examples: Sequence[Example], *, batch_size: int) -> list[str]:
+    """The most likely token at each place of the response, as text."""
+    network, tokenizer = model.network, model.tokenizer
+    network.eval()
+    answers = [""] * len(examples)
+    order = sorted(range(len(examples)), key=lambda k: len(examples[k]["input_ids"]))
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        inputs = collate([examples[k] for k in batch], tokenizer, model.device)
+        best = network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.argmax(dim=-1)
+        for row, k in enumerate(batch):
+            asked = inputs["labels"][row, 1:] != IGNORED
+            answers[k] = tokenizer.decode(best[row, :-1][asked].tolist(), skip_special_tokens=True)
+    return answers
+
+
+def rouge_l(answer: str, references: Sequence[str]) -> float:
+    """ROUGE-L F-measure in [0, 1] of the reference that fits best, with Porter stemming (Lin, 2004)."""
+    return max(float(_scorer().score(reference, answer)["rougeL"].fmeasure) for reference in references)
+
+
+@functools.cache
+def _scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ConfigError("ROUGE-L needs the library rouge-score: pip install 'fedlora[train]'.") from error
+    return RougeScorer(["rougeL"], use_stemmer=True)

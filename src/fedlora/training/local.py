@@ -1,0 +1,147 @@
+"""Local training: what one client does in its round, on torch, transformers and peft.
+
+A client's work is a function of (what it received, its own data, the run's seed, the round, how far it has read its
+data), so running one client alone reproduces its round, and nothing else has to be stored to resume.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Download
+from fedlora.core.trainer import Trained
+from fedlora.data.text import TextData
+from fedlora.errors import ConfigError
+from fedlora.seeds import derive_seed
+from fedlora.training.encoding import Encoded, LossOn, collate, encode, scored
+from fedlora.training.models import AdaptedModel
+
+Optimizer = Literal["adam", "adamw", "sgd"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """One round of one client.
+
+    steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, halved or less by
+    `accumulation` micro-batches, each of examples of alike length. schedule: of the learning rate over `rounds`,
+    constant within a round. clip: largest gradient norm, 0 for none. The optimiser is new each round, as in all
+    reference codes.
+    """
+
+    lr: float = 1e-3
+    optimizer: Optimizer = "adam"
+    weight_decay: float = 0.0
+    steps: int = 10
+    epochs: float = 1.0
+    batch_size: int = 16
+    accumulation: int = 1
+    clip: float = 1.0
+    schedule: Schedule = "constant"
+    rounds: int = 1
+    max_length: int = 128
+    loss_on: LossOn = "response"
+    bf16: bool = False
+
+
+class LocalTrainer:
+    """Trains any client of a run on the one shared model. Implements `simulation.Trainer`."""
+
+    def __init__(
+        self, model: AdaptedModel, data: Mapping[str, TextData], settings: TrainSettings, *, seed: int
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._seed = seed
+        self._data: dict[str, Encoded] = {
+            client: encode(part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on)
+            for client, part in data.items()
+        }
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        """Train `adapter` from where the client's data stream stands at `position` examples.
+
+        Returns the complete adapter, its mean training loss per example (NaN where it diverged), and the new position.
+
+        Raises:
+            ConfigError: the client has no data.
+        """
+        client, s = download.client.id, self._settings
+        data = self.examples(client)
+        roles = download.roles
+        self._model.activate(adapter, download.base_delta)
+        parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
+        network, device = self._model.network, self._model.device
+        network.train()
+        batch = min(s.batch_size, len(data))
+        steps = s.steps or math.ceil(s.epochs * len(data) / batch)
+        order = self.order(client, position)
+        optimizer = optimizer_for(parameters, s, download.round)
+        total, seen = 0.0, 0
+        cuda = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
+            for _ in range(steps):
+                picked = [data[next(order)] for _ in range(batch)]
+                labels = sum(scored(example) for example in picked)
+                if s.accumulation > 1:  # micro-batches of alike length: the same gradient from less padding
+                    picked.sort(key=lambda example: len(example["input_ids"]))
+                micro = math.ceil(batch / s.accumulation)
+                for k in range(0, batch, micro):
+                    part = picked[k : k + micro]
+                    inputs = collate(part, self._model.tokenizer, device)
+                    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
+                        loss = network(**inputs).loss * (sum(scored(example) for example in part) / labels)
+                    loss.backward()
+                    total += float(loss.detach()) * batch
+                if roles.penalty is not None:
+                    self._model.tail_penalty(roles.penalty).backward()  # type: ignore[no-untyped-call]
+                seen += batch
+                if s.clip:
+                    nn.utils.clip_grad_norm_(parameters, s.clip)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return Trained(self._model.read(), len(data), total / seen, position + seen)
+
+    def examples(self, client: str) -> Encoded:
+        """A client's encoded examples. Raises `ConfigError` where it has none."""
+        data = self._data.get(client)
+        if not data:
+            raise ConfigError(f"client {client!r} has no training data; the data are of {sorted(self._data)[:5]}, ...")
+        return data
+
+    def order(self, client: str, position: int) -> Iterator[int]:
+        """Indices of a client's examples from `position` on, without end."""
+        return _stream(len(self._data[client]), position, self._seed, client)
+
+
+def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
+    """Indices of a client's examples from `position` on: a new permutation each epoch, going on across rounds."""
+    epoch, offset = divmod(position, size)
+    while True:
+        generator = torch.Generator().manual_seed(derive_seed(seed, "order", client, epoch))
+        yield from torch.randperm(size, generator=generator).tolist()[offset:]
+        epoch, offset = epoch + 1, 0
+
+
+def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
+    """A new optimiser, at the learning rate of `round`."""
+    share = round / s.rounds
+    scale = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[s.schedule]
+    kinds: dict[str, type[torch.optim.Optimizer]] = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+    }
+    return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
+
+
+__all__ = ["LocalTrainer", "TrainSettings", "optimizer_for"]

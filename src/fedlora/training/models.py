@@ -1,0 +1,379 @@
+"""One base model in memory, with adapters of any rank swapped in and out.
+
+Knows transformers and peft; knows nothing of federation, data or optimisers. The base weights change in one place only,
+`AdaptedModel.activate`, which always starts from the pre-trained ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedlora.adapters.io import AdapterSpec, load_into_model, read_model
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.method import TailPenalty
+from fedlora.errors import ConfigError
+from fedlora.seeds import derive_seed
+
+Task = Literal["classification", "causal-lm"]
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """What every client's LoRA has in common.
+
+    targets: module names or suffixes, or "all-linear". scaling: alpha / r, the same for all ranks. dropout: on LoRA's
+    input. saved: further modules to train in full; a classification head is added by peft itself.
+    """
+
+    targets: Sequence[str] | str
+    scaling: float = 2.0
+    dropout: float = 0.0
+    saved: Sequence[str] = ()
+
+
+_SEED = "seed"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
+
+
+class AdaptedModel:
+    """A transformers model whose LoRA adapter can be replaced at once, whatever its ranks.
+
+    One peft adapter is made for each distinct set of ranks that is asked for, and reused: fifty clients of three ranks
+    cost three small adapters beside the one base model.
+    """
+
+    def __init__(self, base: nn.Module, tokenizer: Any, task: Task, settings: LoRASettings) -> None:
+        self.tokenizer = tokenizer
+        self.task = task
+        self.settings = settings
+        self._base = base
+        self._model: Any = None
+        self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
+        self._pristine: dict[str, Tensor] = {}
+        self._active = ""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        task: Task,
+        settings: LoRASettings,
+        *,
+        labels: Sequence[str] = (),
+        seed: int = 0,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        dropout: float | None = None,
+        four_bit: bool = False,
+        checkpointing: bool = False,
+    ) -> AdaptedModel:
+        """A model and its tokenizer from a local directory or a hub id; safetensors only.
+
+        A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: replaces every
+        dropout rate of the model's own configuration where given. four_bit: the base in NF4 (QLoRA), on a GPU with
+        bitsandbytes. checkpointing: trade time for memory.
+
+        Raises:
+            ConfigError: the model cannot be loaded.
+        """
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForSequenceClassification,
+            AutoTokenizer,
+            GenerationConfig,
+        )
+
+        extra: dict[str, Any] = {"num_labels": len(labels)} if task == "classification" else {}
+        kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
+        folder = Path(path)
+        if folder.suffix == ".gguf" and folder.is_file():
+            folder = path = _dequantised(folder)
+        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise ConfigError(  # transformers would make up an empty vocabulary
+                f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
+            )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, **extra)
+            if dropout is not None:
+                rates = [k for k in config.to_dict() if "dropout" in k or k.endswith("pdrop")]
+                for name in rates:
+                    setattr(config, name, dropout)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(seed, "head"))
+                base = kind.from_pretrained(
+                    path, dtype=dtype, use_safetensors=True, config=config, **_quantisation(four_bit, device)
+                )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
+                f"Give a directory with config.json, tokenizer and model.safetensors, or a hub id."
+            ) from error
+        if task == "causal-lm" and tokenizer.eos_token_id is None:
+            raise ConfigError(f"the tokenizer of {os.fspath(path)!r} has no end-of-text token, which responses need.")
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if base.config.get_text_config().pad_token_id is None:
+            base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        if task == "causal-lm":  # greedy is greedy, whatever the model's own generation settings are
+            base.generation_config = GenerationConfig()
+        if labels:
+            base.config.id2label = dict(enumerate(labels))
+            base.config.label2id = {name: k for k, name in enumerate(labels)}
+        if checkpointing:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            base.enable_input_require_grads()
+        try:
+            if not four_bit:  # bitsandbytes has put it there
+                base.to(device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
+        return cls(base, tokenizer, task, settings)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._base.parameters()).device
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model has positions for; None where it does not say."""
+        config: Any = getattr(self._base, "config", None)
+        found = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+        return found if isinstance(found, int) else None
+
+    @property
+    def quantised(self) -> bool:
+        """Whether an adapted weight is no floating-point number, so that nothing can be added to it."""
+        return any(not self._base_layer(path).weight.is_floating_point() for path in self._adapted())
+
+    @property
+    def network(self) -> nn.Module:
+        """The module to call: base and active adapter."""
+        return self._model if self._model is not None else self._base
+
+    def seed_adapter(self, rank: int | Mapping[str, int], *, seed: int) -> tuple[Adapter, AdapterSpec]:
+        """A fresh adapter of `rank` as peft starts it (B = 0, A drawn from `seed`), the model's heads, and the spec."""
+        name = self._adapter_for(rank)  # which also makes the peft model, where there is none yet
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "adapter"))
+            self._model.add_adapter(_SEED, self._config(rank))
+        adapter, _ = read_model(self._model, _SEED, scaling=self.settings.scaling)
+        _, spec = read_model(self._model, name, scaling=self.settings.scaling)
+        self._model.delete_adapter(_SEED)
+        self._model.set_adapter(self._active)
+        return adapter.map(lambda t: t.cpu()), spec
+
+    def activate(self, adapter: Adapter, base_delta: Mapping[str, LoRA] | None = None) -> None:
+        """Make the model W0 + scaling * base_delta, adapted by `adapter`: whatever was active before is gone."""
+        ranks = adapter.ranks
+        distinct = set(ranks.values())
+        name = self._adapter_for(distinct.pop() if len(distinct) == 1 else ranks)
+        if name != self._active:
+            self._model.set_adapter(name)
+            self._active = name
+        load_into_model(self._model, adapter, name, scaling=self.settings.scaling)
+        self._set_base(base_delta or {})
+
+    def read(self) -> Adapter:
+        """The active adapter, as copies on the CPU."""
+        adapter, _ = read_model(self._model, self._active, scaling=self.settings.scaling)
+        return adapter.map(lambda t: t.cpu())
+
+    def trainable(self, *, B: bool = True, A: bool = True, heads: bool = True) -> list[nn.Parameter]:
+        """The active adapter's parameters that may train; the others are switched off."""
+        chosen = []
+        for path, parameter in self._model.named_parameters():
+            mine = path.endswith(f".{self._active}.weight") or f".modules_to_save.{self._active}." in path
+            kind = B if ".lora_B." in path else A if ".lora_A." in path else heads
+            parameter.requires_grad_(mine and kind)
+            if mine and kind:
+                chosen.append(parameter)
+        return chosen
+
+    def tail_penalty(self, penalty: TailPenalty) -> Tensor:
+        """The declared penalty on the active adapter, as a term of the loss."""
+        pairs = [
+            (module.lora_B[self._active].weight, module.lora_A[self._active].weight)
+            for module in self._model.modules()
+            if isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and self._active in module.lora_A
+        ]
+        return tail_penalty(pairs, penalty)
+
+    def lora_layer(self, path: str) -> Any:
+        """The adapted layer at `path`: it has a base_layer, and its forward is base and adapter."""
+        return self._model.get_submodule(f"base_model.model.{path}")
+
+    def lora_dropout(self, path: str) -> nn.Module:
+        """What drops parts of the adapter's input at `path`."""
+        dropout: nn.Module = self.lora_layer(path).lora_dropout[self._active]
+        return dropout
+
+    def head_layer(self, path: str) -> Any:
+        """The fully trained module at `path` that the active adapter runs with."""
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            try:
+                outer = self._model.get_submodule(".".join(["base_model.model", *parts[:length]]))
+            except AttributeError:  # inside the wrapper that peft puts around a saved module
+                continue
+            if isinstance(getattr(outer, "modules_to_save", None), nn.ModuleDict):
+                return outer.modules_to_save[self._active].get_submodule(".".join(parts[length:]))
+        raise KeyError(path)
+
+    def _adapter_for(self, rank: int | Mapping[str, int]) -> str:
+        from peft import get_peft_model
+
+        key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
+        if key in self._names:
+            return self._names[key]
+        name = f"ranks{len(self._names)}"
+        try:
+            with torch.random.fork_rng(devices=[]):  # peft draws weights that nobody will see
+                if self._model is None:
+                    self._model = get_peft_model(self._base, self._config(rank), adapter_name=name)
+                    self._active = name
+                else:
+                    self._model.add_adapter(name, self._config(rank))
+        except ValueError as error:
+            targets, reason = self.settings.targets, str(error).splitlines()[0]
+            raise ConfigError(f"LoRA cannot be put on {targets!r}: {reason}") from error
+        self._names[key] = name
+        return name
+
+    def _config(self, rank: int | Mapping[str, int]) -> Any:
+        from peft import LoraConfig
+
+        largest = rank if isinstance(rank, int) else max(rank.values())
+        patterns = {} if isinstance(rank, int) else {f"^{path}": r for path, r in rank.items() if r != largest}
+        targets = self.settings.targets
+        return LoraConfig(
+            r=largest,
+            lora_alpha=self.settings.scaling * largest,
+            rank_pattern=patterns,
+            alpha_pattern={path: self.settings.scaling * r for path, r in patterns.items()},
+            lora_dropout=self.settings.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            modules_to_save=list(self.settings.saved) or None,
+            task_type="SEQ_CLS" if self.task == "classification" else "CAUSAL_LM",
+        )
+
+    def _set_base(self, delta: Mapping[str, LoRA]) -> None:
+        """The base weights as pre-trained, plus scaling * delta. The only place that changes them."""
+        for path, weight in self._pristine.items():
+            if path not in delta:
+                self._base_layer(path).weight.data.copy_(weight)
+        for path, lora in delta.items():
+            layer = self._base_layer(path)
+            if not layer.weight.is_floating_point():
+                raise ConfigError(
+                    f"the base weight of {path!r} is quantised ({layer.weight.dtype}), so no update can be added to "
+                    f"it: fedex-lora and flora cannot run on it. Take another method, or a base of 16 bits."
+                )
+            weight = self._pristine.setdefault(path, layer.weight.detach().clone())
+            dense = self.settings.scaling * lora.map(_to(weight.device)).delta()
+            transposed = self._model.get_submodule(f"base_model.model.{path}").fan_in_fan_out
+            layer.weight.data.copy_(weight + (dense.T if transposed else dense).to(weight.dtype))
+
+    def _adapted(self) -> list[str]:
+        """The paths of the adapted modules."""
+        return [
+            name.removeprefix("base_model.model.")
+            for name, module in (self._model.named_modules() if self._model is not None else ())
+            if hasattr(module, "base_layer") and hasattr(module, "lora_A")
+        ]
+
+    def _base_layer(self, path: str) -> Any:
+        return self._model.get_submodule(f"base_model.model.{path}").base_layer
+
+
+def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
+    """What `from_pretrained` needs for a base in 4 bits. Raises `ConfigError` without a GPU or bitsandbytes."""
+    if not four_bit:
+        return {}
+    from importlib.util import find_spec
+
+    from transformers import BitsAndBytesConfig
+
+    if not device.startswith("cuda") or find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"model.four_bit needs a GPU and the library bitsandbytes (pip install bitsandbytes); the device is "
+            f"{device!r}."
+        )
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return {"quantization_config": nf4, "device_map": {"": device}}
+
+
+def _dequantised(file: Path) -> Path:
+    """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    cache = Path(os.environ.get("FEDLORA_CACHE", Path.home() / ".cache" / "fedlora"))
+    target = cache / f"{file.stem}-{digest}"
+    if not target.is_dir():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent,
+                gguf_file=file.name,
+                dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),
+            )
+        except (OSError, ValueError, ImportError, RuntimeError, struct.error) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"the model {file.name} cannot be read as GGUF: {reason}") from error
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as beside:  # then moved as a whole: no half-written model
+                made = Path(beside) / "model"
+                model.save_pretrained(made)
+                tokenizer.save_pretrained(made)
+                with contextlib.suppress(OSError):  # somebody else was faster
+                    made.rename(target)
+        except OSError as error:
+            raise ConfigError(
+                f"the dequantised model cannot be written to {cache}: {error.strerror or error}. "
+                f"Free some space, or name another folder in FEDLORA_CACHE."
+            ) from error
+    return target
+
+
+def tail_penalty(pairs: Sequence[tuple[Tensor, Tensor]], penalty: TailPenalty) -> Tensor:
+    """The declared penalty over factors (B, A). `client.tail_size` is the same sum.
+
+    sqrt(x^2 + tiny) in place of the norm: the norm of a zero B, where training starts, has no gradient.
+    """
+
+    def size(t: Tensor) -> Tensor:
+        return (t.float().square().sum() + 1e-24).sqrt()
+
+    starts = [penalty.tail_start(len(A)) for _, A in pairs]
+    tails = [size(B[:, q:]) * size(A[q:]) for (B, A), q in zip(pairs, starts, strict=True)]
+    return penalty.strength * torch.stack(tails).sum()
+
+
+def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(device)
+
+
+def model_digests(path: str | os.PathLike[str]) -> dict[str, str]:
+    """File name -> SHA-256 of a local model's weights and tokenizer, for the manifest; empty for a hub id."""
+    folder = Path(path)
+    if folder.is_file():  # GGUF
+        return {folder.name: hashlib.sha256(folder.read_bytes()).hexdigest()}
+    files = [*folder.glob("*.safetensors"), *folder.glob("tokenizer.json"), *folder.glob("config.json")]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
