@@ -512,7 +512,7 @@ def test_all_is_every_method_and_says_why_not(equal: Sites, undrawn: None) -> No
     found = audited(*equal.paths, "--conditions", "10", "--draws", 1)
     assert set(found) == set(METHODS)
     refused = {name: a["refused"] for name, a in found.items() if a["refused"]}
-    assert set(refused) == {"fedsa-lora", "ffa-lora", "rolora"}
+    assert set(refused) == {"fedsa-lora", "fedsvd", "ffa-lora", "rolora"}
     assert "no global model" in refused["fedsa-lora"]
     assert (
         refused["ffa-lora"]

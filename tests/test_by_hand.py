@@ -94,7 +94,7 @@ def test_a_state_is_of_one_method_and_one_base(tmp_path: Path, called: Callable[
     assert done.code == 2 and "state of base 'tiny'" in done.err
 
 
-@pytest.mark.parametrize("method", ["fedsa-lora", "ffa-lora", "rolora", "fedex-lora", "flora"])
+@pytest.mark.parametrize("method", ["fedsa-lora", "fedsvd", "ffa-lora", "rolora", "fedex-lora", "flora"])
 def test_methods_that_need_more_than_adapters_are_refused(
     tmp_path: Path, called: Callable[..., Said], method: str
 ) -> None:

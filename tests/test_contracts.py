@@ -52,6 +52,7 @@ CLAIMS = (
     Claim("flora", "flora", {}, exact=True, gauge=True, state=True, mixed=True),
     Claim("fedex-lora", "fedex-lora", {}, exact=True, gauge=True, state=False, mixed=False),
     Claim("ffa-lora", "ffa-lora", {}, exact=True, gauge=None, state=None, mixed=True),
+    Claim("fedsvd", "fedsvd", {}, exact=True, gauge=None, state=None, mixed=True),
     Claim("rolora", "rolora", {}, exact=True, gauge=None, state=None, mixed=True),
     Claim("fedit", "fedit", {}, exact=False, gauge=False, state=False, mixed=False),
     Claim("fedrot-lora", "fedrot-lora", {}, exact=False, gauge=False, state=False, mixed=False),

@@ -179,6 +179,7 @@ def close(got: Any, want: Any) -> None:
         "svd",
         "fedsa-lora",
         "ffa-lora",
+        "fedsvd",
         "fedex-lora",
         "flora",
         "hetlora",

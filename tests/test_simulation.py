@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, pushed, seed_adapter
-from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, build
+from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, Upload, build
 from fedlora.analysis.audit import GaugeStress, padded_average_error
 from fedlora.core import checkpoint
 from fedlora.core.trainer import Trained
-from fedlora.errors import ClientFailed, ConfigError, KeptStateError, QuorumNotMet, UploadRefused
+from fedlora.errors import ClientFailed, ConfigError, HyperparameterError, KeptStateError, QuorumNotMet, UploadRefused
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.server.state import RunState
-from fedlora.simulation import RoundRecord, Traffic, simulate
+from fedlora.simulation import ClientDone, RoundRecord, Traffic, play, simulate
 
 NAMES = tuple(EQUAL)
 BATCH = 7  # examples that a round of the toy trainer takes
@@ -508,3 +508,53 @@ def test_a_federation_of_one_is_that_client() -> None:
     assert record.weights == {"a": 1.0} and reported(record) == pytest.approx(0, abs=1e-12)
     for module, lora in record.uploads[0].adapter.modules.items():
         torch.testing.assert_close(server.global_update(record.state.server)[module].delta(), lora.delta())
+
+
+# ---- what is handed in -----------------------------------------------------------------------------------------------
+
+
+def test_two_clients_of_one_id_are_refused() -> None:
+    """Memory, weights and refusals go by the id: the second would silently be the first."""
+    server = Server(build("glora"))
+    twice = [Client("a", 2), Client("b", 2), Client("a", 4)]
+    with pytest.raises(HyperparameterError, match=r"1 client ids occur more than once, 'a' for one"):
+        next(simulate(server, twice, Toy(), start(server, seed_adapter(4)), rounds=1))
+
+
+def test_every_client_is_an_event_whatever_became_of_it() -> None:
+    """One that trains, one that raises, one that diverges in what it sends, one whose local part diverged."""
+
+    def wrong(download: Download, trained: Trained) -> Trained:
+        if download.client.id == "b":
+            raise RuntimeError("no memory")
+        adapter = trained.adapter
+        if download.client.id == "c":
+            adapter = Adapter({n: LoRA(x.B, x.A * torch.nan) for n, x in adapter.modules.items()}, adapter.heads)
+        if download.client.id == "d":
+            adapter = Adapter({n: LoRA(x.B * torch.nan, x.A) for n, x in adapter.modules.items()}, adapter.heads)
+        return replace(trained, adapter=adapter)
+
+    server = Server(build("fedsa-lora"), quorum=1)
+    events = list(play(server, clients(EQUAL), Toy(wrong), start(server, seed_adapter(4)), rounds=1))
+    *done, record = events
+    assert isinstance(record, RoundRecord) and all(isinstance(event, ClientDone) for event in done)
+    assert sorted(event.client for event in done) == list(NAMES)  # type: ignore[union-attr]
+    said = {event.client: event for event in done if isinstance(event, ClientDone)}
+    assert said["a"] == ClientDone(1, "a", loss("a", 0), None)
+    assert said["b"].loss is None and said["b"].refused == "RuntimeError: no memory"
+    assert "factor A" in str(said["c"].refused) and "local factor B" in str(said["d"].refused)
+    assert set(record.refused) == {"b", "c", "d"} and set(record.weights) == {"a"}
+
+
+def test_hooks_see_each_upload_once_and_in_their_order() -> None:
+    seen: list[tuple[str, str, int]] = []
+
+    def hook(label: str) -> Callable[[Upload, int], Upload]:
+        def see(upload: Upload, round: int) -> Upload:
+            seen.append((label, upload.client.id, round))
+            return upload
+
+        return see
+
+    list(run(rounds=2, hooks=[hook("x"), hook("y")]))
+    assert seen == [(label, name, t) for t in range(2) for name in NAMES for label in "xy"]

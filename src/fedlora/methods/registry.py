@@ -17,6 +17,7 @@ from fedlora.methods.fedex_lora import FedExLoRA
 from fedlora.methods.fedit import FedIT
 from fedlora.methods.fedrot_lora import FedRotLoRA
 from fedlora.methods.fedsa_lora import FedSALoRA
+from fedlora.methods.fedsvd import FedSVD
 from fedlora.methods.ffa_lora import FFALoRA
 from fedlora.methods.flexlora import FlexLoRA
 from fedlora.methods.flora import FLoRA
@@ -33,6 +34,7 @@ METHODS: Mapping[str, type[Method[Any]]] = ReadOnly(
         "fedit": FedIT,
         "fedrot-lora": FedRotLoRA,
         "fedsa-lora": FedSALoRA,
+        "fedsvd": FedSVD,
         "ffa-lora": FFALoRA,
         "flexlora": FlexLoRA,
         "flora": FLoRA,

@@ -10,8 +10,10 @@ import torch
 from fedlora.core.lora import LoRA, compute_dtype
 from fedlora.core.messages import Upload
 from fedlora.core.method import Update, aggregate_all
+from fedlora.errors import UploadRefused
 from fedlora.linalg.parallel import workers
 from fedlora.server.closing import closed, shares
+from fedlora.server.defences import defended
 from fedlora.server.heads import mean_heads
 from fedlora.server.intake import Attendance, WholeUpload
 from fedlora.server.method_faults import blamed_on
@@ -54,7 +56,11 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
     """The next state from all uploads that count, by client."""
     attendance.require_quorum()
     terms, counts = attendance.terms, dict(sorted(attendance.counts.items()))
-    uploads = [held[client] for client in counts]
+    verdict = defended(terms.defences, terms.state, [held[client] for client in counts], counts)
+    for client, reason in verdict.refused.items():
+        attendance.refuse(UploadRefused(client, reason))
+    attendance.require_quorum()
+    uploads, counts = sorted(verdict.uploads, key=lambda u: u.client.id), dict(sorted(verdict.counts.items()))
     updates: dict[str, list[Update]] = {}
     for name in terms.state.modules:
         holders = [u for u in uploads if name in u.adapter.modules]

@@ -25,6 +25,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError
 from fedlora.seeds import derive_seed
 from fedlora.server.bounded_memory import BoundedMemory
+from fedlora.server.defences import Defence
 from fedlora.server.intake import Intake, take_in
 from fedlora.server.kept_uploads import KeptUploads, promoted
 from fedlora.server.method_faults import blamed_on, checked_readout, checked_state
@@ -57,6 +58,7 @@ class Server:
             folded in as it arrives and dropped (`bounded_memory`): exact while it fits, an approximation beyond, of
             which the diagnostics say what was left out.
         sketch: rounds by two exchanges of sums (`sketched_round`) instead of uploads that the server sees.
+        defences: what looks at a round's uploads together before the method aggregates them (`defences`).
         workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
             None: as many as torch has threads.
 
@@ -73,6 +75,7 @@ class Server:
     memory: float | None = None
     workers: int | None = None
     sketch: Sketch | None = None
+    defences: tuple[Defence, ...] = ()
 
     def __post_init__(self) -> None:
         for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
@@ -92,6 +95,12 @@ class Server:
             if self.missing == "zero" or self.memory is not None:
                 raise HyperparameterError("a sketch renormalises over who holds a module and keeps no uploads: leave "
                                           "out missing = 'zero' and memory.")  # fmt: skip
+
+        if self.defences and (self.memory is not None or self.sketch is not None):
+            raise HyperparameterError(
+                "Server: defences look at a round's uploads together, and a memory limit drops them, a sketch never "
+                "shows them: leave out one of the two."
+            )
 
     def _pairing(self, what: str, size: str, advice: str) -> FromPair[Any]:
         """The method as one that can go on without the list of uploads."""
@@ -172,7 +181,15 @@ class Server:
     def terms(self, state: ServerState) -> Terms:
         """The terms of the round that starts from `state`: what an upload must be, and how it counts."""
         return Terms(
-            self.method, state, self.roles(state), self.weighting, self.missing, self.quorum, self.seed, self.workers
+            self.method,
+            state,
+            self.roles(state),
+            self.weighting,
+            self.missing,
+            self.quorum,
+            self.seed,
+            self.workers,
+            self.defences,
         )
 
     def open(self, state: ServerState) -> Intake:

@@ -10,6 +10,7 @@ from fedlora.core.messages import Client, Missing, Upload, checked_examples
 from fedlora.core.method import Method, Roles
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.server.checks import check_adapter
+from fedlora.server.defences import Defence
 from fedlora.server.state import ServerState
 
 Weighting = Literal["examples", "uniform"]
@@ -27,6 +28,7 @@ class Terms:
     quorum: int | None
     seed: int
     workers: int | None
+    defences: tuple[Defence, ...] = ()
 
     @property
     def number(self) -> int:

@@ -1,0 +1,55 @@
+"""The place of defences: after all uploads are in, before the method aggregates. One place, whatever engine plays.
+
+A defence sees a round's accepted uploads together, and says which count, as what and for how much. It is a value handed
+to `Server(defences=...)`; they are applied in their order. Where uploads are dropped or never seen (memory, a sketch)
+there is nothing to look at, and the server refuses the combination. Privacy and secure sums are other things: they are
+intakes and noise, not judgements of uploads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fedlora.core.messages import Upload
+from fedlora.server.state import ServerState
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What a defence makes of a round. uploads: those that count, some perhaps changed. counts: client -> what it
+    counts for, of exactly these. refused: client -> why it does not count any more."""
+
+    uploads: Sequence[Upload]
+    counts: Mapping[str, float]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+class Defence(Protocol):
+    """Looks at a round's uploads together. A pure function of its arguments."""
+
+    def __call__(self, state: ServerState, uploads: Sequence[Upload], counts: Mapping[str, float]) -> Verdict:
+        """state: before the round. uploads: checked, in the order of client ids. counts: client -> n_i."""
+
+
+def defended(
+    defences: Sequence[Defence], state: ServerState, uploads: Sequence[Upload], counts: Mapping[str, float]
+) -> Verdict:
+    """All of them, one after the other.
+
+    Raises:
+        ValueError: a defence lost a client without a word: every client is in `counts` or in `refused` afterwards.
+    """
+    refused: dict[str, str] = {}
+    for defence in defences:
+        verdict = defence(state, uploads, counts)
+        named = {u.client.id for u in verdict.uploads}
+        if named != set(verdict.counts) or set(counts) - named != set(verdict.refused):
+            raise ValueError(
+                f"{defence!r} must name every client once: it was given {sorted(counts)}, lets {sorted(named)} count "
+                f"(with counts for {sorted(verdict.counts)}) and refuses {sorted(verdict.refused)}."
+            )
+        uploads, counts = verdict.uploads, verdict.counts
+        refused |= verdict.refused
+    return Verdict(uploads, counts, refused)
