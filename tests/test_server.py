@@ -33,11 +33,11 @@ from fedlora.errors import (
 )
 
 F64 = torch.float64
-ANY_RANK = ("ffa-lora", "flexlora", "flora", "glora", "hetlora", "padded-average", "rolora", "svd")
+ANY_RANK = ("fedsvd", "ffa-lora", "flexlora", "flora", "glora", "hetlora", "padded-average", "rolora", "svd")
 RANKS = {name: MIXED if name in ANY_RANK else EQUAL for name in METHODS}
 SPECTRAL = ("flexlora", "glora", "svd")
 EXACT = ("fedex-lora", "flora", *SPECTRAL)
-FROZEN_A = ("ffa-lora", "rolora")  # in the first round
+FROZEN_A = ("fedsvd", "ffa-lora", "rolora")  # in the first round
 WITH_MODEL = tuple(name for name in METHODS if name != "fedsa-lora")
 every_method = pytest.mark.parametrize("name", METHODS)
 every_model = pytest.mark.parametrize("name", WITH_MODEL)
