@@ -1,7 +1,7 @@
 """Several adapters' files taken together: which modules and tensors they have, whose each is, and their weighted mean.
 
 Module by module, so memory holds one module of each file. What is not linear in the update has been refused by
-`adapter_file`; what is left adds up.
+`reader`; what is left adds up.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from fedlora.adapters.io import AdapterSpec, spec_of
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import ModuleReport, RankRule, merge_module
+from fedlora.adapters.writer import pad_rank
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Missing
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.weighted_mean import weighted_mean
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank takes
 
 HeadRule = Literal["average", "holders", "first", "drop"]
 
@@ -166,3 +169,15 @@ def _in_order(module: str) -> tuple[str, int]:
 def modules_of(found: Mapping[str, object]) -> list[str]:
     """Names in the order in which modules are listed."""
     return sorted(found, key=_in_order)
+
+
+def for_vllm(found: Sequence[tuple[LoRA, ModuleReport]], given: Collection) -> list[tuple[LoRA, ModuleReport]]:
+    """One rank for all modules, of those that vLLM takes."""
+    special = sorted({layout.kind for layout in given.layouts.values()} - {"linear"})
+    if special:
+        raise ConfigError(f"vLLM serves LoRA of linear layers; these adapters also have {', '.join(special)} layers.")
+    largest = max(lora.rank for lora, _ in found)
+    rank = next((r for r in VLLM_RANKS if r >= largest), None)
+    if rank is None:
+        raise ConfigError(f"vLLM takes ranks up to {VLLM_RANKS[-1]}, and the merge has {largest}: give --rank as well.")
+    return [(pad_rank(lora, rank), report) for lora, report in found]

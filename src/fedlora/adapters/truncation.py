@@ -151,6 +151,13 @@ def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_ran
     return ranks
 
 
+def budgeted(found: Sequence[tuple[LoRA, ModuleReport]], mean: float) -> list[tuple[LoRA, ModuleReport]]:
+    """Merged modules, each cut to its share of a budget of `mean` slots a module (`budget_ranks`)."""
+    costs = [B.shape[0] + A.shape[1] for B, A in (lora.factors for lora, _ in found)]
+    ranks = budget_ranks([report for _, report in found], costs, mean)
+    return [cut(lora, report, r) for (lora, report), r in zip(found, ranks, strict=True)]
+
+
 def total_error(reports: Sequence[ModuleReport]) -> float:
     """The relative truncation error of all modules together."""
     size = math.fsum(r.norm**2 for r in reports)

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.table import Table
-from torch import Tensor
 
-from fedlora.adapters.io import write_adapter
-from fedlora.adapters.merge import Collection, modules_of
-from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.merge import Collection, for_vllm, modules_of
+from fedlora.adapters.merge_card import merge_card
+from fedlora.adapters.reader import WEIGHTS_FILE
 from fedlora.adapters.truncation import (
     ModuleReport,
     RankRule,
     against_mean,
-    budget_ranks,
-    cut,
+    budgeted,
     merge_module,
     total_error,
 )
 from fedlora.adapters.uploads import read_facts, read_round
-from fedlora.adapters.writer import AdapterSpec, AdapterWriter, pad_rank
+from fedlora.adapters.writer import AdapterWriter, pad_rank
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, MaxBytes, MaxTensors, opened
 from fedlora.cli.method_names import parse_methods
 from fedlora.cli.screen import can_write, complain, console, print_json, tracked
-from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.lora import LoRA
 from fedlora.core.messages import Missing
-from fedlora.errors import ConfigError, HyperparameterError
+from fedlora.errors import ConfigError
+from fedlora.offline.readouts import hand_out, readout_ranks
 from fedlora.offline.server import ByHand
 from fedlora.runs.folder import plain
-
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank takes
 
 
 def merge(
@@ -75,7 +68,7 @@ def merge(
     facts = [read_facts(file.directory) for file in files]
     given = Collection.of(files, _weights(len(files), weights, weights_from, [count for _, count in facts]))
     clients = [name for name, _ in facts]
-    ranks = _readout_ranks(readout, clients, files) if readout is not None else {}
+    ranks = readout_ranks(readout, clients, files) if readout is not None else {}
     extras = given.extras("drop" if serve == "vllm" and heads == "average" else heads)  # type: ignore[arg-type]
     hand: ByHand | None = None
     spec = given.spec()
@@ -90,11 +83,11 @@ def merge(
             updates = hand.whole()
             merged = (merge_module(m, [updates[m]], [1.0], rule) for m in tracked(modules_of(updates), "reading out"))
         if rule.kind == "budget":  # needs all spectra before the first cut
-            merged = iter(_budgeted(list(merged), rule.value))
+            merged = iter(budgeted(list(merged), rule.value))
         if hand is not None and state is None:  # with a state the update is of more than these adapters
             merged = (against_mean(lora, r, given.merged(r.module, RankRule("exact"), absent)) for lora, r in merged)
         if serve == "vllm":
-            merged, extras = iter(_for_vllm(list(merged), given)), {}
+            merged, extras = iter(for_vllm(list(merged), given)), {}
         reports = []
         for lora, report in merged:
             writer.add(report.module, pad_rank(lora, 1))
@@ -107,9 +100,9 @@ def merge(
                     f"nothing was written. A higher rank or energy=... loses less; exact loses nothing."
                 )
             )
-        writer.finish(extras, _card(given, method, rank, reports))
+        writer.finish(extras, merge_card(given, method, rank, reports))
     if hand is not None:
-        _hand_out(hand, ranks, out, spec, extras)
+        hand_out(hand, ranks, out, spec, extras)
         hand.save()
     if json:
         print_json(plain({"out": str(out), "error": error, "modules": [asdict(r) for r in reports]}))
@@ -151,67 +144,6 @@ def _by_hand(text: str, state: Path | None, given: Collection, missing: Missing)
     return ByHand(chosen, label, state, base=given.files[0].base, missing=missing)
 
 
-def _budgeted(found: Sequence[tuple[LoRA, ModuleReport]], mean: float) -> list[tuple[LoRA, ModuleReport]]:
-    costs = [B.shape[0] + A.shape[1] for B, A in (lora.factors for lora, _ in found)]
-    ranks = budget_ranks([report for _, report in found], costs, mean)
-    return [cut(lora, report, r) for (lora, report), r in zip(found, ranks, strict=True)]
-
-
-def _for_vllm(found: Sequence[tuple[LoRA, ModuleReport]], given: Collection) -> list[tuple[LoRA, ModuleReport]]:
-    """One rank for all modules, of those that vLLM takes."""
-    special = sorted({layout.kind for layout in given.layouts.values()} - {"linear"})
-    if special:
-        raise ConfigError(f"vLLM serves LoRA of linear layers; these adapters also have {', '.join(special)} layers.")
-    largest = max(lora.rank for lora, _ in found)
-    rank = next((r for r in VLLM_RANKS if r >= largest), None)
-    if rank is None:
-        raise ConfigError(f"vLLM takes ranks up to {VLLM_RANKS[-1]}, and the merge has {largest}: give --rank as well.")
-    return [(pad_rank(lora, rank), report) for lora, report in found]
-
-
-def _readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile]) -> dict[str, Any]:
-    """Client -> its rank, or its ranks by module."""
-    if text == "same":
-        found: dict[str, Any] = {name: dict(file.ranks) for name, file in zip(clients, files, strict=True)}
-    else:
-        try:
-            found = tomllib.loads(Path(text).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"--readout is 'same' or a TOML file; {text} cannot be read: {error.strerror}."
-            ) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{text} is not TOML: {error}.") from error
-        most = 8192
-        wrong = [n for n, r in found.items() if not isinstance(r, int) or isinstance(r, bool) or not 1 <= r <= most]
-        if wrong or not found:
-            raise ConfigError(
-                f"{text} has lines client = rank, with whole ranks from 1 to {most}; {wrong[:1] or 'none'} is none."
-            )
-    folders = {name: _folder(name) for name in found}
-    twice = sorted(f for f in folders.values() if list(folders.values()).count(f) > 1)
-    if twice:
-        raise HyperparameterError(f"two clients would have the folder {twice[0]!r}; give them names that differ more.")
-    return found
-
-
-def _folder(client: str) -> str:
-    """A client's name as a folder's: its last part where the name is a path, and no other letters than these."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", client.rstrip("/").rpartition("/")[2]).lstrip(".")
-    if not name:
-        raise ConfigError(f"the client {client!r} has no name that a folder can have.")
-    return name
-
-
-def _hand_out(
-    hand: ByHand, ranks: Mapping[str, Any], out: Path, spec: AdapterSpec, extras: Mapping[str, Tensor]
-) -> None:
-    for client, rank in ranks.items():
-        adapter = hand.readout(client, rank)
-        modules = {name: pad_rank(lora, 1) for name, lora in adapter.modules.items()}
-        write_adapter(out / "clients" / _folder(client), Adapter(modules, extras), spec)
-
-
 def _show(given: Collection, reports: Sequence[ModuleReport], out: Path, off: str) -> None:
     """The modules, and how far off the result is; off: of what."""
     if len(reports) <= 60:
@@ -229,46 +161,3 @@ def _show(given: Collection, reports: Sequence[ModuleReport], out: Path, off: st
     if not any(r.norm for r in reports):
         console.print("the updates cancel: the merged adapter is zero", style="yellow")
     console.print(f"{out}: {size / 1e6:.1f} MB, from {before / 1e6:.1f} MB", markup=False)
-
-
-def _card(given: Collection, method: str, rank: str, reports: Sequence[ModuleReport]) -> str:
-    base = given.files[0].base_model
-    rows = "\n".join(
-        f"| {file.directory.name} | {w:.6g} | {_sha256(file.directory / WEIGHTS_FILE)} |"
-        for file, w in zip(given.files, given.weights, strict=True)
-    )
-    worst = sorted(reports, key=lambda r: -r.error)[:10]
-    errors = "\n".join(f"| {r.module} | {r.full} | {r.kept} | {r.error:.2e} |" for r in worst)
-    kept = sorted({r.kept for r in reports})
-    ranks = str(kept[0]) if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
-    what = "The weighted mean of the updates B A" if method == "svd" else f"The server update of {method}"
-    norm = math.sqrt(math.fsum(r.norm**2 for r in reports))
-    return f"""---
-library_name: peft
-{f"base_model: {base}{chr(10)}" if base else ""}tags:
-- lora
-- merge
-- fedlora
----
-
-# Merged LoRA adapter
-
-{what} of {len(given.files)} adapters, exact up to the asked rank ({rank}): ranks {ranks},
-relative truncation error {total_error(reports):.2e} over all modules (norm of the update {norm:.4g}). alpha = r, so the
-update is B A itself.
-
-| adapter | weight | SHA-256 of {WEIGHTS_FILE} |
-|---|---|---|
-{rows}
-
-The modules that lost most:
-
-| module | rank of the mean | kept | relative error |
-|---|---|---|---|
-{errors}
-"""
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
