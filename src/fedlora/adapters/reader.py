@@ -189,7 +189,7 @@ class AdapterFile:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Paths of the tensors beside the pairs, sorted: fully trained ones, and biases (`peft_config.extra_kind`)."""
+        """Paths of the tensors beside the pairs, sorted: fully trained ones, and biases (`config.extra_kind`)."""
         return tuple(sorted(self._heads))
 
     @property
@@ -198,7 +198,7 @@ class AdapterFile:
         return self._header
 
     def kind(self, head: str) -> str:
-        """What a tensor beside the pairs is: `peft_config.extra_kind`."""
+        """What a tensor beside the pairs is: `config.extra_kind`."""
         return extra_kind(head, self.config) or "head"
 
     def scale(self, module: str) -> float:

@@ -3,7 +3,7 @@
     Delta W = sum_i w_i B_i A_i = U S V^T exactly, in factored form; kept: the strongest components, sqrt(s) on both
 
 No other adapter of that rank is closer to the mean (Eckart-Young), and the distance is known: the singular values left
-out. Pure functions; files are `adapter_file` and the command line.
+out. Pure functions; files are `reader`, `writer` and the command line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The values that travel: one factor pair `LoRA`, and an `Adapter` of many with its heads.
 
-Knows nothing of alpha, r or PEFT: the update of one matrix is Delta W = B @ A, in units that `peft_io` chose.
+Knows nothing of alpha, r or PEFT: the update of one matrix is Delta W = B @ A, in units that `adapters.io` chose.
 """
 
 from __future__ import annotations

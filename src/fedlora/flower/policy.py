@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedlora.errors import ConfigError
 
@@ -28,7 +27,6 @@ class Policy:
     quarantine: int = 3
     deadline: float = 3600.0
     retries: int = 1
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.clients:

@@ -57,7 +57,7 @@ class FedLoRA(Strategy):
 
     Args:
         server: with its method, quorum, weighting. policy: who may take part, and how. state: where to begin, as
-            `simulation.start` makes it; a checkpoint in `folder` wins over it where `resume` is on.
+            `server.start` makes it; a checkpoint in `folder` wins over it where `resume` is on.
         run: the federation's name: clients keep their state by it. folder: where checkpoints go; None keeps none.
         participation, seed: of the sampling of clients, as `simulate`. codec: what kind of clients these are.
         identify: how nodes are told apart; by default the names under which they are registered, never what they claim.

@@ -1,7 +1,7 @@
 """A site's half of a round without a network: train a received adapter on the site's own data, and leave an upload.
 
-The server's half is `by_hand`. The upload is a PEFT directory with upload.json in it: whose it is, how many examples it
-counts for, and how it came about.
+The server's half is `offline.server`. The upload is a PEFT directory with upload.json in it: whose it is, how many
+examples it counts for, and how it came about.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead."""
+    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
     optimizer: Optimizer = "adam"

@@ -35,7 +35,7 @@ Stacked = dict[str, nn.Parameter]  # a parameter of all clients: client first
 
 
 class GroupedTrainer(LocalTrainer):
-    """A `LocalTrainer` that can train several clients of one round at once. Implements `simulation.GroupTrainer`."""
+    """A `LocalTrainer` that can train several clients of one round at once. Implements `core.trainer.GroupTrainer`."""
 
     def train_group(self, jobs: Sequence[Job]) -> list[Trained]:
         """What `train` gives for each of `jobs`, which are of one round: in their order.

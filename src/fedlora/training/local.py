@@ -53,7 +53,7 @@ class TrainSettings:
 
 
 class LocalTrainer:
-    """Trains any client of a run on the one shared model. Implements `simulation.Trainer`."""
+    """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`."""
 
     def __init__(
         self, model: AdaptedModel, data: Mapping[str, TextData], settings: TrainSettings, *, seed: int
