@@ -19,7 +19,8 @@ from fedlora.errors import ConfigError, FedLoRAError, HyperparameterError
 from fedlora.methods.fedit import FedIT
 from fedlora.methods.glora import GLoRA
 from fedlora.methods.registry import METHODS, build
-from fedlora.runs.config import RunConfig, TrainSection, load_config, parse_config
+from fedlora.runs.config import RunConfig, load_config, parse_config
+from fedlora.runs.sections import TrainSection
 from fedlora.training.local import TrainSettings
 
 MINIMAL = '[model]\npath = "hub/model"\n[data]\ntrain = "train.jsonl"\n'

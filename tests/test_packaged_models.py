@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlora.data import demo, smollm2_model
 from fedlora.errors import ConfigError, DataError
-from fedlora.runs.config import PACKAGED, load_config
+from fedlora.runs.config import load_config
+from fedlora.runs.sections import PACKAGED
 from fedlora.training.generation import greedy
 from fedlora.training.models import AdaptedModel, LoRASettings, model_digests
 from test_training import FUTURE_NAMES, logits, tokenizer, word

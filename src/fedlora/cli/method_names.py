@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from fedlora.errors import ConfigError
 from fedlora.methods.registry import METHODS
-from fedlora.runs.config import MethodSection
+from fedlora.runs.sections import MethodSection
 
 
 def parse_methods(text: str) -> dict[str, MethodSection]:

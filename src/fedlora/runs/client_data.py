@@ -22,7 +22,8 @@ from fedlora.data import (
     split,
 )
 from fedlora.errors import ConfigError
-from fedlora.runs.config import DataSection, RunConfig
+from fedlora.runs.config import RunConfig
+from fedlora.runs.sections import DataSection
 from fedlora.seeds import derive_seed
 
 _DEFAULT_TEST = DataSection.model_fields["test"].default

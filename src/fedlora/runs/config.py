@@ -1,7 +1,7 @@
 """A run's configuration: TOML in, one frozen value out, canonical JSON and a digest of it.
 
-Every key is a field below, with its default; an unknown one is an error that names the nearest. `--set a.b=c` on the
-command line sets the same key.
+Every key is a field of one of `sections`, with its default; an unknown one is an error that names the nearest. `--set
+a.b=c` on the command line sets the same key.
 """
 
 from __future__ import annotations
@@ -9,317 +9,28 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from fedlora.analysis.audit import GaugeStress
-from fedlora.core.messages import Client, Form, Missing
-from fedlora.core.method import Method
-from fedlora.core.trainer import OneByOne, Together, Workers
-from fedlora.data import TextData, demo_model, smollm2_model
 from fedlora.errors import ConfigError
-from fedlora.methods import build
-from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
-from fedlora.runs.tracking import TrackerName
-from fedlora.server.server import Heads, Server
-from fedlora.server.sketched_round import Sketch
-from fedlora.server.terms import Weighting
-from fedlora.simulation import UploadHook
-from fedlora.training.encoding import LossOn
-from fedlora.training.evaluation import Metric, ModelEvaluator, Target
-from fedlora.training.grouped import GroupedTrainer
-from fedlora.training.local import LocalTrainer, Optimizer, Schedule, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings, Task
-
-Positive = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-
-
-DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
-
-
-PACKAGED = {"demo": demo_model, "smollm2": smollm2_model}  # models that installed packages carry
-
-
-class Section(BaseModel):
-    """A table of the TOML file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class RunSection(Section):
-    """How long, how wide, how reproducible.
-
-    threads: of torch (0: its own default). readouts: write each client's readout at the end. keep_uploads: store what
-    clients trained, of the last round or of all, as PEFT directories for `fedlora audit`. track: also log to
-    tensorboard, trackio or wandb.
-    """
-
-    rounds: Positive = 10
-    participation: Share = 1.0
-    seed: int = 0
-    threads: Annotated[int, Field(ge=0)] = 0
-    checkpoint_every: Positive = 1
-    keep_checkpoints: Positive = 2
-    readouts: bool = False
-    keep_uploads: Literal["none", "last", "all"] = "none"
-    track: list[TrackerName] = []
-
-
-class ModelSection(Section):
-    """path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2".
-
-    dropout: overrides the model's own dropout where given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and
-    the library bitsandbytes), on which fedex-lora and flora cannot run.
-    """
-
-    path: str
-    task: Task = "classification"
-    device: str = "auto"
-    bf16: bool = False
-    four_bit: bool = False
-    checkpointing: bool = False
-    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-
-    def location(self) -> Path | str:
-        """Where the model is; packaged models are files of installed packages, and a hub id stays as it is."""
-        return PACKAGED[self.path]() if self.path in PACKAGED else self.path
-
-    def load(self, lora: LoRASettings, labels: Sequence[str], seed: int) -> AdaptedModel:
-        """The base model in memory, with LoRA in its place."""
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        return AdaptedModel.load(
-            self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
-            four_bit=self.four_bit, checkpointing=self.checkpointing,
-        )  # fmt: skip
-
-
-class LoRASection(Section):
-    """What all clients' LoRA share. scaling: alpha / r, so alpha = scaling * r_i for a client of rank r_i."""
-
-    targets: list[str] | str = ["query", "value"]
-    scaling: Annotated[float, Field(gt=0)] = 2.0
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    saved: list[str] = []
-
-    def settings(self) -> LoRASettings:
-        return LoRASettings(self.targets, self.scaling, self.dropout, self.saved)
-
-
-class MethodSection(Section):
-    """name: of `fedlora methods`, or "module:Class" of your own. Further keys are the method's hyper-parameters."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    name: str = "glora"
-    preset: str | None = None
-
-    def build(self) -> Method[Any]:
-        """The method. Raises `HyperparameterError`."""
-        return build(self.name, preset=self.preset, **(self.model_extra or {}))
-
-
-class ServerSection(Section):
-    """As the arguments of `fedlora.Server`, rounds by a sketch, and two experiments with uploads.
-
-    sketch_rank: play rounds by the two exchanges of `fedlora.server.sketched_round`, keeping so many directions of each
-    module; in the simulation only. sketch_oversample: directions beyond these that are sketched along. upload: the form
-    they come in. gauge_stress: re-express each in fresh random coordinates of this condition number before it is
-    aggregated, every round.
-    """
-
-    weighting: Weighting = "examples"
-    heads: Heads | None = None
-    quorum: Positive | None = None
-    missing: Missing = "renormalise"
-    memory: Annotated[float, Field(gt=0)] | None = None
-    workers: Positive | None = None
-    sketch_rank: Positive | None = None
-    sketch_oversample: Annotated[int, Field(ge=0)] = 16
-    upload: Form = "factors"
-    gauge_stress: Annotated[float, Field(ge=1)] | None = None
-
-    def build(self, method: Method[Any], seed: int) -> Server:
-        """The server, of that method. Raises `HyperparameterError`."""
-        sketch = None if self.sketch_rank is None else Sketch(self.sketch_rank, self.sketch_oversample)
-        return Server(
-            method, weighting=self.weighting, heads=self.heads, quorum=self.quorum, missing=self.missing, seed=seed,
-            memory=self.memory, workers=self.workers, sketch=sketch,
-        )  # fmt: skip
-
-    def hooks(self, seed: int) -> list[UploadHook]:
-        """What becomes of uploads on their way."""
-        return [] if self.gauge_stress is None else [GaugeStress(self.gauge_stress, seed)]
-
-
-class RankEntry(Section):
-    """Ranks by kind of module: attention, and all others."""
-
-    attention: Positive
-    feed_forward: Positive
-
-
-class ClientsSection(Section):
-    """Who takes part, with which rank, and how one data file is dealt out to them.
-
-    count: clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one for each client
-    in that order, or, with `profile`, the values that the profile distributes; one value serves everybody. An entry is
-    a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring ranks of their own.
-    Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet" label skew of
-    `alpha` (default 1) with at least `min_size` examples each, or "iid".
-    """
-
-    count: Positive | None = None
-    ranks: list[Positive | RankEntry] | None = None
-    profile: RankProfile | None = None
-    partition: Literal["dirichlet", "iid"] = "dirichlet"
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    min_size: Positive = 8
-
-    def types(self) -> list[RankType]:
-        """`ranks` as types of clients; without them rank 8 for all, or the paper's five for a profile."""
-        if self.ranks is None:
-            return [RankType(8, 8)] if self.profile is None else list(PAPER_TYPES)
-        return [RankType(r, r) if isinstance(r, int) else RankType(r.attention, r.feed_forward) for r in self.ranks]
-
-    def assigned(self, names: Sequence[str], seed: int) -> dict[str, RankType]:
-        """Client -> its ranks, in the order of the names. Raises `ConfigError` for too few or too many."""
-        types = self.types()
-        if self.profile is not None:
-            assigned = assign_types(names, types, self.profile, seed=seed)
-            return {name: assigned[name] for name in names}
-        if len(types) == 1:
-            return dict.fromkeys(names, types[0])
-        if len(types) == len(names):
-            return dict(zip(names, types, strict=True))
-        raise ConfigError(
-            f"clients.ranks has {len(types)} entries for {len(names)} clients. Give one for each, or a single one, "
-            f"or name a clients.profile that distributes them."
-        )
-
-    @model_validator(mode="after")
-    def _types_once(self) -> ClientsSection:
-        if self.profile is not None and brings_types(self.profile) and self.ranks is not None:
-            raise ValueError(f"the profile {self.profile} brings its own ranks; leave clients.ranks out")
-        return self
-
-
-class DataSection(Section):
-    """Where the text is. Paths are relative to the config file.
-
-    One source: train, one file dealt out to the clients ("demo" is built in); or clients, id -> that client's own file;
-    or task, a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub where no root is given),
-    or "superni", where each task is a client. text, pair, label: columns of a classification file. prompt, response: of
-    an instruction file. validation, test: a share to hold out (of each file), or a file of its own; GLUE's test sets
-    are the official validation files. Best is chosen on validation only. max_train, max_test: at most so many examples
-    (of each client's or task's, for superni), drawn by the seed. tasks, unseen: how many tasks of superni are clients,
-    and how many nobody trains on; task_lists: two files below the root that name them, in place of a draw by the seed.
-    loss_on: of an instruction, the response or all of it.
-    """
-
-    train: str | None = None
-    clients: dict[str, str] = {}
-    task: DataTask | None = None
-    tasks: Positive = 50
-    unseen: Annotated[int, Field(ge=0)] = 20
-    task_lists: list[str] = []
-    max_train: Positive | None = None
-    max_test: Positive | None = None
-    loss_on: LossOn = "response"
-    text: str = "text"
-    pair: str | None = None
-    label: str = "label"
-    prompt: str = "prompt"
-    response: str = "response"
-    validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
-    test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
-    max_length: Positive = 128
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataSection:
-        sources = [self.train is not None, bool(self.clients), self.task is not None]
-        if sum(sources) != 1:
-            raise ValueError(
-                "give one of data.train (one file), data.clients (a file for each client) and data.task (a benchmark)"
-            )
-        if self.task_lists and len(self.task_lists) != 2:
-            raise ValueError("data.task_lists names two files: the clients' tasks and the unseen ones")
-        for client in self.clients:
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
-                raise ValueError(
-                    f"a client id is letters, digits, '_', '-' and '.', for it names a folder; got {client!r}"
-                )
-        return self
-
-
-class TrainSection(Section):
-    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once."""
-
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    optimizer: Optimizer = "adam"
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    steps: Annotated[int, Field(ge=0)] = 10
-    epochs: Annotated[float, Field(gt=0)] = 1.0
-    batch_size: Positive = 16
-    accumulation: Positive = 1
-    together: Positive = 1
-    clip: Annotated[float, Field(ge=0)] = 1.0
-    schedule: Schedule = "constant"
-
-    def settings(self, *, rounds: int, max_length: int, loss_on: LossOn, bf16: bool) -> TrainSettings:
-        """These, with what other sections say."""
-        own = self.model_dump(exclude={"together"})
-        return TrainSettings(**own, rounds=rounds, max_length=max_length, loss_on=loss_on, bf16=bf16)
-
-    def trainer(
-        self, model: AdaptedModel, parts: Mapping[str, TextData], settings: TrainSettings, seed: int
-    ) -> LocalTrainer:
-        """Trains any client of the run; several at once where `together` says so."""
-        return (GroupedTrainer if self.together > 1 else LocalTrainer)(model, parts, settings, seed=seed)
-
-    def workers(self, trainer: LocalTrainer) -> Workers:
-        """That trainer, and how many clients it takes at a time."""
-        return Together(trainer, self.together) if isinstance(trainer, GroupedTrainer) else OneByOne(trainer)
-
-
-class EvaluateSection(Section):
-    """target: what is measured, the "server" model or the "clients"; "auto" is the server where it has a model.
-
-    metric: what is reported and chosen by: "accuracy", or for generated text "rouge-l" (greedy, up to max_new_tokens)
-    and "rouge-l-teacher-forced". clients_at_end: also measure each client's own readout on the test set, once.
-    """
-
-    every: Positive = 1
-    target: Target | Literal["auto"] = "auto"
-    metric: Metric = "accuracy"
-    max_new_tokens: Positive = 64
-    clients_at_end: bool = False
-    batch_size: Positive = 64
-
-    def evaluator(
-        self,
-        model: AdaptedModel,
-        sets: Mapping[str, TextData],
-        clients: Sequence[Client],
-        *,
-        target: Target,
-        own: Mapping[str, TextData],
-        max_length: int,
-        bf16: bool,
-    ) -> ModelEvaluator | None:
-        """What measures on these sets; None where they hold nothing."""
-        if not any(len(part) for part in sets.values()):
-            return None
-        return ModelEvaluator(
-            model, sets, clients, target=target, metric=self.metric, own=own, max_length=max_length,
-            max_new_tokens=self.max_new_tokens, batch_size=self.batch_size, bf16=bf16,
-        )  # fmt: skip
+from fedlora.runs.sections import (
+    PACKAGED,
+    ClientsSection,
+    DataSection,
+    EvaluateSection,
+    LoRASection,
+    MethodSection,
+    ModelSection,
+    RankEntry,
+    RunSection,
+    Section,
+    ServerSection,
+    TrainSection,
+)
 
 
 class RunConfig(Section):

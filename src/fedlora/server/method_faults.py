@@ -34,6 +34,19 @@ def checked_state(method: Method[Any], function: str, state: Any) -> Any:
     return state
 
 
+def checked_update(method: Method[Any], made: Any, start: LoRA) -> LoRA:
+    """`made`, if it is a whole update of the matrix that `start` is of. Raises `MethodFault`."""
+    what = f"{method.name}.effective(state) returned"
+    if not isinstance(made, LoRA) or len(made.tensors()) < 2:
+        raise MethodFault(f"{what} {made!r:.80}; a LoRA with both factors is needed, or None for no global model.")
+    (B, A), (of_B, of_A) = made.factors, start.factors
+    if (B.shape[0], A.shape[1]) != (of_B.shape[0], of_A.shape[1]):
+        raise MethodFault(
+            f"{what} an update of a matrix {(B.shape[0], A.shape[1])}; the module is {(of_B.shape[0], of_A.shape[1])}."
+        )
+    return made
+
+
 def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, roles: Roles) -> Readout:
     """`made`, if a client can start from it: its rank, its matrix's shape, one dtype, and the parts that its roles say.
 

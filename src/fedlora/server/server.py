@@ -28,7 +28,7 @@ from fedlora.server.bounded_memory import BoundedMemory
 from fedlora.server.defences import Defence
 from fedlora.server.intake import Intake, take_in
 from fedlora.server.kept_uploads import KeptUploads, promoted
-from fedlora.server.method_faults import blamed_on, checked_readout, checked_state
+from fedlora.server.method_faults import blamed_on, checked_readout, checked_state, checked_update
 from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
 from fedlora.server.state import RunState, ServerState
 from fedlora.server.terms import Terms, Weighting, ranks_of
@@ -143,7 +143,8 @@ class Server:
 
     def roles(self, state: ServerState) -> Roles:
         """Who owns what in the round that starts from `state`."""
-        roles = self.method.roles(state.round)
+        with blamed_on(self.method, "roles"):
+            roles = self.method.roles(state.round)
         return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
 
     def download(self, state: ServerState, client: Client) -> Download:
@@ -236,7 +237,7 @@ class Server:
                     f"{self.method.name} keeps no global model: its clients hold part of every adapter themselves. "
                     f"Evaluate the clients instead (evaluation target 'clients')."
                 )
-            updates[name] = effective
+            updates[name] = checked_update(self.method, effective, state.start.modules[name])
         return ReadOnly(updates)
 
     def has_global_model(self, state: ServerState) -> bool:
@@ -245,7 +246,8 @@ class Server:
 
     def diagnostics(self, state: ServerState) -> Mapping[str, Mapping[str, object]]:
         """Module -> the method's own numbers: rank, server rank R, gap, tied, captured energy, singular values, ..."""
-        return {name: self.method.diagnostics(s) for name, s in state.modules.items()}
+        with blamed_on(self.method, "diagnostics"):
+            return {name: self.method.diagnostics(s) for name, s in state.modules.items()}
 
 
 def start(server: Server, seed_adapter: Adapter) -> RunState:
