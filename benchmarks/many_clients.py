@@ -99,7 +99,7 @@ def measured(kind: str, clients: int, memory: float) -> list[Row]:
 
 
 def _folded(kind: str, clients: int, server: Server, opened: Any, true: Tensor, per_client: float, mb: float) -> Row:
-    stream = opened._stream
+    sums = opened._sums
     began = time.perf_counter()
     try:
         state, refused = opened.close(), False
@@ -107,7 +107,7 @@ def _folded(kind: str, clients: int, server: Server, opened: Any, true: Tensor, 
         result = state.modules["m"].spectrum
         kept, bound = facts["kept"], facts["error"]
     except RankMismatch:  # what it would have been
-        pair = stream._folded["m"].pair
+        pair = sums["m"].folded
         refused, kept, bound = True, pair.kept, float("nan")
         U, s, Vh = torch.linalg.svd(pair.M / clients, full_matrices=False)
         result = Spectrum(U[:, :R], s[:R], Vh[:R] @ pair.N)

@@ -31,7 +31,7 @@ from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.training.encoding import collate
-from fedlora.training.grouped import GroupTrainer
+from fedlora.training.grouped import GroupedTrainer
 from fedlora.training.local import LocalTrainer
 from measure import as_json, interleaved, machine, median
 
@@ -101,12 +101,12 @@ def groups(clients: int, batch: int, steps: int) -> dict[str, Any]:
         more += [f"train.accumulation={micro}", f"train.together={clients}"]
         prepared = prepare(configured(steps, *more))
         trainer = prepared.trainer
-        assert isinstance(trainer, GroupTrainer)
+        assert isinstance(trainer, GroupedTrainer)
         state = start(prepared.server, prepared.seed_adapter)
         downloads = [prepared.server.download(state.server, client) for client in prepared.clients]
         jobs = [Job(download, receive(download, None), 0) for download in downloads]
 
-        def one_by_one(trainer: GroupTrainer = trainer, jobs: list[Job] = jobs) -> None:
+        def one_by_one(trainer: GroupedTrainer = trainer, jobs: list[Job] = jobs) -> None:
             for job in jobs:
                 trainer.train(job.download, job.adapter, job.position)
 

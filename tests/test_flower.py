@@ -64,6 +64,17 @@ class Toy:
         return Trained(Adapter(modules, heads), 10 + len(name), 0.5 + 0.1 * position, position + 3)
 
 
+class Watching(Toy):
+    """Also remembers what each client was given to train, as bits."""
+
+    def __init__(self) -> None:
+        self.got: dict[tuple[str, int], Any] = {}
+
+    def train(self, download: Any, adapter: Adapter, position: int) -> Trained:
+        self.got[download.client.id, download.round] = bits(adapter)
+        return super().train(download, adapter, position)
+
+
 class LocalGrid(Grid):
     """Flower's grid in one process: every message goes through Flower's protobuf, both ways.
 
@@ -194,11 +205,12 @@ def test_flower_and_the_engine_have_the_same_server_state(tmp_path: Path, method
     equal = method in ("fedit", "fedsa-lora", "fedex-lora", "rolora", "lora-fair", "fedrot-lora")
     ranks = dict.fromkeys(RANKS, 4) if equal else RANKS
     server = Server(build(method), seed=3)
-    strategy, grid = federation(tmp_path, server, ranks, participation=participation, seed=5)
+    there, here = Watching(), Watching()
+    strategy, grid = federation(tmp_path, server, ranks, participation=participation, seed=5, trainer=there)
     strategy.start(grid, num_rounds=3)
     clients = [Client(name, rank) for name, rank in ranks.items()]
     records = list(
-        simulate(server, clients, Toy(), start(server, seed_adapter()), rounds=3, participation=participation, seed=5)
+        simulate(server, clients, here, start(server, seed_adapter()), rounds=3, participation=participation, seed=5)
     )
     got, want = strategy.memory.state, records[-1].state
     assert got.round == want.round == 3
@@ -206,12 +218,13 @@ def test_flower_and_the_engine_have_the_same_server_state(tmp_path: Path, method
         close(got.server, want.server)
     else:
         assert bits(got.server) == bits(want.server)
+        assert there.got == here.got  # also what clients do not train, and the server replaces (fedsvd's A)
     assert {n: m.ranks for n, m in got.clients.items()} == {n: m.ranks for n, m in want.clients.items()}
 
 
 def test_what_travels_is_what_the_engine_counts(tmp_path: Path) -> None:
     """Bytes of the arrays down, against `Traffic`: frozen parts once, base changes in steps."""
-    for method in ("ffa-lora", "fedex-lora", "glora"):
+    for method in ("ffa-lora", "fedsvd", "fedex-lora", "glora"):
         ranks = dict.fromkeys(RANKS, 4)
         server = Server(build(method))
         strategy, grid = federation(tmp_path / method, server, ranks)
