@@ -59,10 +59,7 @@ class RankRule:
             return spectrum.rank
         if self.kind == "rank":
             return min(int(self.value), spectrum.rank)
-        energy = spectrum.s.double().square()
-        left_out = energy.flip(0).cumsum(0).flip(0)  # of cutting before each component
-        total = float(left_out[0]) if spectrum.rank else 0.0
-        return int((left_out > (1 - self.value) * (1 + 1e-9) * total).sum())
+        return spectrum.rank_of_energy(self.value)
 
 
 @dataclass(frozen=True)
@@ -101,9 +98,7 @@ def merge_module(
     error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
     values = tuple(math.sqrt(e) for e in energy)
     report = ModuleReport(name, mean.rank, spectrum.rank, kept, error, math.sqrt(total), values)
-    head = spectrum.head(kept)
-    root = head.s.sqrt()
-    return LoRA(head.U * root, head.Vh * root[:, None]), report
+    return LoRA(*spectrum.head(kept).balanced), report
 
 
 def cut(lora: LoRA, report: ModuleReport, rank: int) -> tuple[LoRA, ModuleReport]:

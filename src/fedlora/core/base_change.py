@@ -77,5 +77,4 @@ def _balanced(lora: LoRA, invisible: float) -> LoRA:
     spectrum = svd_of_product(B, A, tolerance=0.0)
     left_out = spectrum.s.square().flip(0).cumsum(0).flip(0)
     kept = spectrum.head(int((left_out > invisible**2 * left_out[:1]).sum()))
-    root = kept.s.sqrt()
-    return LoRA(kept.U * root, kept.Vh * root[:, None])
+    return LoRA(*kept.balanced)

@@ -257,6 +257,12 @@ def record_upload(
     return Upload(client, examples, adapter, form), loss, kept
 
 
+def stock_key(key: str) -> tuple[str, str] | None:
+    """(module, "B" or "A") of a key of get_peft_model_state_dict; None where it is no LoRA factor of a linear layer."""
+    found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
+    return (found[1], found[2]) if found is not None else None
+
+
 def stock_upload(record: RecordDict, client: Client, shapes: Mapping[str, tuple[int, int]], scale: float) -> Upload:
     """An upload of a stock PEFT client: get_peft_model_state_dict in an ArrayRecord, num-examples in a MetricRecord.
 
@@ -271,12 +277,12 @@ def stock_upload(record: RecordDict, client: Client, shapes: Mapping[str, tuple[
         arrays |= found
     modules: dict[str, dict[str, Tensor]] = {}
     for key, array in arrays.items():
-        match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
-        if match is None or match[1] not in shapes:
+        module, factor = stock_key(key) or ("", "")
+        if module not in shapes:
             raise RecordError(f"{key[:80]!r} is no LoRA factor of this model.")
-        (d_out, d_in), r = shapes[match[1]], client.ranks(shapes)[match[1]]
-        expected = (d_out, r) if match[2] == "B" else (r, d_in)
-        modules.setdefault(match[1], {})[match[2]] = to_tensor(array, expected, key[:80])
+        (d_out, d_in), r = shapes[module], client.ranks(shapes)[module]
+        expected = (d_out, r) if factor == "B" else (r, d_in)
+        modules.setdefault(module, {})[factor] = to_tensor(array, expected, key[:80])
     lacks = [m for m in shapes if set(modules.get(m, {})) != {"A", "B"}]
     if lacks:
         raise RecordError(f"module {lacks[0]!r} lacks a factor ({len(lacks)} such).")

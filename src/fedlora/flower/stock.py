@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import ConfigError
 from fedlora.flower.codecs import StockClients
 from fedlora.flower.policy import Policy
+from fedlora.flower.records import stock_key
 from fedlora.flower.strategy import FedLoRA, Identify, registered_names
 from fedlora.methods.registry import build
 from fedlora.server.server import Server, start
@@ -47,12 +47,12 @@ def stock_strategy(
     """
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in peft_state.items():
-        found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
-        if found is None or tensor.shape[0 if found[2] == "A" else 1] != r:
+        found = stock_key(key)
+        if found is None or tensor.shape[0 if found[1] == "A" else 1] != r:
             raise ConfigError(
                 f"{key!r} of shape {tuple(tensor.shape)} is no LoRA factor of rank {r} of a linear layer."
             )
-        pairs.setdefault(found[1], {})[found[2]] = tensor.detach().cpu().float()
+        pairs.setdefault(found[0], {})[found[1]] = tensor.detach().cpu().float()
     factor = alpha / r
     adapter = Adapter({m: LoRA(pair["B"] * factor, pair["A"]) for m, pair in sorted(pairs.items())})
     server = Server(build(method, **hparams), heads="frozen", quorum=quorum, seed=seed)

@@ -49,6 +49,20 @@ class Spectrum:
         """The `rank` strongest components: the best approximation of that rank (Eckart-Young)."""
         return Spectrum(self.U[:, :rank], self.s[:rank], self.Vh[:rank], self.noise, self.rounding)
 
+    def rank_of_energy(self, share: float) -> int:
+        """The least number of leading components whose squares make up `share` of all squares; 1: every component."""
+        if share == 1.0:
+            return self.rank
+        left_out = self.s.double().square().flip(0).cumsum(0).flip(0)  # of cutting before each; exact for small ones
+        total = float(left_out[0]) if self.rank else 0.0
+        return int((left_out > (1 - share) * (1 + 1e-9) * total).sum())  # 1 - 0.8 is a little less than 0.2
+
+    @property
+    def balanced(self) -> tuple[Tensor, Tensor]:
+        """The update as a pair (B, A) with sqrt(s) on both."""
+        root = self.s.sqrt()
+        return self.U * root, self.Vh * root[:, None]
+
 
 def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0, rounding: float = 0.0) -> Spectrum:
     """U diag(s) Vh with canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it.

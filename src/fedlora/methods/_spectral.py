@@ -76,5 +76,4 @@ def instantiate(
 
 def whole(spectrum: Spectrum) -> LoRA:
     """The full update as a balanced factor pair of rank l."""
-    root = spectrum.s.sqrt()
-    return LoRA(spectrum.U * root, spectrum.Vh * root[:, None])
+    return LoRA(*spectrum.balanced)

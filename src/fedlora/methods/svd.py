@@ -65,7 +65,7 @@ class SVD:
 
     def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:
         every = mean_spectrum(updates)
-        return SVDState(state.key, state.round + 1, every.head(rank_of_energy(every.s, self.energy)), None, every.rank)
+        return SVDState(state.key, state.round + 1, every.head(every.rank_of_energy(self.energy)), None, every.rank)
 
     def readout(self, state: SVDState, client: str | None, rank: int) -> Readout:
         chosen = torch.arange(min(rank, state.spectrum.sound))
@@ -82,12 +82,3 @@ class SVD:
             "rank": state.spectrum.sound, "full_rank": state.full_rank, "rounding": state.spectrum.rounding,
             "singular_values": values,
         }  # fmt: skip
-
-
-def rank_of_energy(s: Tensor, energy: float) -> int:
-    """The least number of leading values (descending) whose squares make up the share `energy` of all squares."""
-    if energy == 1.0:
-        return len(s)
-    left_out = s.double().square().flip(0).cumsum(0).flip(0)  # of cutting before each value; exact for the small ones
-    total = float(left_out[0]) if len(s) else 0.0
-    return int((left_out > (1 - energy) * (1 + 1e-9) * total).sum())  # 1 - 0.8 is a little less than 0.2
