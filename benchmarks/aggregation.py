@@ -48,7 +48,7 @@ from measure import Contestant, as_json, contest, elapsed, machine, median, on_s
 from workloads import LIGHT_W5, WORKLOADS, Core, Shape, Workload, draw_factors, gauge_fixed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import families  # type: ignore[import-not-found]
+from support import families  # type: ignore[import-not-found]
 
 RHOS = (0.1, 0.5, 1.0)
 LIMIT = 40.0  # seconds after which a contestant gets no more repeats
@@ -401,7 +401,7 @@ def error_on(w: Workload) -> float:
 
 
 def hard_errors() -> dict[str, float]:
-    """Hard family of tests/families.py -> the worst of three shapes; the last has d_out below sum r_i."""
+    """Hard family of tests/support/families.py -> the worst of three shapes; the last has d_out below sum r_i."""
     errors: dict[str, float] = {}
     for name in families.FAMILIES:
         for d_out, d_in in ((48, 40), (40, 60), (24, 70)):

@@ -2,7 +2,7 @@
 
     python benchmarks/peft_comparison.py [--write]
 
-The cases are those of tests/test_adapter_formats.py: peft makes two adapters on a tiny model, weights 0.7 and 0.3. The
+The cases are those of tests/support/peft_cases.py: peft makes two adapters on a tiny model, weights 0.7 and 0.3. The
 truth is the mean of the two dense models that peft's merge_and_unload makes. A number is the relative error of what the
 merge changes in the base model, over all of its tensors, after saving it and loading it again; "refused" is an error of
 the library, "not reloadable" a result that peft cannot load again.
@@ -25,9 +25,9 @@ from peft import PeftModel
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import test_adapter_formats as formats
 from fedlora.cli import app
 from fedlora.errors import FedLoRAError
+from support import peft_cases
 
 SHOWN = (
     "linear", "list, regex", "rank and alpha patterns", "rsLoRA", "bfloat16", "Conv1D", "convolutions", "embedding",
@@ -47,7 +47,7 @@ def error(got: Mapping[str, Tensor], want: Mapping[str, Tensor], base: Mapping[s
 def by_peft(case: Any, folders: list[Path], out: Path, kind: str) -> None:
     model = PeftModel.from_pretrained(case.build(), folders[0], adapter_name="one")
     model.load_adapter(folders[1], adapter_name="two")
-    model.add_weighted_adapter(["one", "two"], list(formats.WEIGHTS), "merged", combination_type=kind)
+    model.add_weighted_adapter(["one", "two"], list(peft_cases.WEIGHTS), "merged", combination_type=kind)
     model.save_pretrained(out, selected_adapters=["merged"])
     for file in (out / "merged").iterdir():
         file.rename(out / file.name)
@@ -66,7 +66,7 @@ def outcome(case: Any, folders: list[Path], merge: Callable[..., None], kind: st
         except (Exception, SystemExit) as refusal:
             return "refused" if isinstance(refusal, FedLoRAError) else f"refused ({type(refusal).__name__})"
         try:
-            got = formats.dense(case, out).state_dict()
+            got = peft_cases.dense(case, out).state_dict()
         except Exception:
             return "not reloadable"
         off = error(got, want, base)
@@ -76,12 +76,12 @@ def outcome(case: Any, folders: list[Path], merge: Callable[..., None], kind: st
 def table() -> str:
     rows = ["| adapters | peft linear | peft cat | peft svd | fedlora merge |", "|---|---|---|---|---|"]
     for name in SHOWN:
-        case = formats.CASES[name]
+        case = peft_cases.CASES[name]
         with tempfile.TemporaryDirectory() as scratch:
-            folders = [formats.saved(case, k, Path(scratch) / str(k)) for k in (0, 1)]
-            states = [formats.dense(case, folder).state_dict() for folder in folders]
-            want = {k: sum(w * s[k] for w, s in zip(formats.WEIGHTS, states, strict=True)) for k in states[0]}
-            base = formats.base_state(case)
+            folders = [peft_cases.saved(case, k, Path(scratch) / str(k)) for k in (0, 1)]
+            states = [peft_cases.dense(case, folder).state_dict() for folder in folders]
+            want = {k: sum(w * s[k] for w, s in zip(peft_cases.WEIGHTS, states, strict=True)) for k in states[0]}
+            base = peft_cases.base_state(case)
             cells = [outcome(case, folders, by_peft, kind, base, want) for kind in ("linear", "cat", "svd")]
             cells.append(outcome(case, folders, by_fedlora, "", base, want))
         rows.append(f"| {name} | {' | '.join(cells)} |")

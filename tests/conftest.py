@@ -1,16 +1,61 @@
-"""One thread and no network for every test, and where the shape annotations are checked."""
+"""One thread and no network for every test, the fixtures of several packages, and where the shape annotations are
+checked.
+
+Nothing of fedlora is imported at the top, here and in the packages' own conftest.py: pytest reads these files before
+jaxtyping has put its hook in.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    from support.command_line import Said
+    from support.projects import Finished
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.register_assert_rewrite("support")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Bitwise tests need a fixed thread count; small matrices are fastest with one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """The entry point `fedlora ARGS`, in this process, where errors become exit codes."""
+    from support.command_line import entry_point
+
+    return entry_point(monkeypatch, capsys)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal as wide as it takes."""
+    from support.command_line import widen
+
+    widen(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user has: a model, some text, a config. Read-only: a test that changes a file makes its own."""
+    from support.projects import make_project
+
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture(scope="session")
+def finished(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """`fedlora run config.toml --out ...`, GLoRA on ranks 2, 4, 4. Tests read it and change nothing."""
+    from support.projects import finished_run
+
+    return finished_run(project, tmp_path_factory.mktemp("finished") / "run")

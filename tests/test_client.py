@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from federations import noise, seed_adapter
 from fedlora import Adapter, Client, Download, LoRA, Roles, Server, Upload, build, keep, receive, send
 from fedlora.core.method import Role
 from fedlora.errors import FactorNotShared, HyperparameterError, KeptStateError
+from support.federations import noise, seed_adapter
 
 ROLES = ("shared", "local", "frozen")
 COMBINATIONS = [Roles(*roles) for roles in product(ROLES, repeat=3)]

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from federations import EQUAL, FULL, MIXED, PARTIAL, SHAPES, Round, rounds
 from fedlora import METHODS, Client, Server, ServerState, Upload, build
 from fedlora.analysis.audit import regauge
 from fedlora.core.lora import stack
 from fedlora.errors import FactorNotShared, NoGlobalModel, RankMismatch
+from support.federations import EQUAL, FULL, MIXED, PARTIAL, SHAPES, Round, rounds
 
 
 @dataclass(frozen=True)

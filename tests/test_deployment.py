@@ -21,7 +21,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-import test_run
 from fedlora import read_adapter
 from fedlora.core import checkpoint
 from fedlora.flower.strategy import FlowerState
@@ -30,14 +29,13 @@ from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from test_flower import bits
-from test_peft_io import pytestmark as peft_warnings
-from test_run import Said
-from test_training import classification, save_model
-from tiny_models import bert
+from support.command_line import Said
+from support.flower_grid import bits
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.tiny_models import bert
+from support.training_data import classification, save_model
 
-pytestmark = [*peft_warnings, pytest.mark.deployment, pytest.mark.timeout(420)]
-main = test_run.main
+pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment, pytest.mark.timeout(420)]
 
 CONFIG = """\
 model = {{ path = "{base}" }}

@@ -9,23 +9,18 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from federations import noise
+import exactness
 from fedlora import Adapter, Client, LoRA, Server, Upload, build, send
 from fedlora.core.base_change import BaseChange, moved
 from fedlora.errors import LostUpdate, RankMismatch
 from fedlora.server.sketched_round import Sketch, first_messages, second_messages
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-import exactness
+from support.federations import noise
 
 F64 = torch.float64
 SHAPE = exactness.Shape(40, 32, 4, 25)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import executable_paper as paper
-from families import (
+from support import executable_paper as paper
+from support.families import (
     FAMILIES,
     Case,
     column_basis,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 
-import executable_paper
+from fedlora import LoRA
+from golden.make import play
+from support import executable_paper
 
 GOLDEN = Path(__file__).parent / "golden"
-sys.path.insert(0, str(GOLDEN))
-
-from make import play  # noqa: E402  (the golden folder is no package)
-
-from fedlora import LoRA  # noqa: E402
-
 TENSORS = safetensors.torch.load_file(GOLDEN / "glora.safetensors")
 CASES = json.loads((GOLDEN / "glora.json").read_text())
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import families
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.server.sketch import SketchPlan, core_message, range_basis, range_message, sketched
+from support import families
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

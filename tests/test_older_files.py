@@ -19,9 +19,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import test_adapters
-import test_run
-from federations import EQUAL, MIXED
 from fedlora import METHODS, Server, build
 from fedlora.core import checkpoint
 from fedlora.core.checkpoint import _encode
@@ -32,13 +29,11 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.state import RunState
 from fedlora.simulation import simulate
-from test_flower import federation
-from test_run import Said
-from test_simulation import Toy, clients
-from test_training import FUTURE_NAMES
-
-main = test_run.main
-called = test_adapters.called
+from support.command_line import Said
+from support.federations import EQUAL, MIXED
+from support.flower_grid import federation
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.toy_trainer import Toy, clients
 
 OLDER = Path(__file__).parent / "older"
 STATES = sorted(path.name for path in (OLDER / "states").iterdir())
@@ -118,11 +113,11 @@ def test_a_federation_on_flower_goes_on(method: str, tmp_path: Path) -> None:
     assert isinstance(strategy.memory, FlowerState)
 
 
-def test_rounds_by_hand_go_on(tmp_path: Path, called: Callable[..., Said]) -> None:
+def test_rounds_by_hand_go_on(tmp_path: Path, main: Callable[..., Said]) -> None:
     """The second round on the state after the first is what the old code made of it."""
     shutil.copytree(OLDER / "by_hand" / "state-before", tmp_path / "state")
     folders = [OLDER / "by_hand" / "uploads" / name for name in ("a", "b")]
-    done = called("merge", *folders, "--weights-from", "num_examples", "--method", "glora", "--state",
+    done = main("merge", *folders, "--weights-from", "num_examples", "--method", "glora", "--state",
                   tmp_path / "state", "--readout", "same", "-o", tmp_path / "out")  # fmt: skip
     assert done.code == 0, done.err
     got, want = (load_file(file_of(f, 2)) for f in (tmp_path / "state", OLDER / "by_hand" / "state"))
@@ -132,7 +127,7 @@ def test_rounds_by_hand_go_on(tmp_path: Path, called: Callable[..., Said]) -> No
 
 
 @FUTURE_NAMES
-@pytest.mark.filterwarnings(r"ignore:Could not find a config file in:UserWarning:peft\.utils\.save_and_load")
+@NOT_ON_THE_HUB
 def test_a_run_folder_is_resumed(tmp_path: Path) -> None:
     """Stopped by the old code after two of four rounds; its end is that of the old code, and so are its lines."""
     shutil.copytree(OLDER / "run" / "stopped", tmp_path / "run")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, pushed, seed_adapter
 from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, Upload, build
-from fedlora.analysis.audit import GaugeStress, padded_average_error
+from fedlora.analysis.audit import padded_average_error
 from fedlora.core import checkpoint
 from fedlora.core.trainer import Trained
 from fedlora.errors import ClientFailed, ConfigError, HyperparameterError, KeptStateError, QuorumNotMet, UploadRefused
@@ -27,51 +26,10 @@ from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, Traffic, play, simulate
+from support.federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, seed_adapter
+from support.toy_trainer import BATCH, Toy, clients, diverging, loss, run
 
 NAMES = tuple(EQUAL)
-BATCH = 7  # examples that a round of the toy trainer takes
-
-
-class Toy:
-    """Trains by a push that depends on client, round and data position alone. Remembers whom it served."""
-
-    def __init__(self, wrong: Callable[[Download, Trained], Trained] = lambda download, trained: trained) -> None:
-        self.calls: list[tuple[str, int, int]] = []
-        self._wrong = wrong
-
-    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
-        client, t = download.client.id, download.round
-        self.calls.append((client, t, position))
-        moved = pushed(adapter, client, 1000 * t + position)
-        return self._wrong(download, Trained(moved, EXAMPLES[client], loss(client, t), position + BATCH))
-
-
-def loss(client: str, round: int) -> float:
-    return ord(client) + round / 10
-
-
-def clients(ranks: Mapping[str, int]) -> list[Client]:
-    return [Client(name, rank) for name, rank in ranks.items()]
-
-
-def run(
-    name: str = "glora",
-    ranks: Mapping[str, int] = EQUAL,
-    trainer: Any = None,
-    *,
-    state: RunState | None = None,
-    rounds: int = 3,
-    dtype: torch.dtype = torch.float32,
-    hparams: Mapping[str, Any] | None = None,
-    server: Mapping[str, Any] | None = None,
-    gauge_stress: float | None = None,
-    **options: Any,
-) -> Iterator[RoundRecord]:
-    s = Server(build(name, **(hparams or {})), **(server or {}))
-    state = state or start(s, seed_adapter(max(ranks.values()), dtype))
-    if gauge_stress is not None:
-        options["hooks"] = [GaugeStress(gauge_stress, options.get("seed", 0))]
-    return simulate(s, clients(ranks), trainer or Toy(), state, rounds=rounds, **options)
 
 
 def bits(state: RunState, folder: Path) -> str:
@@ -83,17 +41,6 @@ def failing(client: str, round: int, error: Exception) -> Toy:
     def wrong(download: Download, trained: Trained) -> Trained:
         if (download.client.id, download.round) == (client, round):
             raise error
-        return trained
-
-    return Toy(wrong)
-
-
-def diverging(client: str, round: int) -> Toy:
-    """Training gives NaN, as a real divergence does: in all factors, heads and the loss."""
-
-    def wrong(download: Download, trained: Trained) -> Trained:
-        if (download.client.id, download.round) == (client, round):
-            return replace(trained, adapter=trained.adapter.map(lambda t: t * math.nan), loss=math.nan)
         return trained
 
     return Toy(wrong)

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import test_run
-from test_run import Said
-from test_training import FUTURE_NAMES
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES
 
-main = test_run.main
-project = test_run.project
 pytestmark = [
     FUTURE_NAMES,
     pytest.mark.filterwarnings(r"ignore:Could not find a config file in:UserWarning:peft\.utils\.save_and_load"),

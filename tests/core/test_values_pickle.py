@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from federations import EQUAL, FULL, rounds
 from fedlora import METHODS, Adapter, Client, LoRA, Server, build
 from fedlora.core.checkpoint import _encode
 from fedlora.core.messages import ClientMemory
 from fedlora.core.parcels import held_after, pack, remember
 from fedlora.core.read_only import ReadOnly
 from fedlora.server.state import RunState
+from support.federations import EQUAL, FULL, rounds
 
 
 def tensors_of(value: Any) -> dict[str, Tensor]:

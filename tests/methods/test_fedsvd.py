@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from federations import EQUAL, FULL, MIXED, SHAPES, rounds
 from fedlora import Client, LoRA, Server, build
 from fedlora.core.messages import Held
 from fedlora.core.parcels import held_after, pack, remember, unpack
 from fedlora.methods.fedsvd import reparameterised
+from support.federations import EQUAL, FULL, MIXED, SHAPES, rounds
 
 
 @pytest.mark.parametrize("ranks", [EQUAL, MIXED], ids=["equal", "mixed"])

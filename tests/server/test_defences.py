@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from federations import EQUAL, FULL, SHAPES, rounds
 from fedlora import Server, ServerState, Upload, build
 from fedlora.errors import HyperparameterError, QuorumNotMet
 from fedlora.server.defences import Verdict
 from fedlora.server.sketched_round import Sketch
+from support.federations import EQUAL, FULL, SHAPES, rounds
 
 
 def without(*names: str):  # type: ignore[no-untyped-def]

@@ -1,0 +1,235 @@
+"""Merging, inspecting and comparing adapters as files. Kinds of evidence: oracle (dense float64), PEFT round trips."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlora import LoRA, read_adapter
+from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.truncation import RankRule, merge_module, total_error
+from fedlora.analysis.audit import random_gauge
+from fedlora.analysis.inspection import difference, facts, overlap
+from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
+from support.adapter_folders import HEADS, SHAPES, lora, saved
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.peft_models import peft_updates
+from support.tiny_models import bert, logits
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
+
+
+# ---- one module ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [(2,), (3, 5), (4, 4, 6)])
+def test_an_exact_merge_is_the_dense_mean(ranks: Sequence[int]) -> None:
+    """sum w_i B_i A_i in float64; its rank is the stacked one while that fits; nothing is lost."""
+    pairs = [lora(20, r, 12, k) for k, r in enumerate(ranks)]
+    weights = [1 / (k + 2) for k in range(len(ranks))]
+    merged, report = merge_module("m", pairs, weights, RankRule("exact"))
+    want = sum(w * x.delta() for w, x in zip(weights, pairs, strict=True))
+    torch.testing.assert_close(merged.delta(), want, rtol=0, atol=1e-12)
+    assert (report.stacked, report.full, report.kept) == (sum(ranks), min(12, sum(ranks)), min(12, sum(ranks)))
+    assert report.error == 0 and report.norm == pytest.approx(float(want.norm()))  # type: ignore[union-attr]
+    B, A = merged.factors
+    torch.testing.assert_close(B.mT @ B, A @ A.mT, rtol=0, atol=1e-10)  # balanced
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_a_cut_is_the_best_of_its_rank_and_its_error_is_known(rank: int) -> None:
+    """Eckart-Young by the dense SVD."""
+    pairs = [lora(20, 4, 12, k) for k in range(2)]
+    merged, report = merge_module("m", pairs, [0.3, 0.7], RankRule("rank", rank))
+    U, s, Vh = torch.linalg.svd(0.3 * pairs[0].delta() + 0.7 * pairs[1].delta(), full_matrices=False)
+    torch.testing.assert_close(merged.delta(), U[:, :rank] * s[:rank] @ Vh[:rank], rtol=0, atol=1e-12)
+    assert report.error == pytest.approx(float(s[rank:].norm() / s.norm()), abs=1e-12)
+
+
+def test_energy_keeps_the_least_rank_that_holds_it() -> None:
+    """By hand: singular values 3, 2, 1 hold 9/14, 13/14 and all of the energy."""
+    pair = LoRA(torch.diag(torch.tensor([3.0, 2.0, 1.0]).double()), torch.eye(3).double())
+    for share, kept in ((0.6, 1), (9 / 14, 1), (0.65, 2), (13 / 14, 2), (0.95, 3), (1.0, 3)):
+        assert merge_module("m", [pair], [1.0], RankRule("energy", share))[1].kept == kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_factors_are_computed_in_float32(dtype: torch.dtype) -> None:
+    """Against the dense float64 mean of what was stored."""
+    pairs = [lora(20, 4, 12, k, dtype=dtype) for k in range(2)]
+    merged, _ = merge_module("m", pairs, [0.5, 0.5], RankRule("exact"))
+    want = sum(0.5 * x.map(Tensor.double).delta() for x in pairs)
+    assert merged.factors[0].dtype == torch.float32
+    assert float((merged.map(Tensor.double).delta() - want).norm() / want.norm()) < 1e-6  # type: ignore[union-attr]
+
+
+def test_other_matrices_do_not_add_up() -> None:
+    with pytest.raises((ShapeError, RuntimeError)):
+        merge_module("m", [lora(20, 2, 12, 0), lora(20, 2, 13, 1)], [0.5, 0.5], RankRule("exact"))
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "energy=0", "energy=1.5", "energy=x", "all", "", "1e3"])
+def test_a_rank_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(HyperparameterError, match="a whole number from 1, 'exact', or"):
+        RankRule.parse(text)
+
+
+def test_the_total_error_weighs_modules_by_their_size() -> None:
+    """By hand: errors 0.1 of norm 3 and 0.5 of norm 4: sqrt(0.09 + 4) / 5."""
+    _, a = merge_module("a", [lora(9, 2, 9, 0)], [1.0], RankRule("exact"))
+    reports = [type(a)("a", 2, 2, 2, 0.1, 3.0, ()), type(a)("b", 2, 2, 2, 0.5, 4.0, ())]
+    assert total_error(reports) == pytest.approx(math.sqrt(0.09 + 4) / 5)
+
+
+# ---- facts and differences -------------------------------------------------------------------------------------------
+
+
+def test_facts_by_hand() -> None:
+    """diag(3, 4) in a rank-3 pair with one dead slot: norm 5, energy shares 9/25 and 16/25, exp of their entropy."""
+    B = torch.zeros(5, 3, dtype=torch.float64)
+    A = torch.zeros(3, 4, dtype=torch.float64)
+    B[0, 0], B[1, 1], A[0, 0], A[1, 1] = 3.0, 4.0, 1.0, 1.0
+    x = facts(LoRA(B, A))
+    assert (x.rank, x.numerical, x.dead) == (3, 2, 1) and x.norm == pytest.approx(5)
+    assert x.effective == pytest.approx(math.exp(-(9 / 25 * math.log(9 / 25) + 16 / 25 * math.log(16 / 25))))
+    assert x.balance == pytest.approx(5 / math.sqrt(2)) and x.singular_values == pytest.approx((4, 3))
+
+
+def test_overlap_is_the_mean_squared_cosine() -> None:
+    """By hand: e1, e2 against e1 and (e2 + e3)/sqrt 2: cosines 1 and 1/sqrt 2; itself 1; orthogonal 0."""
+    eye = torch.eye(4, dtype=torch.float64)
+    A = torch.eye(2, dtype=torch.float64)
+    one = LoRA(eye[:, :2], A)
+    other = LoRA(torch.stack([eye[:, 0], (eye[:, 1] + eye[:, 2])], dim=1), A)
+    assert overlap(one, other) == pytest.approx(0.75) and overlap(one, one) == pytest.approx(1)
+    assert overlap(one, LoRA(eye[:, 2:], A)) == pytest.approx(0, abs=1e-15)
+
+
+def test_a_difference_sees_through_the_gauge() -> None:
+    """(B Q, Q^-1 A) is the same update in another gauge; the same factors are the same; twice the update is another."""
+    x = lora(12, 3, 9, "x")
+    B, A = x.factors
+    Q = random_gauge(3, 10.0, "d")
+    moved = difference(x, LoRA(B @ Q, torch.linalg.solve(Q, A)))
+    assert moved.verdict == "the same update in another gauge" and moved.update < 1e-13 and moved.angle < 1e-10
+    assert difference(x, x).verdict == "the same factors"
+    twice = difference(x, LoRA(2 * B, A))
+    assert twice.verdict == "another update" and twice.update == pytest.approx(1) and twice.angle < 1e-10
+
+
+def test_an_angle_is_the_largest_principal_one() -> None:
+    """By hand: a column turned by 30 degrees."""
+    turn = math.radians(30)
+    one = LoRA(torch.tensor([[1.0], [0.0], [0.0]]).double(), torch.ones(1, 2).double())
+    other = LoRA(torch.tensor([[math.cos(turn)], [math.sin(turn)], [0.0]]).double(), torch.ones(1, 2).double())
+    assert difference(one, other).angle == pytest.approx(30)
+
+
+# ---- files and the command line --------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_module_by_module(tmp_path: Path) -> None:
+    """The same tensors as `read_adapter`, and ranks before any is read."""
+    path = saved(tmp_path, "a", 3)
+    file, (whole, _) = AdapterFile(path), read_adapter(path)
+    assert file.modules == tuple(whole.modules) and file.ranks == whole.ranks and set(file.heads) == set(whole.heads)
+    for module in file.modules:
+        for mine, theirs in zip(file.lora(module).factors, whole.modules[module].factors, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_two_adapters_merge_in_one_line_and_peft_loads_them(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Update and logits of base + the dense mean, and heads their mean; different ranks; scale 1 in the config."""
+    from peft import PeftModel
+
+    a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 5)
+    done = main("merge", a, b, "-o", tmp_path / "m", "--weights", "1,3")
+    assert done.code == 0, done.err
+    config = json.loads((tmp_path / "m" / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == config["r"] == 7 and not config["use_rslora"]
+    model = PeftModel.from_pretrained(bert(), tmp_path / "m")
+    inputs = [read_adapter(path)[0] for path in (a, b)]
+    updates = peft_updates(model)
+    for module in SHAPES:
+        want = sum(w * x.modules[module].map(Tensor.double).delta() for w, x in zip((0.25, 0.75), inputs, strict=True))
+        torch.testing.assert_close(updates[module].double(), want, rtol=0, atol=2e-5)
+    for head in HEADS:
+        want = 0.25 * inputs[0].heads[head] + 0.75 * inputs[1].heads[head]
+        torch.testing.assert_close(read_adapter(tmp_path / "m")[0].heads[head], want)
+    assert bool(torch.isfinite(logits(model)).all())
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert "| a | 0.25 |" in card and "base_model: tiny" in card
+
+
+def test_merge_json_ranks_and_limits(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """A cut says what it costs; beyond --max-error nothing is written."""
+    a, b = saved(tmp_path, "a", 4), saved(tmp_path, "b", 4)
+    done = main("merge", a, b, "-o", tmp_path / "m", "--rank", "3", "--json")
+    said = json.loads(done.out)
+    assert [m["kept"] for m in said["modules"]] == [3, 3] and 0.1 < said["error"] < 1
+    refused = main("merge", a, b, "-o", tmp_path / "n", "--rank", "3", "--max-error", "0.01")
+    assert refused.code == 2 and "nothing was written" in refused.err and not (tmp_path / "n").exists()
+
+
+def test_a_module_that_one_lacks_is_zero_or_left_out_of_the_mean(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """By hand: half of the other's update, or all of it."""
+    first, second = SHAPES
+    a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 2, modules=[first])
+    for rule, factor in (("zero", 0.5), ("renormalise", 1.0)):
+        assert main("merge", a, b, "-o", tmp_path / rule, "--missing", rule).code == 0
+        got = read_adapter(tmp_path / rule)[0].modules[second].delta()
+        want = factor * read_adapter(a)[0].modules[second].delta()
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_inspect_diff_and_validate_from_the_command_line(tmp_path: Path, main: Callable[..., Said]) -> None:
+    a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 3)
+    said = json.loads(main("inspect", a, b, "--json").out)
+    assert said["adapters"][str(a)][next(iter(SHAPES))]["rank"] == 2 and said["overlap"][0][0] == pytest.approx(1)
+    assert "effective" in main("inspect", a).out
+    assert json.loads(main("diff", a, a, "--json").out)["verdict"] == "the same factors"
+    assert "another update" in main("diff", a, b).out
+    assert main("validate", a, b).code == 0
+    (b / "adapter_model.safetensors").write_bytes(b"\0" * 40)
+    done = main("validate", a, b)
+    assert done.code == 2 and "sound" in done.out and "refused" in done.out
+    assert "Traceback" not in done.err and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["a", "--weights", "1,2"], "there are 2 weights for 1 adapters"),
+        (["a", "--weights", "x"], "--weights takes numbers"),
+        (["a", "--weights", "0"], "not all zero"),
+        (["a", "--rank", "none"], "a rank is a whole number"),
+        (["a", "--missing", "skip"], "--missing is one of"),
+        (["a", "--weights", "1", "--weights-from", "num_examples"], "not both"),
+        (["a", "other"], "different base models"),
+        (["a", "nothing"], "is no PEFT adapter"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    tmp_path: Path, main: Callable[..., Said], args: list[str], said: str
+) -> None:
+    saved(tmp_path, "a", 2)
+    saved(tmp_path, "other", 2, base="another")
+    paths = [tmp_path / x if x in ("a", "other", "nothing") else x for x in args]
+    done = main("merge", *paths, "-o", tmp_path / "m")
+    assert done.code == 2 and said in done.err and "Traceback" not in done.err
+    assert not (tmp_path / "m").exists()
+
+
+def test_an_adapter_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterFormatError, match="has rank 2, but its config says 3"):
+        path = saved(tmp_path, "a", 2)
+        config = json.loads((path / "adapter_config.json").read_text())
+        (path / "adapter_config.json").write_text(json.dumps(config | {"r": 3}))
+        AdapterFile(path)

@@ -1,0 +1,302 @@
+"""What the audit measures. Kind of evidence: oracle (dense float64 computations, and closed forms beside each test)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora.analysis.audit import (
+    audit,
+    gauge_drift,
+    mean_update,
+    padded_average_error,
+    random_gauge,
+    regauge,
+    relative_difference,
+)
+from fedlora.errors import FactorNotShared
+from support.federations import EQUAL, FULL, MIXED, SHAPES, noise, rounds, seed_adapter
+
+F64 = torch.float64
+
+
+def lora(d_out: int, rank: int, d_in: int, *seed: str | int) -> LoRA:
+    return LoRA(noise((d_out, rank), *seed, "B"), noise((rank, d_in), *seed, "A"))
+
+
+def scaled(x: LoRA, factor: float) -> LoRA:
+    B, A = x.factors
+    return LoRA(B * factor, A)
+
+
+def zero(x: LoRA) -> LoRA:
+    return scaled(x, 0.0)
+
+
+# --------------------------------------------------------------------------------------------- relative_difference
+
+
+def test_relative_difference_is_the_dense_one_over_all_modules_together() -> None:
+    """sqrt(sum_m ||X_m - Y_m||^2 / sum_m ||Y_m||^2), dense; the two sides may have different ranks."""
+    got = {"m": lora(9, 2, 7, "got", "m"), "n": lora(5, 3, 6, "got", "n")}
+    want = {"m": lora(9, 4, 7, "want", "m"), "n": lora(5, 1, 6, "want", "n")}
+    gap = sum(float((got[m].delta() - want[m].delta()).square().sum()) for m in want)
+    size = sum(float(want[m].delta().square().sum()) for m in want)
+    assert relative_difference(got, want) == pytest.approx(math.sqrt(gap / size), rel=1e-12)
+
+
+def test_relative_difference_has_closed_forms() -> None:
+    """X against itself 0, twice X against X 1, zero against X 1, any against zero inf, zero against zero 0."""
+    x = {"m": lora(9, 3, 7, "x")}
+    nothing = {"m": zero(x["m"])}
+    assert relative_difference(x, x) < 1e-15
+    assert relative_difference({"m": scaled(x["m"], 2.0)}, x) == pytest.approx(1.0, rel=1e-12)
+    assert relative_difference(nothing, x) == pytest.approx(1.0, rel=1e-12)
+    assert relative_difference(x, nothing) == math.inf
+    assert relative_difference(nothing, nothing) == 0.0
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-6, 1e-3])
+def test_relative_difference_keeps_its_digits_for_small_differences(size: float) -> None:
+    """X (1 + size) against X is size, to the 1e-16 of the stored factors."""
+    x = {"m": lora(9, 3, 7, "x")}
+    assert relative_difference({"m": scaled(x["m"], 1 + size)}, x) == pytest.approx(size, abs=1e-14)
+
+
+def test_relative_difference_sees_no_gauge() -> None:
+    """(B Q, Q^-1 A) with Q of condition 1e3 is the same update: what is left is round-off times the condition."""
+    x = lora(9, 3, 7, "x")
+    moved = regauge(upload("a", 1, x), 1e3).adapter.modules
+    assert relative_difference(moved, {"m": x}) < 1e-11
+
+
+def test_relative_difference_across_dtypes_is_the_rounding() -> None:
+    """float32 factors against float64 ones: between 0 and the unit roundoff of both factors, 2 * 6e-8."""
+    x = lora(9, 3, 7, "x")
+    assert 0 < relative_difference({"m": x.map(Tensor.float)}, {"m": x}) < 1.2e-7
+
+
+# ------------------------------------------------------------------------------------------------------ mean_update
+
+
+def upload(client: str, n: float, x: LoRA | Mapping[str, LoRA]) -> Upload:
+    modules = {"m": x} if isinstance(x, LoRA) else x
+    return Upload(Client(client, {name: pair.rank for name, pair in modules.items()}), n, Adapter(modules))
+
+
+def test_mean_update_is_the_dense_mean_over_the_holders() -> None:
+    """Weights .2 .3 .5: "m" is held by all, "n" by a and b only, whose weights become .4 and .6."""
+    a = {"m": lora(9, 2, 7, "am"), "n": lora(5, 2, 6, "an")}
+    b = {"m": lora(9, 3, 7, "bm"), "n": lora(5, 1, 6, "bn")}
+    c = {"m": lora(9, 1, 7, "cm")}
+    got = mean_update([upload("a", 1, a), upload("b", 1, b), upload("c", 1, c)], {"a": 0.2, "b": 0.3, "c": 0.5})
+    want_m = 0.2 * a["m"].delta() + 0.3 * b["m"].delta() + 0.5 * c["m"].delta()
+    torch.testing.assert_close(got["m"].delta(), want_m, rtol=0, atol=1e-14)
+    torch.testing.assert_close(got["n"].delta(), 0.4 * a["n"].delta() + 0.6 * b["n"].delta(), rtol=0, atol=1e-14)
+
+
+def test_mean_update_leaves_out_who_did_not_count() -> None:
+    """Who has no weight (refused, or abstained) is no part of the mean."""
+    a, b = lora(9, 2, 7, "a"), lora(9, 3, 7, "b")
+    got = mean_update([upload("a", 1, a), upload("b", 1, b)], {"a": 1.0})
+    torch.testing.assert_close(got["m"].delta(), a.delta(), rtol=0, atol=1e-15)
+
+
+def test_mean_update_of_a_module_whose_only_holder_did_not_count() -> None:
+    """There is no mean of it then; the others have theirs."""
+    a, b = lora(9, 2, 7, "a"), lora(5, 3, 6, "b")
+    got = mean_update([upload("a", 1, {"m": a}), upload("b", 0, {"n": b})], {"a": 1.0})
+    assert list(got) == ["m"]
+
+
+# --------------------------------------------------------------------------------------------- padded_average_error
+
+
+def padded_error(sent: Sequence[Upload], weights: Mapping[str, float], rank: int) -> float:
+    """The same number dense in float64: ||(sum p [B 0]) (sum p [A; 0]) - sum p B A|| / ||sum p B A||, all modules."""
+    gap = size = 0.0
+    for module, (d_out, d_in) in SHAPES.items():
+        B, A = torch.zeros(d_out, rank, dtype=F64), torch.zeros(rank, d_in, dtype=F64)
+        mean = torch.zeros(d_out, d_in, dtype=F64)
+        for u in sent:
+            B_i, A_i = (t.double() for t in u.adapter.modules[module].factors)
+            p, r = weights[u.client.id], B_i.shape[1]
+            B[:, :r] += p * B_i
+            A[:r] += p * A_i
+            mean += p * B_i @ A_i
+        gap += float((B @ A - mean).square().sum())
+        size += float(mean.square().sum())
+    return math.sqrt(gap / size)
+
+
+@pytest.mark.parametrize("ranks", [EQUAL, MIXED], ids=["equal", "mixed"])
+@pytest.mark.parametrize("name", ["glora", "flexlora"])
+def test_padded_average_error_is_the_dense_one(name: str, ranks: dict[str, int]) -> None:
+    """Over three rounds, with heads, whatever method runs."""
+    for played in rounds(Server(build(name)), ranks, FULL):
+        assert played.after.tally is not None
+        weights = played.after.tally.weights
+        got = padded_average_error(played.before, played.uploads, weights)
+        assert got == pytest.approx(padded_error(played.uploads, weights, max(ranks.values())), rel=1e-10)
+        assert got > 0.1  # factor averaging is far off here: the number says something
+
+
+def test_padded_average_error_uses_the_weights_that_counted() -> None:
+    """Server(weighting="uniform"): the mean and the padded average are both uniform, or the number mixes two means."""
+    server = Server(build("glora"), weighting="uniform")
+    played = next(rounds(server, MIXED, FULL))
+    assert played.after.tally is not None
+    weights = played.after.tally.weights
+    assert set(weights.values()) == {0.25}
+    got = padded_average_error(played.before, played.uploads, weights)
+    assert got == pytest.approx(padded_error(played.uploads, weights, 6), rel=1e-10)
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_padded_average_error_is_zero_where_all_share_a(weighting: str) -> None:
+    """sum p B_i A = (sum p B_i) A: with one common A nothing can go wrong, under any weights."""
+    server = Server(build("glora"), weighting=weighting)  # type: ignore[arg-type]
+    A = noise((2, 7), "A")
+    state = server.init(Adapter({"m": LoRA(torch.zeros(9, 2, dtype=F64), A)}))
+    sent = [upload(c, n, LoRA(noise((9, 2), c), A)) for c, n in (("a", 1), ("b", 9))]
+    after = server.aggregate(state, sent)
+    assert after.tally is not None
+    assert padded_average_error(state, sent, after.tally.weights) < 1e-14
+
+
+def test_padded_average_error_leaves_out_who_did_not_count() -> None:
+    """c abstained: the same number as without it."""
+    state = Server(build("glora")).init(Adapter({"m": zero(lora(9, 3, 7, "seed"))}))
+    a, b = upload("a", 1, lora(9, 2, 7, "a")), upload("b", 3, lora(9, 3, 7, "b"))
+    silent, weights = upload("c", 0, lora(9, 3, 7, "c")), {"a": 0.25, "b": 0.75}
+    assert padded_average_error(state, [a, b, silent], weights) == padded_average_error(state, [a, b], weights)
+
+
+# ------------------------------------------------------------------------------------------------------------ gauge
+
+
+@pytest.mark.parametrize("condition", [1.0, 10.0, 1e3, 1e6])
+@pytest.mark.parametrize("rank", [2, 4, 16])
+def test_a_random_gauge_has_the_asked_condition(rank: int, condition: float) -> None:
+    """kappa_2 = s_max / s_min by numpy-free SVD in float64; and the scale is symmetric: s_max s_min = 1."""
+    Q = random_gauge(rank, condition, "test", rank)
+    s = torch.linalg.svdvals(Q)
+    assert (Q.dtype, tuple(Q.shape)) == (F64, (rank, rank))
+    assert float(s[0] / s[-1]) == pytest.approx(condition, rel=1e-7)
+    assert float(s[0] * s[-1]) == pytest.approx(1.0, rel=1e-7)
+
+
+def test_a_random_gauge_is_a_function_of_its_seed() -> None:
+    assert torch.equal(random_gauge(4, 10.0, "a", 1), random_gauge(4, 10.0, "a", 1))
+    assert not torch.allclose(random_gauge(4, 10.0, "a", 1), random_gauge(4, 10.0, "a", 2))
+
+
+def test_a_random_gauge_mixes_all_columns() -> None:
+    """No zero pattern: neither diagonal nor orthogonal, or averaging per slot would pass for invariant."""
+    Q = random_gauge(4, 10.0, "mix")
+    assert bool((Q.abs() > 1e-3).all())
+    assert not torch.allclose(Q.mT @ Q, torch.eye(4, dtype=F64))
+
+
+def test_a_random_gauge_of_rank_one_is_a_number() -> None:
+    assert float(random_gauge(1, 10.0, "one").abs()) > 0
+
+
+def test_regauge_changes_the_factors_and_not_the_update() -> None:
+    """B A stays to round-off times the condition; heads, client and count stay; float32 comes out as float64."""
+    x = lora(9, 3, 7, "x").map(Tensor.float)
+    sent = Upload(Client("a", 3), 5, Adapter({"m": x}, {"h": torch.ones(2)}))
+    moved = regauge(sent, 10.0)
+    B, A = moved.adapter.modules["m"].factors
+    assert (moved.client, moved.num_examples, B.dtype) == (sent.client, 5, F64)
+    assert torch.equal(moved.adapter.heads["h"], torch.ones(2))
+    assert float((B @ A - x.map(Tensor.double).delta()).norm()) < 1e-12
+    assert float((B - x.factors[0]).norm()) > 0.1
+    assert not torch.allclose(regauge(sent, 10.0, seed=1).adapter.modules["m"].factors[0], B)
+
+
+@pytest.mark.parametrize(
+    ("name", "moves"),
+    [("fedit", True), ("padded-average", True), ("glora", False), ("flexlora", False), ("fedex-lora", False)],
+)
+def test_gauge_drift_shows_who_depends_on_coordinates(name: str, moves: bool) -> None:
+    """Factor averages move by whole parts; the others by round-off (condition 10, float64)."""
+    server = Server(build(name))
+    for played in rounds(server, EQUAL, FULL):
+        drift = gauge_drift(server, played.before, played.uploads)
+        assert drift > 0.1 if moves else drift < 1e-11
+
+
+def test_gauge_drift_is_the_distance_of_the_two_models() -> None:
+    """FedIT, dense: the mean of the moved factors against the mean of the plain ones, all modules together."""
+    server = Server(build("fedit"))
+    played = next(rounds(server, EQUAL, FULL))
+    moved = [regauge(u, 10.0) for u in played.uploads]
+    gap = size = 0.0
+    for m in SHAPES:
+        models = []
+        for sent in (moved, played.uploads):
+            pairs = [(u.num_examples / 90, *u.adapter.modules[m].factors) for u in sent]  # 90 examples in all
+            models.append(sum(p * B for p, B, _ in pairs) @ sum(p * A for p, _, A in pairs))  # type: ignore[operator]
+        gap += float((models[0] - models[1]).square().sum())
+        size += float(models[1].square().sum())
+    assert gauge_drift(server, played.before, played.uploads) == pytest.approx(math.sqrt(gap / size), rel=1e-11)
+
+
+def test_gauge_drift_of_float32_uploads_is_not_their_rounding() -> None:
+    """Both sides are taken in float64 first: the drift of GLoRA is round-off, not 1e-7."""
+    server = Server(build("glora"))
+    played = next(rounds(server, MIXED, FULL, torch.float32))
+    assert gauge_drift(server, played.before, played.uploads) < 1e-10
+
+
+def test_gauge_drift_of_a_method_whose_factors_stay_home_is_refused() -> None:
+    server = Server(build("fedsa-lora"))
+    played = next(rounds(server, EQUAL, FULL))
+    with pytest.raises(FactorNotShared):
+        gauge_drift(server, played.before, played.uploads)
+    assert seed_adapter(4).ranks == dict.fromkeys(SHAPES, 4)
+
+
+# --------------------------------------------------------------------------------------------------------- as sent
+
+
+def stored_as(dtype: torch.dtype, clients: int = 6) -> list[Upload]:
+    return [
+        Upload(Client(f"c{k}", 3), k + 1, Adapter({"m": lora(30, 3, 20, "sent", k).map(lambda t: t.to(dtype))}))
+        for k in range(clients)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_audit_is_of_the_uploads_as_they_came_too(dtype: torch.dtype) -> None:
+    """glora's own error is float32 storing; its drift is what storing anew does to the mean, by hand."""
+    sent = stored_as(dtype)
+    found = audit("glora", build("glora"), sent, conditions=(10.0,), draws=2)
+    assert found.error is not None and found.error < 1e-13
+    assert found.sent_error is not None and 1e-9 < found.sent_error < 3e-7
+    assert found.sent_drift is not None and found.storing is not None and found.drift is not None
+    assert found.drift[10.0] < 1e-12
+    weights = {u.client.id: u.num_examples / 21 for u in sent}
+    by_hand = max(
+        relative_difference(mean_update([regauge(u, 10.0, seed=s, as_sent=True) for u in sent], weights),
+                            mean_update(sent, weights)) for s in range(2)
+    )  # fmt: skip
+    assert found.storing[10.0] == pytest.approx(by_hand, rel=1e-9)
+    assert found.sent_drift[10.0] == pytest.approx(by_hand, abs=5e-7)
+    assert all(t.dtype == dtype for u in sent for t in regauge(u, 10.0, as_sent=True).adapter.modules["m"].factors)
+
+
+def test_a_mean_of_zero_is_said() -> None:
+    """An adapter and its negative: no share of nothing, and no division by it."""
+    (one,) = stored_as(torch.float32, 1)
+    B, A = one.adapter.modules["m"].factors
+    other = Upload(Client("minus", 3), 1, Adapter({"m": LoRA(-B, A)}))
+    found = audit("glora", build("glora"), [one, other], draws=1)
+    assert found.zero_mean and found.error is None and found.sent_error is None
+    assert not audit("glora", build("glora"), [one], draws=1).zero_mean

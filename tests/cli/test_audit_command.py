@@ -1,0 +1,1048 @@
+"""`fedlora audit` from the command line to its numbers and picture; kept uploads; methods with settings; `ranks`.
+
+Kinds of evidence: *oracle* (errors and drifts by dense float64 matrices from what peft or safetensors hold; counts by
+hand), *end-to-end* (real runs that keep uploads, directories that peft wrote, peft loading what was kept), *contract*
+(bad input is one line and exit code 2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+import fedlora.runs.execution
+import fedlora.training.local
+from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, build, read_adapter, write_adapter
+from fedlora.adapters.uploads import read_uploads, write_upload
+from fedlora.analysis.audit import regauge
+from fedlora.errors import AdapterFormatError, FedLoRAError
+from fedlora.runs.folder import RunFolder
+from support.command_line import Said, invoke, undraw
+from support.federations import SHAPES, noise
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.local_training import bits
+from support.peft_models import dense_logits, peft_layers, saved, trained
+from support.projects import FEDSA, configured, contents, peft_model, pixels, ran
+from support.recorded import Call, recording
+from support.tiny_models import bert, logits
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+F64 = torch.float64
+Pairs = list[dict[str, tuple[Tensor, Tensor]]]  # a client each: module -> B and A, float64, B A the whole update
+
+
+def options(sets: Sequence[str]) -> list[str]:
+    return [a for s in sets for a in ("--set", s)]
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures cost more than audits: most tests go without."""
+    undraw(monkeypatch)
+
+
+def audited(*args: object) -> dict[str, Any]:
+    """`fedlora audit ARGS --json`: method -> its numbers."""
+    found: dict[str, Any] = json.loads(invoke("audit", *args, "--json").stdout)
+    return found
+
+
+# ---- a run that keeps its uploads ------------------------------------------------------------------------------------
+
+EQUAL = ("clients.ranks=[4]", "clients.count=3")
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    folder: RunFolder
+    calls: list[Call]
+
+    @property
+    def examples(self) -> dict[str, int]:
+        """Client -> how many examples it trains on, as the manifest counts them."""
+        return {c: p["examples"] for c, p in self.folder.read_json("manifest.json")["data"]["train"].items()}
+
+
+def kept(project: Path, out: Path, *sets: str) -> Kept:
+    """`fedlora run` on a tiny model, two rounds, with what each client trained."""
+    few = ("run.rounds=2", "train.steps=2", "evaluate.every=2")
+    with recording() as calls:
+        invoke("run", project / "config.toml", "--out", out, *options([*few, *sets]))
+    return Kept(RunFolder(out), calls)
+
+
+@pytest.fixture(scope="module", params=["glora", "ffa-lora", "rolora", "fedex-lora"])
+def run(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    """keep_uploads = "all"; ranks 2, 4, 4 where the method serves them. Tests read it and change nothing."""
+    ranks = EQUAL if request.param == "fedex-lora" else ()
+    sets = (f"method.name={request.param}", "run.keep_uploads=all", *ranks)
+    with pytest.MonkeyPatch.context() as patched:
+        undraw(patched)
+        return kept(project, tmp_path_factory.mktemp("kept") / "run", *sets)
+
+
+def test_a_kept_upload_is_what_the_client_trained_bit_for_bit(run: Kept) -> None:
+    """`Trained.adapter` of the real trainer, the frozen factor of ffa-lora and rolora included; whose, of how many
+    examples (the manifest's) and of which round beside it. Nothing else is there."""
+    assert sorted((call.round, call.client) for call in run.calls) == [
+        (t, f"site-{k}") for t in (1, 2) for k in (1, 2, 3)
+    ]
+    for call in run.calls:
+        directory = run.folder.uploads(call.round) / call.client
+        adapter, spec = read_adapter(directory, scaling=2.0)
+        assert bits(adapter) == bits(call.trained.adapter) and spec.scaling == 2.0
+        facts = json.loads((directory / "upload.json").read_text())
+        assert facts == {"client": call.client, "num_examples": run.examples[call.client], "round": call.round}
+        assert {path.name for path in directory.iterdir()} == {
+            "adapter_config.json", "adapter_model.safetensors", "README.md", "upload.json",
+        }  # fmt: skip
+    directories = [path for path in (run.folder.path / "uploads").rglob("*") if path.is_dir()]
+    assert len(directories) == 2 + 6
+
+
+@pytest.mark.parametrize("run", ["ffa-lora", "rolora"], indirect=True)
+def test_the_factor_that_completes_an_upload_is_the_frozen_one(run: Kept) -> None:
+    """By the methods' definition: A of round 1 is the common start's, so each client's are the first rows of another's;
+    in round 2 ffa-lora's A is still that one, and rolora's B is the one that all received."""
+    first, second = ({c.client: c for c in run.calls if c.round == t} for t in (1, 2))
+    sent = {(t, c): read_adapter(run.folder.uploads(t) / c, scaling=2.0)[0] for t in (1, 2) for c in first}
+    method = run.folder.read_json("summary.json")["method"]
+    for module in sent[1, "site-1"].modules:
+        widest = sent[1, "site-2"].modules[module].factors[1]
+        for client in first:
+            (B, A), (B1, A1) = (sent[t, client].modules[module].factors for t in (2, 1))
+            assert torch.equal(A1, widest[: len(A1)]) and B1.any()
+            frozen, moved = (A, B) if method == "ffa-lora" else (B, A)
+            received = second[client].received.modules[module].factors
+            assert torch.equal(frozen, received[1 if method == "ffa-lora" else 0])
+            assert not torch.equal(moved, received[0 if method == "ffa-lora" else 1])
+            if method == "ffa-lora":
+                assert torch.equal(A, A1)
+
+
+def test_peft_loads_kept_uploads_as_the_models_that_were_trained(run: Kept, project: Path) -> None:
+    """peft's own loader, against W0 + scaling B A dense in a plain model, with the trained head; peft's rank is r_i.
+    fedex-lora's base change is no part of an upload (usage.md): its directory is relative to that round's base."""
+    for call in run.calls[-3:]:
+        model = peft_model(project, run.folder.uploads(2) / call.client).eval()
+        updates = {name: 2.0 * lora.delta() for name, lora in call.trained.adapter.modules.items()}
+        want = dense_logits(bert, updates, call.trained.adapter.heads)
+        torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+        assert {layer.r["default"] for layer in peft_layers(model).values()} == set(call.received.ranks.values())
+
+
+def test_last_keeps_the_last_round_alone_and_none_keeps_nothing(project: Path, tmp_path: Path, undrawn: None) -> None:
+    """config.py: "of the last round or of all"; the default is none. The kept bits do not depend on which."""
+    last = kept(project, tmp_path / "last", "run.keep_uploads=last")
+    assert [path.name for path in (last.folder.path / "uploads").iterdir()] == ["round-00002"]
+    for call in last.calls[-3:]:
+        adapter, _ = read_adapter(last.folder.uploads(2) / call.client, scaling=2.0)
+        assert bits(adapter) == bits(call.trained.adapter)
+    assert not (kept(project, tmp_path / "none").folder.path / "uploads").exists()
+
+
+def test_the_subspace_form_is_kept_with_the_same_meaning(project: Path, tmp_path: Path, undrawn: None) -> None:
+    """(U_i, Ahat_i) has the product B_i A_i, by dense float64, at most as many slots, and orthonormal U_i."""
+    run = kept(project, tmp_path / "run", "run.keep_uploads=last", "server.upload=subspace")
+    for call in run.calls[-3:]:
+        adapter, _ = read_adapter(run.folder.uploads(2) / call.client, scaling=2.0)
+        for name, lora in call.trained.adapter.modules.items():
+            got = adapter.modules[name].map(Tensor.double)
+            want = lora.map(Tensor.double).delta()
+            assert got.rank <= lora.rank and float((got.delta() - want).norm()) < 1e-6 * float(want.norm())
+            U, one = got.factors[0], torch.eye(got.rank, dtype=F64)
+            torch.testing.assert_close(U.mT @ U, one, rtol=0, atol=1e-6)
+
+
+def test_a_zero_update_in_subspace_form_is_kept_too(project: Path, tmp_path: Path) -> None:
+    """Decision 0008 allows zero updates, and without keep_uploads the run goes on: storing them must not end it. A
+    learning rate that underflows in float32 leaves B at zero."""
+    zero = ("server.upload=subspace", "train.optimizer=sgd", "train.lr=1e-60", "run.rounds=1")
+    assert ran(configured(project, *zero), tmp_path / "without").finished()
+    assert ran(configured(project, *zero, "run.keep_uploads=last"), tmp_path / "run").finished()
+
+
+def test_a_refused_upload_is_not_kept(project: Path, tmp_path: Path, undrawn: None) -> None:
+    """What did not count in the round would be averaged by the audit: with a quorum, NaN of site-2 is left out."""
+    train = fedlora.training.local.LocalTrainer.train
+
+    def diverging(self: Any, download: Any, adapter: Any, position: int) -> Any:
+        done = train(self, download, adapter, position)
+        return (
+            replace(done, adapter=done.adapter.map(lambda t: t * math.nan)) if download.client.id == "site-2" else done
+        )
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fedlora.training.local.LocalTrainer, "train", diverging)
+        folder = kept(project, tmp_path / "run", "run.keep_uploads=all", "server.quorum=2").folder
+    for t in (1, 2):
+        assert sorted(path.name for path in folder.uploads(t).iterdir()) == ["site-1", "site-3"]
+
+
+def test_a_resumed_run_keeps_the_same_uploads(project: Path, tmp_path: Path) -> None:
+    """Stopped after one round and gone on with: byte for byte the files of the run that was never stopped."""
+    config = configured(project, "run.rounds=2", "run.keep_uploads=all", "train.steps=2")
+    whole, stopped = ran(config, tmp_path / "whole"), ran(config, tmp_path / "stopped", 1)
+    ran(config, stopped.path, resume=True)
+    files = [{k: digest for k, (digest, _) in contents(f.path / "uploads").items()} for f in (whole, stopped)]
+    assert files[0] == files[1] and len(files[0]) == 2 * 3 * 4
+
+
+def test_a_half_stored_round_is_not_taken_for_a_whole_one(project: Path, tmp_path: Path) -> None:
+    """A run killed while it stores round 2: the newest round with all of its uploads is round 1. To audit two of three
+    clients without a word would be another federation's numbers."""
+    written = []
+
+    def killed(directory: Path, *args: Any, **kwargs: Any) -> None:
+        if len(written) == 5:
+            raise KeyboardInterrupt
+        written.append(directory)
+        write_upload(directory, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fedlora.runs.execution, "write_upload", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ran(configured(project, "run.rounds=3", "run.keep_uploads=all", "train.steps=1"), tmp_path / "run")
+    assert len(RunFolder(tmp_path / "run").newest_uploads()) == 3
+
+
+@pytest.mark.parametrize("keep", ["last", "all"])
+def test_local_factors_are_refused(project: Path, tmp_path: Path, main: Callable[..., Said], keep: str) -> None:
+    """FedSA-LoRA's B never leaves its client: exit code 2, one line, before anything is written."""
+    said = main(
+        "run", project / "config.toml", "--out", tmp_path / "run", *options([*FEDSA, f"run.keep_uploads={keep}"])
+    )
+    assert "run.keep_uploads cannot store what never leaves a client" in said.error()
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_way_to_keep_is_one_line(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """none, last, all; anything else names the key."""
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.keep_uploads=best")
+    assert "run.keep_uploads" in said.complaint()
+
+
+# ---- dense oracles ---------------------------------------------------------------------------------------------------
+
+
+def size(matrices: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(m.square().sum()) for m in matrices.values()))
+
+
+def off(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
+    """||got - want|| / ||want||, Frobenius, all modules together."""
+    return size({m: got[m] - want[m] for m in want}) / size(want)
+
+
+def mean(pairs: Pairs, p: Sequence[float]) -> dict[str, Tensor]:
+    """sum_i p_i B_i A_i."""
+    return {m: sum(w * x[m][0] @ x[m][1] for w, x in zip(p, pairs, strict=True)) for m in pairs[0]}  # type: ignore[misc]
+
+
+def factor_average(pairs: Pairs, p: Sequence[float] | None) -> dict[str, Tensor]:
+    """(sum_i p_i [B_i 0]) (sum_i p_i [A_i; 0]); without p the weights are ||B_i A_i|| by module, as in HetLoRA."""
+    made = {}
+    for m in pairs[0]:
+        rank = max(x[m][0].shape[1] for x in pairs)
+        sizes = [float((x[m][0] @ x[m][1]).norm()) for x in pairs]
+        weights = p if p is not None else [s / sum(sizes) for s in sizes]
+        B, A = (
+            torch.zeros(pairs[0][m][0].shape[0], rank, dtype=F64),
+            torch.zeros(rank, pairs[0][m][1].shape[1], dtype=F64),
+        )
+        for w, x in zip(weights, pairs, strict=True):
+            r = x[m][0].shape[1]
+            B[:, :r] += w * x[m][0]
+            A[:r] += w * x[m][1]
+        made[m] = B @ A
+    return made
+
+
+def consensus(pairs: Pairs, p: Sequence[float], rho: float) -> dict[str, Tensor]:
+    """GLoRA: the mean, projected on the top R = ceil(rho sum r_i) eigenvectors of sum_i p_i U_i U_i^T."""
+    made = {}
+    for m, true in mean(pairs, p).items():
+        P = torch.zeros(len(true), len(true), dtype=F64)
+        ranks = [x[m][0].shape[1] for x in pairs]
+        for w, x, r in zip(p, pairs, ranks, strict=True):
+            U = torch.linalg.svd(x[m][0] @ x[m][1]).U[:, :r]
+            P += w * U @ U.mT
+        top = torch.linalg.eigh(P).eigenvectors[:, -math.ceil(rho * sum(ranks)) :]
+        made[m] = top @ (top.mT @ true)
+    return made
+
+
+def rank_partition(pairs: Pairs, p: Sequence[float]) -> dict[str, Tensor]:
+    """raFLoRA: component k of each B_i A_i counts with p_i / (the weight of those whose rank reaches k's stretch)."""
+    made = {}
+    for m in pairs[0]:
+        ranks = [x[m][0].shape[1] for x in pairs]
+        total = torch.zeros_like(pairs[0][m][0] @ pairs[0][m][1])
+        for w, x, r in zip(p, pairs, ranks, strict=True):
+            U, s, Vh = torch.linalg.svd(x[m][0] @ x[m][1])
+            for k in range(r):
+                stretch = min(rank for rank in ranks if rank > k)
+                reach = sum(q for q, rank in zip(p, ranks, strict=True) if rank >= stretch)
+                total += w / reach * s[k] * torch.outer(U[:, k], Vh[k])
+        made[m] = total
+    return made
+
+
+def energetic(pairs: Pairs, p: Sequence[float], energy: float) -> dict[str, Tensor]:
+    """SVD: the fewest leading components of the mean whose squares make up that share."""
+    made = {}
+    for m, true in mean(pairs, p).items():
+        U, s, Vh = torch.linalg.svd(true, full_matrices=False)
+        share = s.square().cumsum(0) / s.square().sum()
+        k = int((share < energy).sum()) + 1
+        made[m] = U[:, :k] * s[:k] @ Vh[:k]
+    return made
+
+
+def moved(pairs: Pairs, condition: float, draw: int, names: Sequence[str]) -> Pairs:
+    """The same updates in the audit's own coordinates of that draw (`audit.regauge`, tested in test_audit.py)."""
+    made = []
+    for name, x in zip(names, pairs, strict=True):
+        upload = Upload(Client(name, 1), 1, Adapter({m: LoRA(B, A) for m, (B, A) in x.items()}))
+        made.append({m: lora.factors for m, lora in regauge(upload, condition, seed=draw).adapter.modules.items()})
+    return made
+
+
+def relative(weights: Sequence[float]) -> list[float]:
+    return [w / sum(weights) for w in weights]
+
+
+# ---- directories: of equal ranks, written by us; of mixed ranks, written by peft -------------------------------------
+
+SPEC = AdapterSpec({"base_model_name_or_path": "some/base", "target_modules": ["q", "v"]}, scaling=2.0)
+WEIGHTS = (900.0, 300.0, 50.0)
+
+
+def random_adapter(seed: str, rank: int, only: Sequence[str] = tuple(SHAPES)) -> Adapter:
+    return Adapter(
+        {
+            m: LoRA(
+                *(noise(shape, seed, m, f, dtype=torch.float32) for f, shape in (("B", (o, rank)), ("A", (rank, i))))
+            )
+            for m, (o, i) in SHAPES.items()
+            if m in only
+        }
+    )
+
+
+def in_float64(adapters: Sequence[Adapter], scaling: float) -> Pairs:
+    """B times alpha / r, and A: the whole update as a pair."""
+    return [
+        {m: (scaling * lora.factors[0].double(), lora.factors[1].double()) for m, lora in a.modules.items()}
+        for a in adapters
+    ]
+
+
+@dataclass(frozen=True)
+class Sites:
+    paths: list[Path]
+    pairs: Pairs
+
+    @property
+    def names(self) -> list[str]:
+        """What the audit calls them: an adapter without upload.json is named by its path."""
+        return [str(path) for path in self.paths]
+
+
+@pytest.fixture(scope="module")
+def equal(tmp_path_factory: pytest.TempPathFactory) -> Sites:
+    """Three adapters of rank 4 by `write_adapter`. Read-only."""
+    root = tmp_path_factory.mktemp("equal")
+    adapters = [random_adapter(c, 4) for c in "abc"]
+    for c, adapter in zip("abc", adapters, strict=True):
+        write_adapter(root / c, adapter, SPEC)
+    return Sites([root / c for c in "abc"], in_float64(adapters, 2.0))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Sites:
+    """Three adapters by peft, of ranks 2, 4, 3 and alpha / r of 4, 1, 2. B and A as peft's own layers hold them."""
+    root = tmp_path_factory.mktemp("mixed")
+    paths, pairs = [], []
+    for k, (rank, alpha) in enumerate(((2, 8), (4, 4), (3, 6))):
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=["query", "value"], task_type="SEQ_CLS")
+        model = trained(bert, config, seed=k)
+        paths.append(saved(model, root / f"site-{k}"))
+        layers = peft_layers(model)
+        pairs.append(
+            {
+                m: (layer.scaling["default"] * layer.lora_B["default"].weight.detach().double(),
+                    layer.lora_A["default"].weight.detach().double())
+                for m, layer in layers.items()
+            }
+        )  # fmt: skip
+    return Sites(paths, pairs)
+
+
+# ---- the numbers -----------------------------------------------------------------------------------------------------
+
+EXACT = ("fedex-lora", "flexlora", "flora", "glora")
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), WEIGHTS], ids=["alike", "weighted"])
+def test_errors_of_one_rank_are_the_dense_ones(equal: Sites, undrawn: None, weights: Sequence[float]) -> None:
+    """Each against dense float64: factor averaging, HetLoRA's weights, GLoRA at half its budget, SVD at 99 and 50 %;
+    zero for those that average updates. Three of rank 4 and rho = 0.5: R = 6."""
+    p = relative(weights)
+    true = mean(equal.pairs, p)
+    given = () if set(weights) == {1.0} else ("--weights", ",".join(str(w) for w in weights))
+    methods = [*EXACT, "fedit", "padded-average", "hetlora", "hetlora weights=examples", "glora rho=0.5", "svd",
+               "svd energy=0.5", "flexlora solver=dense", "flexlora preset=raflora"]  # fmt: skip
+    found = audited(*equal.paths, *given, "--methods", ", ".join(methods), "--conditions", "10", "--draws", 1)
+    assert sorted(found) == sorted(methods) and all(a["refused"] is None for a in found.values())
+    for name in (*EXACT, "flexlora solver=dense", "flexlora preset=raflora"):
+        assert found[name]["error"] < 1e-12, "with one rank, rank-partition weighting is the plain mean"
+    wanted = {
+        "fedit": factor_average(equal.pairs, p),
+        "padded-average": factor_average(equal.pairs, p),
+        "hetlora weights=examples": factor_average(equal.pairs, p),
+        "hetlora": factor_average(equal.pairs, None),
+        "glora rho=0.5": consensus(equal.pairs, p, 0.5),
+        "svd": energetic(equal.pairs, p, 0.99),
+        "svd energy=0.5": energetic(equal.pairs, p, 0.5),
+    }
+    for name, model in wanted.items():
+        assert found[name]["error"] == pytest.approx(off(model, true), rel=1e-9), name
+        assert found[name]["error"] > 0.01, "the case says something"
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), WEIGHTS], ids=["alike", "weighted"])
+def test_errors_of_mixed_ranks_are_the_dense_ones(mixed: Sites, undrawn: None, weights: Sequence[float]) -> None:
+    """As above, from peft's own tensors and scalings, in the units of the whole update: alpha / r differs by client."""
+    p = relative(weights)
+    true = mean(mixed.pairs, p)
+    methods = ["fedit", "glora", "glora gamma=1", "glora rho=0.5", "flexlora preset=raflora", "flora", "hetlora",
+               "padded-average", "svd energy=0.9"]  # fmt: skip
+    args = (
+        "--weights",
+        ",".join(map(str, weights)),
+        "--methods",
+        ",".join(methods),
+        "--conditions",
+        "10",
+        "--draws",
+        1,
+    )
+    found = audited(*mixed.paths, *args)
+    for name in ("glora", "glora gamma=1", "flora"):
+        assert found[name]["error"] < 1e-12
+    wanted = {
+        "glora rho=0.5": consensus(mixed.pairs, p, 0.5),  # R = ceil(4.5)
+        "flexlora preset=raflora": rank_partition(mixed.pairs, p),
+        "hetlora": factor_average(mixed.pairs, None),
+        "padded-average": factor_average(mixed.pairs, p),
+        "svd energy=0.9": energetic(mixed.pairs, p, 0.9),
+    }
+    for name, model in wanted.items():
+        assert found[name]["error"] == pytest.approx(off(model, true), rel=1e-9), name
+    assert "all clients need one rank" in found["fedit"]["refused"] and found["fedit"]["error"] is None
+    assert {facts["server_rank"] for facts in found["glora rho=0.5"]["modules"].values()} == {5}
+    assert {facts["total_rank"] for facts in found["glora"]["modules"].values()} == {9}
+
+
+def test_a_weight_of_zero_leaves_an_adapter_out(equal: Sites, undrawn: None) -> None:
+    """0 examples abstain: the mean and the average are those of the other two."""
+    found = audited(*equal.paths, "--weights", "3,0,1", "--methods", "fedit,glora", "--conditions", "10")
+    two, p = [equal.pairs[0], equal.pairs[2]], [0.75, 0.25]
+    assert found["fedit"]["error"] == pytest.approx(off(factor_average(two, p), mean(two, p)), rel=1e-9)
+    assert found["glora"]["error"] < 1e-12
+
+
+def test_fedits_drift_is_the_dense_one_at_each_condition(equal: Sites, undrawn: None) -> None:
+    """The largest of the draws of ||avg(B_i Q_i) avg(Q_i^-1 A_i) - avg(B_i) avg(A_i)|| / ||avg(B_i) avg(A_i)||, dense.
+    What clients get is that average too. It moves by whole parts already in orthogonal coordinates."""
+    p = relative(WEIGHTS)
+    args = ("--weights", "900,300,50", "--methods", "fedit", "--conditions", "1,10,300", "--draws", 2)
+    found = audited(*equal.paths, *args)["fedit"]
+    plain = factor_average(equal.pairs, p)
+    for condition in (1.0, 10.0, 300.0):
+        drawn = [off(factor_average(moved(equal.pairs, condition, k, equal.names), p), plain) for k in (0, 1)]
+        assert found["drift"][str(condition)] == pytest.approx(max(drawn), rel=1e-9)
+        assert found["readout_drift"][str(condition)] == pytest.approx(max(drawn), rel=1e-9)
+        assert min(drawn) > 0.3
+
+
+def test_drift_of_methods_of_updates_is_round_off(mixed: Sites, undrawn: None) -> None:
+    """Theory: functions of B_i A_i. At the default conditions, 1 to 1000, for the server's model and for what each of
+    the clients of ranks 2, 4, 3 reads out."""
+    methods = "glora, glora gamma=1, glora rho=0.5, flexlora, flexlora preset=raflora, svd"
+    methods += ", padded-average coordinates=subspace"
+    for name, found in audited(*mixed.paths, "--methods", methods).items():
+        assert list(found["drift"]) == ["1.0", "10.0", "100.0", "1000.0"] == list(found["readout_drift"])
+        assert max(*found["drift"].values(), *found["readout_drift"].values()) < 1e-9, name
+
+
+def test_who_moves_with_the_coordinates_and_who_only_hands_out_what_moved(equal: Sites, undrawn: None) -> None:
+    """methods.md, "Gauge?": factor averages move; fedex-lora's update does not, but the pair that clients get does;
+    fedrot-lora undoes condition 1, which is orthogonal, and nothing else; flora hands out a fresh start."""
+    found = audited(*equal.paths, "--conditions", "1,10")
+    for name in ("fedit", "hetlora", "lora-fair", "padded-average"):
+        assert min(found[name]["drift"].values()) > 0.1
+    assert max(found["fedex-lora"]["drift"].values()) < 1e-9 < 0.1 < min(found["fedex-lora"]["readout_drift"].values())
+    assert found["fedrot-lora"]["drift"]["1.0"] < 1e-9 < 0.1 < found["fedrot-lora"]["drift"]["10.0"]
+    assert max(*found["flora"]["drift"].values(), *found["flora"]["readout_drift"].values()) < 1e-9
+
+
+def test_all_is_every_method_and_says_why_not(equal: Sites, undrawn: None) -> None:
+    """The default. Of adapters that were trained apart: fedsa-lora has no global model, ffa-lora and rolora need one
+    common A; the reasons in JSON, the numbers empty."""
+    found = audited(*equal.paths, "--conditions", "10", "--draws", 1)
+    assert set(found) == set(METHODS)
+    refused = {name: a["refused"] for name, a in found.items() if a["refused"]}
+    assert set(refused) == {"fedsa-lora", "fedsvd", "ffa-lora", "rolora"}
+    assert "no global model" in refused["fedsa-lora"]
+    assert (
+        refused["ffa-lora"]
+        == refused["rolora"]
+        == "it freezes A at one common value, and these adapters differ in theirs."
+    )
+    for name in refused:
+        assert (found[name]["error"], found[name]["drift"], found[name]["modules"]) == (None, None, {})
+
+
+def test_the_same_question_gets_the_same_answer(equal: Sites, undrawn: None) -> None:
+    """All draws are seeded; --adapters is another way to name directories, and their order makes no difference to those
+    that sort clients by name."""
+    a, b, c = equal.paths
+    args = ("--methods", "fedit,glora rho=0.5", "--conditions", "10")
+    first = audited(a, b, c, *args)
+    assert audited(a, b, c, *args) == audited(a, "--adapters", b, "--adapters", c, *args) == first
+    assert audited(c, a, b, *args)["fedit"] == first["fedit"]
+
+
+# ---- --from-run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["glora"], indirect=True)
+def test_an_audit_of_a_run_is_of_its_newest_uploads(run: Kept, undrawn: None) -> None:
+    """Round 2's, against dense float64 of what the clients trained there, with p_i by the manifest's examples. The
+    directories by themselves, and round 1's, give other numbers only where they should."""
+    calls = [c for c in run.calls if c.round == 2]
+    pairs, p = in_float64([c.trained.adapter for c in calls], 2.0), relative([run.examples[c.client] for c in calls])
+    methods = ("--methods", "padded-average, hetlora, glora, glora rho=0.5", "--conditions", "10")
+    found = audited("--from-run", run.folder.path, *methods)
+    true = mean(pairs, p)
+    wanted = {
+        "padded-average": factor_average(pairs, p),
+        "hetlora": factor_average(pairs, None),
+        "glora rho=0.5": consensus(pairs, p, 0.5),
+    }
+    for name, model in wanted.items():
+        assert found[name]["error"] == pytest.approx(off(model, true), rel=1e-6), name
+    assert found["glora"]["error"] < 1e-9 and max(found["glora"]["drift"].values()) < 1e-9
+    first, second = (sorted(run.folder.uploads(t).iterdir()) for t in (1, 2))
+    assert audited(*second, *methods) == found and audited(*first, *methods) != found
+    alike = audited("--from-run", run.folder.path, *methods, "--weights", "1,1,1")["padded-average"]["error"]
+    assert alike == pytest.approx(off(factor_average(pairs, [1 / 3] * 3), mean(pairs, [1 / 3] * 3)), rel=1e-6)
+
+
+@pytest.mark.parametrize("run", ["ffa-lora"], indirect=True)
+def test_uploads_of_one_common_a_are_exact_for_methods_of_one_factor(run: Kept, undrawn: None) -> None:
+    """sum p_i B_i A_0 = (sum p_i B_i) A_0, for ffa-lora and for rolora, whose first round freezes A. One factor
+    travels, so there is no drift to speak of; padded averaging of the same uploads moves with the coordinates."""
+    found = audited("--from-run", run.folder.path, "--methods", "ffa-lora,rolora,padded-average", "--conditions", "10")
+    for name in ("ffa-lora", "rolora"):
+        assert found[name]["error"] < 1e-9 and found[name]["refused"] is None
+        assert found[name]["drift"] is None and found[name]["readout_drift"] is None
+    assert found["padded-average"]["drift"]["10.0"] > 0.1
+
+
+def test_adapters_whose_a_differs_are_refused_wherever_the_first_one_lacks_the_module(
+    tmp_path: Path, undrawn: None
+) -> None:
+    """b and c share A in attn.q and differ in attn.v, which a does not have: by definition nothing for ffa-lora, and no
+    matter in which order they are named."""
+    A = noise((4, SHAPES["attn.q"][1]), "A", dtype=torch.float32)
+    for c, only in (("a", ("attn.q",)), ("b", tuple(SHAPES)), ("c", tuple(SHAPES))):
+        adapter = random_adapter(c, 4, only)
+        modules = {m: LoRA(x.factors[0], A if m == "attn.q" else x.factors[1]) for m, x in adapter.modules.items()}
+        write_adapter(tmp_path / c, Adapter(modules), SPEC)
+    for order in ("bca", "abc"):
+        found = audited(*(tmp_path / c for c in order), "--methods", "ffa-lora", "--conditions", "10")
+        assert found["ffa-lora"]["refused"] is not None
+
+
+# ---- table and picture -----------------------------------------------------------------------------------------------
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("│").split("│")]
+
+
+def test_the_table_shows_the_numbers_of_the_json(mixed: Sites, undrawn: None, wide: None) -> None:
+    """usage.md: below 1e-3 as 2.7e-15, else a percentage; the two drifts at condition 10; GLoRA's cut in words; who
+    cannot run, with the reason."""
+    args = (*mixed.paths, "--methods", "fedit, glora, glora rho=0.5, hetlora")
+    found = audited(*args)
+    said = invoke("audit", *args).stdout
+    rows = {cells(line)[0]: cells(line) for line in said.splitlines() if line.startswith("│")}
+    assert set(rows) == {"glora", "glora rho=0.5", "hetlora"}
+    for name, row in rows.items():
+        audit = found[name]
+        numbers = (
+            audit["error"], audit["sent_error"], audit["drift"]["10.0"], audit["sent_drift"]["10.0"],
+            audit["readout_drift"]["10.0"], audit["sent_readout_drift"]["10.0"],
+        )  # fmt: skip
+        assert row[1:7] == [f"{x:.1e}" if x < 1e-3 else f"{x:.1%}" for x in numbers]
+    assert row_words(rows["glora"]) == "R 9, union rank 9, nothing cut"
+    assert row_words(rows["glora rho=0.5"]).startswith("R 5, union rank 9, least gap ")
+    assert row_words(rows["hetlora"]) == ""
+    assert "3 adapters, 4 modules, ranks 2, 3, 4" in said
+    assert f"moves their mean itself by {found['glora']['storing']['10.0']:.1e}" in " ".join(said.split())
+    assert "as sent: in float32, before and after" in said
+    assert "fedit not run: FedIT averages factors entry by entry, so all clients need one rank" in said
+
+
+def row_words(row: Sequence[str]) -> str:
+    return row[7]
+
+
+def test_the_table_without_condition_ten_is_of_the_last_one(equal: Sites, undrawn: None, wide: None) -> None:
+    """usage.md: "Two columns are at condition 10 where that is in the list, else at the last one"."""
+    args = (*equal.paths, "--methods", "fedit", "--conditions", "2,50")
+    said = invoke("audit", *args).stdout
+    assert "(condition 50)" in said
+    assert f"{audited(*args)['fedit']['drift']['50.0']:.1%}" in said
+
+
+def is_a_picture(path: Path) -> str:
+    """Readable, with many colours; its digest."""
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    picture = pixels(path)
+    assert min(picture.shape[:2]) > 300 and picture.shape[1] > picture.shape[0]
+    assert len({tuple(p) for p in picture.reshape(-1, picture.shape[-1])[::7]}) > 20
+    assert picture[..., :3].std() > 0.05
+    return hashlib.sha256(picture.tobytes()).hexdigest()
+
+
+def test_the_picture_is_of_the_numbers(
+    equal: Sites, mixed: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three bars and curves of whole parts (orange) or none (blue, of round-off): other methods and other adapters draw
+    other pictures. audit.png in the working directory unless --plot says where, folders included."""
+    monkeypatch.chdir(tmp_path)
+    said = invoke("audit", *equal.paths, "--methods", "fedit,glora", "--json")
+    assert json.loads(said.stdout)["fedit"]["error"] > 0.1 and "plot: audit.png" in said.stderr
+    invoke("audit", *mixed.paths, "--methods", "hetlora,glora", "--plot", "some/where/mixed.png")
+    assert sorted(str(path) for path in Path().rglob("*.png")) == ["audit.png", "some/where/mixed.png"]
+    assert len({is_a_picture(path) for path in Path().rglob("*.png")}) == 2
+    orange = [colours(path, (0xD5, 0x5E, 0x00)) for path in (Path("audit.png"), Path("some/where/mixed.png"))]
+    blue = [colours(path, (0x00, 0x72, 0xB2)) for path in (Path("audit.png"), Path("some/where/mixed.png"))]
+    assert min(orange) > 1000 and min(blue) > 1000
+    invoke("audit", *equal.paths, "--methods", "glora,flexlora", "--plot", "calm.png", "--conditions", "10")
+    assert colours(Path("calm.png"), (0xD5, 0x5E, 0x00)) < 1000, "but for the one curve of the second method"
+
+
+def colours(path: Path, rgb: tuple[int, int, int]) -> int:
+    """How many points are of that colour."""
+    picture = (pixels(path)[..., :3] * 255).round().astype(int)
+    return int((picture == rgb).all(axis=-1).sum())
+
+
+@pytest.mark.parametrize("run", ["ffa-lora"], indirect=True)
+def test_the_picture_of_a_run_is_among_its_plots(
+    run: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: None
+) -> None:
+    """usage.md: with --from-run the run's plots/audit.png. A method without a gauge is named and has no bar."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run.folder.path / "uploads", tmp_path / "run" / "uploads")
+    said = invoke("audit", "--from-run", tmp_path / "run", "--methods", "ffa-lora,padded-average")
+    assert "one factor travels" in said.stdout
+    is_a_picture(tmp_path / "run" / "plots" / "audit.png")
+    assert not (tmp_path / "audit.png").exists()
+
+
+def test_an_audit_without_any_curve_says_nothing_of_legends(
+    equal: Sites, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """All methods not run is an answer like any other: exit code 0, and on stderr no more than where the picture is."""
+    said = main("audit", *equal.paths, "--methods", "fedsa-lora", "--plot", tmp_path / "audit.png")
+    assert said.code == 0 and "Warning" not in said.err
+
+
+def test_without_matplotlib_there_is_a_hint_and_the_numbers(
+    equal: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra is optional: the JSON is whole, the hint names what to install, and no picture is left."""
+    monkeypatch.setitem(sys.modules, "fedlora.runs.plots", None)
+    monkeypatch.delattr(fedlora.runs, "plots", raising=False)
+    monkeypatch.chdir(tmp_path)
+    said = invoke("audit", *equal.paths, "--methods", "glora", "--json", "--conditions", "10")
+    assert json.loads(said.stdout)["glora"]["error"] < 1e-12
+    assert "pip install 'fedlora[plot]'" in said.stderr and not list(tmp_path.iterdir())
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, Any] = {
+    "nothing to audit": ([], "give adapter directories or --from-run RUN, one of the two"),
+    "both": (["a", "b", "--from-run", "run"], "give adapter directories or --from-run RUN, one of the two"),
+    "one adapter": (["a"], "at least two adapters are needed; got 1"),
+    "no such directory": (["a", "nowhere"], "nowhere is no PEFT adapter"),
+    "no adapter": (["a", "run"], "run is no PEFT adapter"),
+    "other base": (["a", "other-base"], "the adapters are of different base models"),
+    "twice by its path": (["a", "b", "a"], "two of the adapters are of client 'a'"),
+    "twice by its name": (["me", "me-too"], "two of the adapters are of client 'berlin'"),
+    "too few weights": (["a", "b", "c", "--weights", "1,2"], "--weights has 2 numbers for 3 adapters"),
+    "weights in words": (
+        ["a", "b", "--weights", "1,many"],
+        "--weights takes numbers separated by commas; got '1,many'",
+    ),
+    "no weights": (["a", "b", "--weights", ""], "--weights takes numbers separated by commas; got ''"),
+    "negative weight": (["a", "b", "--weights=-1,2"], "--weights takes finite numbers of at least 0"),
+    "infinite weight": (["a", "b", "--weights", "inf,2"], "--weights takes finite numbers of at least 0"),
+    "weight that is none": (["a", "b", "--weights", "nan,2"], "--weights takes finite numbers of at least 0"),
+    "condition below 1": (["a", "b", "--conditions", "10,0.5"], "--conditions takes finite numbers of at least 1"),
+    "condition in words": (["a", "b", "--conditions", "ten"], "--conditions takes numbers separated by commas"),
+    "infinite condition": (["a", "b", "--conditions", "1e999"], "--conditions takes finite numbers of at least 1"),
+    "unknown method": (["a", "b", "--methods", "fedit,glroa"], "no method is called 'glroa'; did you mean 'glora'?"),
+    "unknown setting": (["a", "b", "--methods", "glora gama=1"], "no hyper-parameter 'gama'; did you mean 'gamma'?"),
+    "impossible setting": (["a", "b", "--methods", "glora gamma=2"], "gamma is the core ratio, in [0, 1]; got 2"),
+    "wrong type": (["a", "b", "--methods", "glora gamma=much"], "glora: a hyper-parameter has a wrong type"),
+    "unknown preset": (["a", "b", "--methods", "flexlora preset=nope"], "flexlora has no preset 'nope'"),
+    "no setting": (["a", "b", "--methods", "glora gamma"], "a method is NAME [KEY=VALUE ...], as 'glora gamma=1'"),
+    "setting of nothing": (["a", "b", "--methods", "glora =1"], "a method is NAME [KEY=VALUE ...], as 'glora gamma=1'"),
+    "named twice": (["a", "b", "--methods", "glora gamma=1, fedit, glora  gamma=1"], "'glora gamma=1' is named twice"),
+    "named twice in all": (["a", "b", "--methods", "all,glora"], "the method 'glora' is named twice"),
+    "no method": (["a", "b", "--methods", " , "], "no method is named"),
+    "no such class": (["a", "b", "--methods", "nowhere:Method"], "the method 'nowhere:Method' cannot be made"),
+    "no uploads": (["--from-run", "run"], "run holds no uploads; run it with --set run.keep_uploads=last"),
+    "no such run": (["--from-run", "nowhere"], "nowhere holds no uploads"),
+    "a round of one": (["--from-run", "lonely"], "at least two adapters are needed; got 1"),
+    "damaged upload.json": (["a", "damaged"], "upload.json is not JSON"),
+    "cut off": (["a", "cut"], "is damaged: its header tells of"),
+    "preset that is a number": (["a", "b", "--methods", "glora preset=1"], "preset"),
+    "class without module": (["a", "b", "--methods", ":Method"], "':Method' cannot be made"),
+    "class that is no method": (["a", "b", "--methods", "os:getcwd"], "os:getcwd"),
+    "hopeless condition": (["a", "b", "--methods", "fedit", "--conditions", "1e300"], "condition"),
+    "unknown kind of picture": (["a", "b", "--methods", "glora", "--plot", "audit.xyz"], "xyz"),
+    "picture below a file": (["a", "b", "--methods", "glora", "--plot", "a/README.md/a.png"], "a/README.md"),
+}
+
+
+@pytest.fixture(scope="module")
+def shelf(equal: Sites, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters and runs, good and bad. Read-only."""
+    root = tmp_path_factory.mktemp("shelf")
+    for path in equal.paths:
+        shutil.copytree(path, root / path.name)
+    write_adapter(
+        root / "other-base", random_adapter("d", 4), AdapterSpec({**SPEC.config, "base_model_name_or_path": "x"})
+    )
+    for name in ("me", "me-too"):
+        write_upload(root / name, Upload(Client("berlin", 4), 3, random_adapter(name, 4)), SPEC, round=1)
+    (root / "run").mkdir()
+    write_upload(
+        root / "lonely/uploads/round-00001/x", Upload(Client("x", 4), 3, random_adapter("x", 4)), SPEC, round=1
+    )
+    shutil.copytree(root / "b", root / "damaged")
+    (root / "damaged" / "upload.json").write_text('{"client": "b", "num_ex')
+    shutil.copytree(root / "b", root / "cut")
+    weights = root / "cut" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return root
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [pytest.param(case[0], case[1], id=name, marks=case[2:]) for name, case in REFUSED.items()],
+)
+def test_what_cannot_be_audited_is_one_line_and_code_2(
+    shelf: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, args: list[str], says: str
+) -> None:
+    """As all bad input of this command line (usage.md): no traceback, no picture, nothing written."""
+    monkeypatch.chdir(shelf)
+    before = contents(shelf)
+    said = main("audit", *args)
+    assert says in said.error() and len([line for line in said.err.splitlines() if line.strip()]) == 1
+    assert said.out == "" or "--plot" in args
+    assert contents(shelf) == before
+
+
+def test_usage_errors_are_typers_and_code_2(shelf: Path, main: Callable[..., Said]) -> None:
+    """--draws is a whole number of at least 1."""
+    for draws in ("0", "-1", "x"):
+        said = main("audit", shelf / "a", shelf / "b", "--draws", draws)
+        assert said.code == 2 and "Traceback" not in said.err
+
+
+def test_a_setting_cannot_rename_the_method(equal: Sites, undrawn: None, main: Callable[..., Said]) -> None:
+    """`name` is no hyper-parameter of any method: 'glora name=fedit' must not audit FedIT under that label."""
+    said = main("audit", *equal.paths, "--methods", "glora name=fedit", "--conditions", "10")
+    assert "name" in said.complaint()
+
+
+# ---- uploads as folders ----------------------------------------------------------------------------------------------
+
+
+def uploaded(client: str, rank: int, n: float) -> Upload:
+    adapter = random_adapter(client, rank)
+    return Upload(Client(client, rank), n, Adapter(adapter.modules, {"classifier.weight": noise((3, 30), client)}))
+
+
+def test_uploads_come_back_as_they_were_written(tmp_path: Path) -> None:
+    """Ids, counts, order and bits; with scaling 2 read as the whole update, B is exactly twice what was written."""
+    spec = AdapterSpec({**SPEC.config, "modules_to_save": ["classifier"]}, scaling=2.0)
+    sent = [uploaded("berlin", 2, 120), uploaded("lyon", 5, 0.5), uploaded("aachen", 3, 0)]
+    for k, upload in enumerate(sent):
+        write_upload(tmp_path / str(k), upload, spec, round=7)
+    got, back = read_uploads([tmp_path / str(k) for k in range(3)])
+    assert [(u.client.id, u.num_examples) for u in got] == [("berlin", 120), ("lyon", 0.5), ("aachen", 0)]
+    assert back.base_model == "some/base" and json.loads((tmp_path / "0" / "upload.json").read_text())["round"] == 7
+    for one, other in zip(got, sent, strict=True):
+        assert one.client.ranks(SHAPES) == other.client.ranks(SHAPES) and one.form == "factors"
+        doubled = {m: LoRA(2 * x.factors[0], x.factors[1]) for m, x in other.adapter.modules.items()}
+        assert bits(one.adapter) == bits(Adapter(doubled, other.adapter.heads))
+
+
+def test_an_upload_can_have_a_rank_for_each_module(tmp_path: Path) -> None:
+    """What HetLoRA's pruning or two kinds of modules leave: the client declares what it holds."""
+    modules = {m: random_adapter("a", r).modules[m] for m, r in zip(SHAPES, (2, 5), strict=True)}
+    upload = Upload(Client("a", {"attn.q": 2, "attn.v": 5}), 3, Adapter(modules))
+    write_upload(tmp_path / "a", upload, SPEC, round=1)
+    write_upload(
+        tmp_path / "b", uploaded("b", 4, 1), AdapterSpec({**SPEC.config, "modules_to_save": ["classifier"]}), round=1
+    )
+    (got, _), _ = read_uploads([tmp_path / "a", tmp_path / "b"])
+    assert got.client.ranks(SHAPES) == {"attn.q": 2, "attn.v": 5} == got.adapter.ranks
+
+
+def test_an_adapter_without_the_file_is_one_example_named_by_its_path(equal: Sites, tmp_path: Path) -> None:
+    """As the docstring of `read_uploads` promises, beside one that has the file."""
+    write_upload(tmp_path / "x", Upload(Client("x", 4), 30, random_adapter("x", 4)), SPEC, round=1)
+    got, _ = read_uploads([equal.paths[0], tmp_path / "x", str(equal.paths[1])])
+    assert [(u.client.id, u.num_examples) for u in got] == [
+        (str(equal.paths[0]), 1), ("x", 30), (str(equal.paths[1]), 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", AdapterFormatError),
+        (b"[1, 2]", AdapterFormatError),
+        (b"7", AdapterFormatError),
+        (b"null", AdapterFormatError),
+        (b'{"client": "a"}', AdapterFormatError),
+        (b'{"num_examples": 3}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": 3', AdapterFormatError),
+        (b'\xff\xfe{"client": "a", "num_examples": 3}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": "3"}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": -3}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": NaN}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": Infinity}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": true}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": null}', AdapterFormatError),
+        (b'{"client": "a", "num_examples": [3]}', AdapterFormatError),
+        (b'{"client": "", "num_examples": 3}', FedLoRAError),
+        pytest.param(
+            b'{"client": null, "num_examples": 3}', FedLoRAError,
+        ),
+    ],
+)  # fmt: skip
+def test_a_damaged_upload_json_is_an_error_of_ours(
+    equal: Sites, tmp_path: Path, content: bytes, error: type[FedLoRAError]
+) -> None:
+    """Never a default in its place: the weights of the audit would be wrong without a word."""
+    shutil.copytree(equal.paths[0], tmp_path / "a")
+    (tmp_path / "a" / "upload.json").write_bytes(content)
+    with pytest.raises(error):
+        read_uploads([tmp_path / "a", equal.paths[1]])
+
+
+# ---- compare: methods with settings ----------------------------------------------------------------------------------
+
+QUICK = ("run.rounds=1", "train.steps=2", "method.rho=0.75")
+
+
+@pytest.fixture(scope="module")
+def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """glora as the config has it (rho = 0.75), glora with a setting, flexlora with a preset; fedit cannot run."""
+    out = tmp_path_factory.mktemp("compared") / "runs"
+    methods = "glora,  glora   gamma=1 , flexlora preset=raflora, fedit"
+    said = invoke("compare", project / "config.toml", "--methods", methods, "--out", out, "--json", *options(QUICK))
+    return out, json.loads(said.stdout)
+
+
+def test_each_entry_has_its_own_label_and_folder(compared: tuple[Path, dict[str, Any]]) -> None:
+    """usage.md: `runs/my-compare/glora_gamma=1`, and comparison.png beside them."""
+    out, said = compared
+    assert {path.name for path in out.iterdir()} == {
+        "glora", "glora_gamma=1", "flexlora_preset=raflora", "comparison.png",
+    }  # fmt: skip
+    assert list(said["methods"]) == sorted(["glora", "glora gamma=1", "flexlora preset=raflora"])
+    assert list(said["refused"]) == ["fedit"]
+    for label, summary in said["methods"].items():
+        assert summary == RunFolder(out / label.replace(" ", "_")).read_json("summary.json")
+
+
+def test_each_entry_runs_what_its_label_says(compared: tuple[Path, dict[str, Any]]) -> None:
+    """The manifest's method, by `build`: the bare name of the config's own method is the config's, with rho = 0.75; all
+    others start from the method's defaults."""
+    out, _ = compared
+    made = {path.name: RunFolder(path).read_json("manifest.json")["method"] for path in out.iterdir() if path.is_dir()}
+    assert made == {
+        "glora": repr(build("glora", rho=0.75)),
+        "glora_gamma=1": repr(build("glora", gamma=1)),
+        "flexlora_preset=raflora": repr(build("flexlora", preset="raflora")),
+    }
+
+
+def test_the_comparison_names_labels_in_full_and_resumes(
+    compared: tuple[Path, dict[str, Any]], project: Path, undrawn: None, wide: None
+) -> None:
+    """What is finished is not run again; a row for each label, with its own drift."""
+    out, said = compared
+    before = contents(out)
+    methods = "glora, glora gamma=1, flexlora preset=raflora"
+    result = invoke("compare", project / "config.toml", "--methods", methods, "--out", out, "--resume", *options(QUICK))
+    assert contents(out) == before
+    rows = {cells(line)[0]: cells(line) for line in result.stdout.splitlines() if line.startswith("│")}
+    assert list(rows) == ["glora", "glora gamma=1", "flexlora preset=raflora"]
+    for label, row in rows.items():
+        s = said["methods"][label]
+        assert row[-1] == f"{s['gauge_drift'][s['method']]:.1e}"
+        assert row[4] == f"{s['test']['last']['accuracy']:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        ("glora gamma=1, glora gamma=1", "the method 'glora gamma=1' is named twice"),
+        ("glora, fedit, glora", "the method 'glora' is named twice"),
+        ("glora gamma=1,glora    gamma=1", "the method 'glora gamma=1' is named twice"),
+        ("all, flora", "the method 'flora' is named twice"),
+        ("glora gamma", "a method is NAME [KEY=VALUE ...]"),
+        (",", "no method is named"),
+        ("glora gama=1, glora gamma=7", "did you mean 'gamma'?"),
+        pytest.param("glora preset=1", "preset"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    project: Path, tmp_path: Path, main: Callable[..., Said], methods: str, says: str
+) -> None:
+    """Exit code 2, nothing written; where each entry fails by itself, the line has all of the reasons."""
+    said = main("compare", project / "config.toml", "--methods", methods, "--out", tmp_path / "runs")
+    assert says in said.error() and not (tmp_path / "runs").exists()
+
+
+def test_values_are_read_as_toml_and_bare_words_as_strings() -> None:
+    """Numbers, booleans and words as `--set` has them; labels with one space, in the order given."""
+    got = fedlora.cli.method_names.parse_methods(
+        " hetlora  pruning=true keep=0.5 weights=examples,svd energy=1.0, fedit"
+    )
+    assert {label: (s.name, s.preset, s.model_extra) for label, s in got.items()} == {
+        "hetlora pruning=true keep=0.5 weights=examples": (
+            "hetlora", None, {"pruning": True, "keep": 0.5, "weights": "examples"}
+        ),
+        "svd energy=1.0": ("svd", None, {"energy": 1.0}),
+        "fedit": ("fedit", None, {}),
+    }  # fmt: skip
+
+
+# ---- methods and ranks -----------------------------------------------------------------------------------------------
+
+
+def test_methods_as_json_can_be_built_from() -> None:
+    """Every method of `METHODS`, with its paper; `build` takes its hyper-parameters as defaults, and its presets."""
+    listed = json.loads(invoke("methods", "--json").stdout)
+    assert set(listed) == set(METHODS)
+    for name, facts in listed.items():
+        assert set(facts) == {"paper", "hyper-parameters", "presets"} and facts["paper"] == METHODS[name].paper
+        assert build(name, **facts["hyper-parameters"]) == build(name)
+        for preset, values in facts["presets"].items():
+            assert build(name, **values) == build(name, preset=preset) != build(name)
+    assert set(listed["glora"]["presets"]) == {"paper", "car-off"} and set(listed["flexlora"]["presets"]) == {"raflora"}
+    assert listed["hetlora"]["hyper-parameters"]["keep"] == 0.99
+
+
+def test_ranks_shows_counts_and_sums(wide: None) -> None:
+    """By hand: 10 clients of 2, 4, 8. heavy-tail 8, 1, 1: 16 + 4 + 8 = 28, at a quarter 7. Mirrored 1, 1, 8: 70 and
+    17.5. flexlora-uniform 2.5 each, the two left to the smallest: 3 of 8, 3 of 30, 2 of 30/200, 2 of 200: 574, where
+    attention counts."""
+    args = ("--ranks", "8,2,4", "--clients", 10, "--participation", 0.25)
+    said = invoke("ranks", "heavy-tail", "heavy-tail-strong", "flexlora-uniform", *args).stdout
+    rows = [cells(line) for line in said.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["heavy-tail", "8 of 2, 1 of 4, 1 of 8", "28", "7"],
+        ["heavy-tail-strong", "1 of 2, 1 of 4, 8 of 8", "70", "17.5"],
+        ["flexlora-uniform", "3 of 8, 3 of 30, 2 of 30/200, 2 of 200", "574", "143.5"],
+    ]
+    assert "Rank profiles over 10 clients" in said
+
+
+def test_ranks_without_arguments_shows_all_profiles_as_documented() -> None:
+    """The table of docs/usage.md, row by row: counts of 50 clients."""
+    found = json.loads(invoke("ranks", "--json").stdout)
+    usage = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
+    rows = [cells(line.replace("|", "│")) for line in usage.splitlines() if line.startswith("|") and " of " in line]
+    documented = {
+        name: {rank: int(n) for n, rank in (part.split(" of ") for part in counts.split(", "))}
+        for name, counts, *_ in rows
+        if name in found
+    }
+    assert found == documented
+    assert len(found) == 8 and all(sum(counts.values()) == 50 for counts in found.values())
+
+
+def test_ranks_draws_a_picture_of_what_it_counts(tmp_path: Path) -> None:
+    """A panel for each profile: more of them are a larger picture; other counts are another one."""
+    names = []
+    for k, args in enumerate((["uniform"], ["heavy-tail"], ["uniform", "heavy-tail", "normal"])):
+        said = invoke("ranks", *args, "--plot", tmp_path / f"{k}.png")
+        assert f"plot: {tmp_path / f'{k}.png'}" in said.stderr
+        names.append(tmp_path / f"{k}.png")
+    pictures = [pixels(path) for path in names]
+    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in names)
+    assert all(picture[..., :3].std() > 0.05 and min(picture.shape[:2]) > 300 for picture in pictures)
+    assert len({picture.tobytes() for picture in pictures}) == 3
+    assert pictures[2].shape[1] > 2 * pictures[0].shape[1]
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["pareto"], "unknown rank profile 'pareto'; known: uniform, normal, heavy-tail"),
+        (["uniform", "pareto"], "unknown rank profile 'pareto'"),
+        (["--ranks", "4,x"], "--ranks takes whole numbers separated by commas; got '4,x'"),
+        (["--ranks", "4,2.5"], "--ranks takes whole numbers separated by commas"),
+        (["--ranks", ""], "--ranks takes whole numbers separated by commas; got ''"),
+        (["--ranks", "0,4"], "ranks are at least 1; got 0"),
+        (["--ranks=-4,4"], "ranks are at least 1; got -4"),
+        pytest.param(["--plot", "ranks.xyz"], "xyz"),
+    ],
+)
+def test_what_is_no_profile_or_rank_is_one_line(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, args: list[str], says: str
+) -> None:
+    """Exit code 2, nothing on stdout, nothing written."""
+    monkeypatch.chdir(tmp_path)
+    said = main("ranks", *args)
+    assert says in said.complaint() and not list(tmp_path.iterdir())
+    assert said.out == "" or "--plot" in args
+
+
+def test_ranks_of_no_clients_is_a_usage_error(main: Callable[..., Said]) -> None:
+    """typer's own: exit code 2, no traceback."""
+    for args in (["--clients", "0"], ["--participation", "1.5"]):
+        said = main("ranks", *args)
+        assert said.code == 2 and "Traceback" not in said.err

@@ -1,0 +1,570 @@
+"""Checkpoints: whole or absent, bit for bit, and nothing in a file can name code. Kind of evidence: contract, property.
+
+Expected values are the values that were saved, compared byte by byte, and the next round run from them instead of from
+the file. Damage is done to real files; a full disk is an OSError(ENOSPC) from the call that would meet it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fedlora import METHODS, Adapter, Client, Download, LoRA, Readout, Roles, Server, Update, build
+from fedlora.core.checkpoint import load_newest, save
+from fedlora.core.messages import ClientMemory
+from fedlora.core.read_only import ReadOnly
+from fedlora.core.trainer import Trained
+from fedlora.errors import CheckpointError
+from fedlora.server.server import start
+from fedlora.server.state import RunState
+from fedlora.simulation import RoundRecord, simulate
+from support.federations import EQUAL, EXAMPLES, MIXED, noise, pushed, seed_adapter
+
+RANKS = {name: MIXED if name in ("flexlora", "glora", "padded-average") else EQUAL for name in METHODS}
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """Anything at all, so that one type can hold every value under test."""
+
+    value: Any
+
+
+def content(value: object) -> object:
+    """All of a value as plain data with its types, tensors as bytes: equal exactly if bitwise equal."""
+    if isinstance(value, Tensor):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+        return "tensor", str(value.dtype), tuple(value.shape), data
+    if is_dataclass(value):
+        return type(value).__name__, {f.name: content(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return "mapping", {key: content(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return "tuple", [content(item) for item in value]
+    return type(value).__name__, repr(value)
+
+
+def loaded(directory: Path, kind: type[Any] = Box, *extra: type) -> Any:
+    found = load_newest(directory, kind, *extra)
+    assert found is not None
+    return found[1]
+
+
+def round_trip(directory: Path, value: object) -> Any:
+    save(directory, 1, Box(value))
+    return loaded(directory).value
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())
+
+
+# ----------------------------------------------------------------------------------------------------- whole runs
+
+
+class ToyTrainer:
+    """The stand-in for training of `federations`, as the engine calls it."""
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        client = download.client.id
+        return Trained(pushed(adapter, client, download.round), EXAMPLES[client], 0.5, position + EXAMPLES[client])
+
+
+def run(server: Server, state: RunState, rounds: int, ranks: Mapping[str, Any]) -> RoundRecord:
+    clients = [Client(name, rank) for name, rank in ranks.items()]
+    *_, last = simulate(server, clients, ToyTrainer(), state, rounds=rounds, participation=0.75, seed=1)
+    return last
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """After two rounds the loaded state is the saved one, and the third round from it is the third round."""
+    server, ranks = Server(build(name)), RANKS[name]
+    begun = start(server, seed_adapter(max(ranks.values()), dtype))
+    state = run(server, begun, 2, ranks).state
+    path = save(tmp_path, state.round, state)
+    assert path.name.startswith("round-00002.")
+    found = load_newest(tmp_path, RunState, server.method.State)
+    assert found is not None
+    assert found[0] == 2
+    assert content(found[1]) == content(state)
+    again, straight = run(server, found[1], 3, ranks), run(server, state, 3, ranks)
+    assert content(again.state) == content(straight.state)
+    assert content(again.uploads) == content(straight.uploads)
+    assert content(run(server, begun, 3, ranks).state) == content(again.state)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_start_of_a_run_round_trips(name: str, tmp_path: Path) -> None:
+    """Before the first round: states with None, empty mappings and no tally."""
+    server = Server(build(name))
+    state = start(server, seed_adapter(6 if name in ("flexlora", "glora", "padded-average") else 4))
+    save(tmp_path, 0, state)
+    assert content(loaded(tmp_path, RunState, server.method.State)) == content(state)
+
+
+@pytest.mark.parametrize(
+    "hparams", [{"preset": "paper"}, {"rank": 4}, {"basis": "energy"}], ids=["paper", "rank 4", "energy"]
+)
+def test_glora_with_other_options_round_trips(hparams: dict[str, Any], tmp_path: Path) -> None:
+    """Two traces a client, a cut with a gap: everything that its state can hold."""
+    server = Server(build("glora", **hparams))
+    state = run(server, start(server, seed_adapter(6)), 3, MIXED).state
+    save(tmp_path, 3, state)
+    assert content(loaded(tmp_path, RunState, server.method.State)) == content(state)
+
+
+def test_what_clients_keep_and_where_they_stand_round_trips(tmp_path: Path) -> None:
+    """FedSA-LoRA: B and heads of each client, and positions; a client that has not taken part is absent."""
+    server = Server(build("fedsa-lora"))
+    state = run(server, start(server, seed_adapter(4)), 1, EQUAL).state
+    save(tmp_path, 1, state)
+    memories = loaded(tmp_path, RunState, server.method.State).clients
+    assert len(memories) == 3  # three quarters of four
+    for client, memory in memories.items():
+        assert isinstance(memory, ClientMemory)
+        assert memory.position == EXAMPLES[client]
+        assert content(memory) == content(state.clients[client])
+        assert memory.kept is not None and all(x.A is None for x in memory.kept.modules.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    velocity: Tensor
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OwnState:
+    """What `Method` allows: tensors, LoRAs, numbers, strings, None, other such dataclasses, tuples, mappings."""
+
+    pair: LoRA
+    moment: Moment | None
+    scores: Mapping[str, tuple[float, ...]]
+    best: float
+
+
+@dataclass(frozen=True)
+class OwnMethod:
+    name: ClassVar[str] = "own"
+    paper: ClassVar[str] = "none"
+    State: ClassVar[type] = OwnState
+
+    def init(self, seed: LoRA, key: int) -> OwnState:
+        return OwnState(seed, None, {}, -math.inf)
+
+    def roles(self, round: int) -> Roles:
+        return Roles()
+
+    def aggregate(self, state: OwnState, updates: Sequence[Update]) -> OwnState:
+        last = updates[-1]
+        moment = Moment(last.B - state.pair.factors[0], tuple(u.client for u in updates))
+        return OwnState(last.lora, moment, {u.client: (u.weight, math.nan) for u in updates}, math.inf)
+
+    def readout(self, state: OwnState, client: str | None, rank: int) -> Readout:
+        return Readout(state.pair)
+
+    def effective(self, state: OwnState) -> LoRA:
+        return state.pair
+
+    def diagnostics(self, state: OwnState) -> Mapping[str, object]:
+        return {}
+
+
+def test_the_state_of_a_method_of_ones_own_round_trips(tmp_path: Path) -> None:
+    """Its `State` is all that the reader needs: dataclasses inside it are found through its annotations."""
+    server = Server(OwnMethod())
+    state = run(server, start(server, seed_adapter(4)), 2, EQUAL).state
+    save(tmp_path, 2, state)
+    again = loaded(tmp_path, RunState, OwnState)
+    assert content(again) == content(state)
+    assert isinstance(again.server.modules["attn.q"].moment, Moment)
+
+
+# --------------------------------------------------------------------------------------------------- single values
+
+
+VALUES: dict[str, Any] = {
+    "none": None,
+    "true": True,
+    "false": False,
+    "zero": 0,
+    "a large integer": 2**200,
+    "a negative integer": -1,
+    "a float": 0.1,
+    "a whole float": 1.0,
+    "minus zero": -0.0,
+    "the smallest float": 5e-324,
+    "the largest float": 1.7976931348623157e308,
+    "nan": math.nan,
+    "inf": math.inf,
+    "-inf": -math.inf,
+    "text": "Zürich / 日本 \n \x00 \" \\",
+    "empty text": "",
+    "an empty tuple": (),
+    "an empty mapping": {},
+    "nested": ({"a": (1, {"b": (None, 2.5)})}, ("x",)),
+    "a mapping that looks like a node": {"tensor": "/value", "float": "nan", "dataclass": "Box", "fields": {}},
+    "nan deep inside": {"a": (math.nan, {"b": -math.inf})},
+}  # fmt: skip
+TENSORS: dict[str, Tensor] = {
+    "float64": noise((3, 4), "t"),
+    "float32": noise((3, 4), "t", dtype=torch.float32),
+    "float16": noise((3, 4), "t", dtype=torch.float16),
+    "bfloat16": noise((3, 4), "t", dtype=torch.bfloat16),
+    "int64": torch.arange(-3, 3),
+    "bool": torch.tensor([True, False]),
+    "nan and inf": torch.tensor([math.nan, math.inf, -math.inf, -0.0, 5e-324]),
+    "a scalar": torch.tensor(2.5),
+    "of no elements": torch.zeros(3, 0),
+    "transposed": noise((3, 4), "t").mT,
+    "every other column": noise((3, 8), "t")[:, ::2],
+    "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 3),
+    "bfloat16 transposed": noise((3, 4), "t", dtype=torch.bfloat16).mT,
+    "a parameter": torch.nn.Parameter(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("label", VALUES)
+def test_plain_values_round_trip_with_their_types(label: str, tmp_path: Path) -> None:
+    assert content(round_trip(tmp_path, VALUES[label])) == content(VALUES[label])
+
+
+@pytest.mark.parametrize("label", TENSORS)
+def test_tensors_round_trip_bit_for_bit(label: str, tmp_path: Path) -> None:
+    """Also where the stored one is a view: what comes back is its content, contiguous, without a graph."""
+    got = round_trip(tmp_path, TENSORS[label])
+    assert content(got) == content(TENSORS[label])
+    assert got.is_contiguous()
+    assert not got.requires_grad
+
+
+def test_one_tensor_in_two_places_comes_back_in_both(tmp_path: Path) -> None:
+    """safetensors refuses shared memory; overlapping views of one tensor are stored as their values."""
+    t = noise((4, 4), "shared")
+    value = {"whole": t, "again": t, "top": t[:2], "left": t[:, :2]}
+    assert content(round_trip(tmp_path, value)) == content(value)
+
+
+def test_names_with_slashes_are_kept_apart(tmp_path: Path) -> None:
+    """Client ids and module paths are any strings: {"a/b": x} beside {"a": {"b": y}} must not share one place."""
+    value = {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}, "": torch.full((2,), 2.0), "/": torch.full((2,), 3.0)}
+    assert content(round_trip(tmp_path, value)) == content(value)
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_numpy_floats_that_are_not_finite_can_be_read_again(number: float, tmp_path: Path) -> None:
+    """np.float64 is a float; what `save` accepts `load_newest` must read."""
+    got = round_trip(tmp_path, (np.float64(number), np.float64(0.1)))
+    assert repr(tuple(float(x) for x in got)) == repr((number, 0.1))
+
+
+def test_saving_leaves_the_value_alone(tmp_path: Path) -> None:
+    t = noise((3, 4), "t").mT
+    before, strides = content(t), t.stride()
+    save(tmp_path, 1, Box({"t": t}))
+    assert (content(t), t.stride()) == (before, strides)
+
+
+def test_equal_values_make_equal_files(tmp_path: Path) -> None:
+    """The name carries the digest of the content: the same state saved again is the same file."""
+    value = Box({"b": noise((2, 2), "b"), "a": 1})
+    first, again = (save(tmp_path / name, 3, value) for name in ("one", "two"))
+    assert first.name == again.name
+    assert first.read_bytes() == again.read_bytes()
+    assert first.name == f"round-00003.{hashlib.sha256(first.read_bytes()).hexdigest()[:16]}.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Inner:
+    x: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1], "a list at /value cannot be stored"),
+        ({1, 2}, "a set at /value cannot be stored"),
+        (b"bytes", "a bytes at /value cannot be stored"),
+        (object(), "a object at /value cannot be stored"),
+        (1j, "a complex at /value cannot be stored"),
+        (np.zeros(2), "a ndarray at /value cannot be stored"),
+        (np.float32(1), "a float32 at /value cannot be stored"),
+        (torch.float32, "a dtype at /value cannot be stored"),
+        (Box, "a type at /value cannot be stored"),
+        (lambda: None, "a function at /value cannot be stored"),
+        ({1: 2}, "a mapping at /value has keys that are no strings"),
+        ({None: 2}, "a mapping at /value has keys that are no strings"),
+        ({"a": (1, {"b": [2]})}, "a list at /value/a/1/b cannot be stored"),
+        (Inner(Inner({"deep": Path("x")})), r"a \w*Path at /value/x/x/deep cannot be stored"),
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_what_cannot_be_stored_is_refused_with_its_place(value: object, message: str, tmp_path: Path) -> None:
+    """Before anything is written."""
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path / "new", 1, Box(value))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_mapping_without_string_keys_at_the_top_is_named_too(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="a mapping at / has keys that are no strings"):
+        save(tmp_path, 1, {1: 2})
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")],
+    ids=["complex128", "sparse", "meta"],
+)
+def test_a_tensor_that_the_format_cannot_hold_is_refused_with_its_place(tensor: Tensor, tmp_path: Path) -> None:
+    """`save` promises CheckpointError for all that cannot be stored."""
+    with pytest.raises(CheckpointError, match="/value/deep"):
+        save(tmp_path, 1, Box({"deep": tensor}))
+
+
+# --------------------------------------------------------------------------------------------------------- damage
+
+
+def series(directory: Path, rounds: Sequence[int] = (1, 2, 3), keep: int = 9) -> list[Path]:
+    return [save(directory, t, Box({"round": t, "x": torch.full((40,), float(t))}), keep=keep) for t in rounds]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+DAMAGE = {
+    "a bit in the tensors": lambda p: flip(p, -1),
+    "a bit in the header": lambda p: flip(p, 20),
+    "a bit in the length": lambda p: flip(p, 0),
+    "truncated": shorten,
+    "empty": lambda p: p.write_bytes(b""),
+    "appended": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
+    "text": lambda p: p.write_text("not a checkpoint"),
+    "another checkpoint's content": lambda p: p.write_bytes(sorted(p.parent.iterdir())[0].read_bytes()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_one_warns_and_the_one_before_it_is_used(damage: str, tmp_path: Path) -> None:
+    *_, newest = series(tmp_path)
+    DAMAGE[damage](newest)
+    with pytest.warns(UserWarning, match=rf"{newest.name} is damaged: .* Trying the one before it") as caught:
+        found = load_newest(tmp_path, Box)
+    assert found is not None
+    assert (found[0], found[1].value["round"], len(caught)) == (2, 2, 1)
+    assert len(names(tmp_path)) == 3  # nothing is deleted: it may still be looked at
+
+
+def test_all_damaged_is_an_error_after_a_warning_for_each(tmp_path: Path) -> None:
+    for path, damage in zip(series(tmp_path), ("a bit in the tensors", "truncated", "empty"), strict=True):
+        DAMAGE[damage](path)
+    with (
+        pytest.warns(UserWarning) as caught,
+        pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* is sound"),
+    ):
+        load_newest(tmp_path, Box)
+    assert len(caught) == 3
+
+
+def test_a_round_saved_again_after_damage_replaces_the_damaged_file(tmp_path: Path) -> None:
+    """Resuming from round 2 gives the same round 3, hence the same name."""
+    *_, newest = series(tmp_path)
+    shorten(newest)
+    series(tmp_path, [3])
+    found = load_newest(tmp_path, Box)
+    assert found is not None and found[0] == 3
+    assert len(names(tmp_path)) == 3
+
+
+def rewritten(directory: Path, tree: object, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """A file with a right digest and a tree of one's own."""
+    text = tree if isinstance(tree, str) else json.dumps(tree)
+    data = safetensors.torch.save(dict(tensors or {}), metadata={"tree": text})
+    digest = hashlib.sha256(data).hexdigest()[:16]
+    directory.mkdir(exist_ok=True)
+    (directory / f"round-00009.{digest}.safetensors").write_bytes(data)
+
+
+FOREIGN: dict[str, object] = {
+    "an unknown dataclass": {"dataclass": "Popen", "fields": {"args": "true"}},
+    "an unknown dataclass inside": {"dataclass": "Box", "fields": {"value": {"dataclass": "Path", "fields": {}}}},
+    "a builtin": {"dataclass": "eval", "fields": {}},
+    "a missing field": {"dataclass": "Box", "fields": {}},
+    "a field too many": {"dataclass": "Box", "fields": {"value": 1, "other": 2}},
+    "an unknown node": {"dataclass": "Box", "fields": {"value": {"code": "1 + 1"}}},
+    "a tensor that is not there": {"dataclass": "Box", "fields": {"value": {"tensor": "/nowhere"}}},
+    "no number": {"dataclass": "Box", "fields": {"value": {"float": "__import__('os')"}}},
+    "no JSON": "{",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("label", FOREIGN)
+def test_a_sound_file_of_something_else_is_refused(label: str, tmp_path: Path) -> None:
+    """The types come from the reader. A file can only name dataclasses that the reader's own annotations reach."""
+    rewritten(tmp_path, FOREIGN[label])
+    with (
+        pytest.warns(UserWarning, match="does not hold a Box"),
+        pytest.raises(CheckpointError, match="none of the 1 checkpoints"),
+    ):
+        load_newest(tmp_path, Box)
+
+
+def test_a_file_without_a_tree_is_refused(tmp_path: Path) -> None:
+    data = safetensors.torch.save({"x": torch.zeros(2)})
+    (tmp_path / f"round-00001.{hashlib.sha256(data).hexdigest()[:16]}.safetensors").write_bytes(data)
+    with pytest.warns(UserWarning, match="does not hold a Box"), pytest.raises(CheckpointError):
+        load_newest(tmp_path, Box)
+
+
+def test_a_state_of_a_method_that_the_reader_was_not_told_of_is_refused(tmp_path: Path) -> None:
+    """ServerState.modules is Any: without `extra` a method's state has no type."""
+    server = Server(build("fedit"))
+    save(tmp_path, 0, start(server, seed_adapter(2)))
+    with pytest.warns(UserWarning, match="fedit/1"), pytest.raises(CheckpointError):
+        load_newest(tmp_path, RunState)
+    assert load_newest(tmp_path, RunState, server.method.State) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert load_newest(tmp_path, Box) is None
+    assert load_newest(tmp_path / "missing", Box) is None
+
+
+def test_other_files_are_ignored_and_left_alone(tmp_path: Path) -> None:
+    """A leftover .part of a crash, a file of another name, a digest that is none: neither read nor pruned."""
+    series(tmp_path, [1])
+    others = [
+        "round-00007.0123456789abcdef.part",
+        "round-00008.safetensors",
+        "round-00008.0123456789ABCDEF.safetensors",
+        "round-8.0123456789abcdef.safetensors",
+        "notes.txt",
+    ]
+    for name in others:
+        (tmp_path / name).write_text("x")
+    series(tmp_path, [2, 3], keep=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loaded(tmp_path).value["round"] == 3
+    assert set(others) < set(names(tmp_path))
+    assert len(names(tmp_path)) == len(others) + 1
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_only_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
+    paths = series(tmp_path, range(1, 6), keep=keep)
+    assert names(tmp_path) == [p.name for p in paths[-keep:]]
+    assert loaded(tmp_path).value["round"] == 5
+
+
+def test_two_are_kept_where_nothing_is_said(tmp_path: Path) -> None:
+    """One to lose."""
+    for t in range(4):
+        save(tmp_path, t, Box(t))
+    assert [name[:11] for name in names(tmp_path)] == ["round-00002", "round-00003"]
+
+
+def test_newest_is_by_round_not_by_name_or_time(tmp_path: Path) -> None:
+    paths = series(tmp_path, [10, 2, 9])
+    for age, path in enumerate(paths):
+        os.utime(path, (age, age))
+    assert loaded(tmp_path).value["round"] == 10
+
+
+def test_the_directory_is_made(tmp_path: Path) -> None:
+    path = save(tmp_path / "a" / "b", 1, Box(1))
+    assert path.parent == tmp_path / "a" / "b"
+    assert path.exists()
+
+
+def test_a_round_of_six_digits_is_found_again(tmp_path: Path) -> None:
+    """Saved is saved: it must be loaded, or refused when it should be written."""
+    try:
+        save(tmp_path, 100_000, Box(1))
+    except CheckpointError:
+        return
+    assert load_newest(tmp_path, Box) is not None
+
+
+# ------------------------------------------------------------------------------------------------------- full disk
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class HalfWritten(io.BytesIO):
+    """A file on a disk with room for half of what is written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def write(self, data: Any) -> int:
+        with open(self._path, "wb") as file:  # not Path.open, which is replaced
+            file.write(data[: len(data) // 2])
+        return refuse()
+
+
+def open_half_written(path: Path, mode: str) -> HalfWritten:
+    assert mode == "wb"
+    return HalfWritten(path)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [(Path, "open", refuse), (Path, "open", open_half_written), (os, "fsync", refuse), (os, "replace", refuse)],
+    ids=["open", "write", "fsync", "replace"],
+)
+def test_a_full_disk_leaves_the_older_ones_and_no_part(owner: Any, name: str, instead: Any, tmp_path: Path) -> None:
+    """Each call that can meet it. The error names round, size and cause; what was there stays, and loads."""
+    series(tmp_path, [1, 2])
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, instead)
+        with pytest.raises(CheckpointError, match=r"of round 3 \([\d,]+ bytes\) could not be written .*No space left"):
+            save(tmp_path, 3, Box(3), keep=1)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert loaded(tmp_path).value["round"] == 2
+
+
+@pytest.mark.parametrize("place", [".", "sub"])
+def test_a_directory_that_cannot_be_made_is_a_checkpoint_error(place: str, tmp_path: Path) -> None:
+    """A file stands where the directory should be: "the disk refuses" like any other refusal."""
+    file = tmp_path / "taken"
+    file.write_text("x")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save(file / place, 1, Box(1))
+    assert file.read_text() == "x"
+
+
+def test_mappings_come_back_read_only(tmp_path: Path) -> None:
+    """A state is a value: what was loaded cannot be changed under a server that holds it."""
+    assert isinstance(round_trip(tmp_path, {"a": 1}), ReadOnly)

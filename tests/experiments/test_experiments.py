@@ -1,0 +1,381 @@
+"""Grids of runs: plans, the search, results by digest, paired intervals, the page. Kinds: oracle, end-to-end."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.errors import CheckpointError, ConfigError
+from fedlora.experiments.plan import chosen_value, mains, searches
+from fedlora.experiments.report import write_report
+from fedlora.experiments.results import Result, read_results, write_result
+from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.tables import CellScore, difference, paired, score_cells
+from fedlora.runs.config import parse_config
+from support.command_line import invoke
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.training_data import classification, save_encoder
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+ROOT = Path(__file__).parents[2]
+EXPERIMENT = """
+title = "Tiny"
+question = "Does it run?"
+rows = ["method"]
+columns = ["split"]
+reference = "FedIT"
+paper = "tiny"
+
+[run.model]
+path = "{model}"
+dropout = 0.0
+[run.clients]
+count = 2
+ranks = [2]
+min_size = 4
+[run.data]
+task = "sst2"
+validation = 0.2
+max_length = 16
+[run.train]
+steps = 2
+batch_size = 4
+[run.run]
+rounds = 2
+threads = 1
+
+[axes.split]
+skewed = {{ "clients.alpha" = 0.5 }}
+even = {{ "clients.partition" = "iid" }}
+[axes.method]
+FedIT = {{ "method.name" = "fedit" }}
+GLoRA = {{ "method.name" = "glora" }}
+
+[tune]
+values = [1e-3, 1e-2]
+over = ["method"]
+at = {{ split = "skewed" }}
+seeds = [7]
+
+[profiles.mini]
+seeds = [0, 1]
+[profiles.one]
+seeds = [0]
+tune = [1e-2]
+axes = {{ split = ["skewed"] }}
+set = {{ "run.rounds" = 1 }}
+"""
+
+
+@pytest.fixture(scope="module")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """glue/sst2 with the columns of the hub, of made-up sentences of two classes."""
+    folder = tmp_path_factory.mktemp("data") / "glue" / "sst2"
+    folder.mkdir(parents=True)
+    for name, size, seed in (("train", 120, 0), ("validation", 30, 1)):
+        made = classification(size, seed)
+        lines = [
+            json.dumps({"sentence": text, "label": min(y, 1), "idx": k}) + "\n"
+            for k, (text, y) in enumerate(zip(made.text, made.labels or (), strict=True))
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return folder.parent.parent
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    folder = tmp_path_factory.mktemp("experiments")
+    save_encoder(folder / "model")
+    (folder / "tiny.toml").write_text(EXPERIMENT.format(model=folder / "model"))
+    return load_experiment(folder / "tiny.toml")
+
+
+def result(digest: str, seed: int, best: float, last: float = 0.5) -> Result:
+    history = [{"round": k + 1, "metrics": {"accuracy": x, "loss": 1.0}} for k, x in enumerate((0.4, best, last))]
+    return Result(
+        digest,
+        {
+            "digest": digest, "metric": "accuracy", "history": history,
+            "validation": {"best": {"accuracy": best}, "last": {"accuracy": last}},
+            "test": {"last": {"accuracy": last}, "best": {"accuracy": best}},
+            "probes": {"last": {"unseen": {"accuracy": 0.25}}, "best": {}},
+            "clients_at_end": {"a": {"accuracy": 0.2}, "b": {"accuracy": 0.6}},
+        },
+    )  # fmt: skip
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_the_product_of_its_axes_and_seeds(experiment: Experiment) -> None:
+    """By hand: 2 splits x 2 methods x 2 seeds once the search (2 methods x 2 values, on one split and seed) is done."""
+    search = searches(experiment, "mini")
+    assert len(search) == 4 and {r.cell["split"] for r in search} == {"skewed"} and {r.seed for r in search} == {7}
+    assert mains(experiment, "mini", {}) == []
+    best = {r.digest: result(r.digest, 7, {1e-3: 0.6, 1e-2: 0.7}[r.tuned or 0]) for r in search}
+    runs = mains(experiment, "mini", best)
+    assert len(runs) == 8 and len({r.digest for r in runs}) == 8
+    assert all(r.config.train.lr == 1e-2 and r.config.run.seed == r.seed for r in runs)
+    assert {(r.cell["split"], r.config.clients.partition) for r in runs} == {("skewed", "dirichlet"), ("even", "iid")}
+
+
+def test_the_search_chooses_by_validation_for_each_method_and_ties_go_to_the_smaller(experiment: Experiment) -> None:
+    """By hand: FedIT is better at 1e-3, GLoRA level; test scores have no say."""
+    scores = {("FedIT", 1e-3): 0.8, ("FedIT", 1e-2): 0.7, ("GLoRA", 1e-3): 0.6, ("GLoRA", 1e-2): 0.6}
+    search = searches(experiment, "mini")
+    done = {r.digest: result(r.digest, 7, scores[r.cell["method"], r.tuned or 0], last=0.1) for r in search}
+    chosen = {c["method"]: chosen_value(experiment, "mini", c, done) for c in experiment.cells("mini")}
+    assert chosen == {"FedIT": 1e-3, "GLoRA": 1e-3}
+    done.pop(search[0].digest)
+    assert chosen_value(experiment, "mini", search[0].cell, done) is None, "not before all of it is there"
+
+
+def test_one_value_needs_no_search(experiment: Experiment) -> None:
+    assert searches(experiment, "one") == []
+    assert [r.config.train.lr for r in mains(experiment, "one", {})] == [1e-2, 1e-2]
+
+
+def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
+    """The same run in another experiment is the same run; its canonical form read back is, too."""
+    run = mains(experiment, "one", {})[0]
+    other = experiment.model_copy(update={"name": "other", "title": "Other", "question": "?"})
+    assert mains(other, "one", {})[0].digest == run.digest
+    assert parse_config(json.loads(run.config.canonical())).digest() == run.digest
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('over = ["method"]', 'over = ["methods"]', "'methods' is no axis; there are split, method"),
+        ('axes = {{ split = ["skewed"] }}', 'axes = {{ split = ["odd"] }}', "names split = 'odd', which no axis has"),
+        ('title = "Tiny"', "titel = 3", "titel: Extra inputs"),
+        ("[run.model]", "[run.model", "is not TOML"),
+        ("seeds = [0, 1]", "seeds = []", "seeds: List should have at least 1"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in EXPERIMENT
+    (tmp_path / "e.toml").write_text(EXPERIMENT.replace(old, new).format(model="m"))
+    with pytest.raises(ConfigError, match=said):
+        load_experiment(tmp_path / "e.toml")
+
+
+def test_an_impossible_key_names_the_cell(experiment: Experiment) -> None:
+    axes = {**experiment.axes, "method": {"FedIT": {"method.nam": "fedit"}}}
+    wrong = experiment.model_copy(update={"axes": axes | {"split": {"skewed": {"clients.alhpa": 1}}}})
+    with pytest.raises(ConfigError, match=r"experiment tiny, .*unknown key 'clients.alhpa'; did you mean 'alpha'"):
+        mains(wrong, "one", {})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.stem)
+def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
+    """All cells of all profiles are configurations."""
+    if path.stem == "paper_numbers":
+        return
+    found = load_experiment(path)
+    assert "paper" in found.profiles
+    for profile in found.profiles:
+        search = searches(found, profile)
+        done = {r.digest: result(r.digest, 0, 0.5) for r in search}
+        runs = mains(found, profile, done)
+        assert len(runs) == len(list(found.cells(profile))) * len(found.profile(profile).seeds)
+
+
+# ---- results and statistics ------------------------------------------------------------------------------------------
+
+
+def test_scores_by_name() -> None:
+    """By hand on validation 0.4, 0.9, 0.7: changes +0.5, -0.2, of standard deviation 0.7 / sqrt 2."""
+    r = result("x", 0, best=0.9, last=0.7)
+    assert r.score("test, last") == 0.7 and r.score("test, best") == 0.9
+    assert r.score("validation, last") == 0.7 and r.score("validation, best") == 0.9
+    assert r.score("validation, mean of last 2") == pytest.approx(0.8)
+    assert r.score("validation, largest drop") == pytest.approx(0.2)
+    assert r.score("validation, jitter") == pytest.approx(0.7 / math.sqrt(2))
+    assert r.score("unseen, last") == 0.25 and r.score("unseen, best") is None
+    assert r.score("clients, last") == pytest.approx(0.4)
+    assert r.rounds_to(0.9) == r.score("rounds to 0.9") == 2 and r.score("rounds to 0.95") is None
+
+
+def test_results_round_trip_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    path = write_result(tmp_path, {"digest": "abc", "x": 1 / 3})
+    assert read_results(tmp_path)["abc"].raw["x"] == 0.333333
+    path.rename(tmp_path / "other.json")
+    with pytest.raises(CheckpointError, match=r"other.json cannot be used: it holds the result of abc"):
+        read_results(tmp_path)
+    (tmp_path / "other.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        read_results(tmp_path)
+
+
+def test_a_paired_interval_is_students() -> None:
+    """By hand: gaps 1, 2, 3: mean 2, s = 1, t(0.975, 2) = 4.302653, half width 4.302653 / sqrt 3; t = 2 sqrt 3, and
+    p = 2 (1 - T_2(t)) = 1 - t / sqrt(t^2 + 2)."""
+    d = difference("a", "b", {}, [(1.0, 0.0), (3.0, 1.0), (5.0, 2.0)])
+    assert (d.mean, d.pairs) == (2.0, 3)
+    assert (d.low, d.high) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), abs=1e-5)
+    t = 2 * 3**0.5
+    assert d.p == pytest.approx(1 - t / (t * t + 2) ** 0.5, abs=1e-9)
+    assert not d.decided
+    level = difference("a", "b", {}, [(1.0, 0.5), (2.0, 1.5)])
+    assert (level.low, level.mean, level.high) == (0.5, 0.5, 0.5) and level.decided
+
+
+def test_differences_pair_what_agrees_in_all_other_axes_and_seeds() -> None:
+    """By hand: only seeds 0 and 1 are in both; the other split has one common seed, which is no interval."""
+    cells = [
+        CellScore({"m": "a", "s": "x"}, {0: 1.0, 1: 2.0}, 3, None),
+        CellScore({"m": "b", "s": "x"}, {0: 1.5, 1: 2.7, 2: 9.0}, 3, None),
+        CellScore({"m": "a", "s": "y"}, {0: 1.0}, 3, None),
+        CellScore({"m": "b", "s": "y"}, {0: 1.0}, 3, None),
+    ]
+    (d,) = paired(cells, "m", "a")
+    assert (d.other, d.where, d.pairs) == ("b", {"s": "x"}, 2) and d.mean == pytest.approx(0.6)
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_experiment_runs_skips_what_is_finished_and_resumes(
+    experiment: Experiment, data_root: Path, tmp_path: Path
+) -> None:
+    """One profile to the end in this process; nothing is left; an interrupted run goes on; results hold no path."""
+    places = Places(tmp_path / "results", tmp_path / "work", data_root)
+    todo = missing(experiment, "one", places)
+    assert [r.label for r in todo] == ["skewed, FedIT, 0.01, seed 0", "skewed, GLoRA, 0.01, seed 0"]
+    outcomes = list(run_all(todo, places))
+    assert [o.error for o in outcomes] == [None, None] and missing(experiment, "one", places) == []
+    done = places.finished(unclean=True)
+    for found in done.values():
+        raw = json.dumps({k: v for k, v in found.raw.items() if k != "config"})
+        assert str(tmp_path) not in raw and str(data_root) not in raw
+        assert 0 <= found.validation_best <= 1 and found.raw["wall_seconds"] > 0
+    cells = score_cells(experiment, "one", done)
+    assert [c.cell["method"] for c in cells] == ["FedIT", "GLoRA"] and all(c.mean is not None for c in cells)
+    digest = todo[0].digest
+    for folder in (places.results, places.unclean):
+        (folder / f"{digest}.json").unlink(missing_ok=True)
+    (again,) = missing(experiment, "one", places)
+    before = done[digest].raw["test"]
+    list(run_all([again], places))  # its folder is still there: no round is run again
+    assert places.finished(unclean=True)[digest].raw["test"] == before
+
+
+def test_results_of_a_changed_checkout_stay_apart(
+    experiment: Experiment, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit is said only where the tree is that commit."""
+    monkeypatch.setattr("fedlora.runs.manifest._commit", lambda: {"id": "0" * 40, "clean": False})
+    places = Places(tmp_path / "results", tmp_path / "work", data_root)
+    list(run_all(missing(experiment, "one", places)[:1], places))
+    assert not places.results.exists() and len(list(places.unclean.glob("*.json"))) == 1
+    assert places.finished() == {} and len(places.finished(unclean=True)) == 1
+    monkeypatch.setattr("fedlora.runs.manifest._commit", lambda: {"id": "0" * 40, "clean": True})
+    clean = replace(places, results=tmp_path / "clean", work=tmp_path / "work2")
+    list(run_all(missing(experiment, "one", clean)[:1], clean))
+    assert len(clean.finished()) == 1
+
+
+def test_a_failing_run_is_kept_apart_and_the_others_go_on(
+    experiment: Experiment, data_root: Path, tmp_path: Path
+) -> None:
+    places = Places(tmp_path / "results", tmp_path / "work", tmp_path / "nothing here")
+    outcomes = list(run_all(missing(experiment, "one", places), places))
+    assert all(o.error is not None and "does not exist" in o.error for o in outcomes)
+    said = json.loads(places.failure(outcomes[0].run.digest).read_text())
+    assert said["label"] == outcomes[0].run.label and "DataError" in said["error"]
+    mended = replace(places, data_root=data_root)
+    list(run_all(missing(experiment, "one", mended)[:1], mended))
+    assert not places.failure(outcomes[0].run.digest).exists()
+
+
+# ---- the command line and the page -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with experiments/ and results/runs/ of a clean checkout."""
+    root = tmp_path_factory.mktemp("finished")
+    (root / "experiments").mkdir()
+    model = experiment.run["model"]["path"]
+    (root / "experiments" / "tiny.toml").write_text(EXPERIMENT.format(model=model))
+    (root / "experiments" / "paper_numbers.toml").write_text('[tiny.skewed]\nFedIT = "50.0 <b>&"\n')
+    places = Places(root / "results" / "runs", root / "work", data_root)
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patched.setattr("fedlora.runs.manifest._commit", lambda: {"id": "a" * 40, "clean": True})
+        list(run_all(missing(experiment, "one", places), places))
+    return root
+
+
+def call(root: Path, *args: str) -> Any:
+    where = ["--experiments", root / "experiments", "--results", root / "results/runs", "--work", root / "work"]
+    return invoke("experiment", *args, *where)
+
+
+def test_status_table_and_plan_from_the_command_line(finished: Path) -> None:
+    assert json.loads(call(finished, "status", "tiny", "--profile", "one", "--json").stdout)["tiny"]["to_do"] == 0
+    table = json.loads(call(finished, "table", "tiny", "--profile", "one", "--json").stdout)
+    assert [c["cell"]["method"] for c in table["cells"]] == ["FedIT", "GLoRA"]
+    assert "FedIT" in call(finished, "table", "tiny", "--profile", "one").stdout
+    assert "tiny" in call(finished, "run", "tiny", "--plan").stdout
+    assert call(finished, "run", "tiny", "--profile", "one").exit_code == 0, "nothing to do"
+
+
+def test_a_plot_is_drawn(finished: Path, tmp_path: Path) -> None:
+    call(finished, "plot", "tiny", "--profile", "one", "--out", str(tmp_path / "curves.png"))
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_the_page_is_self_contained_and_keeps_the_papers_numbers_apart(finished: Path, tmp_path: Path) -> None:
+    """No address but data:, no script; what stands in a file is escaped."""
+    call(finished, "report", "--profile", "one", "--out", str(tmp_path / "report.html"))
+    page = (tmp_path / "report.html").read_text()
+    assert "http" not in page.replace("data:", "") and "<script" not in page
+    assert 'class="paper">50.0 &lt;b&gt;&amp;</td>' in page
+    assert "aaaaaaaaaaaa" in page and "data:image/png;base64," in page
+
+
+def test_no_result_no_page(experiment: Experiment, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no experiment has a result of profile mini"):
+        write_report(tmp_path / "r.html", [experiment], "mini", {}, tmp_path / "none.toml")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_the_page_in_a_browser(finished: Path, tmp_path: Path) -> None:
+    """Headless Chromium draws it without a console message and without asking the network for anything."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("NO CHROMIUM HERE: the page was not looked at in a browser")
+    call(finished, "report", "--profile", "one", "--out", str(tmp_path / "report.html"))
+    picture = tmp_path / "page.png"
+    log = tmp_path / "net.json"
+    flags = [
+        "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--v=0",
+        f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}", f"--screenshot={picture}",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [browser, *flags, (tmp_path / "report.html").as_uri()], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert picture.stat().st_size > 10_000, done.stderr
+    assert "CONSOLE" not in done.stderr
+    asked = {e["params"]["url"] for e in json.loads(log.read_text())["events"] if "url" in e.get("params", {})}
+    assert not [url for url in asked if url.startswith("http") and "127.0.0.1" not in url and "google" not in url]
+
+
+def test_bad_names_get_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedlora.cli", "experiment", "run", "nothing", "--experiments", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "error: there is no experiment" in done.stderr

@@ -1,0 +1,643 @@
+"""FedLoRA on Flower, in one process. Kinds of evidence: *parity* (the in-process engine is the reference: the same
+server state, bit for bit, with every message through Flower's own wire format), *contract* (what travels comes back),
+*attack* (forged replies, late ones, nodes that fail: nothing that was accepted is lost). Processes: test_deployment.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("flwr")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+
+from fedlora import Adapter, Client, Server, build
+from fedlora.core.trainer import Trained
+from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
+from fedlora.flower.codecs import StockClients
+from fedlora.flower.node import Node
+from fedlora.flower.policy import Policy
+from fedlora.flower.records import NUMPY, RAW, RecordError, parcel_record, record_parcel, to_array, to_tensor
+from fedlora.flower.resident import TrainerFailed, ask, private_directory, serve, socket_of
+from fedlora.flower.wire import receive_message, send_message
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from support.federations import noise
+from support.flower_grid import (
+    RANKS,
+    RUN,
+    SHAPES,
+    LocalGrid,
+    Toy,
+    Watching,
+    bits,
+    close,
+    federation,
+    seed_adapter,
+    wired,
+)
+
+# ---- parity ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "glora",
+        "fedit",
+        "flexlora",
+        "svd",
+        "fedsa-lora",
+        "ffa-lora",
+        "fedsvd",
+        "fedex-lora",
+        "flora",
+        "hetlora",
+        "rolora",
+        "lora-fair",
+        "fedrot-lora",
+    ],
+)
+@pytest.mark.parametrize("participation", [1.0, 0.7])
+def test_flower_and_the_engine_have_the_same_server_state(tmp_path: Path, method: str, participation: float) -> None:
+    """Three rounds, all messages through Flower's wire format, clients' state on disk: bit for bit `simulate`'s."""
+    equal = method in ("fedit", "fedsa-lora", "fedex-lora", "rolora", "lora-fair", "fedrot-lora")
+    ranks = dict.fromkeys(RANKS, 4) if equal else RANKS
+    server = Server(build(method), seed=3)
+    there, here = Watching(), Watching()
+    strategy, grid = federation(tmp_path, server, ranks, participation=participation, seed=5, trainer=there)
+    strategy.start(grid, num_rounds=3)
+    clients = [Client(name, rank) for name, rank in ranks.items()]
+    records = list(
+        simulate(server, clients, here, start(server, seed_adapter()), rounds=3, participation=participation, seed=5)
+    )
+    got, want = strategy.memory.state, records[-1].state
+    assert got.round == want.round == 3
+    if method == "fedex-lora" and participation < 1:  # who was away adds up the steps that it missed: rounding differs
+        close(got.server, want.server)
+    else:
+        assert bits(got.server) == bits(want.server)
+        assert there.got == here.got  # also what clients do not train, and the server replaces (fedsvd's A)
+    assert {n: m.ranks for n, m in got.clients.items()} == {n: m.ranks for n, m in want.clients.items()}
+
+
+def test_what_travels_is_what_the_engine_counts(tmp_path: Path) -> None:
+    """Bytes of the arrays down, against `Traffic`: frozen parts once, base changes in steps."""
+    for method in ("ffa-lora", "fedsvd", "fedex-lora", "glora"):
+        ranks = dict.fromkeys(RANKS, 4)
+        server = Server(build(method))
+        strategy, grid = federation(tmp_path / method, server, ranks)
+        strategy.start(grid, num_rounds=3)
+        records = list(simulate(server, [Client(n, 4) for n in ranks], Toy(), start(server, seed_adapter()), rounds=3))
+        for k, record in enumerate(records):
+            mine = grid.sent[3 * k : 3 * k + 3]
+            sent = sum(len(a.data) for m in mine for a in m.content.array_records["arrays"].values())
+            assert sent == record.bytes.down_adapter + record.bytes.down_heads + record.bytes.down_base, (method, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_tensors_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+    tensor = noise((5, 3), "t", dtype=torch.float64).to(dtype)
+    tensor[0, 0], tensor[1, 1] = float("nan"), -0.0  # the server refuses them; the wire does not change them
+    record = RecordDict({"arrays": ArrayRecord({"x": to_array(tensor.mT)})})
+    message = wired(Message(record, 7, "train"))
+    back = to_tensor(message.content.array_records["arrays"]["x"], (3, 5), "x")
+    assert back.dtype == dtype
+    assert torch.equal(back.contiguous().view(torch.uint8), tensor.mT.contiguous().view(torch.uint8))
+
+
+def test_a_parcel_comes_back_as_it_was() -> None:
+    from fedlora.core.parcels import pack
+
+    server = Server(build("fedex-lora"))
+    state = start(server, seed_adapter()).server
+    parcel = pack(server.download(state, Client("one", 4)), None)
+    back, run = record_parcel(wired(Message(parcel_record(parcel, "r"), 7, "train")).content)
+    assert run == "r" and (back.client, back.round, back.roles) == (parcel.client, parcel.round, parcel.roles)
+    assert {k: t.tolist() for k, t in back.tensors().items()} == {k: t.tolist() for k, t in parcel.tensors().items()}
+    assert back.ranks == parcel.ranks and back.versions == parcel.versions and back.held is None
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def good_state(folder: Path, method: str = "glora", without: str = "three") -> Any:
+    """The state of one round in which `without` did not take part."""
+    server = Server(build(method), quorum=1)
+    strategy, grid = federation(folder, server)
+    grid.offline = {without}
+    strategy.start(grid, num_rounds=1)
+    return strategy.memory.state.server
+
+
+def altered(**changes: Callable[[Any], Any]) -> Callable[[Message, Message], Message]:
+    """A reply with other records."""
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        content = reply.content
+        for name, change in changes.items():
+            content[name] = change(content[name])
+        return reply
+
+    return meddle
+
+
+def arrays(change: Callable[[dict[str, Array]], None]) -> Callable[[Message, Message], Message]:
+    def alter(record: ArrayRecord) -> ArrayRecord:
+        found = dict(record)
+        change(found)
+        return ArrayRecord(found)
+
+    return altered(arrays=alter)
+
+
+def forged(name: str = "B/a.q", **fields: Any) -> Callable[[Message, Message], Message]:
+    def alter(found: dict[str, Array]) -> None:
+        a = found[name]
+        made = Array(a.dtype, a.shape, a.stype, a.data)
+        for field, value in fields.items():
+            setattr(made, field, value)
+        found[name] = made
+
+    return arrays(alter)
+
+
+def said(**changes: Any) -> Callable[[Message, Message], Message]:
+    def alter(record: ConfigRecord) -> ConfigRecord:
+        return ConfigRecord({**dict(record), "upload": json.dumps(json.loads(str(record["upload"])) | changes)})
+
+    return altered(config=alter)
+
+
+def numbers(**changes: Any) -> Callable[[Message, Message], Message]:
+    names = {name.replace("_", "-"): value for name, value in changes.items()}
+    return altered(metrics=lambda record: MetricRecord({**dict(record), **names}))
+
+
+def numpy_header(text: str, length: int | None = None) -> bytes:
+    body = text.encode()
+    return b"\x93NUMPY\x01\x00" + (length or len(body)).to_bytes(2, "little") + body
+
+
+HUGE = numpy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (12, 3), }" + " " * 30)
+ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
+    "wrong shape": (forged(shape=(12, 2)), "it must be (12, 3)"),
+    "transposed": (forged(shape=(3, 12)), "it must be (12, 3)"),
+    "rank-1 broadcast": (
+        arrays(lambda f: f.update({"B/a.q": to_array(torch.ones(12, 1)), "A/a.q": to_array(torch.ones(1, 9))})),
+        "it must be (12, 3)",
+    ),
+    "one dimension": (forged(shape=(36,)), "it must be (12, 3)"),
+    "a huge count": (forged(shape=(12, 2**30)), "it must be (12, 3)"),
+    "fewer bytes": (forged(data=b"\0" * 10), "and 10 came"),
+    "more bytes": (forged(data=b"\0" * 1000), "and 1,000 came"),
+    "another type": (forged(dtype="int64"), "one of float64"),
+    "object type": (forged(dtype="object"), "one of float64"),
+    "unknown packing": (forged(stype="pickle"), "packed as 'pickle'"),
+    "no numpy": (forged(stype=NUMPY), "is no numpy array"),
+    "numpy header too long": (
+        forged(stype=NUMPY, data=numpy_header("x" * 50, 60000) + b"\0" * 70000),
+        "numpy header of",
+    ),
+    "numpy header of another shape": (
+        forged(
+            stype=NUMPY,
+            data=numpy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (999999, 999999)}") + b"\0" * 144,
+        ),
+        "its header says",
+    ),
+    "numpy header with objects": (
+        forged(
+            stype=NUMPY, data=numpy_header("{'descr': '|O', 'fortran_order': False, 'shape': (12, 3)}") + b"\0" * 144
+        ),
+        "numpy header that is not read",
+    ),
+    "numpy header that is code": (
+        forged(stype=NUMPY, data=numpy_header("__import__('os').abort()") + b"\0" * 144),
+        "numpy header that is not read",
+    ),
+    "NaN": (arrays(lambda f: f.update({"B/a.q": to_array(torch.full((12, 3), float("nan")))})), "NaN or Inf"),
+    "infinite head": (
+        arrays(lambda f: f.update({"heads/head.weight": to_array(torch.full((3, 5), float("inf")))})),
+        "NaN or Inf",
+    ),
+    "a missing tensor": (arrays(lambda f: f.pop("A/b.v") and None), "1 tensors are missing"),
+    "a tensor too many": (arrays(lambda f: f.update({"B/evil": to_array(torch.ones(2, 2))})), "1 were not asked for"),
+    "no arrays": (altered(arrays=lambda r: ArrayRecord({})), "tensors are missing"),
+    "NaN examples": (numbers(num_examples=float("nan")), "num_examples"),
+    "infinite examples": (numbers(num_examples=float("inf")), "num_examples"),
+    "negative examples": (numbers(num_examples=-5.0), "num_examples"),
+    "no examples": (altered(metrics=lambda r: MetricRecord({"loss": 1.0})), "no number 'num-examples'"),
+    "an earlier round": (said(round=-1), "this is round 0"),
+    "another run": (said(run="other"), "of 'test'"),
+    "another form": (said(form="subspace"), "'factors' was asked for"),
+    "kept names": (said(kept=[1, 2]), "no list of names"),
+    "kept names that nobody has": (said(kept=["x" * 1000]), "no list of names"),
+    "no json": (altered(config=lambda r: ConfigRecord({"protocol": "fedlora/2", "upload": "{"})), "not JSON"),
+    "deep json": (
+        altered(config=lambda r: ConfigRecord({"protocol": "fedlora/2", "upload": "[" * 100000})),
+        "not JSON",
+    ),
+    "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), "fedlora/2"),
+    "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), "fedlora/2"),
+    "its app raised": (lambda asked, reply: Message(Error(2, "boom"), reply_to=asked), "it failed: boom"),
+    "nothing came": (lambda asked, reply: None, "nothing"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_bad_reply_costs_its_sender_the_round_and_nobody_else(tmp_path: Path, name: str) -> None:
+    """The state is what it is without that client, bit for bit but for the tally's reasons; the reason is recorded."""
+    meddle, reason = ATTACKS[name]
+    server = Server(build("glora"), quorum=1)
+    facts: list[Any] = []
+    strategy, grid = federation(tmp_path / "a", server, on_round=facts.append)
+    grid.meddle = {"three": meddle}
+    strategy.start(grid, num_rounds=1)
+    want = good_state(tmp_path / "b")
+    tally = strategy.memory.state.server.tally
+    assert tally is not None and set(tally.weights) == {"one", "two"}
+    assert bits(replace(strategy.memory.state.server, tally=None)) == bits(replace(want, tally=None))
+    if name == "nothing came":
+        assert facts[0]["refused"] == {}
+    else:
+        assert reason in facts[0]["refused"]["three"], facts[0]["refused"]
+        counted = {} if name == "its app raised" else {"three": 1}  # a failure at the client is no attempt at anything
+        assert strategy.memory.refusals == counted
+    strategy.start(grid, num_rounds=2)  # and the next round works, whatever is held by now
+    assert strategy.round == 2
+
+
+def test_a_second_reply_and_a_late_one_do_not_count(tmp_path: Path) -> None:
+    server = Server(build("glora"), quorum=1)
+    facts: list[Any] = []
+    strategy, grid = federation(tmp_path, server, on_round=facts.append)
+    kept: list[Message] = []
+
+    def twice(asked: Message, reply: Message) -> list[Message]:
+        kept.append(reply)
+        return [reply, reply]
+
+    def late(asked: Message, reply: Message) -> list[Message]:
+        return [kept[0]]
+
+    grid.meddle = {"two": twice}
+    strategy.start(grid, num_rounds=1)
+    assert set(facts[0]["weights"]) == set(RANKS) and "a second reply" in facts[0]["refused"]["two"]
+    grid.meddle = {"two": late}
+    strategy.start(grid, num_rounds=2)
+    assert set(facts[1]["weights"]) == {"one", "three"} and "late or replayed" in facts[1]["refused"]["two"]
+
+
+def test_a_client_is_quarantined_after_k_refusals_and_that_survives_a_restart(tmp_path: Path) -> None:
+    server = Server(build("glora"), quorum=1)
+    policy = Policy(RANKS, quarantine=2, retries=0)
+    strategy, grid = federation(tmp_path, server, policy=policy)
+    grid.meddle = {"three": ATTACKS["NaN"][0]}
+    strategy.start(grid, num_rounds=2)
+    asked = len(grid.sent)
+    assert strategy.memory.refusals == {"three": 2}
+    again, grid2 = federation(tmp_path, server, policy=policy, resume=True)
+    assert again.round == 2 and again.memory.refusals == {"three": 2}
+    again.start(grid2, num_rounds=3)
+    assert asked == 6 and len(grid2.sent) == 2
+    assert "quarantine" in again.refused["three"]
+
+
+def test_a_third_of_the_nodes_corrupt(tmp_path: Path) -> None:
+    """Nine clients, three of them hostile in three ways, five rounds: the honest six's state."""
+    ranks = {f"c{k}": 2 + k % 3 for k in range(9)}
+    server = Server(build("glora"), quorum=4)
+    strategy, grid = federation(tmp_path / "a", server, ranks, policy=Policy(ranks, quarantine=2, retries=0))
+    grid.meddle = {"c1": ATTACKS["NaN"][0], "c4": ATTACKS["nothing at all"][0], "c7": ATTACKS["its app raised"][0]}
+    strategy.start(grid, num_rounds=5)
+    honest, grid2 = federation(tmp_path / "b", server, ranks, policy=Policy(ranks, retries=0))
+    grid2.offline = {"c1", "c4", "c7"}
+    honest.start(grid2, num_rounds=5)
+    got, want = (replace(s.memory.state.server, tally=None) for s in (strategy, honest))
+    assert bits(got) == bits(want)
+
+
+def test_too_few_replies_are_tried_again_and_then_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a run that ends well without training: the error names who was missing, the state is stored."""
+    monkeypatch.setattr("fedlora.flower.strategy.time.sleep", lambda s: None)
+    server = Server(build("glora"), quorum=3)
+    strategy, grid = federation(tmp_path, server, policy=Policy(RANKS, retries=2, deadline=0.05, quarantine=0))
+    strategy.start(grid, num_rounds=1)
+    before = bits(strategy.memory.state)
+    grid.meddle = {"two": ATTACKS["its app raised"][0]}
+    grid.offline = {"one"}
+    with pytest.raises(QuorumNotMet, match=r"quorum is 3.*one.*not online"):
+        strategy.start(grid, num_rounds=2)
+    assert len(grid.sent) == 3 + 3 * 2  # three attempts at two clients
+    assert bits(strategy.memory.state) == before
+    again, grid = federation(tmp_path, server, resume=True)
+    again.start(grid, num_rounds=2)
+    assert again.round == 2
+
+
+@pytest.mark.parametrize("method", ["glora", "fedsa-lora", "fedex-lora", "ffa-lora"])
+@pytest.mark.parametrize("lost", ["before the reply", "after the reply"])
+def test_killed_and_resumed_is_the_same_trajectory(tmp_path: Path, method: str, lost: str) -> None:
+    """The server dies in round 3, before or after all its clients stored theirs. Reference: never interrupted."""
+    ranks = dict.fromkeys(RANKS, 4)
+    server = Server(build(method))
+    whole, grid = federation(tmp_path / "a", server, ranks)
+    whole.start(grid, num_rounds=4)
+
+    strategy, grid = federation(tmp_path / "b", server, ranks)
+    strategy.start(grid, num_rounds=2)
+
+    class Killed(BaseException): ...
+
+    def die(asked: Message, reply: Message) -> Message:
+        raise Killed
+
+    grid.meddle = {("one" if lost == "before the reply" else "three"): die}
+    with pytest.raises(Killed):
+        strategy.start(grid, num_rounds=4)
+    again, grid = federation(tmp_path / "b", server, ranks, resume=True)
+    assert again.round == 2
+    again.start(grid, num_rounds=4)
+    assert bits(again.memory.state.server) == bits(whole.memory.state.server)
+
+
+def test_a_node_that_lost_its_state_says_so_and_is_sent_everything_next_time(tmp_path: Path) -> None:
+    """FFA-LoRA's A travels once. A node whose disk was replaced misses it: one round without it, then all is well."""
+    ranks = dict.fromkeys(RANKS, 4)
+    facts: list[Any] = []
+    strategy, grid = federation(tmp_path, Server(build("ffa-lora"), quorum=2), ranks, on_round=facts.append)
+    strategy.start(grid, num_rounds=1)
+    for path in (tmp_path / "nodes" / "two").rglob("*.safetensors"):
+        path.unlink()
+    strategy.start(grid, num_rounds=3)
+    assert "left out of what came" in facts[1]["refused"]["two"]
+    assert set(facts[2]["weights"]) == set(RANKS) and not facts[2]["refused"]
+
+
+def test_a_full_disk_loses_nothing_that_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, grid = federation(tmp_path, Server(build("glora")))
+    strategy.start(grid, num_rounds=2)
+    stored = {p.name: p.read_bytes() for p in (tmp_path / "server").iterdir()}
+    nodes = {p: p.read_bytes() for p in (tmp_path / "nodes").rglob("*.safetensors")}
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises((CheckpointError, QuorumNotMet), match=r"No space left|quorum"):
+        strategy.start(grid, num_rounds=3)
+    monkeypatch.undo()
+    assert {p.name: p.read_bytes() for p in (tmp_path / "server").iterdir() if p.suffix != ".part"} == stored
+    assert all(path.read_bytes() == content for path, content in nodes.items())
+    again, grid = federation(tmp_path, Server(build("glora")), resume=True)
+    again.start(grid, num_rounds=3)
+    assert again.round == 3
+
+
+# ---- policy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.2, 0.34, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(
+    "claimed", [[1, 1, 1, 1, 1, 1], [1, 2, 3, 1000, 5, 6], [1e9, 1e9, 1, 2, 3, 4], [7, 7, 7, 7, 7, 1e12]]
+)
+def test_no_share_is_larger_than_allowed(share: float, claimed: list[float]) -> None:
+    """Property; and counts that are within bounds are left alone, the order of counts is kept."""
+    counts = Policy({"x": 1}, max_weight_share=share, max_examples=1e15).examples(
+        {str(k): n for k, n in enumerate(claimed)}
+    )
+    total = sum(counts.values())
+    assert max(counts.values()) <= share * total * (1 + 1e-12)
+    assert all(counts[str(k)] <= n for k, n in enumerate(claimed))
+    assert all((counts[str(i)] <= counts[str(j)]) for i in range(6) for j in range(6) if claimed[i] <= claimed[j])
+    if max(claimed) <= share * sum(claimed):
+        assert counts == {str(k): n for k, n in enumerate(claimed)}
+
+
+def test_a_share_that_so_few_cannot_keep_makes_all_alike() -> None:
+    assert Policy({"x": 1}, max_weight_share=0.3).examples({"a": 5, "b": 9, "c": 0}) == {"a": 1, "b": 1, "c": 0}
+
+
+def test_the_share_is_capped_in_a_round(tmp_path: Path) -> None:
+    strategy, grid = federation(tmp_path, Server(build("glora")), policy=Policy(RANKS, max_weight_share=0.4))
+    grid.meddle = {"one": numbers(num_examples=1e8)}
+    strategy.start(grid, num_rounds=1)
+    tally = strategy.memory.state.server.tally
+    assert tally is not None and max(tally.weights.values()) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no table [clients]"),
+        ("[clients]\n", "no clients"),
+        ("[clients]\na = 0\n", "whole numbers from 1"),
+        ("max_rank = 4\n[clients]\na = 8\n", "max_rank = 4"),
+        ("colour = 1\n[clients]\na = 8\n", "unknown field 'colour'"),
+        ("max_weight_share = 0\n[clients]\na = 8\n", "positive number"),
+        ("[clients\n", "cannot be read"),
+    ],
+)
+def test_a_bad_policy_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        Policy.read(tmp_path / "policy.toml")
+
+
+# ---- stock PEFT clients ----------------------------------------------------------------------------------------------
+
+
+class StockNode:
+    """A FlowerTune client: gets a PEFT state dict as numpy arrays, adds to it, sends it back."""
+
+    def __init__(self, step: float) -> None:
+        self.step = step
+
+    def work(self, record: RecordDict) -> RecordDict:
+        state = record.array_records["arrays"].to_torch_state_dict()
+        moved = {name: tensor + self.step for name, tensor in state.items()}
+        return RecordDict(
+            {"arrays": ArrayRecord(moved), "metrics": MetricRecord({"num-examples": 10, "train_loss": 0.5})}
+        )
+
+
+def test_stock_peft_clients_need_nothing_of_fedlora(tmp_path: Path) -> None:
+    """alpha / r = 4 at the clients and 1 at the server: the update is the mean of 4 (B + s)(A + s), by hand."""
+    ranks = dict.fromkeys(RANKS, 4)
+    server = Server(build("glora"), heads="frozen")
+    nodes = {name: StockNode(0.1 * (k + 1)) for k, name in enumerate(ranks)}
+    strategy, grid = federation(tmp_path, server, ranks, nodes=nodes, codec=StockClients(r=4, alpha=16))
+    strategy.start(grid, num_rounds=1)
+    start_A = {m: lora.factors[1] for m, lora in seed_adapter(4).modules.items()}
+    for module, lora in server.global_update(strategy.memory.state.server).items():
+        d_out, _ = SHAPES[module]
+        want = sum(
+            4.0 * torch.full((d_out, 4), 0.1 * (k + 1)).double() @ (start_A[module].double() + 0.1 * (k + 1)) / 3
+            for k in range(3)
+        )
+        torch.testing.assert_close(lora.map(Tensor.double).delta(), want, atol=1e-5, rtol=1e-5)
+    names = set(grid.sent[0].content.array_records["arrays"])
+    assert names == {f"base_model.model.{m}.lora_{f}.weight" for m in SHAPES for f in "AB"}
+
+
+@pytest.mark.parametrize("method", ["fedex-lora", "flora", "fedsa-lora", "ffa-lora", "rolora"])
+def test_methods_that_stock_clients_cannot_run_are_refused(tmp_path: Path, method: str) -> None:
+    with pytest.raises(ConfigError, match="stock PEFT clients do neither"):
+        federation(tmp_path, Server(build(method)), dict.fromkeys(RANKS, 4), codec=StockClients(4, 8))
+    with pytest.raises(ConfigError, match="stock clients have r = 8"):
+        federation(tmp_path, Server(build("glora")), dict.fromkeys(RANKS, 4), codec=StockClients(8, 8))
+
+
+# ---- the resident trainer --------------------------------------------------------------------------------------------
+
+
+def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path) -> None:
+    """The same work in this process and through the socket; an exception comes back as its words; strangers' modes."""
+    server = Server(build("glora"))
+    from fedlora.core.parcels import pack
+
+    state = start(server, seed_adapter()).server
+    record = parcel_record(pack(server.download(state, Client("one", 2)), None), RUN)
+    folder = tmp_path / "n"
+    work = Node("one", Toy(), tmp_path / "state").work
+    sock = socket_of(tmp_path / "unused.toml", "one", folder)
+    thread = threading.Thread(target=serve, args=(work, sock), kwargs={"owner": None, "idle": 1.5}, daemon=True)
+    thread.start()
+    for _ in range(100):
+        if sock.exists():
+            break
+        threading.Event().wait(0.02)
+    assert folder.stat().st_mode & 0o777 == 0o700 and sock.stat().st_mode & 0o777 == 0o600
+    reply = ask(tmp_path / "unused.toml", "one", folder, record)
+    alone = Node("one", Toy(), tmp_path / "other").work(record)
+    assert {k: a.data for k, a in reply["arrays"].items()} == {k: a.data for k, a in alone["arrays"].items()}
+    assert dict(reply["metrics"]) == dict(alone["metrics"]) and dict(reply["config"]) == dict(alone["config"])
+    with pytest.raises(TrainerFailed, match="'one', and the work is for 'two'"):
+        other = parcel_record(pack(server.download(state, Client("two", 2)), None), RUN)
+        ask(tmp_path / "unused.toml", "one", folder, other)
+    thread.join(10)
+    assert not thread.is_alive() and not sock.exists()
+
+
+def test_a_trainer_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(TrainerFailed, match=r"did not start: .*nothing\.toml"):
+        ask(tmp_path / "nothing.toml", "one", tmp_path / "n", RecordDict())
+
+
+def test_a_directory_that_others_can_read_becomes_private(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    private_directory(tmp_path / "open")
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_socket_format_is_lossless_and_breaks_off_cleanly() -> None:
+    import socket
+
+    one, other = socket.socketpair()
+    record = RecordDict({"a": ArrayRecord({"x": to_array(torch.ones(2, 3, dtype=torch.bfloat16))}),
+                         "m": MetricRecord({"n": 1.5}), "c": ConfigRecord({"s": "t"})})  # fmt: skip
+    threading.Thread(target=send_message, args=(one, {"do": "it"}, record)).start()
+    words, back = receive_message(other)
+    assert words == {"do": "it"} and back is not None
+    assert back["a"]["x"].data == record["a"]["x"].data and back["a"]["x"].stype == RAW
+    assert dict(back["m"]) == {"n": 1.5} and dict(back["c"]) == {"s": "t"}
+    one.send(b"\0" * 5)
+    one.close()
+    with other, pytest.raises(ConnectionError, match="broke off"):
+        receive_message(other)
+
+
+def test_work_for_another_client_or_of_no_server_is_refused(tmp_path: Path) -> None:
+    node = Node("one", Toy(), tmp_path)
+    with pytest.raises(RecordError, match="no parcel of fedlora/2"):
+        node.work(RecordDict({"config": ConfigRecord({"x": 1})}))
+
+
+def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
+    """examples/flowertune: the same state dict in as with FedAvg; stock clients receive B = 0 and A of their rank."""
+    from fedlora.flower.stock import stock_strategy
+
+    state = {
+        f"base_model.model.{m}.lora_{f}.weight": t
+        for m, lora in seed_adapter(4).modules.items()
+        for f, t in lora.tensors().items()
+    }
+    strategy = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rho=1.0)
+    grid = LocalGrid({name: StockNode(0.1) for name in RANKS})  # type: ignore[misc]
+    result = strategy.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=2)
+    first = grid.sent[0].content.array_records["arrays"].to_torch_state_dict()
+    assert first.keys() == state.keys() and strategy.round == 2 and result.arrays is not None
+    for key, tensor in first.items():
+        if "lora_B" in key:
+            assert not tensor.any()  # B = 0; A may be in other coordinates, which change nothing then
+    with pytest.raises(ConfigError, match="no LoRA factor of rank 8"):
+        stock_strategy(state, r=8, alpha=16, clients=["x"])
+
+
+def test_a_refused_claim_raises_nobodys_share(tmp_path: Path) -> None:
+    """An accomplice claims as much and sends NaN: the cap is over those that count, not over those that claim."""
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=1), policy=Policy(RANKS, max_weight_share=0.5, retries=0)
+    )
+    nan = ATTACKS["NaN"][0]
+    grid.meddle = {
+        "one": numbers(num_examples=1e9),
+        "three": lambda asked, reply: numbers(num_examples=1e9)(asked, nan(asked, reply)),
+    }
+    strategy.start(grid, num_rounds=1)
+    tally = strategy.memory.state.server.tally
+    assert tally is not None and tally.weights == pytest.approx({"one": 0.5, "two": 0.5})
+
+
+def test_a_quarantined_client_is_not_drawn_any_more(tmp_path: Path) -> None:
+    """Two of three a round, a quorum of two, one hostile: the run would stop for ever if it were drawn again."""
+    policy = Policy(RANKS, quarantine=1, retries=1)
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), policy=policy, participation=0.67)
+    grid.meddle = {"three": ATTACKS["NaN"][0]}
+    strategy.start(grid, num_rounds=6)
+    assert strategy.round == 6 and set(strategy.memory.refusals) <= {"three"}
+
+
+@pytest.mark.parametrize("method", ["glora", "fedsa-lora"])
+def test_a_node_keeps_the_state_that_a_round_starts_from_however_often_it_is_played(
+    tmp_path: Path, method: str
+) -> None:
+    """Training that is not reproducible (as on a GPU) leaves another file each time; and a federation begun anew in the
+    same folder meets states of later rounds."""
+    from fedlora.core.parcels import pack
+
+    class Restless(Toy):
+        calls = 0
+
+        def train(self, download: Any, adapter: Adapter, position: int) -> Trained:
+            self.calls += 1
+            done = super().train(download, adapter, position)
+            return replace(done, adapter=done.adapter.map(lambda t: t + 1e-6 * self.calls))
+
+    server, node = Server(build(method)), Node("one", Restless(), tmp_path)
+    state = start(server, seed_adapter()).server
+
+    def play(round: int) -> float:
+        download = replace(server.download(state, Client("one", 4)), round=round)
+        return float(node.work(parcel_record(pack(download, None), RUN))["metrics"]["loss"])
+
+    assert [play(0), play(1), play(2)] == pytest.approx([0.5, 0.8, 1.1])  # the loss tells the data position
+    assert [play(2), play(2), play(2)] == pytest.approx([1.1] * 3)
+    assert [play(0), play(1)] == pytest.approx([0.5, 0.8])  # begun anew
+    for path in tmp_path.rglob("round-00001*"):
+        path.unlink()
+    from fedlora.errors import KeptStateError
+
+    with pytest.raises(KeptStateError, match="is not in"):
+        play(1)

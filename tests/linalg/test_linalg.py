@@ -1,0 +1,197 @@
+"""The numerical primitives against dense numpy, and what they must never do. Kinds: oracle, structural."""
+
+from __future__ import annotations
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora.analysis.audit import padded_average_error
+from fedlora.linalg import (
+    gauge_fix,
+    gauge_split,
+    gauge_splits,
+    rank_tolerance,
+    right_svd,
+    svd_of_product,
+    unit_roundoff,
+)
+from support import families
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def orthonormality(U: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(U.mT.double() @ U.double() - torch.eye(U.shape[1], dtype=torch.float64)))
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest result of any torch operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["glora", "flexlora", "fedex-lora", "fedit", "padded-average"])
+def test_no_matrix_of_the_size_of_the_weight_is_ever_formed(name: str, dtype: torch.dtype) -> None:
+    """While sum r_i < min(d_out, d_in): init, aggregate, download, global update, diagnostics, every torch result."""
+    d_out, d_in, r = 300, 260, 4
+    seed = Adapter({"m": LoRA(torch.zeros(d_out, r, dtype=dtype), randn(r, d_in, dtype=dtype))})
+    pairs = {
+        c: LoRA(randn(d_out, r, seed=k, dtype=dtype), randn(r, d_in, seed=-k, dtype=dtype)) for k, c in enumerate("abc")
+    }
+    sent = [Upload(Client(c, r), 1, Adapter({"m": lora})) for c, lora in pairs.items()]
+    server = Server(build(name))
+    with _Largest() as largest:
+        state = server.aggregate(server.init(seed), sent)
+        server.download(state, Client("a", r))
+        server.global_update(state)
+        server.diagnostics(state)
+        padded_average_error(state, sent, {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3})
+    assert largest.numel < d_out * d_in / 4
+    with _Largest() as largest:  # the watch works
+        server.global_update(state)["m"].delta()
+    assert largest.numel == d_out * d_in
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_right_svd_is_numpys(dtype: torch.dtype) -> None:
+    X = randn(40, 7, dtype=dtype)
+    s, V = right_svd(X)
+    want = np.linalg.svd(X.double().numpy())
+    np.testing.assert_allclose(s.numpy(), want[1], rtol=1e-12 if dtype == torch.float64 else 1e-7)
+    np.testing.assert_allclose(np.abs((V.numpy() * want[2].T).sum(0)), 1, atol=1e-7)
+    assert s.dtype == V.dtype == torch.float64
+
+
+def test_gauge_fix_survives_what_breaks_a_float32_gram() -> None:
+    """A column at 1e-6 of the others is signal, not noise: found, orthonormal, product kept to float64 round-off."""
+    B, A = randn(50, 4), randn(4, 30, seed=1)
+    B[:, 2] *= 1e-6
+    for dtype in (torch.float32, torch.float64):
+        stored = B.to(dtype), A.to(dtype)
+        U, Ahat = gauge_fix(*stored, tolerance=rank_tolerance(dtype))
+        assert U.shape == (50, 4)
+        assert U.dtype == torch.float64
+        assert orthonormality(U) < 1e-11
+        want = stored[0].double() @ stored[1].double()
+        assert float(torch.linalg.matrix_norm(U @ Ahat - want) / torch.linalg.matrix_norm(want)) < 1e-14
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_the_fast_gauge_fix_is_the_simple_one(name: str) -> None:
+    """`gauge_splits` against `gauge_fix`, client by client, on every hard family: ranks, spans and products."""
+    case = families.family(name, dtype=np.float32)
+    pairs = [tuple(torch.from_numpy(x.copy()) for x in pair) for _, pair in sorted(case.uploads.items())]
+    tolerance = rank_tolerance(torch.float32)
+    fast = gauge_splits(pairs, tolerances=[tolerance] * len(pairs))  # type: ignore[arg-type]
+    for (B, A), split in zip(pairs, fast, strict=True):
+        U, Ahat = split.U, split.Ahat
+        simple, coordinates = gauge_fix(B, A, tolerance=tolerance)
+        assert U.shape == simple.shape
+        assert orthonormality(U) < 1e-9
+        assert float(torch.linalg.matrix_norm(U @ U.mT - simple @ simple.mT)) < 1e-8
+        product = simple @ coordinates
+        assert float(torch.linalg.matrix_norm(U @ Ahat - product)) <= 1e-12 * float(torch.linalg.matrix_norm(product))
+
+
+def test_gauge_fix_of_nothing_has_rank_zero() -> None:
+    zero_B, zero_A = (torch.zeros(9, 3), randn(3, 7)), (randn(9, 3), torch.zeros(3, 7))
+    for B, A in (zero_B, zero_A, (torch.zeros(9, 0), torch.zeros(0, 7))):
+        U, Ahat = gauge_fix(B.double(), A.double(), tolerance=1e-11)
+        assert U.shape == (9, 0)
+        assert Ahat.shape == (0, 7)
+
+
+def test_noise_in_svd_form_is_no_direction() -> None:
+    """A client that sends (U S, V^T) of a rank-3 update at r = 6: columns of size 1e-16 are rounding."""
+    U, s, Vh = torch.linalg.svd(randn(40, 3) @ randn(3, 30, seed=1), full_matrices=False)
+    for dtype in (torch.float64, torch.float32):
+        B, A = (U[:, :6] * s[:6]).to(dtype), Vh[:6].to(dtype)
+        (split,) = gauge_splits([(B, A)], tolerances=[rank_tolerance(dtype)])
+        assert split.U.shape[1] == 3
+
+
+def test_a_large_row_of_a_behind_a_zero_column_of_b_hides_nothing() -> None:
+    """A dead slot must not raise the noise level of the others: B tiny after a first step, one slot untouched."""
+    B, A = 1e-7 * randn(30, 4), randn(4, 20, seed=1)
+    B[:, 3] = 0
+    U, _ = gauge_fix(B.float(), A.float(), tolerance=rank_tolerance(torch.float32))
+    assert U.shape[1] == 3
+
+
+@pytest.mark.parametrize("canonical", ["product", "B"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_a_split_loses_nothing(name: str, dtype: torch.dtype, canonical: str) -> None:
+    """U Ahat + U_rest A_rest is B A of the stored factors, in float64, whatever the tolerance takes for rounding."""
+    case = families.family(name, dtype=np.float64)
+    for B, A in case.uploads.values():
+        stored = tuple(torch.from_numpy(x.copy()).to(dtype) for x in (B, A))
+        split = gauge_split(*stored, tolerance=rank_tolerance(dtype), canonical=canonical)  # type: ignore[arg-type]
+        want = stored[0].double() @ stored[1].double()
+        terms = float(
+            torch.linalg.vector_norm(stored[0].double(), dim=0) @ torch.linalg.vector_norm(stored[1].double(), dim=1)
+        )
+        assert (
+            float(torch.linalg.matrix_norm(split.U @ split.Ahat + split.U_rest @ split.A_rest - want)) <= 1e-14 * terms
+        )
+        assert orthonormality(torch.cat([split.U, split.U_rest], dim=1)) < 1e-12
+
+
+def test_svd_of_product_agrees_with_dense_svd() -> None:
+    B, A = randn(30, 6), randn(6, 25, seed=1)
+    U, s, Vt = np.linalg.svd((B @ A).numpy())
+    got = svd_of_product(B, A, tolerance=1e-11)
+    np.testing.assert_allclose(got.s.numpy(), s[:6], rtol=1e-12)
+    np.testing.assert_allclose(((got.U * got.s) @ got.Vh).numpy(), (U[:, :6] * s[:6]) @ Vt[:6], atol=1e-11)
+    largest = got.U.gather(0, got.U.abs().argmax(0, keepdim=True))
+    assert bool((largest > 0).all())
+
+
+@pytest.mark.parametrize("near", [1e-3, 1e-5, 1e-7])
+def test_svd_of_product_is_right_where_terms_nearly_cancel(near: float) -> None:
+    """[B, -B'] @ [A; A] in float32 with B' near B: the float64 product of the stored factors, to storing."""
+    B, A = randn(60, 4).float(), randn(4, 50, seed=1).float()
+    other = B + near * randn(60, 4, seed=2).float()
+    stacked = torch.cat([B, -other], dim=1), torch.cat([A, A])
+    want = stacked[0].double() @ stacked[1].double()
+    got = svd_of_product(*stacked, tolerance=rank_tolerance(torch.float32))
+    found = (got.U.double() * got.s) @ got.Vh.double()
+    assert float(torch.linalg.matrix_norm(found - want) / torch.linalg.matrix_norm(want)) < 2e-7 + (
+        1e-4 if near == 1e-3 else 0
+    )
+    assert got.sound == 4
+
+
+def test_svd_of_product_sees_cancellation_as_zero() -> None:
+    """[B, -B] @ [A; A] is zero up to rounding of its terms: rank 0, not noise of full rank."""
+    B, A = randn(30, 4).float(), randn(4, 20, seed=1).float()
+    assert svd_of_product(torch.cat([B, -B], 1), torch.cat([A, A]), tolerance=rank_tolerance(torch.float32)).rank == 0
+
+
+def test_unit_roundoff_is_half_the_spacing_at_one() -> None:
+    """2^-53, 2^-24, 2^-8, 2^-11: IEEE 754 and bfloat16, with 53, 24, 8 and 11 significand bits."""
+    bits = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+    assert all(unit_roundoff(dtype) == 2.0**-n for dtype, n in bits.items())
+
+
+def test_shapes_are_checked_in_tests() -> None:
+    """The jaxtyping hook (pyproject, addopts) is on: factors that share no S are an error of type, not a broadcast."""
+    with pytest.raises(jaxtyping.TypeCheckError):
+        gauge_fix(torch.zeros(5, 3), torch.zeros(4, 2), tolerance=1e-9)

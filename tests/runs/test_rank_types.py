@@ -1,0 +1,350 @@
+"""Clients whose attention and feed-forward modules have different ranks, through whole runs. Tiny transformers.
+
+Kinds of evidence: *end-to-end* (`clients.ranks` with two ranks, and FlexLoRA's profiles, on all linear layers, to what
+is uploaded and written and what peft loads of it) and *oracle* (ranks by lists of module names, bytes by shapes, the
+server's update and its best approximations by dense float64 matrices).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlora import read_adapter
+from fedlora.runs.config import RunConfig, load_config
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from support.command_line import Said, invoke
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.peft_models import peft_layers, peft_updates
+from support.projects import CONFIG, configured, peft_model, ran, same_run
+from support.recorded import Call, recording
+from support.tiny_models import bert, llama
+from support.training_data import instructions, save_model
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+# tiny_models.bert: each linear layer with (d_out, d_in), by kind; the classifier is no LoRA target but a head.
+LAYERS = ("bert.encoder.layer.0", "bert.encoder.layer.1")
+ATTENTION = {
+    f"{layer}.attention.{m}": (32, 32)
+    for layer in LAYERS
+    for m in ("self.query", "self.key", "self.value", "output.dense")
+}
+FEED_FORWARD = {
+    **{f"{layer}.intermediate.dense": (48, 32) for layer in LAYERS},
+    **{f"{layer}.output.dense": (32, 48) for layer in LAYERS},
+    "bert.pooler.dense": (32, 32),
+}
+SHAPES = ATTENTION | FEED_FORWARD
+ALL_LINEAR = "lora.targets=all-linear"
+TYPES = "clients.ranks=[{attention = 2, feed_forward = 3}, 4, {attention = 5, feed_forward = 2}]"
+RANKS = {"site-1": (2, 3), "site-2": (4, 4), "site-3": (5, 2)}  # attention, feed-forward
+
+
+def by_module(attention: int, feed_forward: int) -> dict[str, int]:
+    return dict.fromkeys(ATTENTION, attention) | dict.fromkeys(FEED_FORWARD, feed_forward)
+
+
+def numbers(ranks: Mapping[str, int]) -> int:
+    """How many entries B and A have together."""
+    return sum(r * sum(SHAPES[name]) for name, r in ranks.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    config: RunConfig
+    folder: RunFolder
+    calls: list[Call]
+
+    def uploads(self, round: int) -> dict[str, Any]:
+        directories = sorted(self.folder.uploads(round).iterdir())
+        return {path.name: read_adapter(path, scaling=2.0)[0] for path in directories}
+
+
+def played(config: RunConfig, out: Path) -> Finished:
+    with recording() as calls:
+        return Finished(config, ran(config, out), calls)
+
+
+METHODS = ("glora", "flexlora", "hetlora", "padded-average", "flora", "ffa-lora")
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def typed(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Two rounds of three clients of three types on all linear layers. Tests read it and change nothing."""
+    sets = (
+        ALL_LINEAR,
+        TYPES,
+        "run.rounds=2",
+        "run.keep_uploads=all",
+        "run.readouts=true",
+        "evaluate.clients_at_end=true",
+    )
+    config = configured(project, *sets, f"method.name={request.param}", "train.optimizer=sgd")
+    return played(config, tmp_path_factory.mktemp("typed") / "run")
+
+
+def test_the_lists_of_modules_above_are_the_models_linear_layers() -> None:
+    """`nn.Linear` in the plain model, less the head: what "all-linear" has to mean."""
+    network = bert()
+    linear = {name: tuple(m.weight.shape) for name, m in network.named_modules() if isinstance(m, nn.Linear)}
+    assert {name: shape for name, shape in linear.items() if name != "classifier"} == SHAPES
+
+
+def test_every_module_is_trained_and_uploaded_at_its_clients_own_rank(typed: Finished) -> None:
+    """Attention modules and all others by the two lists above, in both rounds."""
+    assert len(typed.calls) == 6
+    for call in typed.calls:
+        want = by_module(*RANKS[call.client])
+        assert call.received.ranks == call.trained.adapter.ranks == want
+    for round in (1, 2):
+        uploads = typed.uploads(round)
+        assert {client: adapter.ranks for client, adapter in uploads.items()} == {
+            client: by_module(*ranks) for client, ranks in RANKS.items()
+        }
+
+
+def test_the_start_is_common_slot_by_slot(typed: Finished) -> None:
+    """usage.md: for each module the largest rank that any client has there. A client of fewer slots has its first ones,
+    bit for bit; attention's widest client is site-3, the others' site-2."""
+    first = {call.client: call.received for call in typed.calls if call.round == 1}
+    for name in SHAPES:
+        widest = first["site-3" if name in ATTENTION else "site-2"].modules[name].factors[1]
+        assert len({tuple(row.tolist()) for row in widest}) == len(widest)
+        for adapter in first.values():
+            B, A = adapter.modules[name].factors
+            assert torch.equal(A, widest[: len(A)]) and not B.any()
+
+
+def test_bytes_are_those_of_each_modules_rank(typed: Finished) -> None:
+    """float32: 4 (d_out + d_in) r for each module of the lists. FFA-LoRA: B up, and A down in the first round only."""
+    whole = sum(4 * numbers(by_module(*ranks)) for ranks in RANKS.values())
+    b_only = sum(4 * r * SHAPES[n][0] for ranks in RANKS.values() for n, r in by_module(*ranks).items())
+    ffa = typed.config.method.name == "ffa-lora"
+    for line in typed.folder.metrics():
+        assert line["bytes"]["up_adapter"] == (b_only if ffa else whole)
+        assert line["bytes"]["down_adapter"] == (b_only if ffa and line["round"] > 1 else whole)
+
+
+def test_peft_loads_the_uploads_and_readouts_at_those_ranks(typed: Finished, project: Path) -> None:
+    """peft's own layers: r by the lists, and its update scaling * B A of the adapter that was read."""
+    for client, ranks in RANKS.items():
+        for directory in (typed.folder.uploads(2) / client, typed.folder.path / "clients" / client):
+            model = peft_model(project, directory)
+            adapter, spec = read_adapter(directory, scaling=2.0)
+            at = {name: layer.r["default"] for name, layer in peft_layers(model).items()}
+            extra = typed.config.method.name == "flora" and directory.parent.name == "clients"  # with the base change
+            assert set(at) == set(SHAPES) and (extra or at == by_module(*ranks))
+            assert spec.scaling == 2.0
+            for name, update in peft_updates(model).items():
+                torch.testing.assert_close(update, 2.0 * adapter.modules[name].delta(), rtol=0, atol=1e-6)
+
+
+def test_the_manifest_names_the_types_as_attention_and_feed_forward(typed: Finished) -> None:
+    """As usage.md writes them: attention/feed-forward, one number where they are the same."""
+    assert typed.folder.read_json("manifest.json")["clients"] == {"site-1": "2/3", "site-2": 4, "site-3": "5/2"}
+    assert "site-1: 2/3, site-2: 4, site-3: 5/2" in (typed.folder.path / "adapter" / "README.md").read_text()
+    assert set(typed.folder.read_json("summary.json")["clients_at_end"]) == set(RANKS)
+
+
+def dense_mean(finished: Finished, round: int) -> dict[str, Tensor]:
+    """sum_i p_i B_i A_i of the kept uploads, float64, p_i by the examples in the manifest."""
+    examples = {c: p["examples"] for c, p in finished.folder.read_json("manifest.json")["data"]["train"].items()}
+    total = sum(examples.values())
+    uploads = finished.uploads(round)
+    return {
+        name: sum(examples[c] / total * a.modules[name].map(Tensor.double).delta() for c, a in uploads.items())
+        for name in uploads["site-1"].modules
+    }  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("typed", ["flexlora", "glora", "ffa-lora"], indirect=True)
+def test_the_servers_model_is_the_dense_mean_of_the_uploads(typed: Finished) -> None:
+    """Exact methods: adapter/ holds sum_i p_i B_i A_i of the last round, across ranks, in every module."""
+    got, _ = read_adapter(typed.folder.path / "adapter", scaling=2.0)
+    for name, mean in dense_mean(typed, 2).items():
+        difference = got.modules[name].delta().double() - mean
+        assert float(difference.norm()) < 1e-5 * float(mean.norm())
+
+
+@pytest.mark.parametrize("typed", ["flexlora"], indirect=True)
+def test_flexloras_readouts_are_the_best_approximations_of_each_modules_rank(typed: Finished) -> None:
+    """Eckart and Young: the truncated SVD of the dense mean, at 2 or 3, 4, and 5 or 2."""
+    for client, ranks in RANKS.items():
+        got, _ = read_adapter(typed.folder.path / "clients" / client, scaling=2.0)
+        for name, mean in dense_mean(typed, 2).items():
+            U, s, Vh = torch.linalg.svd(mean)
+            r = by_module(*ranks)[name]
+            best = U[:, :r] * s[:r] @ Vh[:r]
+            assert float((got.modules[name].delta().double() - best).norm()) < 1e-5 * float(s[0])
+            missed = math.sqrt(float(s[r:].square().sum()))
+            assert float((got.modules[name].delta().double() - mean).norm()) == pytest.approx(
+                missed, rel=1e-4, abs=1e-6
+            )
+
+
+def test_the_command_line_runs_types_and_resumes_them(project: Path, tmp_path: Path) -> None:
+    """`fedlora run` with the types, its pictures (the legend says "rank 2/3"), and the same bits after a stop."""
+    sets = (ALL_LINEAR, TYPES, "run.rounds=2")
+    args = [a for s in sets for a in ("--set", s)]
+    whole = invoke("run", project / "config.toml", "--out", tmp_path / "whole", *args)
+    assert "2/3" in whole.stdout and "5/2" in whole.stdout
+    assert {path.name for path in (tmp_path / "whole" / "plots").iterdir()} == {
+        "metric.png",
+        "bytes.png",
+        "spectrum.png",
+    }
+    stopped = ran(configured(project, *sets), tmp_path / "stopped", 1)
+    ran(configured(project, *sets), stopped.path, resume=True)
+    same_run(stopped, RunFolder(tmp_path / "whole"))
+
+
+def test_where_only_attention_is_adapted_the_other_rank_does_not_matter(project: Path, tmp_path: Path) -> None:
+    """The default targets are query and value, so {attention = 4, feed_forward = 9} is 4: in the uploads, the bytes by
+    hand (four modules of 32 x 32) and the manifest."""
+    sets = ("clients.ranks=[2, {attention = 4, feed_forward = 9}, 4]", "run.rounds=1", "run.keep_uploads=last")
+    folder = ran(configured(project, *sets), tmp_path / "run")
+    ranks = {path.name: set(read_adapter(path)[0].ranks.values()) for path in folder.newest_uploads()}
+    assert ranks == {"site-1": {2}, "site-2": {4}, "site-3": {4}}
+    assert folder.metrics()[0]["bytes"]["up_adapter"] == (2 + 4 + 4) * 4 * 64 * 4
+    shown = folder.read_json("manifest.json")["clients"]
+    assert {client: str(rank) for client, rank in shown.items()} == {"site-1": "2", "site-2": "4", "site-3": "4"}
+
+
+# ---- FlexLoRA's profiles ---------------------------------------------------------------------------------------------
+
+
+def profiled(project: Path, profile: str, count: int, *sets: str) -> RunConfig:
+    """The project's config without `ranks`, which these profiles refuse."""
+    file = project / f"{profile}-{count}.toml"
+    file.write_text(CONFIG.replace("ranks = [2, 4, 4]", f'profile = "{profile}"\ncount = {count}'))
+    small = (ALL_LINEAR, "run.rounds=2", "run.keep_uploads=last", "run.readouts=true", "train.steps=2", "train.lr=1e-3")
+    return load_config(file, [*small, *sets])
+
+
+PROFILES = [
+    ("glora", "flexlora-uniform", 4, {(8, 8): 1, (30, 30): 1, (30, 200): 1, (200, 200): 1}),
+    ("flexlora", "flexlora-uniform", 4, {(8, 8): 1, (30, 30): 1, (30, 200): 1, (200, 200): 1}),
+    # quotas 4, .25, .25, .5: four of the smallest, and the one left to the largest remainder
+    ("glora", "flexlora-heavy-tail", 5, {(8, 8): 4, (200, 200): 1}),
+    # quotas .23, .23, 1.77, 1.77: one each of the two large ones, and the two left to their remainders
+    ("flexlora", "flexlora-normal", 4, {(30, 200): 2, (200, 200): 2}),
+]
+
+
+@pytest.mark.parametrize(("method", "profile", "count", "want"), PROFILES, ids=[f"{m} {p}" for m, p, *_ in PROFILES])
+def test_flexloras_profiles_run_to_their_end(
+    project: Path, tmp_path: Path, method: str, profile: str, count: int, want: dict[tuple[int, int], int]
+) -> None:
+    """Counts by largest remainder, by hand above; ranks up to 200 on layers of 32 x 48, in what is uploaded, written
+    and loaded by peft. The server's model is the dense mean all the same."""
+    finished = played(profiled(project, profile, count, f"method.name={method}"), tmp_path / "run")
+    seen = {}
+    for client, adapter in finished.uploads(2).items():
+        (attention,), (other,) = ({adapter.ranks[n] for n in kind} for kind in (ATTENTION, FEED_FORWARD))
+        seen[client] = attention, other
+        assert set(adapter.modules) == set(SHAPES)
+        written, _ = read_adapter(finished.folder.path / "clients" / client)
+        assert written.ranks == adapter.ranks == by_module(attention, other)
+    assert Counter(seen.values()) == want
+    shown = {client: a if a == f else f"{a}/{f}" for client, (a, f) in seen.items()}
+    assert finished.folder.read_json("manifest.json")["clients"] == shown
+    up = sum(4 * numbers(by_module(*ranks)) for ranks in seen.values())
+    assert [line["bytes"]["up_adapter"] for line in finished.folder.metrics()] == [up, up]
+    got, _ = read_adapter(finished.folder.path / "adapter", scaling=2.0)
+    for name, mean in dense_mean(finished, 2).items():
+        assert got.modules[name].rank <= 48, "the server's own rank is what the update needs"
+        assert float((got.modules[name].delta().double() - mean).norm()) < 1e-4 * float(mean.norm())
+    widest = max(seen, key=lambda c: sum(seen[c]))
+    model = peft_model(project, finished.folder.path / "clients" / widest)
+    assert {name: layer.r["default"] for name, layer in peft_layers(model).items()} == by_module(*seen[widest])
+
+
+def test_the_draw_of_types_is_the_seeds(project: Path) -> None:
+    """Another run.seed deals the same types to other clients; the counts, one of each, stay."""
+    dealt = []
+    for seed in (0, 1, 2):
+        manifest = prepare(profiled(project, "flexlora-uniform", 4, f"run.seed={seed}")).manifest
+        dealt.append(tuple(manifest["clients"].items()))
+    assert len(set(dealt)) > 1
+    assert all(Counter(dict(clients).values()) == {8: 1, 30: 1, "30/200": 1, 200: 1} for clients in dealt)
+
+
+def test_flexloras_profiles_refuse_ranks(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """usage.md: they have types of their own and refuse `clients.ranks`. One line, nothing written."""
+    sets = ("clients.profile=flexlora-uniform", "clients.count=4")
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    assert "flexlora-uniform brings its own ranks; leave clients.ranks out" in said.complaint()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ("[{attention = 0, feed_forward = 2}]", "clients.ranks"),
+        ("[{attention = 2}]", "clients.ranks"),
+        pytest.param(
+            "[{attention = 2, feed_forward = 2, other = 1}]",
+            "unknown key",
+            id="unknown key",
+        ),
+        ("[{attention = 2, feed_forward = 2.5}]", "clients.ranks"),
+        ("[{attention = 2, feed_forward = 3}, 4]", "clients.ranks has 2 entries for 3 clients"),
+    ],
+)
+def test_impossible_types_are_one_line(
+    project: Path, tmp_path: Path, main: Callable[..., Said], ranks: str, says: str
+) -> None:
+    """Exit code 2 and one line that names the key, as for every bad configuration; nothing is written."""
+    sets = (f"clients.ranks={ranks}", "clients.count=3")
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    assert says in said.complaint()
+    assert not (tmp_path / "run").exists()
+
+
+# ---- a language model ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """One round of a LLaMA on all linear layers, with types. Tests read it and change nothing."""
+    folder = tmp_path_factory.mktemp("language")
+    save_model(folder / "model", llama(), classifies=False)
+    data = instructions(60, 0)
+    pairs = zip(data.text, data.responses or (), strict=True)
+    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": q, "response": a}) + "\n" for q, a in pairs))
+    (folder / "config.toml").write_text(
+        CONFIG.replace("dropout = 0.0", 'task = "causal-lm"').replace("min_size = 4", "")
+    )
+    config = configured(folder, ALL_LINEAR, TYPES, "run.rounds=1", "run.keep_uploads=last", "data.max_length=16")
+    return ran(config, folder / "run")
+
+
+def test_a_language_models_attention_and_mlp_have_their_ranks(language: RunFolder) -> None:
+    """Seven linear layers a block: q, k, v, o have attention's rank, gate, up and down the other; no lm_head."""
+    for client, (attention, other) in RANKS.items():
+        adapter, _ = read_adapter(language.uploads(1) / client)
+        want = {
+            f"model.layers.{layer}.{m}": attention if "attn" in m else other
+            for layer in (0, 1)
+            for m in (
+                "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+            )
+        }  # fmt: skip
+        assert adapter.ranks == want and adapter.heads == {}
+
+
+def test_a_language_models_types_are_shown_attention_first(language: RunFolder) -> None:
+    """As everywhere else, attention/feed-forward: site-1 has 2 in attention and 3 elsewhere."""
+    assert language.read_json("manifest.json")["clients"] == {"site-1": "2/3", "site-2": 4, "site-3": "5/2"}

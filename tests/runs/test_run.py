@@ -1,0 +1,908 @@
+"""Whole runs from a config file: command line, run folder, resuming, comparing. Tiny transformers, no network.
+
+Kinds of evidence: *end-to-end* (real transformers and peft; the command line in this process, as a process of its own,
+and killed at random moments), *oracle* (logits of the written adapters against peft and against a plain model with the
+dense update in its weights), *contract* (what is in the folder; bad input is one line and writes nothing).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import fedlora.training.local
+from fedlora import METHODS, Server, build
+from fedlora.adapters.io import read_adapter
+from fedlora.core import checkpoint
+from fedlora.data import read_classification, split
+from fedlora.errors import CheckpointError, ConfigError, FedLoRAError
+from fedlora.runs.config import load_config
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from fedlora.server.state import RunState
+from fedlora.training.encoding import encode
+from support.command_line import Said, invoke, process, undraw
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.local_training import dense, logits
+from support.processes import fork_server, lines_in, started, wait_for
+from support.projects import (
+    CONFIG,
+    FEDSA,
+    Finished,
+    accuracy,
+    configured,
+    contents,
+    held_out,
+    make_project,
+    peft_model,
+    pixels,
+    ran,
+    same_run,
+)
+from support.tiny_models import bert, llama
+from support.training_data import (
+    LABELS,
+    classification,
+    csv_rows,
+    instructions,
+    rows,
+    save_model,
+    tokenizer,
+)
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+
+# ---- one run, looked at from all sides -------------------------------------------------------------------------------
+
+
+def test_a_run_folder_holds_what_it_says_and_nothing_else(finished: Finished) -> None:
+    top = {path.name for path in finished.folder.path.iterdir()}
+    assert top == {
+        "config.json", "manifest.json", "metrics.jsonl", "summary.json",
+        "adapter", "best", "clients", "plots", "checkpoints",
+    }  # fmt: skip
+    files = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    adapters = [finished.folder.path / "adapter", finished.folder.path / "best"]
+    adapters += sorted((finished.folder.path / "clients").iterdir())
+    assert [path.name for path in adapters] == ["adapter", "best", "site-1", "site-2", "site-3"]
+    assert all({f.name for f in path.iterdir()} == files for path in adapters)
+    rounds = sorted(p.name.split(".")[0] for p in finished.folder.checkpoints.glob("*.safetensors"))
+    assert rounds == ["round-00002", "round-00003"], "keep_checkpoints = 2"
+    assert not list(finished.folder.path.rglob("*.part"))
+
+
+def test_config_json_is_the_resolved_configuration(finished: Finished) -> None:
+    assert finished.folder.read_json("config.json") == json.loads(finished.config.canonical())
+
+
+def test_manifest_json_says_what_ran_on_what(finished: Finished, project: Path) -> None:
+    manifest = finished.folder.read_json("manifest.json")
+    assert manifest["config_digest"] == finished.config.digest()
+    assert manifest["clients"] == {"site-1": 2, "site-2": 4, "site-3": 4}
+    assert manifest["method"] == repr(build("glora"))
+    assert manifest["evaluation_target"] == "server"
+    assert (manifest["device"], manifest["threads"], manifest["seed"]) == ("cpu", 1, 0)
+    assert manifest["versions"]["torch"] == torch.__version__ and all(manifest["versions"].values())
+    weights = hashlib.sha256((project / "model" / "model.safetensors").read_bytes()).hexdigest()
+    assert manifest["model"]["sha256"]["model.safetensors"] == weights
+    assert set(manifest["model"]["sha256"]) == {"model.safetensors", "config.json", "tokenizer.json"}
+
+    data = manifest["data"]
+    validation, test = held_out(finished.config)
+    assert data["validation"] == {"examples": len(validation), "sha256": validation.digest()}
+    assert data["test"] == {"examples": len(test), "sha256": test.digest()}
+    assert sum(part["examples"] for part in data["train"].values()) + len(validation) + len(test) == 150
+    assert data["labels"] == list(LABELS)
+    counts = data["label_counts"]
+    assert {client: sum(row) for client, row in counts.items()} == {
+        client: part["examples"] for client, part in data["train"].items()
+    }
+
+
+def test_metrics_jsonl_has_a_line_for_each_round(finished: Finished) -> None:
+    lines = finished.folder.metrics()
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert set(line["losses"]) == set(line["weights"]) == {"site-1", "site-2", "site-3"}
+        assert sum(line["weights"].values()) == pytest.approx(1)
+        assert set(line["metrics"]) == {"accuracy", "loss"}
+        assert line["bytes"]["total"] == sum(v for k, v in line["bytes"].items() if k != "total")
+        assert line["refused"] == {}
+    assert [line["gauge_drift"] is None for line in lines] == [True, True, False], "the check is on the last round"
+    assert lines[-1]["gauge_drift"]["glora"] < 1e-9 < 1e-3 < lines[-1]["gauge_drift"]["padded-average"]
+    wide_layer = 32  # of tiny_models.bert: query and value of two layers, all 32 x 32; a head of 3 labels
+    assert lines[0]["bytes"]["up_adapter"] == (2 + 4 + 4) * 4 * (wide_layer + wide_layer) * 4
+    assert lines[0]["bytes"]["up_heads"] == 3 * (3 * wide_layer + 3) * 4
+
+
+def test_summary_json_follows_from_the_metrics(finished: Finished) -> None:
+    s, lines = finished.folder.read_json("summary.json"), finished.folder.metrics()
+    best = max(lines, key=lambda line: line["metrics"]["accuracy"])
+    assert (s["method"], s["rounds"], s["clients"], s["target"]) == ("glora", 3, 3, "server")
+    assert s["validation"] == {"last": lines[-1]["metrics"], "best": best["metrics"]}
+    assert s["best_round"] == best["round"]
+    assert s["bytes"] == {k: sum(line["bytes"][k] for line in lines) for k in lines[0]["bytes"]}
+    for phase, spent in s["seconds"].items():
+        assert spent == pytest.approx(sum(line["seconds"].get(phase, 0) for line in lines))
+    for name in ("server_rank", "padded_error", "gauge_drift"):
+        assert s[name] == lines[-1][name]
+    assert set(s["clients_at_end"]) == {"site-1", "site-2", "site-3"}
+    assert len(s["diagnostics"]) == 4 and s["refused"] == 0
+
+
+def test_the_final_adapter_is_the_model_that_was_reported(finished: Finished, project: Path) -> None:
+    """peft's own loader; and W0 + scaling * (the server's update) dense, from the last checkpoint. Same logits, and the
+    accuracies of the summary."""
+    loaded = checkpoint.load_newest(finished.folder.checkpoints, RunState, METHODS["glora"].State)
+    assert loaded is not None and loaded[0] == 3
+    state = loaded[1].server
+    updates = {n: 2.0 * x.delta() for n, x in Server(build("glora")).global_update(state).items()}
+    plain = dense(project / "model", bert, {}, {})
+    encoder_only = {f"bert.{n}": w for n, w in bert().bert.state_dict().items()}
+    plain.load_state_dict(encoder_only, strict=False)
+    parameters = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, update in updates.items():
+            parameters[f"{name}.weight"] += update
+        for name, head in state.heads.items():
+            parameters[name].copy_(head)
+    by_peft = peft_model(project, finished.folder.path / "adapter").eval()
+
+    validation, test = held_out(finished.config)
+    for example in encode(test, tokenizer(classifies=True), max_length=128):
+        ids = example["input_ids"]
+        torch.testing.assert_close(logits(by_peft, ids), logits(plain, ids), rtol=1e-4, atol=1e-5)
+    s = finished.folder.read_json("summary.json")
+    assert accuracy(by_peft, test) == pytest.approx(s["test"]["last"]["accuracy"])
+    assert accuracy(by_peft, validation) == pytest.approx(s["validation"]["last"]["accuracy"])
+    assert accuracy(by_peft, test) > 0.4, "it learnt something"
+
+
+def test_the_readouts_of_clients_are_adapters_of_their_own_rank(finished: Finished, project: Path) -> None:
+    _, test = held_out(finished.config)
+    s = finished.folder.read_json("summary.json")
+    for client, rank in {"site-1": 2, "site-2": 4, "site-3": 4}.items():
+        directory = finished.folder.path / "clients" / client
+        adapter, spec = read_adapter(directory, scaling=2.0)
+        assert set(adapter.ranks.values()) == {rank} and spec.scaling == 2.0
+        got = accuracy(peft_model(project, directory), test)
+        assert got == pytest.approx(s["clients_at_end"][client]["accuracy"])
+
+
+def test_the_model_card_names_the_run(finished: Finished) -> None:
+    card = (finished.folder.path / "adapter" / "README.md").read_text()
+    s = finished.folder.read_json("summary.json")
+    assert card.startswith("---\nlibrary_name: peft\n")
+    assert f"digest {finished.config.digest()}" in card
+    assert "(glora, round 3)" in card and "site-1: 2, site-2: 4, site-3: 4" in card
+    assert f"accuracy {s['test']['last']['accuracy']:.4f}" in card
+    best = (finished.folder.path / "best" / "README.md").read_text()
+    assert f"(glora, round {s['best_round']})" in best
+
+
+def test_the_screen_shows_the_result(finished: Finished) -> None:
+    s = finished.folder.read_json("summary.json")
+    assert "glora, 3 rounds, 3 clients" in finished.out
+    for client in ("site-1", "site-2", "site-3"):
+        assert client in finished.out
+    assert f"{s['test']['last']['accuracy']:.3f}" in finished.out
+    assert "Traceback" not in finished.err
+
+
+def test_plots_are_pictures_of_something(finished: Finished) -> None:
+    """PNGs of a readable size with many colours, and none like another."""
+    names = {"metric.png", "bytes.png", "spectrum.png"}
+    assert {path.name for path in finished.folder.plots.iterdir()} == names
+    seen = set()
+    for path in finished.folder.plots.iterdir():
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        picture = pixels(path)
+        assert min(picture.shape[:2]) > 300
+        assert len({tuple(p) for p in picture.reshape(-1, picture.shape[-1])[::7]}) > 20
+        assert picture[..., :3].std() > 0.05
+        seen.add(hashlib.sha256(picture.tobytes()).hexdigest())
+        assert str(path) in finished.err
+    assert len(seen) == 3
+
+
+def test_json_goes_to_stdout_alone(finished: Finished, project: Path) -> None:
+    """Of a finished run: the stored summary, and nothing is computed again."""
+    before = contents(finished.folder.path)
+    sets = [a for s in ("run.readouts=true", "evaluate.clients_at_end=true") for a in ("--set", s)]
+    result = invoke("run", project / "config.toml", "--out", finished.folder.path, "--resume", "--json", *sets)
+    assert json.loads(result.stdout) == finished.folder.read_json("summary.json")
+    assert contents(finished.folder.path) == before
+
+
+def test_a_second_run_without_resume_is_refused_and_touches_nothing(
+    finished: Finished, project: Path, main: Callable[..., Said]
+) -> None:
+    before = contents(finished.folder.path)
+    said = main("run", project / "config.toml", "--out", finished.folder.path)
+    assert "already holds a run; add --resume" in said.complaint()
+    assert contents(finished.folder.path) == before
+    with pytest.raises(CheckpointError, match="already holds a run; add --resume"):
+        ran(configured(project), finished.folder.path)
+    assert contents(finished.folder.path) == before
+
+
+# ---- as a process of its own -----------------------------------------------------------------------------------------
+
+
+def test_as_a_process_it_gives_the_same_bits_and_only_json_on_stdout(
+    finished: Finished, project: Path, tmp_path: Path
+) -> None:
+    sets = [a for s in ("run.readouts=true", "evaluate.clients_at_end=true") for a in ("--set", s)]
+    done = process("run", project / "config.toml", "--out", tmp_path / "run", "--json", *sets)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == RunFolder(tmp_path / "run").read_json("summary.json")
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    same_run(RunFolder(tmp_path / "run"), finished.folder)
+
+
+def test_as_a_process_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
+    done = process("run", tmp_path / "nowhere.toml", "--out", tmp_path / "run")
+    assert "cannot be read: No such file" in Said(done.returncode, done.stdout, done.stderr).complaint()
+    assert done.stdout == "" and not (tmp_path / "run").exists()
+
+
+# ---- best, by validation ---------------------------------------------------------------------------------------------
+
+
+def test_the_best_round_is_chosen_on_validation_only(tmp_path: Path) -> None:
+    """Validation asks for a wrong class, test for the right one: the more is learnt, the worse validation looks. So
+    validation prefers an early round where test would take a late one."""
+    project = make_project(tmp_path)
+    right = classification(60, 77)
+    assert right.labels is not None
+    wrong = replace(right, labels=tuple((y + 1) % 3 for y in right.labels))
+    (project / "wrong.jsonl").write_text(rows(wrong))
+    (project / "right.jsonl").write_text(rows(right))
+    rounds = 4
+    config = configured(
+        project, "data.validation=wrong.jsonl", "data.test=right.jsonl", f"run.rounds={rounds}", "train.steps=8",
+        f"run.keep_checkpoints={rounds}",
+    )  # fmt: skip
+    folder = ran(config, tmp_path / "run")
+    by_validation = [line["metrics"]["accuracy"] for line in folder.metrics()]
+    prepared = prepare(config)
+    assert prepared.test is not None
+    states = {}
+    for path in folder.checkpoints.glob("*.safetensors"):
+        single = tmp_path / "single" / path.name[:11]
+        single.mkdir(parents=True)
+        os.link(path, single / path.name)
+        loaded = checkpoint.load_newest(single, RunState, prepared.server.method.State)
+        assert loaded is not None
+        states[loaded[0]] = loaded[1]
+    by_test = [prepared.test.evaluate(prepared.server, states[t])["accuracy"] for t in range(1, rounds + 1)]
+
+    best = 1 + by_validation.index(max(by_validation))
+    assert best != 1 + by_test.index(max(by_test)) and best != rounds, "the case is as constructed"
+    s = folder.read_json("summary.json")
+    assert s["best_round"] == best
+    assert s["test"]["best"]["accuracy"] == pytest.approx(by_test[best - 1])
+    assert s["test"]["last"]["accuracy"] == pytest.approx(by_test[-1])
+    assert [p.name[:11] for p in folder.best_checkpoint.iterdir()] == [f"round-{best:05d}"]
+    assert accuracy(peft_model(project, folder.path / "best"), right) == pytest.approx(by_test[best - 1])
+
+
+def test_of_equal_rounds_the_first_is_best_and_no_validation_means_no_best(project: Path, tmp_path: Path) -> None:
+    """A learning rate of nearly zero changes no answer, so all rounds are alike."""
+    folder = ran(configured(project, "train.lr=1e-12"), tmp_path / "flat")
+    assert len({line["metrics"]["accuracy"] for line in folder.metrics()}) == 1
+    assert folder.read_json("summary.json")["best_round"] == 1
+
+    folder = ran(configured(project, "data.validation=0", "run.rounds=1"), tmp_path / "none")
+    s = folder.read_json("summary.json")
+    assert s["best_round"] is None and s["validation"] == {"last": {}, "best": {}} and s["test"]["best"] == {}
+    assert s["test"]["last"]["accuracy"] > 0
+    assert not (folder.path / "best").exists() and (folder.path / "adapter").exists()
+
+
+# ---- killed, damaged, resumed ----------------------------------------------------------------------------------------
+
+LONG = ("run.rounds=8", "train.steps=3", "evaluate.clients_at_end=true")
+
+
+@pytest.fixture(scope="session")
+def forked() -> Any:
+    return fork_server()
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return ran(configured(project, *LONG), tmp_path_factory.mktemp("uninterrupted") / "run")
+
+
+def test_killed_at_random_moments_and_resumed_it_gives_the_same_bits(
+    uninterrupted: RunFolder, project: Path, tmp_path: Path, forked: Any
+) -> None:
+    """SIGKILL, four times: early, in the middle, between a round's line and its checkpoint or wherever it falls, and
+    while the results are written. Then to the end."""
+    out, moment = tmp_path / "run", random.Random()
+    killed = []
+    for at_least in (0, 2, 5, 8):
+        child = started(forked, project, out, LONG)
+        wait_for(child, lambda wanted=at_least: (out / "manifest.json").exists() and lines_in(out) >= wanted)
+        time.sleep(moment.uniform(0, 0.06))
+        child.kill()
+        child.join(30)
+        killed.append((child.exitcode, lines_in(out)))
+        assert child.exitcode in (-signal.SIGKILL, 0), (tmp_path / "log.txt").read_text()
+    assert sum(code == -signal.SIGKILL for code, _ in killed) >= 3, killed
+    child = started(forked, project, out, LONG)
+    child.join(60)
+    log = (tmp_path / "log.txt").read_text()
+    assert child.exitcode == 0, log
+    assert "Traceback" not in log
+    same_run(RunFolder(out), uninterrupted)
+    assert not list(out.rglob("*.part"))
+
+
+def test_an_interrupt_stops_with_a_hint_and_the_run_goes_on_later(
+    uninterrupted: RunFolder, project: Path, tmp_path: Path, forked: Any
+) -> None:
+    out = tmp_path / "run"
+    child = started(forked, project, out, LONG)
+    wait_for(child, lambda: lines_in(out) >= 2)
+    while child.is_alive():  # one interrupt may fall into a destructor, where Python ignores it
+        os.kill(child.pid, signal.SIGINT)
+        child.join(0.3)
+    ran(configured(project, *LONG), out, resume=True)
+    same_run(RunFolder(out), uninterrupted)
+    log = (tmp_path / "log.txt").read_text()
+    assert child.exitcode == 130 and "Traceback" not in log, log
+    assert "--resume" in log, "as `cli.main` means to say"
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(project: Path, tmp_path: Path, stop: int) -> None:
+    """checkpoint_every = 2: rounds after the checkpoint are played again, and their lines are not doubled."""
+    config = configured(project, "run.rounds=5", "run.checkpoint_every=2", "train.steps=2")
+    whole = ran(config, tmp_path / "whole")
+    saved = sorted(p.name[:11] for p in whole.checkpoints.glob("*.safetensors"))
+    assert saved == ["round-00004", "round-00005"], "the last round is always saved"
+    folder = ran(config, tmp_path / "run", stop)
+    assert len(folder.metrics()) == stop
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 4, "los')  # the next line was half written
+    ran(config, folder.path, resume=True)
+    assert [line["round"] for line in folder.metrics()] == list(range(1, 6))
+    same_run(folder, whole)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-40] + bytes([content[-40] ^ 1]) + content[-39:],
+        lambda content: b"",
+    ],
+    ids=["cut off", "one bit", "empty"],
+)
+def test_a_damaged_newest_checkpoint_is_warned_about_and_the_one_before_used(
+    project: Path, uninterrupted: RunFolder, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    config = configured(project, *LONG)
+    folder = ran(config, tmp_path / "run", 5)
+    newest = max(folder.checkpoints.glob("*.safetensors"))
+    assert newest.name.startswith("round-00005")
+    newest.write_bytes(damage(newest.read_bytes()))
+    with pytest.warns(UserWarning, match=r"round-00005.* is damaged.*Trying the one before it"):
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # as FUTURE_NAMES
+        ran(config, folder.path, resume=True)
+    same_run(folder, uninterrupted)
+
+
+def test_with_no_sound_checkpoint_left_it_says_so(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    folder = ran(configured(project), tmp_path / "run", 2)
+    for path in folder.checkpoints.glob("*.safetensors"):
+        path.write_bytes(b"nonsense")
+    before = contents(folder.path)
+    with pytest.warns(UserWarning, match="is damaged"):
+        said = main("run", project / "config.toml", "--out", folder.path, "--resume")
+    assert said.code == 2 and "none of the 2 checkpoints" in said.err and "Traceback" not in said.err
+    assert contents(folder.path) == before
+
+
+def test_a_run_that_was_killed_while_its_plots_were_drawn_gets_them_when_resumed(
+    uninterrupted: RunFolder, project: Path, tmp_path: Path
+) -> None:
+    """The summary is there, the plots are not; they need the result files only, and no other command draws them."""
+    shutil.copytree(uninterrupted.path, tmp_path / "run")
+    invoke(
+        "run", project / "config.toml", "--out", tmp_path / "run", "--resume", *(a for s in LONG for a in ("--set", s))
+    )
+    assert {path.name for path in (tmp_path / "run" / "plots").glob("*")} == {"metric.png", "bytes.png", "spectrum.png"}
+
+
+def test_resuming_what_was_never_started_starts_it(project: Path, tmp_path: Path) -> None:
+    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run", resume=True)
+    assert folder.finished()
+
+
+def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json.part").write_text('{"clie')
+    assert ran(configured(project, "run.rounds=1"), tmp_path / "run").finished()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--set", "train.lr=0.5"], "another config digest"),
+        (["--set", "run.rounds=9"], "another config digest"),
+        ([], "another data"),
+    ],
+)
+def test_an_unfinished_run_is_not_gone_on_with_as_another_one(
+    tmp_path: Path, main: Callable[..., Said], change: list[str], says: str
+) -> None:
+    project = make_project(tmp_path / "project")
+    folder = ran(configured(project), tmp_path / "run", 2)
+    if not change:
+        (project / "train.jsonl").write_text(rows(classification(150, 1)))
+    before = contents(folder.path)
+    said = main("run", project / "config.toml", "--out", folder.path, "--resume", *change)
+    assert says in said.error()
+    assert contents(folder.path) == before
+
+
+def test_a_run_is_not_gone_on_with_on_another_model_or_thread_count(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project")
+    config = configured(project)
+    folder = ran(config, tmp_path / "run", 1)
+    manifest = folder.read_json("manifest.json")
+    folder.write_json("manifest.json", {**manifest, "threads": 2})
+    with pytest.raises(CheckpointError, match="another threads"):
+        ran(config, folder.path, resume=True)
+    folder.write_json("manifest.json", manifest)
+    network = bert().bert
+    with torch.no_grad():
+        next(network.parameters()).add_(0.01)
+    save_model(project / "model", network, classifies=True)
+    with pytest.raises(CheckpointError, match="another model"):
+        ran(config, folder.path, resume=True)
+
+
+def test_a_finished_run_is_not_shown_as_the_result_of_another_configuration(
+    finished: Finished, project: Path, main: Callable[..., Said]
+) -> None:
+    """Five times the learning rate and twice the rounds: the stored summary is no answer to that."""
+    before = contents(finished.folder.path)
+    said = main(
+        "run", project / "config.toml", "--out", finished.folder.path, "--resume", "--json",
+        "--set", "train.lr=0.1", "--set", "run.rounds=6",
+    )  # fmt: skip
+    assert contents(finished.folder.path) == before
+    assert "another config digest" in said.complaint()
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Three methods on ranks 2, 4, 4; FedIT cannot serve them."""
+    out = tmp_path_factory.mktemp("compared") / "runs"
+    args = ("compare", project / "config.toml", "--methods", "glora, fedit,padded-average", "--out", out)
+    return out, invoke(*args, "--set", "run.rounds=2")
+
+
+def test_compare_runs_all_that_can_and_names_those_that_cannot(compared: tuple[Path, Any]) -> None:
+    out, result = compared
+    assert {path.name for path in out.iterdir()} == {"glora", "padded-average", "comparison.png"}
+    words = " ".join(result.stdout.replace("│", " ").split())
+    assert "fedit not" in words and "run:" in words
+
+
+def test_compare_names_every_method_in_full_on_a_narrow_screen(compared: tuple[Path, Any]) -> None:
+    """80 columns are what a pipe, a log and many terminals have."""
+    _, result = compared
+    for name in ("glora", "padded-average", "fedit"):
+        assert name in result.stdout
+
+
+def test_compare_shows_each_methods_numbers(compared: tuple[Path, Any], project: Path, wide: None) -> None:
+    out, _ = compared
+    before = contents(out / "glora")
+    args = ("compare", project / "config.toml", "--methods", "glora,fedit,padded-average", "--out", out)
+    result = invoke(*args, "--set", "run.rounds=2", "--resume")
+    assert contents(out / "glora") == before, "what is finished is not run again"
+    for name in ("glora", "padded-average"):
+        s = RunFolder(out / name).read_json("summary.json")
+        (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"│ {name} ")]
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        assert cells[:5] == [
+            name, "server", f"{s['validation']['best']['accuracy']:.3f}", f"{s['test']['best']['accuracy']:.3f}",
+            f"{s['test']['last']['accuracy']:.3f}",
+        ]  # fmt: skip
+        assert cells[-1] == f"{s['gauge_drift'][name]:.1e}"
+    assert "not run: FedIT averages factors entry by entry, so all clients need one rank" in " ".join(
+        result.stdout.replace("│", " ").split()
+    )
+
+
+def test_compare_gives_every_method_the_same_clients_data_and_start(compared: tuple[Path, Any]) -> None:
+    out, _ = compared
+    manifests = [RunFolder(out / name).read_json("manifest.json") for name in ("glora", "padded-average")]
+    for key in ("data", "clients", "model", "seed"):
+        assert manifests[0][key] == manifests[1][key]
+    first = [RunFolder(out / name).metrics()[0]["losses"] for name in ("glora", "padded-average")]
+    assert first[0] == first[1], "in the first round all methods hand out the same start"
+
+
+def test_compare_draws_one_picture(compared: tuple[Path, Any]) -> None:
+    out, result = compared
+    picture = pixels(out / "comparison.png")
+    assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.05
+    assert str(out / "comparison.png") in result.stderr
+
+
+def test_compare_as_json(compared: tuple[Path, Any], project: Path) -> None:
+    out, _ = compared
+    args = ("compare", project / "config.toml", "--methods", "glora,fedit,padded-average", "--out", out)
+    said = json.loads(invoke(*args, "--set", "run.rounds=2", "--resume", "--json").stdout)
+    assert set(said) == {"methods", "refused"}
+    assert said["methods"] == {n: RunFolder(out / n).read_json("summary.json") for n in ("glora", "padded-average")}
+    assert list(said["refused"]) == ["fedit"] and "all clients need one rank" in said["refused"]["fedit"]
+
+
+def test_compare_without_resume_leaves_old_runs_alone(
+    compared: tuple[Path, Any], project: Path, main: Callable[..., Said]
+) -> None:
+    out, _ = compared
+    before = contents(out)
+    said = main("compare", project / "config.toml", "--methods", "glora", "--out", out, "--set", "run.rounds=2")
+    assert "already holds a run" in said.complaint()
+    assert contents(out) == before
+
+
+def test_compare_in_which_nothing_can_run_is_an_error(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    said = main("compare", project / "config.toml", "--methods", "fedit,glroa", "--out", tmp_path / "runs")
+    complaint = said.complaint()
+    assert "fedit: " in complaint and "glroa: " in complaint and "did you mean 'glora'" in complaint
+    assert not (tmp_path / "runs").exists()
+
+
+def test_methods_lists_every_method_with_its_paper_and_hyper_parameters(wide: None) -> None:
+    said = " ".join(invoke("methods").stdout.split())
+    for name, cls in METHODS.items():
+        assert f"│ {name} │ {cls.paper} │" in said
+    assert "rho=1.0" in said and "gamma=0.5" in said and "solver=thin" in said
+
+
+def test_methods_lists_nothing_else_as_a_hyper_parameter(wide: None) -> None:
+    """What `build` takes, and no class constants."""
+    said = invoke("methods").stdout
+    assert not [word for word in ("State=", "PRESETS=", "paper=", "name=") if word in said]
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no such model": (["model.path=nowhere"], "the model 'nowhere' cannot be loaded"),
+    "no such data": (["data.train=nowhere.jsonl"], "nowhere.jsonl does not exist"),
+    "unknown suffix": (["data.train=config.toml"], "suffix '.toml' is not known"),
+    "no such column": (["data.text=txt"], "no column 'txt'"),
+    "no such test file": (["data.test=nowhere.csv"], "nowhere.csv does not exist"),
+    "unknown method": (["method.name=gloro"], "no method is called 'gloro'; did you mean 'glora'?"),
+    "unknown hyper-parameter": (["method.gama=1"], "did you mean 'gamma'?"),
+    "impossible hyper-parameter": (["method.rho=2"], "glora: rho is a share"),
+    "no such class": (["method.name=nowhere:Method"], "'nowhere:Method' cannot be made"),
+    "unknown key": (["run.round=3"], "did you mean 'rounds'?"),
+    "wrong type": (["run.rounds=many"], "run.rounds: "),
+    "bad override": (["run.rounds"], "--set takes KEY=VALUE"),
+    "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries for 5 clients"),
+    "too many clients": (["clients.count=90", "clients.ranks=[2]"], "90 clients"),
+    "mixed ranks": (["method.name=fedit"], "FedIT averages factors entry by entry, so all clients need one rank"),
+    "no such target module": (['lora.targets=["q_proj"]'], "LoRA cannot be put on ['q_proj']"),
+    "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
+}
+
+
+@pytest.mark.parametrize(("sets", "says"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_code_2_and_writes_nothing(
+    project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], says: str
+) -> None:
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    assert says in said.complaint()
+    assert said.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+LATE: dict[str, tuple[list[str], str]] = {
+    "hyper-parameter of a wrong type": (["method.rho=half"], "rho"),
+    "no such device": (["model.device=banana"], "banana"),
+    "server target without a server model": ([*FEDSA, "evaluate.target=server"], "no global model"),
+    "subspace form of local factors": ([*FEDSA, "server.upload=subspace"], "subspace"),
+    "quorum of more than take part": (["server.quorum=4"], "quorum"),
+}
+
+
+@pytest.mark.parametrize(("sets", "says"), LATE.values(), ids=LATE)
+def test_what_can_never_run_as_written_is_said_before_anything_is_written(
+    project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], says: str
+) -> None:
+    """As `prepare` promises: not with a traceback, and not after the first round or the last."""
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    assert says in said.error()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_or_broken_config_is_one_line(tmp_path: Path, main: Callable[..., Said]) -> None:
+    out = tmp_path / "run"
+    assert "nowhere.toml cannot be read" in main("run", tmp_path / "nowhere.toml", "--out", out).complaint()
+    (tmp_path / "config.toml").write_text("[model\n")
+    for command in ("run", "compare"):
+        assert "is not TOML" in main(command, tmp_path / "config.toml", "--out", out).complaint()
+    assert not out.exists()
+
+
+def test_an_out_that_is_a_file_is_one_line(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    (tmp_path / "run").write_text("mine")
+    said = main("run", project / "config.toml", "--out", tmp_path / "run")
+    assert str(tmp_path / "run") in said.error()
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_usage_errors_are_typers_and_code_2(main: Callable[..., Said]) -> None:
+    for args in (["run"], ["walk"], ["run", "a.toml", "--nope"]):
+        said = main(*args)
+        assert said.code == 2 and "Traceback" not in said.err
+
+
+def test_a_client_that_fails_is_named_and_what_was_finished_stays(
+    project: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = fedlora.training.local.LocalTrainer.train
+
+    def failing(self: Any, download: Any, adapter: Any, position: int) -> Any:
+        if (download.client.id, download.round) == ("site-2", 1):
+            raise RuntimeError("out of memory")
+        return train(self, download, adapter, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fedlora.training.local.LocalTrainer, "train", failing)
+        said = main("run", project / "config.toml", "--out", tmp_path / "run")
+    assert said.code == 2 and "Traceback" not in said.err
+    assert "error: client 'site-2' failed in round 2: RuntimeError: out of memory" in said.err
+    folder = RunFolder(tmp_path / "run")
+    assert len(folder.metrics()) == 1 and not folder.finished()
+    ran(configured(project), folder.path, resume=True)
+    assert folder.finished()
+
+
+def test_files_of_different_labels_never_mix_up_the_classes(tmp_path: Path) -> None:
+    """A test file that happens to lack "blue" numbers green 0 and red 1 when it is read by itself. Either that is
+    refused, or the labels mean what they mean in the training file."""
+    project = make_project(tmp_path)
+    data = classification(30, 5)
+    two = data.select([k for k, y in enumerate(data.labels or ()) if y != LABELS.index("blue")])
+    (project / "two.jsonl").write_text(rows(two))
+    try:
+        prepared = prepare(configured(project, "data.test=two.jsonl"))
+    except FedLoRAError:
+        return
+    assert prepared.test is not None
+    assert tuple(e["labels"] for e in prepared.test._groups[""].examples) == two.labels
+
+
+# ---- other kinds of runs ---------------------------------------------------------------------------------------------
+
+
+def test_a_method_without_server_model_leaves_its_clients_models(project: Path, tmp_path: Path) -> None:
+    """FedSA-LoRA: no adapter/ and no best/, but one directory for each client, which peft loads."""
+    config = configured(project, *FEDSA, "evaluate.clients_at_end=true", "run.participation=0.67", "run.rounds=2")
+    folder = ran(config, tmp_path / "run")
+    s = folder.read_json("summary.json")
+    assert s["target"] == folder.read_json("manifest.json")["evaluation_target"] == "clients"
+    assert {p.name for p in folder.path.iterdir() if p.is_dir()} == {"clients", "checkpoints"}
+    assert s["padded_error"] is None and s["gauge_drift"] is None
+    names = ["site-1", "site-2", "site-3"]
+    assert sorted(path.name for path in (folder.path / "clients").iterdir()) == names
+    _, test = held_out(config)
+    for name in names:
+        got = accuracy(peft_model(project, folder.path / "clients" / name), test)
+        assert got == pytest.approx(s["clients_at_end"][name]["accuracy"]) == s["test"]["last"][f"client/{name}"]
+    each = [s["test"]["last"][f"client/{name}"] for name in names]
+    assert s["test"]["last"]["accuracy"] == pytest.approx(sum(each) / 3)
+    assert s["test"]["last"]["worst"] == min(each)
+
+
+def test_a_method_that_changes_the_base_weight_leaves_client_models_that_include_it(
+    project: Path, tmp_path: Path
+) -> None:
+    """FedEx-LoRA with run.readouts: clients/ID is described as "each client's readout". What peft loads from it must
+    answer as that client's model was measured, W0 + base_delta + readout; here, where all have one rank, that is the
+    server's model too."""
+    sets = ("method.name=fedex-lora", "clients.ranks=[4]", "clients.count=3", "run.readouts=true", "run.rounds=2")
+    config = configured(project, *sets, "train.steps=8", "clients.alpha=0.3", "evaluate.clients_at_end=true")
+    folder = ran(config, tmp_path / "run")
+    _, test = held_out(config)
+    server = peft_model(project, folder.path / "adapter").eval()
+    client = peft_model(project, folder.path / "clients" / "site-1").eval()
+    for example in encode(test, tokenizer(classifies=True), max_length=128)[:10]:
+        ids = example["input_ids"]
+        torch.testing.assert_close(logits(client, ids), logits(server, ids), rtol=1e-3, atol=1e-4)
+
+
+def test_one_file_for_each_client(tmp_path: Path) -> None:
+    """CSV, other column names, a site's own held-out part; clients and their ranks are as the table names them."""
+    project = make_project(tmp_path)
+    sizes = {"north": 40, "south": 60, "east": 50}
+    for k, (name, size) in enumerate(sizes.items()):
+        (project / f"{name}.csv").write_text(csv_rows(classification(size, 50 + k, skew=k)))
+    table = "".join(f'{name} = "{name}.csv"\n' for name in sizes)
+    (project / "own.toml").write_text(
+        CONFIG.replace('train = "train.jsonl"', 'text = "sentence"\nlabel = "class"').replace("min_size = 4", "")
+        + f'\n[data.clients]\n{table}\n[evaluate]\ntarget = "clients"\nclients_at_end = true\n'
+    )
+    config = load_config(project / "own.toml", ["run.rounds=2"])
+    folder = ran(config, tmp_path / "run")
+    manifest, s = folder.read_json("manifest.json"), folder.read_json("summary.json")
+    assert manifest["clients"] == {"north": 2, "south": 4, "east": 4}
+    held: dict[str, int] = {}
+    for name, size in sizes.items():
+        data = read_classification(project / f"{name}.csv", text="sentence", label="class")
+        train, validation, test = split(data, validation=0.2, test=0.2, seed=0)
+        assert manifest["data"]["train"][name] == {"examples": len(train), "sha256": train.digest()}
+        assert len(train) + len(validation) + len(test) == size
+        held[name] = len(test)
+        prepared_accuracy = s["test"]["last"][f"client/{name}"]
+        assert prepared_accuracy * len(test) == pytest.approx(round(prepared_accuracy * len(test)), abs=1e-6)
+        assert s["clients_at_end"][name]["accuracy"] == prepared_accuracy
+    assert manifest["data"]["test"]["examples"] == sum(held.values())
+    weights = folder.metrics()[0]["weights"]
+    total = sum(part["examples"] for part in manifest["data"]["train"].values())
+    assert weights == pytest.approx({c: part["examples"] / total for c, part in manifest["data"]["train"].items()})
+    assert s["target"] == "clients" and (folder.path / "adapter").exists(), "there is a server model all the same"
+
+
+def test_client_files_of_different_labels_are_refused(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    for name, labels in (("a", ("no", "yes")), ("b", ("bad", "good"))):
+        data = replace(classification(30, 1).select(range(20)), labels=(0, 1) * 10, label_names=labels)
+        (project / f"{name}.jsonl").write_text(rows(data))
+    (project / "own.toml").write_text(
+        CONFIG.replace('train = "train.jsonl"\n', "") + '\n[data.clients]\na = "a.jsonl"\nb = "b.jsonl"\n'
+    )
+    with pytest.raises(ConfigError, match="different label names"):
+        prepare(load_config(project / "own.toml", ["clients.ranks=[2]"]))
+
+
+def test_an_own_method_by_module_and_class(project: Path, tmp_path: Path) -> None:
+    """From a config to an adapter, stopped and resumed, with its own hyper-parameter."""
+    one_rank = ("clients.ranks=[4]", "clients.count=3", "run.rounds=2")
+    config = configured(project, "method.name=support.own_methods:Halved", "method.share=0.25", *one_rank)
+    whole = ran(config, tmp_path / "whole")
+    assert whole.read_json("manifest.json")["method"] == "Halved(share=0.25)"
+    assert whole.read_json("summary.json")["method"] == "halved"
+    stopped = ran(config, tmp_path / "stopped", 1)
+    ran(config, stopped.path, resume=True)
+    same_run(stopped, whole)
+    plain = ran(configured(project, "method.name=fedit", *one_rank, "run.rounds=1"), tmp_path / "fedit")
+    quarter = ran(
+        configured(project, "method.name=support.own_methods:Halved", "method.share=0.25", *one_rank, "run.rounds=1"),
+        tmp_path / "quarter",
+    )
+    for name, lora in read_adapter(plain.path / "adapter")[0].modules.items():
+        got = read_adapter(quarter.path / "adapter")[0].modules[name]
+        torch.testing.assert_close(got.delta(), lora.delta() / 4)
+
+
+def test_an_own_method_whose_heads_do_not_travel_runs_to_its_end(project: Path, tmp_path: Path) -> None:
+    """Roles say so, as the protocol allows; the checks of the last round must not choke on it."""
+    config = configured(
+        project, "method.name=support.own_methods:FrozenHeads", "clients.ranks=[4]", "clients.count=3", "run.rounds=1"
+    )
+    assert ran(config, tmp_path / "run").finished()
+
+
+def test_a_language_model_on_instructions(tmp_path: Path) -> None:
+    """From JSONL of prompts and responses to an adapter; accuracy is of tokens."""
+    save_model(tmp_path / "model", llama(), classifies=False)
+    data = instructions(60, 0)
+    pairs = zip(data.text, data.responses or (), strict=True)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"ask": q, "say": a}) + "\n" for q, a in pairs))
+    (tmp_path / "config.toml").write_text(
+        CONFIG.replace("dropout = 0.0", 'task = "causal-lm"')
+        .replace(
+            "[clients]", 'prompt = "ask"\nresponse = "say"\nmax_length = 16\n[lora]\ntargets = ["q_proj"]\n[clients]'
+        )
+        .replace("min_size = 4", "")
+    )
+    folder = ran(configured(tmp_path), tmp_path / "run")
+    manifest, s = folder.read_json("manifest.json"), folder.read_json("summary.json")
+    assert manifest["data"]["labels"] == [] and manifest["data"]["label_counts"] is None
+    losses = [line["metrics"]["loss"] for line in folder.metrics()]
+    assert losses[-1] < losses[0] and 0 <= s["test"]["last"]["accuracy"] <= 1
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    adapted = PeftModel.from_pretrained(base, folder.path / "adapter").eval()
+    adapter, spec = read_adapter(folder.path / "adapter")
+    assert spec.config["task_type"] == "CAUSAL_LM" and adapter.heads == {}
+    plain = dense(tmp_path / "model", llama, {n: x.delta() for n, x in adapter.modules.items()}, {})
+    ids = list(range(5, 13))
+    torch.testing.assert_close(logits(adapted, ids), logits(plain, ids), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="use partition = 'iid'"):
+        prepare(configured(tmp_path, "clients.alpha=0.5"))
+
+
+FACTOR_AVERAGES = ("fedit", "fedrot-lora", "hetlora", "lora-fair", "padded-average")
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_runs_from_a_config(project: Path, tmp_path: Path, method: str) -> None:
+    """One rank for all, which every method serves; two thirds of the clients; uploads as the config says."""
+    config = configured(
+        project, f"method.name={method}", "clients.ranks=[4]", "clients.count=3", "run.rounds=2", "evaluate.every=2",
+        "run.participation=0.67", "train.steps=2",
+    )  # fmt: skip
+    folder = ran(config, tmp_path / "run")
+    first, second = folder.metrics()
+    assert first["metrics"] == {} and second["metrics"] != {}
+    assert len(first["losses"]) == len(second["losses"]) == 2
+    s = folder.read_json("summary.json")
+    assert s["method"] == method and s["best_round"] == 2
+    if s["gauge_drift"]:
+        assert (s["gauge_drift"][method] < 1e-3) == (method not in FACTOR_AVERAGES)
+
+
+def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a quorum the run goes on; the log has null for its loss, for JSON has no NaN, and the pictures are drawn."""
+    project = make_project(tmp_path / "project")
+    train = fedlora.training.local.LocalTrainer.train
+
+    def diverging(self: Any, download: Any, adapter: Any, position: int) -> Any:
+        trained = train(self, download, adapter, position)
+        if download.client.id != "site-2":
+            return trained
+        return replace(trained, adapter=trained.adapter.map(lambda t: t * float("nan")), loss=float("nan"))
+
+    monkeypatch.setattr(fedlora.training.local.LocalTrainer, "train", diverging)
+    sets = ("server.quorum=2", "run.rounds=2")
+    result = invoke("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    folder = RunFolder(tmp_path / "run")
+    for line in folder.metrics():
+        assert line["losses"]["site-2"] is None and "NaN" in line["refused"]["site-2"]
+        assert set(line["weights"]) == {"site-1", "site-3"}
+    assert folder.read_json("summary.json")["refused"] == 2
+    assert "round 1: site-2 left out: " in result.stderr
+    assert (folder.plots / "metric.png").exists()
+
+
+def test_without_matplotlib_there_are_no_plots_and_a_hint(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fedlora.runs.plots", None)
+    monkeypatch.delattr(fedlora.runs, "plots", raising=False)
+    result = invoke("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.rounds=1")
+    assert "pip install 'fedlora[plot]'" in result.stderr
+    assert RunFolder(tmp_path / "run").finished() and not (tmp_path / "run" / "plots").exists()
+
+
+def test_the_run_folder_is_named_after_the_config(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    undraw(monkeypatch)
+    invoke("run", project / "config.toml", "--set", "run.rounds=1")
+    assert RunFolder(tmp_path / "runs" / "config").finished()

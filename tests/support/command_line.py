@@ -1,0 +1,86 @@
+"""`fedlora ARGS` in this process and as one of its own, and what it said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+with warnings.catch_warnings():
+    # typer < 0.21 asks click 8.3 for names that click 9 will drop, when it is imported.
+    warnings.filterwarnings("ignore", r"'click\..* is deprecated", DeprecationWarning)
+    from typer.testing import CliRunner
+
+    import fedlora.cli
+
+
+def invoke(*args: object) -> Any:
+    """The command line, in this process. For runs that go well."""
+    result = CliRunner().invoke(fedlora.cli.app, [str(a) for a in args])
+    assert result.exception is None, (result.exception, result.stderr)
+    assert result.exit_code == 0
+    return result
+
+
+@dataclass
+class Said:
+    code: int
+    out: str
+    err: str
+
+    def error(self) -> str:
+        """Our one line for what went wrong, the last one; a progress bar may stand before it."""
+        assert self.code == 2, (self.code, self.out, self.err)
+        assert "Traceback" not in self.err and "Traceback" not in self.out
+        lines = [line for line in self.err.splitlines() if line.strip()]
+        assert [line.startswith("error: ") for line in lines] == [False] * (len(lines) - 1) + [True], lines
+        return lines[-1]
+
+    def complaint(self) -> str:
+        """All that bad input gets: one line."""
+        assert len(self.err.splitlines()) == 1, self.err
+        return self.error()
+
+
+def call(args: Sequence[str]) -> None:
+    """The entry point as a process of its own has it: ends with SystemExit."""
+    sys.argv = ["fedlora", *args]
+    fedlora.cli.main()
+
+
+def entry_point(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """The entry point `fedlora ARGS`, in this process, where errors become exit codes. The fixture `main`."""
+
+    def call(*args: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["fedlora", *(str(a) for a in args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            fedlora.cli.main()
+        out, err = capsys.readouterr()
+        code = stopped.value.code
+        return Said(code if isinstance(code, int) else int(code is not None), out, err)
+
+    return call
+
+
+def widen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal as wide as it takes. The fixture `wide`."""
+    for module in (fedlora.cli.runs, fedlora.cli.methods, fedlora.cli.audit):
+        monkeypatch.setattr(module, "console", Console(width=300))
+
+
+def process(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedlora.cli", *(str(a) for a in args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def undraw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures cost more than most runs of tiny models: none are drawn."""
+    for module in (fedlora.cli.audit, fedlora.cli.runs):
+        monkeypatch.setattr(module, "plotted", lambda draw: None)

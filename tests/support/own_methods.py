@@ -1,0 +1,32 @@
+"""Methods that a user could have written, named in configurations as module:Class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from fedlora import LoRA, Roles
+from fedlora.methods.fedit import FedIT
+
+
+@dataclass(frozen=True)
+class Halved(FedIT):
+    """A user's own method: FedIT, but the server keeps only a share of B."""
+
+    name: ClassVar[str] = "halved"
+
+    share: float = 0.5
+
+    def aggregate(self, state: Any, updates: Any) -> Any:
+        after = super().aggregate(state, updates)
+        return replace(after, mean=LoRA(after.mean.factors[0] * self.share, after.mean.factors[1]))
+
+
+@dataclass(frozen=True)
+class FrozenHeads(FedIT):
+    """Another: FedIT with heads as they came."""
+
+    name: ClassVar[str] = "frozen-heads"
+
+    def roles(self, round: int) -> Roles:
+        return Roles(heads="frozen")

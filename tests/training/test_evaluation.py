@@ -1,0 +1,309 @@
+"""What is measured, and of whom, on tiny transformers (no network).
+
+Kind of evidence: *oracle*. Accuracy and loss by hand, example by example and unpadded, from the logits of a plain model
+with the dense update written into its weights: no peft, no batches, and none of the library's evaluation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlora import Adapter, Client, Roles, Server, build
+from fedlora.core.messages import ClientMemory
+from fedlora.data import TextData
+from fedlora.errors import NoGlobalModel
+from fedlora.server.server import start
+from fedlora.server.state import RunState
+from fedlora.simulation import RoundRecord, simulate
+from fedlora.training.encoding import IGNORED, encode
+from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.models import AdaptedModel, LoRASettings
+from support.known_warnings import FUTURE_NAMES
+from support.local_training import Recorder, bits, dense, drawn, logits
+from support.tiny_models import bert, llama
+from support.training_data import LABELS, classification, instructions, save_model, tokenizer
+
+pytestmark = FUTURE_NAMES
+
+SCALING = 2.0
+RANKS = {"a": 2, "b": 4, "c": 4}
+DATA = {name: classification(10 + 5 * k, k) for k, name in enumerate(RANKS)}
+TEST = classification(40, 100)
+EQUAL = dict.fromkeys(RANKS, 4)
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("classifier"), bert(), classifies=True)
+
+
+@pytest.fixture(scope="session")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), llama(), classifies=False)
+
+
+@pytest.fixture
+def model(classifier: Path) -> AdaptedModel:
+    """A fresh copy in memory, with LoRA dropout and BERT's own."""
+    settings = LoRASettings(["query", "value"], SCALING, dropout=0.1)
+    return AdaptedModel.load(classifier, "classification", settings, labels=LABELS)
+
+
+def by_hand(network: nn.Module, data: TextData, *, max_length: int = 128) -> dict[str, float]:
+    """Mean accuracy and cross entropy over the labels that count: one each, or the response's tokens."""
+    right, losses = [], []
+    for example in encode(data, tokenizer(classifies=data.kind == "classification"), max_length=max_length):
+        scores = logits(network, example["input_ids"]).double().log_softmax(-1)
+        if data.kind == "classification":
+            pairs = [(scores, example["labels"])]
+        else:  # the token at k is predicted by what stands before it
+            pairs = [(scores[k - 1], y) for k, y in enumerate(example["labels"]) if y != IGNORED]
+        for row, label in pairs:
+            losses.append(-float(row[label]))
+            right.append(int(row.argmax()) == label)
+    return {"accuracy": sum(right) / len(right), "loss": math.fsum(losses) / len(losses)}
+
+
+def played(
+    model: AdaptedModel,
+    method: str,
+    ranks: Mapping[str, int],
+    rounds: int = 2,
+    seed_adapter: Adapter | None = None,
+    **options: Any,
+) -> tuple[Server, list[RoundRecord], Recorder]:
+    """A short federation on DATA."""
+    server = Server(build(method), seed=3)
+    recorder = Recorder(LocalTrainer(model, DATA, TrainSettings(lr=2e-2, steps=4, batch_size=5), seed=3))
+    clients = [Client(name, rank) for name, rank in ranks.items()]
+    state = start(server, seed_adapter or model.seed_adapter(max(ranks.values()), seed=3)[0])
+    records = list(simulate(server, clients, recorder, state, rounds=rounds, seed=3, **options))
+    return server, records, recorder
+
+
+def mean_head(record: RoundRecord, name: str) -> Tensor:
+    """sum_i n_i h_i / sum_i n_i over the uploads, in float64."""
+    total = sum(u.num_examples for u in record.uploads)
+    parts = [u.num_examples / total * u.adapter.heads[name].double() for u in record.uploads]
+    return torch.stack(parts).sum(0)
+
+
+def exact_mean(record: RoundRecord, name: str) -> Tensor:
+    """sum_i n_i B_i A_i / sum_i n_i, dense, in float64."""
+    total = sum(u.num_examples for u in record.uploads)
+    parts = [u.num_examples / total * u.adapter.modules[name].map(Tensor.double).delta() for u in record.uploads]
+    return torch.stack(parts).sum(0)
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_an_untrained_server_is_the_plain_model(model: AdaptedModel, classifier: Path, batch_size: int) -> None:
+    server = Server(build("glora"))
+    state = start(server, model.seed_adapter(4, seed=0)[0])
+    evaluator = ModelEvaluator(model, TEST, [Client("a", 2)], batch_size=batch_size)
+    want = by_hand(dense(classifier, bert, {}, {}), TEST)
+    assert 0 < want["accuracy"] < 1
+    assert evaluator.evaluate(server, state) == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["glora", "flexlora"])
+def test_the_server_is_the_base_plus_the_mean_update_with_the_mean_head(
+    model: AdaptedModel, classifier: Path, method: str
+) -> None:
+    """Clients of ranks 2, 4, 4. The mean of the uploaded updates is the test's own, not the server's."""
+    server, records, _ = played(model, method, RANKS)
+    record = records[-1]
+    names = list(record.uploads[0].adapter.modules)
+    updates = {name: (SCALING * exact_mean(record, name)).float() for name in names}
+    heads = {name: mean_head(record, name).float() for name in record.uploads[0].adapter.heads}
+    want = by_hand(dense(classifier, bert, updates, heads), TEST)
+    got = ModelEvaluator(model, TEST, [Client(n, r) for n, r in RANKS.items()]).evaluate(server, record.state)
+    assert got == pytest.approx(want, rel=1e-3)
+    assert set(got) == {"accuracy", "loss"}
+    assert abs(got["loss"] - by_hand(dense(classifier, bert, {}, {}), TEST)["loss"]) > 0.01, "something was learnt"
+
+
+def test_the_servers_change_of_the_base_weight_counts_once(model: AdaptedModel, classifier: Path) -> None:
+    """FedEx-LoRA: after round 2 the model is W0 + residual of round 1 + mean update of round 2, by its formula."""
+    server, records, _ = played(model, "fedex-lora", EQUAL)
+    first, second = records
+    updates = {}
+    for name in first.uploads[0].adapter.modules:
+        total = sum(u.num_examples for u in first.uploads)
+        B, A = (
+            torch.stack(
+                [u.num_examples / total * u.adapter.modules[name].factors[k].double() for u in first.uploads]
+            ).sum(0)
+            for k in (0, 1)
+        )
+        residual = exact_mean(first, name) - B @ A
+        updates[name] = (SCALING * (residual + exact_mean(second, name))).float()
+        assert float(residual.norm()) > 1e-3 * float(exact_mean(second, name).norm())
+    heads = {name: mean_head(second, name).float() for name in second.uploads[0].adapter.heads}
+    want = by_hand(dense(classifier, bert, updates, heads), TEST)
+    assert ModelEvaluator(model, TEST, []).evaluate(server, second.state) == pytest.approx(want, rel=1e-3)
+
+
+def test_a_method_without_a_server_model_says_so(model: AdaptedModel) -> None:
+    server, records, _ = played(model, "fedsa-lora", EQUAL, rounds=1)
+    with pytest.raises(NoGlobalModel, match="Evaluate the clients"):
+        ModelEvaluator(model, TEST, [Client("a", 4)]).evaluate(server, records[-1].state)
+
+
+def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_model: Path) -> None:
+    """Teacher-forced: each token given the true ones before it."""
+    settings = LoRASettings(["q_proj", "v_proj"], SCALING)
+    model = AdaptedModel.load(language_model, "causal-lm", settings)
+    data = instructions(30, 1)
+    seed_adapter, _ = model.seed_adapter(3, seed=0)
+    trained = drawn(seed_adapter, 3, 1)
+    server = Server(build("glora"))
+    state = start(server, trained)  # a warm start: the server's update is this adapter
+    updates = {name: SCALING * lora.delta() for name, lora in trained.modules.items()}
+    want = by_hand(dense(language_model, llama, updates, {}), data, max_length=16)
+    for batch_size in (1, 8):
+        evaluator = ModelEvaluator(model, data, [], max_length=16, batch_size=batch_size)
+        assert evaluator.evaluate(server, state) == pytest.approx(want, rel=1e-3)
+
+
+# ---- the clients -----------------------------------------------------------------------------------------------------
+
+
+def clients_by_hand(
+    classifier: Path, adapters: Mapping[str, Adapter], extra: Mapping[str, Tensor], data: Callable[[str], TextData]
+) -> dict[str, dict[str, float]]:
+    scores = {}
+    for client, adapter in adapters.items():
+        updates = {n: SCALING * (x.delta() + extra.get(n, 0)) for n, x in adapter.modules.items()}
+        scores[client] = by_hand(dense(classifier, bert, updates, adapter.heads), data(client))
+    return scores
+
+
+def summary(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {
+        "accuracy": sum(s["accuracy"] for s in scores.values()) / len(scores),
+        "loss": sum(s["loss"] for s in scores.values()) / len(scores),
+        "worst": min(s["accuracy"] for s in scores.values()),
+        **{f"client/{name}": s["accuracy"] for name, s in scores.items()},
+    }
+
+
+def test_clients_are_measured_with_what_they_kept(model: AdaptedModel, classifier: Path) -> None:
+    """FedSA-LoRA: W0 + B_i mean(A) with client i's own head; B_i and head as it last trained them."""
+    server, records, recorder = played(model, "fedsa-lora", EQUAL)
+    last = {call[0].client.id: call[3] for call in recorder.calls}
+    total = sum(t.num_examples for t in last.values())
+    adapters = {}
+    for client, mine in last.items():
+        modules = {}
+        for name, lora in mine.adapter.modules.items():
+            A = torch.stack([t.num_examples / total * t.adapter.modules[name].factors[1] for t in last.values()]).sum(0)
+            modules[name] = type(lora)(lora.factors[0], A)
+        adapters[client] = Adapter(modules, mine.adapter.heads)
+    scores = clients_by_hand(classifier, adapters, {}, lambda _: TEST)
+    assert len({round(s["loss"], 4) for s in scores.values()}) == 3, "the clients differ"
+    clients = [Client(name, 4) for name in RANKS]
+    got = ModelEvaluator(model, TEST, clients, target="clients").evaluate(server, records[-1].state)
+    assert got == pytest.approx(summary(scores), rel=1e-3)
+
+
+def test_a_client_that_never_took_part_is_measured_with_its_start(model: AdaptedModel, classifier: Path) -> None:
+    """FedSA-LoRA again: B_i = 0 and the head as it came with the model, so it is the plain model."""
+    server, records, _ = played(model, "fedsa-lora", EQUAL, rounds=1, participation=0.5)
+    absent = sorted(set(RANKS) - set(records[0].losses))
+    assert len(absent) == 1
+    got = ModelEvaluator(model, TEST, [Client(absent[0], 4)], target="clients").evaluate(server, records[0].state)
+    want = by_hand(dense(classifier, bert, {}, {}), TEST)
+    assert (got["accuracy"], got["loss"]) == pytest.approx((want["accuracy"], want["loss"]), rel=1e-4)
+
+
+def test_clients_are_measured_at_their_own_rank_on_their_own_text(model: AdaptedModel, classifier: Path) -> None:
+    """GLoRA: each client's readout and the mean head; b and c have held-out text of their own, a has none."""
+    server, records, _ = played(model, "glora", RANKS)
+    own = {"b": classification(15, 201, skew=0), "c": classification(20, 202, skew=1)}
+    clients = [Client(name, rank) for name, rank in RANKS.items()]
+    state = records[-1].state
+    adapters = {c.id: server.download(state.server, c).adapter for c in clients}
+    assert {name: set(a.ranks.values()) for name, a in adapters.items()} == {"a": {2}, "b": {4}, "c": {4}}
+    scores = clients_by_hand(classifier, adapters, {}, lambda client: own.get(client, TEST))
+    evaluator = ModelEvaluator(model, TEST, clients, target="clients", own=own)
+    assert evaluator.evaluate(server, state) == pytest.approx(summary(scores), rel=1e-3)
+    for client, score in evaluator.measure_clients(server, state).items():
+        assert score == pytest.approx(scores[client], rel=1e-3)
+
+
+def test_clients_are_measured_on_the_changed_base(model: AdaptedModel, classifier: Path) -> None:
+    """FedEx-LoRA: a client's model is W0 + base_delta + its readout, which is the server's model for everyone."""
+    server, records, _ = played(model, "fedex-lora", EQUAL)
+    clients = [Client(name, 4) for name in RANKS]
+    got = ModelEvaluator(model, TEST, clients, target="clients").evaluate(server, records[-1].state)
+    want = ModelEvaluator(model, TEST, clients, target="server").evaluate(server, records[-1].state)
+    assert {round(got[f"client/{name}"], 9) for name in RANKS} == {round(want["accuracy"], 9)}
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-4)
+
+
+def test_the_worst_client_is_the_least_accurate_one(model: AdaptedModel) -> None:
+    """Each client answers one question of its own: with the same model for all, one is right and one is wrong."""
+    server = Server(build("fedit"))
+    state = start(server, model.seed_adapter(4, seed=0)[0])
+    answers = {}
+    for k in range(len(TEST)):
+        one = TEST.select([k])
+        score = ModelEvaluator(model, one, []).evaluate(server, state)["accuracy"]
+        answers.setdefault(score, one)
+    assert set(answers) == {0.0, 1.0}
+    own = {"right": answers[1.0], "wrong": answers[0.0]}
+    clients = [Client(name, 4) for name in own]
+    got = ModelEvaluator(model, TEST, clients, target="clients", own=own).evaluate(server, state)
+    assert got["accuracy"] == 0.5 and got["worst"] == 0.0
+    assert (got["client/right"], got["client/wrong"]) == (1.0, 0.0)
+
+
+# ---- measuring changes nothing ---------------------------------------------------------------------------------------
+
+
+def test_measuring_twice_says_the_same_and_dropout_is_off(model: AdaptedModel) -> None:
+    server, records, _ = played(model, "glora", RANKS, rounds=1)
+    evaluator = ModelEvaluator(model, TEST, [Client(n, r) for n, r in RANKS.items()], target="clients")
+    assert evaluator.evaluate(server, records[0].state) == evaluator.evaluate(server, records[0].state)
+
+
+@pytest.mark.parametrize("method", ["glora", "fedex-lora", "fedsa-lora"])
+def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: AdaptedModel, method: str) -> None:
+    """Whatever was measured, on whichever adapter and base, the next client starts from what it received."""
+    target = "clients" if method == "fedsa-lora" else "server"
+    clients = [Client(name, 4) for name in RANKS]
+    evaluator = ModelEvaluator(model, TEST, clients, target=target)  # type: ignore[arg-type]
+    seed_adapter, _ = model.seed_adapter(4, seed=3)
+    plain = played(model, method, EQUAL, seed_adapter=seed_adapter)
+    measured = played(model, method, EQUAL, seed_adapter=seed_adapter, evaluator=evaluator)
+    assert [r.metrics for r in plain[1]] == [{}, {}] and all(r.metrics for r in measured[1])
+    for one, other in zip(plain[2].calls, measured[2].calls, strict=True):
+        assert bits(one[3].adapter) == bits(other[3].adapter)
+
+
+def test_a_client_is_measured_with_the_memory_that_is_handed_in(model: AdaptedModel) -> None:
+    """`measure_client` is for one client outside a run: the memory decides, and none means the start."""
+    server = Server(build("fedsa-lora"))
+    client = Client("a", 4)
+    seed_adapter, _ = model.seed_adapter(4, seed=0)
+    state = start(server, seed_adapter)
+    evaluator = ModelEvaluator(model, TEST, [client], target="clients")
+    mine = drawn(seed_adapter, 4, 5)
+    kept = Adapter({n: type(x)(x.factors[0], None) for n, x in mine.modules.items()}, mine.heads)
+    assert server.roles(state.server) == Roles(B="local", heads="local")
+    fresh = evaluator.measure_client(server, state.server, client, ClientMemory())
+    changed = evaluator.measure_client(server, state.server, client, ClientMemory(kept))
+    assert fresh["loss"] != changed["loss"]
+    whole = evaluator.evaluate(server, RunState(0, state.server, {"a": ClientMemory(kept)}))
+    assert whole["loss"] == changed["loss"]

@@ -1,0 +1,884 @@
+"""Answers in words: what is cut before a model reads it, what it then says, and how the answer is scored.
+
+Kinds of evidence: *oracle* (greedy answers token by token from the logits of one unpadded example, on a plain model
+with the dense update in its weights: no peft, no cache, no batch; ROUGE-L by a longest common subsequence of our own),
+*end-to-end* (`fedlora run` on a small federation of tasks, no network), *contract* (bad input is one line).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from fedlora import Adapter, Client, Server, build
+from fedlora.adapters.io import read_adapter
+from fedlora.core.messages import ClientMemory
+from fedlora.data import TextData, read_tasks
+from fedlora.errors import CheckpointError, ConfigError, DataError
+from fedlora.runs.client_data import Dealt, deal
+from fedlora.runs.config import load_config
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from fedlora.server.server import start
+from fedlora.server.state import RunState
+from fedlora.training.encoding import IGNORED, encode, encode_prompts
+from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.generation import _scorer, greedy, rouge_l, teacher_forced
+from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.models import AdaptedModel, LoRASettings
+from support.known_warnings import CONV1D, FUTURE_NAMES, NOT_ON_THE_HUB
+from support.local_training import dense, download, drawn, logits
+from support.tiny_models import gpt2, llama
+from support.training_data import (
+    CLS,
+    EOS,
+    PAD,
+    SPECIAL,
+    UNK,
+    WORDS,
+    classification,
+    instructions,
+    save_encoder,
+    save_model,
+    tokenizer,
+    word,
+)
+
+with warnings.catch_warnings():
+    # typer < 0.21 asks click 8.3 for names that click 9 will drop, when it is imported.
+    warnings.filterwarnings("ignore", r"'click\..* is deprecated", DeprecationWarning)
+    import fedlora.cli
+
+pytestmark = [FUTURE_NAMES, CONV1D, NOT_ON_THE_HUB]
+
+SCALING = 2.0
+READER = tokenizer(classifies=False)
+
+# ---- the oracles -----------------------------------------------------------------------------------------------------
+
+
+def said(ids: Sequence[int]) -> str:
+    """Token ids as words, without those that the language models' tokenizer calls special."""
+    return " ".join((*SPECIAL, *WORDS)[k] for k in ids if k not in (PAD, UNK, EOS))
+
+
+def continued(network: nn.Module, prompt: Sequence[int], limit: int) -> list[int]:
+    """The most likely token after the prompt, then after that one, ... up to the end token or the limit."""
+    made: list[int] = []
+    while len(made) < limit:
+        token = int(logits(network, [*prompt, *made])[-1].argmax())
+        if token == EOS:
+            break
+        made.append(token)
+    return made
+
+
+def lcs(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence, by its recurrence."""
+    table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            table[i + 1][j + 1] = table[i][j] + 1 if x == y else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]
+
+
+def fit(answer: str, references: Sequence[str]) -> float:
+    """2 LCS / (m + n) of the best reference, which is 2PR / (P + R). For words of at most three letters: no stems."""
+    scores = []
+    for reference in references:
+        a, b = (text.lower().replace("[", " ").replace("]", " ").split() for text in (answer, reference))
+        scores.append(2 * lcs(a, b) / (len(a) + len(b)) if a and b else 0.0)
+    return max(scores)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def talker() -> Any:
+    """The tiny Llama, readier to end: its row of the end token is longer. Longer texts than its 16 places as well."""
+    network: Any = llama()
+    with torch.no_grad():
+        network.lm_head.weight[EOS] *= 3.5
+    network.config.max_position_embeddings = 256
+    return network
+
+
+@pytest.fixture(scope="session")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("talker"), talker(), classifies=False)
+
+
+@pytest.fixture(scope="session")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that counts places from the start of the row: padding on the left moves them."""
+    return save_model(tmp_path_factory.mktemp("gpt2"), gpt2(), classifies=False)
+
+
+def loaded(path: Path, *targets: str) -> AdaptedModel:
+    settings = LoRASettings(targets or ["q_proj", "v_proj"], SCALING, dropout=0.1)
+    return AdaptedModel.load(path, "causal-lm", settings)
+
+
+@pytest.fixture
+def model(talking: Path) -> AdaptedModel:
+    """A fresh copy in memory, with LoRA dropout."""
+    return loaded(talking)
+
+
+def prompts_of(count: int, seed: int, longest: int = 8) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[word(k) for k in draw.sample(range(len(WORDS)), draw.randint(1, longest))] for _ in range(count)]
+
+
+def updated(path: Path, adapter: Adapter, kind: Callable[[], nn.Module] = llama) -> Any:
+    """The plain model with the adapter's update in its weights."""
+    updates = {name: SCALING * lora.delta() for name, lora in adapter.modules.items()}
+    return dense(path, kind, updates, {})
+
+
+# ---- what is cut -----------------------------------------------------------------------------------------------------
+
+
+def chat(text: str, response: str, span: tuple[int, int] | None) -> TextData:
+    return TextData("instruction", (text,), responses=(response,), droppable=None if span is None else (span,))
+
+
+def words(*numbers: int) -> list[int]:
+    return [word(k) for k in numbers]
+
+
+ASK = "w0 w1 w2 w3 w4 w5"
+INPUT = (ASK.index("w2"), ASK.index("w5") - 1)  # "w2 w3 w4": the instruction is w0 w1 before it, and w5 behind it
+
+CUTS: dict[int, list[int]] = {  # places left for the prompt -> which words stay
+    9: [0, 1, 2, 3, 4, 5],
+    6: [0, 1, 2, 3, 4, 5],
+    5: [0, 1, 2, 3, 5],
+    4: [0, 1, 2, 5],
+    3: [0, 1, 5],
+    2: [1, 5],
+    1: [5],
+}
+
+
+class TestCuts:
+    @pytest.mark.parametrize(("room", "left"), CUTS.items())
+    def test_the_end_of_the_input_goes_first_then_the_front_and_never_the_response(
+        self, room: int, left: list[int]
+    ) -> None:
+        """By hand: w4, w3, w2 of the input in that order; only when it is gone the instruction, from the front."""
+        data = chat(ASK, "w6 w7", INPUT)
+        (example,) = encode(data, READER, max_length=room + 3)
+        assert example["input_ids"] == [*words(*left), *words(6, 7), EOS]
+        assert example["labels"] == [IGNORED] * len(left) + [*words(6, 7), EOS]
+        assert encode_prompts(data, READER, max_length=room) == [words(*left)], "for generation it is the same prompt"
+
+    @pytest.mark.parametrize("span", [None, (0, 0), (5, 5)])
+    def test_without_an_input_the_front_goes(self, span: tuple[int, int] | None) -> None:
+        """What stands nearest to the answer stays: w3 w4 w5 of six words in three places."""
+        data = chat(ASK, "w6 w7", span)
+        assert encode_prompts(data, READER, max_length=3) == [words(3, 4, 5)]
+        assert encode(data, READER, max_length=6)[0]["input_ids"] == [*words(3, 4, 5, 6, 7), EOS]
+
+    def test_a_word_that_lies_half_inside_the_input_stays(self) -> None:
+        """Only whole tokens of the input may go: of "w10 w11" the span holds "10 w1"."""
+        data = chat("w10 w11 w12", "w6", (1, 6))
+        assert encode_prompts(data, READER, max_length=2) == [words(11, 12)]
+        data = chat("w10 w11 w12", "w6", (1, 7))
+        assert encode_prompts(data, READER, max_length=2) == [words(10, 12)]
+
+    def test_a_start_token_stays(self) -> None:
+        """A tokenizer that opens each text with one: the front is cut behind it; with one place left it goes too."""
+        backend = tokenizer(classifies=False).backend_tokenizer
+        backend.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", CLS)])
+        opening = PreTrainedTokenizerFast(
+            tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token="[EOS]", bos_token="[CLS]"
+        )
+        data = chat(ASK, "w6", INPUT)
+        for room, left in ((7, [0, 1, 2, 3, 4, 5]), (5, [0, 1, 2, 5]), (4, [0, 1, 5]), (3, [1, 5]), (2, [5])):
+            assert encode_prompts(data, opening, max_length=room) == [[CLS, *words(*left)]]
+            (example,) = encode(data, opening, max_length=room + 2)
+            assert example["input_ids"] == [CLS, *words(*left), *words(6), EOS], "and none before the response"
+        assert encode_prompts(data, opening, max_length=1) == [words(5)]
+
+    def test_a_response_that_leaves_no_room_is_refused(self) -> None:
+        """Two words and the end token are three places; a prompt needs one more."""
+        data = TextData.concat([chat("w0", "w1", (0, 2)), chat("w0", "w1 w2", (0, 2))])
+        assert len(encode(data, READER, max_length=4)) == 2
+        with pytest.raises(DataError, match="example 1: its response has 3 tokens and leaves no room") as error:
+            encode(data, READER, max_length=3)
+        assert "\n" not in str(error.value)
+
+    def test_an_alpaca_prompt_keeps_its_instruction(self, tmp_path: Path) -> None:
+        """A task file through the reader: of the template everything is there, of the input the first two words."""
+        raw = {
+            "Definition": ["w1 w2"], "Categories": ["c"],
+            "Instances": [{"input": "w10 w11 w12 w13 w14", "output": ["w20"]}],
+        }  # fmt: skip
+        (tmp_path / "task1_a.json").write_text(json.dumps(raw))
+        data = read_tasks(tmp_path, ["task1_a"])["task1_a"].data
+        whole = encode_prompts(data, READER, max_length=10**6)[0]
+        assert whole == READER(data.text[0])["input_ids"]
+        (short,) = encode_prompts(data, READER, max_length=len(whole) - 3)
+        place = whole.index(word(12))
+        assert short == whole[:place] + whole[place + 3 :]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        before=st.integers(0, 4), inside=st.integers(0, 6), behind=st.integers(0, 3),
+        answer=st.integers(1, 3), room=st.integers(1, 14),
+    )  # fmt: skip
+    def test_any_prompt(self, before: int, inside: int, behind: int, answer: int, room: int) -> None:
+        """What stays, counted by hand: all but the input's last words; of the rest the last ones, where all is gone."""
+        total = before + inside + behind
+        if not total:
+            return
+        text = " ".join(f"w{k}" for k in range(total))
+        ends = [0]
+        for k in range(total):
+            ends.append(ends[-1] + len(f"w{k}") + 1)
+        span = (ends[before], ends[before + inside] - 1) if inside else (0, 0)
+        kept = min(inside, max(0, room - before - behind))
+        left = [*range(before + kept), *range(before + inside, total)][-room:]
+        (example,) = encode(
+            chat(text, " ".join(WORDS[20 : 20 + answer]), span), READER, max_length=room + answer + 1
+        )  # fmt: skip
+        assert example["input_ids"] == [*words(*left), *words(*range(20, 20 + answer)), EOS]
+        assert [y for y in example["labels"] if y != IGNORED] == example["input_ids"][len(left) :]
+
+
+class TestLossOn:
+    def test_all_puts_a_label_on_every_token(self) -> None:
+        """The same tokens, cut alike; the labels are the tokens themselves."""
+        for max_length in (20, 7):
+            data = chat(ASK, "w6 w7", INPUT)
+            (plain,) = encode(data, READER, max_length=max_length)
+            (everything,) = encode(data, READER, max_length=max_length, loss_on="all")
+            assert everything["input_ids"] == everything["labels"] == plain["input_ids"]
+
+    @pytest.mark.parametrize("loss_on", ["response", "all"])
+    def test_the_trainer_learns_on_what_it_is_told(self, talking: Path, loss_on: Any) -> None:
+        """The loss of one full batch: mean cross entropy by hand, over the response's tokens or all but the first."""
+        data = instructions(6, 3)
+        model = loaded(talking)
+        adapter, _ = model.seed_adapter(2, seed=0)
+        settings = TrainSettings(steps=1, batch_size=6, loss_on=loss_on)
+        trained = LocalTrainer(model, {"a": data}, settings, seed=0).train(download(adapter), adapter, 0)
+        network = dense(talking, llama, {}, {})
+        losses = []
+        for prompt, response in zip(data.text, data.responses or (), strict=True):
+            asked, wanted = ([READER.convert_tokens_to_ids(w) for w in text.split()] for text in (prompt, response))
+            ids = [*asked, *wanted, EOS]
+            scores = logits(network, ids).double().log_softmax(-1)
+            first = 1 if loss_on == "all" else len(asked)
+            losses += [-float(scores[k - 1, ids[k]]) for k in range(first, len(ids))]
+        assert trained.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("batch_size", [1, 7, 64])
+    def test_it_is_the_most_likely_token_each_time(self, talking: Path, batch_size: int) -> None:
+        """Forty prompts of 1 to 8 words, by `continued`: one at a time, unpadded, without a cache; in the asked order.
+
+        Some answers end by themselves, some at once, some not within six tokens.
+        """
+        prompts, network = prompts_of(40, 0), dense(talking, llama, {}, {})
+        want = [continued(network, prompt, 6) for prompt in prompts]
+        assert {0, 6} < {len(ids) for ids in want}
+        model = loaded(talking)
+        assert greedy(model, prompts, max_new_tokens=6, batch_size=batch_size) == [said(ids) for ids in want]
+
+    @pytest.mark.parametrize("batch_size", [1, 7])
+    def test_it_is_the_adapted_model_that_speaks_without_dropout(self, talking: Path, batch_size: int) -> None:
+        """W0 + s B A in the plain model's weights; the adapter changes most answers. Fresh from training mode."""
+        model = loaded(talking)
+        seed_adapter, _ = model.seed_adapter(3, seed=0)
+        adapter = drawn(seed_adapter, 3, 1)
+        model.activate(adapter)
+        model.network.train()
+        prompts, plain, network = prompts_of(20, 1), dense(talking, llama, {}, {}), updated(talking, adapter)
+        want = [said(continued(network, prompt, 5)) for prompt in prompts]
+        assert sum(said(continued(plain, p, 5)) != w for p, w in zip(prompts, want, strict=True)) > 10
+        assert greedy(model, prompts, max_new_tokens=5, batch_size=batch_size) == want
+
+    def test_padding_on_the_left_makes_no_difference(self, counted: Path) -> None:
+        """GPT-2's places are learnt numbers: were the padding counted, an answer would change with its batch."""
+        prompts, network = prompts_of(30, 2), dense(counted, gpt2, {}, {})
+        want = [said(continued(network, prompt, 6)) for prompt in prompts]
+        model = loaded(counted, "c_attn")
+        for batch_size in (1, 30):
+            assert greedy(model, prompts, max_new_tokens=6, batch_size=batch_size) == want
+
+    def test_an_answer_is_the_same_whoever_shares_its_batch(self, model: AdaptedModel) -> None:
+        """Alone, among short ones, among long ones, and in another place of the list."""
+        prompts = prompts_of(8, 3)
+        alone = [greedy(model, [p], max_new_tokens=5, batch_size=1)[0] for p in prompts]
+        for order in (range(8), reversed(range(8)), [3, 0, 3, 7]):
+            places = list(order)
+            got = greedy(model, [prompts[k] for k in places], max_new_tokens=5, batch_size=8)
+            assert got == [alone[k] for k in places]
+
+    def test_it_stops_at_the_end_token_and_at_the_limit(self, talking: Path, model: AdaptedModel) -> None:
+        """A longer limit goes on where there was no end token, and changes nothing where there was one."""
+        prompts, network = prompts_of(40, 0), dense(talking, llama, {}, {})
+        want = [continued(network, prompt, 12) for prompt in prompts]
+        assert {0, 12} < {len(ids) for ids in want}
+        for limit in (1, 3, 12):
+            got = greedy(model, prompts, max_new_tokens=limit, batch_size=16)
+            assert got == [said(ids[:limit]) for ids in want]
+
+    def test_no_prompts(self, model: AdaptedModel) -> None:
+        """None in, none out."""
+        assert greedy(model, [], max_new_tokens=4, batch_size=8) == []
+
+    def test_it_says_the_same_again_and_draws_nothing(self, model: AdaptedModel) -> None:
+        """Greedy has no chance in it: torch's generator stays where it was."""
+        before = torch.random.get_rng_state()
+        first, second = (greedy(model, prompts_of(5, 4), max_new_tokens=4, batch_size=8) for _ in range(2))
+        assert first == second
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+    OWN_WISHES: Mapping[str, dict[str, Any]] = {
+        "sampling": {"do_sample": True, "temperature": 5.0, "top_p": 0.9, "top_k": 50},
+        "another end token": {"eos_token_id": [word(k) for k in range(0, 35, 3)]},
+        "a short length": {"max_new_tokens": 2},
+        "a repetition penalty": {"repetition_penalty": 3.0},
+        "no repeats": {"no_repeat_ngram_size": 1},
+        "beams": {"num_beams": 4},
+        "a least length": {"min_new_tokens": 6},
+        "words left out": {"suppress_tokens": [word(k) for k in range(0, 35, 2)]},
+    }
+
+    @pytest.mark.parametrize("wishes", OWN_WISHES)
+    def test_what_the_model_folder_wishes_for_generation_does_not_count(self, tmp_path: Path, wishes: str) -> None:
+        """ "The most likely continuation, token by token": by `continued`, whatever generation_config.json says.
+
+        Qwen2-Instruct's has repetition_penalty = 1.1, for one.
+        """
+        save_model(tmp_path, talker(), classifies=False)
+        path = tmp_path / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | self.OWN_WISHES[wishes]))
+        model, network = loaded(tmp_path), dense(tmp_path, llama, {}, {})
+        prompts = prompts_of(20, 0)
+        want = [said(continued(network, prompt, 6)) for prompt in prompts]
+        assert greedy(model, prompts, max_new_tokens=6, batch_size=20) == want
+
+
+class TestTeacherForced:
+    @pytest.mark.parametrize("batch_size", [1, 4, 64])
+    def test_it_is_the_most_likely_token_at_each_place_of_the_response(self, talking: Path, batch_size: int) -> None:
+        """By hand, one unpadded example at a time: the argmax where the true token before it stands, the end included.
+
+        As the FlexLoRA code does, but on the response alone and shifted by one, as a language model predicts.
+        """
+        model = loaded(talking)
+        seed_adapter, _ = model.seed_adapter(3, seed=0)
+        adapter = drawn(seed_adapter, 3, 1)
+        model.activate(adapter)
+        model.network.train()
+        data, network = instructions(25, 5), updated(talking, adapter)
+        want = []
+        for prompt, response in zip(data.text, data.responses or (), strict=True):
+            asked, wanted = ([READER.convert_tokens_to_ids(w) for w in text.split()] for text in (prompt, response))
+            best = logits(network, [*asked, *wanted, EOS]).argmax(-1).tolist()
+            want.append(said([best[k - 1] for k in range(len(asked), len(asked) + len(wanted) + 1)]))
+        assert len(set(want)) > 15
+        examples = encode(data, READER, max_length=64)
+        assert teacher_forced(model, examples, batch_size=batch_size) == want
+
+    def test_it_is_not_generation(self, model: AdaptedModel) -> None:
+        """Why it is another measure: given a response that the model would not say, both differ."""
+        data = instructions(25, 5)
+        forced = teacher_forced(model, encode(data, READER, max_length=64), batch_size=8)
+        free = greedy(model, encode_prompts(data, READER, max_length=64), max_new_tokens=5, batch_size=8)
+        assert sum(a != b for a, b in zip(forced, free, strict=True)) > 10
+
+
+# ---- ROUGE-L ---------------------------------------------------------------------------------------------------------
+
+FITS: dict[str, tuple[str, list[str], float]] = {
+    "the same": ("the cat sat", ["the cat sat"], 1.0),
+    "nothing in common": ("a b c", ["d e f"], 0.0),
+    "five of six": ("the cat is on the mat", ["the cat sat on the mat"], 5 / 6),  # LCS the cat on the mat
+    "two of four and three": ("a b c d", ["a x c"], 4 / 7),  # LCS a c: P 2/4, R 2/3
+    "order counts": ("c b a", ["a b c"], 1 / 3),  # LCS 1 of 3 and 3
+    "a gap does not": ("a b", ["a x x b"], 4 / 6),  # LCS 2 of 2 and 4
+    "repeats": ("a a a", ["a"], 2 / 4),  # LCS 1 of 3 and 1
+    "case and marks": ("It's Paris!", ["it s PARIS"], 1.0),
+    "numbers": ("in 1990, 5.5", ["in 1990 5 5"], 1.0),
+    "stems": ("running dogs jumped", ["run dog jumps"], 1.0),  # Porter: run dog jump; "run" and "dog" as they are
+    "short words have none": ("his gas", ["hi ga"], 0.0),  # Porter would make "his" and "gas" into "hi" and "ga"
+    "stems that differ": ("universal", ["universities"], 1.0),  # Porter: both univers, his well-known overstemming
+    "the best of several": ("a b c", ["x", "a b", "a b c d e"], 4 / 5),  # 0, 2*2/5 = 4/5, 2*3/8 = 3/4
+    "a better reference first": ("a b", ["a b", "x"], 1.0),
+    "an empty answer": ("", ["a"], 0.0),
+    "an empty reference": ("a", [""], 0.0),
+    "both empty": ("", [""], 0.0),
+    "only marks": ("...", ["!!!"], 0.0),
+    "an empty reference beside a good one": ("a", ["", "a"], 1.0),
+    "lines": ("a\nb", ["a b"], 1.0),
+}
+
+
+class TestRougeL:
+    @pytest.mark.parametrize(("answer", "references", "value"), FITS.values(), ids=FITS)
+    def test_by_hand(self, answer: str, references: list[str], value: float) -> None:
+        """2 LCS / (m + n) with LCS, m and n counted by hand (Lin, 2004; the F-measure with beta = 1)."""
+        assert rouge_l(answer, references) == pytest.approx(value, abs=1e-12)
+
+    @settings(max_examples=80, deadline=None)
+    @given(
+        answer=st.lists(st.sampled_from("abcde"), max_size=9),
+        references=st.lists(st.lists(st.sampled_from("abcde"), max_size=9), min_size=1, max_size=3),
+    )
+    def test_against_a_subsequence_of_our_own(self, answer: list[str], references: list[list[str]]) -> None:
+        """`fit` above, by the recurrence of the longest common subsequence."""
+        right = [" ".join(reference) for reference in references]
+        assert rouge_l(" ".join(answer), right) == pytest.approx(fit(" ".join(answer), right), abs=1e-12)
+
+    def test_without_the_library_it_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """None in sys.modules is how Python spells a module that cannot be imported."""
+        _scorer.cache_clear()
+        monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+        with pytest.raises(ConfigError, match=r"rouge-score: pip install 'fedlora\[train\]'"):
+            rouge_l("a", ["a"])
+        monkeypatch.undo()
+        assert rouge_l("a", ["a"]) == 1.0
+
+
+# ---- several held-out sets, and ROUGE-L of them ----------------------------------------------------------------------
+
+
+def referenced(count: int, seed: int) -> TextData:
+    """Instructions with two references each, and all words of the prompt but the last as what is cut first."""
+    data, draw = instructions(count, seed), random.Random(seed + 1000)
+    more = tuple((said, " ".join(draw.sample(WORDS, 3))) for said in data.responses or ())
+    spans = tuple((0, len(text.rsplit(" ", 1)[0])) for text in data.text)
+    return TextData("instruction", data.text, responses=data.responses, references=more, droppable=spans)
+
+
+def scored(network: nn.Module, data: TextData, metric: str, max_length: int, new: int) -> dict[str, float]:
+    """Accuracy and loss of the response's tokens, and ROUGE-L, example by example."""
+    right, losses, fits = [], [], []
+    references = data.references or tuple((response,) for response in data.responses or ())
+    prompts = encode_prompts(data, READER, max_length=max_length - new)
+    for k, example in enumerate(encode(data, READER, max_length=max_length)):
+        rows = logits(network, example["input_ids"]).double().log_softmax(-1)
+        places = [place for place, y in enumerate(example["labels"]) if y != IGNORED]
+        best = [int(rows[place - 1].argmax()) for place in places]
+        right += [token == example["labels"][place] for token, place in zip(best, places, strict=True)]
+        losses += [-float(rows[place - 1, example["labels"][place]]) for place in places]
+        answer = said(continued(network, prompts[k], new)) if metric == "rouge-l" else said(best)
+        fits.append(fit(answer, references[k]))
+    scores = {"accuracy": sum(right) / len(right), "loss": sum(losses) / len(losses)}
+    return scores if metric == "accuracy" else scores | {metric.replace("-", "_"): sum(fits) / len(fits)}
+
+
+def mean(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(s[name] for s in scores) / len(scores) for name in scores[0]}
+
+
+SETS = {"one": referenced(12, 1), "two": referenced(5, 2), "three": instructions(9, 3)}
+LIMITS = {"max_length": 9, "max_new_tokens": 5}
+METRICS = ("accuracy", "rouge-l", "rouge-l-teacher-forced")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A federation's state, and the adapter that each client is measured with."""
+
+    server: Server
+    state: RunState
+    adapters: Mapping[str, Adapter]
+
+
+def federation(model: AdaptedModel, method: str) -> Measured:
+    """Three clients; with fedsa-lora each keeps factors of its own, as after a round."""
+    server = Server(build(method))
+    seed_adapter, _ = model.seed_adapter(3, seed=0)
+    warm = drawn(seed_adapter, 3, 1)
+    state = start(server, warm)
+    adapters = {name: drawn(seed_adapter, 3, 10 + k) for k, name in enumerate("abc")}
+    if method != "fedsa-lora":
+        return Measured(server, state, dict.fromkeys(adapters, warm))
+    kept, own = {}, {}
+    for name, mine in adapters.items():
+        kept[name] = ClientMemory(Adapter({n: type(x)(x.factors[0], None) for n, x in mine.modules.items()}))
+        modules = {n: type(x)(x.factors[0], warm.modules[n].factors[1]) for n, x in mine.modules.items()}
+        own[name] = Adapter(modules)
+    return Measured(server, RunState(0, state.server, kept), own)
+
+
+class TestSeveralSets:
+    @pytest.mark.parametrize("metric", METRICS)
+    def test_the_servers_model_on_sets_by_name(self, talking: Path, model: AdaptedModel, metric: Any) -> None:
+        """Means over the examples of a set, then over the sets, whatever their sizes (12, 5, 9); and each by name.
+
+        Prompts are cut at max_length - max_new_tokens = 4 tokens, so some lose words.
+        """
+        played = federation(model, "glora")
+        network = updated(talking, played.adapters["a"])
+        each = {name: scored(network, data, metric, 9, 5) for name, data in SETS.items()}
+        key = metric.replace("-", "_")
+        want = mean(list(each.values())) | {f"group/{name}": scores[key] for name, scores in each.items()}
+        assert len(set(want.values())) == len(want), "all of them differ"
+        evaluator = ModelEvaluator(model, SETS, [], metric=metric, batch_size=4, **LIMITS)
+        assert evaluator.metric == key
+        assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
+
+    @pytest.mark.parametrize("metric", METRICS)
+    def test_one_set_has_no_groups(self, talking: Path, model: AdaptedModel, metric: Any) -> None:
+        """By name or not, it is the mean over its examples."""
+        played = federation(model, "glora")
+        want = scored(updated(talking, played.adapters["a"]), SETS["one"], metric, 9, 5)
+        for sets in (SETS["one"], {"": SETS["one"]}, {"one": SETS["one"]}):
+            evaluator = ModelEvaluator(model, sets, [], metric=metric, **LIMITS)
+            assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
+
+    @pytest.mark.parametrize("metric", ["rouge-l", "rouge-l-teacher-forced"])
+    def test_clients_on_their_own_sets(self, talking: Path, model: AdaptedModel, metric: Any) -> None:
+        """Each with its own factors on its own text; c has none of its own, so on the common sets. The worst by ROUGE.
+
+        FedSA-LoRA has no server model: B_i is the client's, A the server's.
+        """
+        played = federation(model, "fedsa-lora")
+        own = {"a": referenced(8, 7), "b": instructions(6, 8)}
+        scores = {}
+        for name, adapter in played.adapters.items():
+            network = updated(talking, adapter)
+            sets = [own[name]] if name in own else list(SETS.values())
+            scores[name] = mean([scored(network, data, metric, 9, 5) for data in sets])
+        key = metric.replace("-", "_")
+        mine = {name: score[key] for name, score in scores.items()}
+        assert len(set(mine.values())) == 3
+        evaluator = ModelEvaluator(
+            model, SETS, [Client(name, 3) for name in "abc"], target="clients", metric=metric, own=own, **LIMITS
+        )
+        want = mean(list(scores.values())) | {"worst": min(mine.values())}
+        want |= {f"client/{name}": value for name, value in mine.items()}
+        assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
+
+    def test_a_classifier_on_sets_by_name(self, tmp_path: Path) -> None:
+        """As MNLI's two would be: the groups are of accuracy, and the mean is over sets and not over examples."""
+        save_encoder(tmp_path)
+        settings = LoRASettings(["query"], SCALING)
+        model = AdaptedModel.load(tmp_path, "classification", settings, labels=("blue", "green", "red"))
+        server = Server(build("glora"))
+        state = start(server, model.seed_adapter(2, seed=0)[0])
+        sets = {"m": classification(30, 0), "mm": classification(7, 1)}
+        alone = {name: ModelEvaluator(model, data, []).evaluate(server, state) for name, data in sets.items()}
+        got = ModelEvaluator(model, sets, []).evaluate(server, state)
+        want = mean(list(alone.values())) | {f"group/{name}": score["accuracy"] for name, score in alone.items()}
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+# ---- a whole federation of tasks -------------------------------------------------------------------------------------
+
+CONFIG = """
+[model]
+path = "model"
+task = "causal-lm"
+
+[data]
+task = "superni"
+tasks = 3
+unseen = 2
+max_train = 24
+max_test = 6
+max_length = 48
+
+[clients]
+ranks = [2, 4, 4]
+
+[lora]
+targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+
+[train]
+lr = 2e-2
+steps = 16
+batch_size = 8
+
+[evaluate]
+metric = "rouge-l"
+max_new_tokens = 4
+clients_at_end = true
+
+[run]
+rounds = 4
+threads = 1
+readouts = true
+"""
+
+
+def write_root(root: Path, seed: int = 0) -> Path:
+    """Six tasks in five categories, a hundred instances each: answer with the task's own word and one of the input.
+
+    Each instance has three references, the last one of which fits other tasks' words a little.
+    """
+    folder = root / "superni"
+    folder.mkdir(parents=True)
+    draw = random.Random(seed)
+    for k in range(6):
+        instances = []
+        for j in range(100):
+            asked = draw.sample(WORDS[10:], 4)
+            answer = f"w{k} {asked[0]}" if k % 2 else f"w{k} w{k} {asked[-1]}"
+            instances.append(
+                {"id": f"{k}-{j}", "input": " ".join(asked), "output": [answer, f"w{k}", " ".join(WORDS[:6])]}
+            )
+        raw = {
+            "Definition": [f"Say w{k} and a word."], "Categories": [f"category {k % 5}"], "Instances": instances,
+            "Input_language": ["English"], "Output_language": ["English"],
+        }  # fmt: skip
+        (folder / f"task{k}_x.json").write_text(json.dumps(raw))
+    return root
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The entry point `fedlora ARGS`, in this process: exit code, stdout, stderr."""
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedlora", *(str(a) for a in args)])
+        monkeypatch.delenv("FEDLORA_DATA_ROOT", raising=False)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            fedlora.cli.main()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model, a config, and tasks under its folder root."""
+    folder = tmp_path_factory.mktemp("tasks")
+    save_model(folder / "model", talker(), classifies=False)
+    (folder / "config.toml").write_text(CONFIG)
+    write_root(folder / "root")
+    return folder
+
+
+@dataclass(frozen=True)
+class Federation:
+    folder: RunFolder
+    data: Dealt
+    stdout: str
+
+
+@pytest.fixture(scope="module")
+def finished(project: Path) -> Federation:
+    """`fedlora run`, once for the tests below."""
+    out, printed = project / "run", io.StringIO()
+    args = ["run", project / "config.toml", "--out", out, "--data-root", project / "root", "--json"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", ["fedlora", *map(str, args)])
+        with pytest.raises(SystemExit) as stopped:
+            fedlora.cli.main()
+    assert not stopped.value.code
+    return Federation(RunFolder(out), deal(load_config(project / "config.toml"), project / "root"), printed.getvalue())
+
+
+def of_sets(network: nn.Module, sets: Mapping[str, TextData]) -> dict[str, float]:
+    each = {name: scored(network, data, "rouge-l", 48, 4) for name, data in sets.items()}
+    return mean(list(each.values())) | {f"group/{name}": scores["rouge_l"] for name, scores in each.items()}
+
+
+def written_model(project: Path, adapter: Path) -> Any:
+    """A plain model with a written adapter's update in its weights."""
+    written, spec = read_adapter(adapter)
+    updates = {name: spec.scaling * lora.delta() for name, lora in written.modules.items()}
+    return dense(project / "model", llama, updates, {})
+
+
+class TestFederationOfTasks:
+    def test_each_task_is_a_client(self, finished: Federation) -> None:
+        """The manifest against `deal`: names, sizes, categories; two tasks of other categories are left over."""
+        manifest = finished.folder.read_json("manifest.json")
+        parts = {name: len(part) for name, part in finished.data.parts.items()}
+        assert {name: facts["examples"] for name, facts in manifest["data"]["train"].items()} == parts
+        assert list(parts.values()) == [24, 24, 24] and set(manifest["clients"]) == set(parts)
+        assert manifest["data"]["probes"]["unseen"]["examples"] == 12
+        assert manifest["data"]["categories"] == {
+            name: f"category {int(name[4]) % 5}" for name in (*parts, *finished.data.probes["unseen"])
+        }
+
+    def test_the_summary_is_the_written_models_rouge(self, finished: Federation, project: Path) -> None:
+        """adapter/ and best/ put into a plain model's weights: greedy answers and ROUGE-L by hand, set by set."""
+        summary = finished.folder.read_json("summary.json")
+        assert (summary["metric"], summary["target"], summary["clients"]) == ("rouge_l", "server", 3)
+        for name, folder in (("last", "adapter"), ("best", "best")):
+            network = written_model(project, finished.folder.path / folder)
+            assert summary["test"][name] == pytest.approx(of_sets(network, finished.data.test), rel=1e-3)
+            unseen = summary["probes"][name]["unseen"]
+            assert unseen == pytest.approx(of_sets(network, finished.data.probes["unseen"]), rel=1e-3)
+            assert 0 < unseen["rouge_l"] < summary["test"][name]["rouge_l"] < 1, "nothing here is trivial"
+            assert {key for key in unseen if "/" in key} == {f"group/{t}" for t in finished.data.probes["unseen"]}
+        assert json.loads(finished.stdout) == summary
+
+    def test_it_learns_to_answer(self, finished: Federation, project: Path) -> None:
+        """The untrained model's ROUGE-L on the clients' tasks, by hand, is less than half of the best one's."""
+        before = of_sets(dense(project / "model", llama, {}, {}), finished.data.test)["rouge_l"]
+        assert 2 * before < finished.folder.read_json("summary.json")["test"]["best"]["rouge_l"]
+
+    def test_best_is_chosen_by_rouge_on_validation(self, finished: Federation, project: Path) -> None:
+        """The first line of metrics.jsonl with the highest rouge_l; best/ is the model that was measured then."""
+        lines, summary = finished.folder.metrics(), finished.folder.read_json("summary.json")
+        best = max(lines, key=lambda line: line["metrics"]["rouge_l"])
+        assert summary["best_round"] == best["round"]
+        assert summary["validation"]["best"] == best["metrics"]
+        assert set(best["metrics"]) == {"accuracy", "loss", "rouge_l", *(f"group/{t}" for t in finished.data.parts)}
+        network = written_model(project, finished.folder.path / "best")
+        assert best["metrics"] == pytest.approx(of_sets(network, finished.data.validation), rel=1e-3)
+
+    def test_neither_accuracy_nor_loss_chooses(self, project: Path, tmp_path: Path) -> None:
+        """Validation by a script in which ROUGE-L is best in round 2, accuracy in round 1 and loss in round 3."""
+        script = iter([(0.9, 0.5, 0.1), (0.1, 0.9, 0.4), (0.2, 0.1, 0.2)])
+
+        class Scripted:
+            def evaluate(self, server: Server, state: RunState) -> dict[str, float]:
+                return dict(zip(("accuracy", "loss", "rouge_l"), next(script), strict=True))
+
+        config = load_config(project / "config.toml", ["run.rounds=3", "train.steps=1", "data.max_test=1"])
+        prepared = replace(prepare(config, project / "root"), validation=Scripted())  # type: ignore[arg-type]
+        folder = RunFolder(tmp_path / "run")
+        assert len(list(execute(prepared, folder))) == 3
+        summary = folder.read_json("summary.json")
+        assert summary["best_round"] == 2
+        assert summary["validation"]["best"] == {"accuracy": 0.1, "loss": 0.9, "rouge_l": 0.4}
+
+    def test_each_client_at_the_end_is_measured_on_its_own_task(self, finished: Federation, project: Path) -> None:
+        """The readouts that were written, on the test set of the client's task alone, by hand."""
+        at_end = finished.folder.read_json("summary.json")["clients_at_end"]
+        assert set(at_end) == set(finished.data.parts)
+        for name, scores in at_end.items():
+            network = written_model(project, finished.folder.path / "clients" / name)
+            assert scores == pytest.approx(scored(network, finished.data.test[name], "rouge-l", 48, 4), rel=1e-3)
+
+    def test_stopped_and_resumed_it_is_the_same_run(self, finished: Federation, project: Path, tmp_path: Path) -> None:
+        """After two of four rounds, in a fresh preparation: the same lines and the same result, but for wall times.
+
+        With other tasks under the root it is another run, though the configuration is the same.
+        """
+        config, folder = load_config(project / "config.toml"), RunFolder(tmp_path / "run")
+        playing = execute(prepare(config, project / "root"), folder)
+        assert [next(playing).round for _ in range(2)] == [1, 2]
+        playing.close()  # type: ignore[attr-defined]
+        other = write_root(tmp_path / "root", seed=1)
+        with pytest.raises(CheckpointError, match="holds a run with another data"):
+            next(execute(prepare(config, other), folder, resume=True))
+        assert [record.round for record in execute(prepare(config, project / "root"), folder, resume=True)] == [3, 4]
+
+        def timeless(folder: RunFolder) -> list[dict[str, Any]]:
+            whole = [*folder.metrics(), folder.read_json("summary.json")]
+            return [{key: value for key, value in part.items() if key != "seconds"} for part in whole]
+
+        assert timeless(folder) == timeless(finished.folder)
+
+    def test_the_card_names_rouge(self, finished: Federation) -> None:
+        """The number of the summary, to four digits."""
+        value = finished.folder.read_json("summary.json")["test"]["last"]["rouge_l"]
+        assert f"rouge_l {value:.4f}" in (finished.folder.path / "adapter" / "README.md").read_text()
+
+    def test_tables_and_resume(
+        self, finished: Federation, project: Path, main: Callable[..., tuple[int, str, str]]
+    ) -> None:
+        """The finished run shown again: the best round's ROUGE-L stands in the table, and nothing is computed."""
+        code, out, _ = main(
+            "run", project / "config.toml", "--out", finished.folder.path, "--data-root", project / "root", "--resume"
+        )
+        summary = finished.folder.read_json("summary.json")
+        assert code == 0 and "rouge_l, best" in out
+        assert f"{summary['test']['best']['rouge_l']:.3f}" in out
+
+    REFUSALS: Mapping[str, tuple[list[str], str]] = {
+        "no room for a prompt": (["evaluate.max_new_tokens=48"], "leaves no room for a prompt within data.max_length"),
+        "a classifier": (["model.task=classification"], "set model.task = 'causal-lm'"),
+        "too many tasks": (["data.tasks=6"], "6 tasks in 5 categories cannot give 6 clients and 2 unseen tasks"),
+        "ranks for another number": (["clients.ranks=[2, 4]"], "clients.ranks has 2 entries for 3 clients"),
+        "a response that is too long": (["data.max_length=4", "evaluate.max_new_tokens=2"], "leaves no room"),
+    }
+
+    @pytest.mark.parametrize(("sets", "says"), REFUSALS.values(), ids=REFUSALS)
+    def test_what_cannot_run_is_one_line(
+        self, project: Path, tmp_path: Path, main: Callable[..., tuple[int, str, str]], sets: list[str], says: str
+    ) -> None:
+        """Code 2, one line that begins with "error: ", and no folder."""
+        changes = [arg for change in sets for arg in ("--set", change)]
+        root = ("--data-root", project / "root")
+        code, out, err = main("run", project / "config.toml", "--out", tmp_path / "run", *root, *changes)
+        lines = [line for line in err.splitlines() if line.strip()]
+        assert (code, out, [line.startswith("error: ") for line in lines]) == (2, "", [True])
+        assert says in lines[0]
+        assert not (tmp_path / "run").exists()
+
+    def test_without_a_root(self, project: Path, tmp_path: Path, main: Callable[..., tuple[int, str, str]]) -> None:
+        """Neither the option nor FEDLORA_DATA_ROOT."""
+        code, _, err = main("run", project / "config.toml", "--out", tmp_path / "run")
+        assert code == 2 and "needs --data-root with a folder superni" in err
+
+    @pytest.mark.parametrize("metric", ["rouge-l", "rouge-l-teacher-forced"])
+    def test_rouge_of_classes_is_refused(
+        self, tmp_path: Path, main: Callable[..., tuple[int, str, str]], metric: str
+    ) -> None:
+        """A classifier says no words: one line and code 2 before anything is written."""
+        save_encoder(tmp_path / "model")
+        data = classification(40, 0)
+        pairs = zip(data.text, data.labels or (), strict=True)
+        (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in pairs))
+        (tmp_path / "config.toml").write_text(
+            '[model]\npath = "model"\n[data]\ntrain = "d.jsonl"\n[clients]\ncount = 2\nmin_size = 1\n'
+            f'[evaluate]\nmetric = "{metric}"\n'
+        )
+        code, out, err = main("run", tmp_path / "config.toml", "--out", tmp_path / "run")
+        lines = [line for line in err.splitlines() if line.strip()]
+        assert (code, out, len(lines)) == (2, "", 1)
+        assert f"evaluate.metric = '{metric}' is of generated text; the task classifies." in lines[0]
+        assert not (tmp_path / "run").exists()
+
+
+def test_clients_are_measured_on_their_own_task(project: Path, tmp_path: Path) -> None:
+    """FedSA-LoRA has no server model: the summary is the mean over clients, each on its task, and the probe of all.
+
+    The written clients' adapters, in a plain model's weights, by hand.
+    """
+    sets = ["method.name=fedsa-lora", "clients.ranks=[4]", "run.rounds=2", "data.max_test=3"]
+    config = load_config(project / "config.toml", sets)
+    folder = RunFolder(tmp_path / "run")
+    for _ in execute(prepare(config, project / "root"), folder):
+        pass
+    summary, data = folder.read_json("summary.json"), deal(config, project / "root")
+    networks = {name: written_model(project, folder.path / "clients" / name) for name in data.parts}
+    own = {name: scored(network, data.test[name], "rouge-l", 48, 4) for name, network in networks.items()}
+    want = mean(list(own.values())) | {"worst": min(s["rouge_l"] for s in own.values())}
+    want |= {f"client/{name}": s["rouge_l"] for name, s in own.items()}
+    assert summary["target"] == "clients"
+    assert summary["test"]["last"] == pytest.approx(want, rel=1e-3)
+    unseen = [
+        mean([scored(network, part, "rouge-l", 48, 4) for part in data.probes["unseen"].values()])
+        for network in networks.values()
+    ]
+    got = summary["probes"]["last"]["unseen"]
+    assert {key: got[key] for key in ("accuracy", "loss", "rouge_l")} == pytest.approx(mean(unseen), rel=1e-3)
+    assert [got[f"client/{name}"] for name in networks] == pytest.approx([s["rouge_l"] for s in unseen], rel=1e-3)

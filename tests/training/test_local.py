@@ -1,0 +1,763 @@
+"""Local training, the shared model and the text encoding, on tiny transformers (no network).
+
+Kinds of evidence: *end-to-end* (real transformers and peft on models saved to disk and loaded again), *oracle* (losses,
+steps and logits by hand from the formula, on a dense copy of the model), *contract* (same bits twice, nothing leaks).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+import fedlora.training.local
+from fedlora import Adapter, Client, LoRA, Roles, Server, build
+from fedlora.core.base_change import BaseChange
+from fedlora.data import TextData
+from fedlora.errors import ConfigError, DataError
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from fedlora.training.encoding import IGNORED, collate, encode
+from fedlora.training.local import LocalTrainer, TrainSettings
+from support.known_warnings import CONV1D, FUTURE_NAMES
+from support.local_training import Loader, Recorder, base_weights, bits, dense, distance, download, drawn, logits, same
+from support.tiny_models import bert, gpt2, llama
+from support.training_data import CLS, EOS, LABELS, PAD, SEP, UNK, classification, instructions, tokenizer, word
+
+pytestmark = [FUTURE_NAMES, CONV1D]
+
+# ---- a client's round is a function of its arguments -----------------------------------------------------------------
+
+DROPOUT = {"dropout": 0.2, "lora": {"dropout": 0.3}}
+
+
+@pytest.mark.parametrize("method", ["glora", "fedex-lora"])
+def test_one_client_alone_reproduces_its_round_bitwise(load: Loader, method: str) -> None:
+    """On a fresh copy of the model, in a process that has only that client's data, with dropout."""
+    data = {name: classification(12, seed) for seed, name in enumerate(("a", "b", "c"))}
+    ranks = {"a": 2, "b": 4, "c": 4} if method == "glora" else dict.fromkeys(data, 4)
+    settings = TrainSettings(lr=1e-2, steps=3, batch_size=5)
+    model = load(**DROPOUT)
+    recorder = Recorder(LocalTrainer(model, data, settings, seed=7))
+    server = Server(build(method))
+    seed_adapter, _ = model.seed_adapter(4, seed=7)
+    clients = [Client(name, rank) for name, rank in ranks.items()]
+    list(simulate(server, clients, recorder, start(server, seed_adapter), rounds=2))
+    assert len(recorder.calls) == 6
+
+    for call in (recorder.calls[5], recorder.calls[1]):  # c in the second round, b in the first
+        asked, adapter, position, trained = call
+        name = asked.client.id
+        alone = LocalTrainer(load(**DROPOUT), {name: data[name]}, settings, seed=7)
+        again = alone.train(asked, adapter, position)
+        assert bits(again.adapter) == bits(trained.adapter)
+        assert (again.loss, again.position, again.num_examples) == (trained.loss, trained.position, 12)
+    assert recorder.calls[5][0].round == 1 and recorder.calls[5][2] == 15
+
+
+def test_training_with_dropout_is_seeded_by_round_and_client(load: Loader) -> None:
+    data = classification(8, 0)
+    model = load(**DROPOUT)
+    adapter, _ = model.seed_adapter(4, seed=0)
+    settings = TrainSettings(lr=1e-2, steps=2, batch_size=8)
+    trainer = LocalTrainer(model, {"a": data, "b": data}, settings, seed=0)
+    first = trainer.train(download(adapter), adapter, 0)
+    assert bits(trainer.train(download(adapter), adapter, 0).adapter) == bits(first.adapter)
+    other_round = trainer.train(download(adapter, round=1), adapter, 0)
+    assert distance(other_round.adapter, first.adapter) > 1e-4
+    # Two steps over eight examples in batches of eight see the same batches in any order: b differs by dropout alone.
+    other_client = trainer.train(download(adapter, "b"), adapter, 0)
+    assert distance(other_client.adapter, first.adapter) > 1e-4
+    other_seed = LocalTrainer(model, {"a": data}, settings, seed=1).train(download(adapter), adapter, 0)
+    assert distance(other_seed.adapter, first.adapter) > 1e-4
+
+
+def test_without_dropout_only_data_and_adapter_matter(load: Loader) -> None:
+    """The control of the test above: one full batch a step, so neither round, client nor seed makes a difference."""
+    data = classification(8, 0)
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    settings = TrainSettings(lr=1e-2, steps=2, batch_size=8)
+    first = LocalTrainer(model, {"a": data}, settings, seed=0).train(download(adapter), adapter, 0)
+    other = LocalTrainer(model, {"b": data}, settings, seed=1).train(download(adapter, "b", round=3), adapter, 0)
+    assert distance(first.adapter, other.adapter) < 1e-5
+
+
+def test_training_leaves_torchs_global_generator_alone(load: Loader) -> None:
+    model = load(**DROPOUT)
+    adapter, _ = model.seed_adapter(4, seed=0)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=2, batch_size=4), seed=0)
+    before = torch.random.get_rng_state()
+    trainer.train(download(adapter), adapter, 0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_training_at_a_rank_seen_for_the_first_time_leaves_torchs_global_generator_alone(load: Loader) -> None:
+    """peft draws a fresh adapter for every new rank; the draw is thrown away, and must not show outside either."""
+    model = load(**DROPOUT)
+    adapter, _ = model.seed_adapter(4, seed=0)
+    smaller = drawn(adapter, 2, 1)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=2, batch_size=4), seed=0)
+    before = torch.random.get_rng_state()
+    trainer.train(download(smaller), smaller, 0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_loading_and_seeding_leave_torchs_global_generator_alone(load: Loader, encoder: Path) -> None:
+    before = torch.random.get_rng_state()
+    load(encoder).seed_adapter(4, seed=0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+# ---- the order of the data -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The token ids of every example in the order in which training takes them."""
+    examples: list[tuple[int, ...]] = []
+
+    def recording(rows: Sequence[Mapping[str, Any]], *args: Any) -> Any:
+        examples.extend(tuple(row["input_ids"]) for row in rows)
+        return collate(rows, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fedlora.training.local, "collate", recording)
+    return examples
+
+
+def rounds_of(trainer: LocalTrainer, adapter: Adapter, client: str, rounds: Sequence[int]) -> list[int]:
+    """The client trains in `rounds`, going on from where it stopped. Returns the positions."""
+    positions = [0]
+    for t in rounds:
+        positions.append(trainer.train(download(adapter, client, t), adapter, positions[-1]).position)
+    return positions
+
+
+def test_the_data_go_on_across_rounds_and_no_epoch_repeats_an_example(load: Loader, seen: list) -> None:
+    data = {"a": classification(10, 0), "b": classification(10, 0)}
+    everything = sorted(tuple(e["input_ids"]) for e in encode(data["a"], tokenizer(classifies=True), max_length=16))
+    assert len(set(everything)) == 10
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    trainer = LocalTrainer(model, data, TrainSettings(steps=2, batch_size=4), seed=0)
+    assert rounds_of(trainer, adapter, "a", range(5)) == [0, 8, 16, 24, 32, 40]
+    epochs = [seen[k : k + 10] for k in range(0, 40, 10)]
+    assert all(sorted(epoch) == everything for epoch in epochs), "each epoch takes every example once"
+    assert len({tuple(epoch) for epoch in epochs}) == 4, "and each in an order of its own"
+
+    first = list(seen)
+    seen.clear()
+    rounds_of(trainer, adapter, "a", (0, 4, 5, 7, 9))
+    assert seen == first, "rounds that a client misses take nothing from its data"
+    seen.clear()
+    rounds_of(trainer, adapter, "b", range(5))
+    assert seen[:10] != first[:10] and sorted(seen[:10]) == everything, "another client has an order of its own"
+
+
+def test_accumulation_does_not_change_which_examples_are_taken(load: Loader, seen: list) -> None:
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    orders = []
+    for accumulation in (1, 3):
+        settings = TrainSettings(steps=2, batch_size=4, accumulation=accumulation)
+        rounds_of(LocalTrainer(model, {"a": classification(10, 0)}, settings, seed=0), adapter, "a", range(2))
+        orders.append([sorted(seen[k : k + 4]) for k in range(0, len(seen), 4)])  # a step's, in any order
+        seen.clear()
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "examples"),
+    [
+        (10, {"steps": 3, "batch_size": 4}, 12),
+        (3, {"steps": 2, "batch_size": 8}, 6),  # fewer examples than a batch: all of them a step
+        (10, {"steps": 0, "epochs": 1.0, "batch_size": 4}, 12),  # ceil(10 / 4) = 3 steps
+        (10, {"steps": 0, "epochs": 2.0, "batch_size": 5}, 20),
+        (10, {"steps": 0, "epochs": 0.5, "batch_size": 4}, 8),  # ceil(5 / 4) = 2 steps
+    ],
+)
+def test_steps_or_epochs_say_how_many_examples_a_round_takes(
+    load: Loader, seen: list, count: int, settings: dict[str, Any], examples: int
+) -> None:
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    trainer = LocalTrainer(model, {"a": classification(count, 0)}, TrainSettings(**settings), seed=0)
+    trained = trainer.train(download(adapter), adapter, 0)
+    assert trained.position == len(seen) == examples
+    assert trained.num_examples == count, "the weight is how much data a client has, not how much it took"
+
+
+# ---- roles, ranks, memory --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        Roles(),
+        Roles(B="local", heads="local"),
+        Roles(A="frozen"),
+        Roles(B="frozen"),
+        Roles(heads="frozen"),
+        Roles(A="frozen", B="local", heads="frozen"),
+    ],
+    ids=str,
+)
+def test_frozen_parts_keep_their_bits_and_all_others_train(load: Loader, roles: Roles) -> None:
+    """Shared and local parts train; frozen ones have no gradient; the base model has none at all."""
+    model = load()
+    seed_adapter, _ = model.seed_adapter(4, seed=0)
+    adapter = drawn(seed_adapter, 4, 1)
+    untouched = base_weights(model)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(lr=1e-2, steps=3, batch_size=4), seed=0)
+    after = trainer.train(download(adapter, roles=roles), adapter, 0).adapter
+
+    for name, lora in adapter.modules.items():
+        for factor, before in lora.tensors().items():
+            frozen = getattr(roles, factor) == "frozen"
+            assert torch.equal(after.modules[name].tensors()[factor], before) == frozen, (name, factor)
+    for name, head in adapter.heads.items():
+        assert torch.equal(after.heads[name], head) == (roles.heads == "frozen"), name
+    assert same(base_weights(model), untouched)
+    on = {name for name, p in model.network.named_parameters() if p.requires_grad}
+    for part, mark in (("B", ".lora_B."), ("A", ".lora_A."), ("heads", ".modules_to_save.")):
+        assert any(mark in name for name in on) == (getattr(roles, part) != "frozen")
+    assert all(any(mark in name for mark in (".lora_B.", ".lora_A.", ".modules_to_save.")) for name in on)
+
+
+def test_frozen_in_one_round_is_not_frozen_in_the_next(load: Loader) -> None:
+    """Alternating methods change roles from round to round; the same peft adapter serves both."""
+    model = load()
+    adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(lr=1e-2, steps=1, batch_size=8), seed=0)
+    fresh = trainer.train(download(adapter), adapter, 0)
+    trainer.train(download(adapter, roles=Roles(A="frozen", heads="frozen")), adapter, 0)
+    assert bits(trainer.train(download(adapter), adapter, 0).adapter) == bits(fresh.adapter)
+
+
+def test_ranks_really_differ_in_the_model_and_alpha_over_r_does_not(load: Loader) -> None:
+    model = load()
+    seed_adapter, _ = model.seed_adapter(8, seed=0)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=4), seed=0)
+    for rank in (2, 8, 3):
+        adapter = drawn(seed_adapter, rank, rank)
+        after = trainer.train(download(adapter), adapter, 0).adapter
+        assert set(after.ranks.values()) == {rank}
+        trained = {n: p for n, p in model.network.named_parameters() if p.requires_grad and ".lora_" in n}
+        assert len(trained) == 2 * len(adapter.modules)
+        assert {min(p.shape) for p in trained.values()} == {rank}
+        layers = [m for m in model.network.modules() if hasattr(m, "lora_A")]
+        assert {layer.scaling[layer.active_adapters[0]] for layer in layers} == {2.0}
+        assert all(len(layer.active_adapters) == 1 for layer in layers)
+
+
+def test_there_is_one_peft_adapter_for_each_distinct_rank(load: Loader) -> None:
+    """Fifty clients of three ranks cost three adapters, however often and in whatever order they train."""
+    model = load()
+    seed_adapter, _ = model.seed_adapter(8, seed=0)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=2), seed=0)
+    base = sum(p.numel() for p in base_weights(model).values())
+    for rank in (8, 2, 4, 2, 8, 4, 4, 2):
+        adapter = drawn(seed_adapter, rank, rank)
+        trainer.train(download(adapter), adapter, 0)
+    assert len(model.network.peft_config) == 3  # type: ignore[arg-type]
+    assert sum(p.numel() for p in base_weights(model).values()) == base
+    d = 32  # of tiny_models.bert; query and value in each of 2 layers
+    lora = sum(p.numel() for n, p in model.network.named_parameters() if ".lora_" in n)
+    assert lora == (8 + 2 + 4) * 4 * (d + d)
+
+
+def test_ranks_can_differ_by_module(load: Loader, classifier: Path) -> None:
+    """Oracle: the plain model with W + scaling B A written into each weight, and the head replaced."""
+    model = load()
+    seed_adapter, _ = model.seed_adapter(4, seed=0)
+    ranks = {name: 1 + k for k, name in enumerate(seed_adapter.modules)}
+    adapter = drawn(seed_adapter, ranks, 3)
+    model.activate(adapter)
+    assert model.read().ranks == ranks and bits(model.read()) == bits(adapter)
+    by_hand = dense(classifier, bert, {n: 2.0 * x.delta() for n, x in adapter.modules.items()}, adapter.heads)
+    ids = [CLS, word(1), word(2), word(3), SEP]
+    torch.testing.assert_close(logits(model.network, ids), logits(by_hand, ids), rtol=1e-4, atol=1e-5)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=4), seed=0)
+    assert trainer.train(download(adapter), adapter, 0).adapter.ranks == ranks
+
+
+def test_adapters_that_take_turns_do_not_leak(load: Loader) -> None:
+    """Same rank (one peft adapter, overwritten) and another rank (another peft adapter), after training on each."""
+    model = load()
+    seed_adapter, _ = model.seed_adapter(4, seed=0)
+    adapters = [drawn(seed_adapter, rank, k) for k, rank in enumerate((4, 4, 2))]
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(lr=0.1, steps=2, batch_size=4), seed=0)
+    ids = [CLS, word(1), word(2), SEP]
+
+    def says(adapter: Adapter) -> Tensor:
+        model.activate(adapter)
+        assert bits(model.read()) == bits(adapter)
+        return logits(model.network, ids)
+
+    alone = []
+    for adapter in adapters:
+        fresh = load()
+        fresh.seed_adapter(4, seed=0)
+        fresh.activate(adapter)
+        alone.append(logits(fresh.network, ids))
+    assert float((alone[0] - alone[1]).abs().max()) > 1e-2 and float((alone[0] - alone[2]).abs().max()) > 1e-2
+    for k in (0, 1, 2, 0, 2, 1):
+        for other in adapters:
+            trainer.train(download(other), other, 0)
+        assert torch.equal(says(adapters[k]), alone[k])
+
+
+# ---- the base weights ------------------------------------------------------------------------------------------------
+
+
+def test_base_delta_is_applied_once_and_undone_exactly(load: Loader) -> None:
+    """W0 + scaling * B A from the pre-trained weight each time; without it, the pre-trained bits are back."""
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    untouched = base_weights(model)
+    delta = drawn(adapter, 3, 5).modules
+    one, other = list(delta)[:2]
+    names = {m: f"base_model.model.{m}.base_layer.weight" for m in (one, other)}
+
+    def expect(changed: Mapping[str, LoRA]) -> None:
+        now = base_weights(model)
+        for name, weight in untouched.items():
+            module = next((m for m in changed if names[m] == name), None)
+            if module is None:
+                assert torch.equal(now[name], weight), name
+            else:
+                want = weight.double() + 2.0 * changed[module].delta().double()
+                torch.testing.assert_close(now[name].double(), want, rtol=0, atol=1e-6)
+                assert float((now[name] - weight).abs().max()) > 1e-2
+
+    for changed in ({one: delta[one]}, {one: delta[one]}, {one: delta[other]}, {other: delta[other]}):
+        model.activate(adapter, changed)
+        expect(changed)
+    model.activate(adapter, {one: delta[one], other: delta[other]})
+    expect({one: delta[one], other: delta[other]})
+    model.activate(adapter)
+    expect({})
+    assert same(base_weights(model), untouched)
+
+
+def test_training_on_a_changed_base_trains_there_and_leaves_it_as_it_was(load: Loader, classifier: Path) -> None:
+    """Oracle of the loss: cross entropy by hand on the plain model with both updates written into its weights."""
+    model = load()
+    seed_adapter, _ = model.seed_adapter(4, seed=0)
+    untouched = base_weights(model)
+    adapter, delta = drawn(seed_adapter, 4, 1), drawn(seed_adapter, 2, 2).modules
+    data = classification(6, 0)
+    base = {name: BaseChange(lora, 1, ()) for name, lora in delta.items()}
+    trainer = LocalTrainer(model, {"a": data}, TrainSettings(lr=1e-2, steps=1, batch_size=6), seed=0)
+    with_base = trainer.train(download(adapter, base=base), adapter, 0)
+    updates = {n: 2.0 * (x.delta() + delta[n].delta()) for n, x in adapter.modules.items()}
+    by_hand = dense(classifier, bert, updates, adapter.heads)
+    assert with_base.loss == pytest.approx(classification_loss(by_hand, data), rel=1e-4)
+    without = trainer.train(download(adapter), adapter, 0)
+    assert same(base_weights(model), untouched)
+    assert abs(without.loss - with_base.loss) > 1e-3
+    assert bits(trainer.train(download(adapter, base=base), adapter, 0).adapter) == bits(with_base.adapter)
+
+
+def classification_loss(network: Any, data: TextData) -> float:
+    """-log p(label), the mean over examples, each by itself and unpadded."""
+    examples = encode(data, tokenizer(classifies=True), max_length=16)
+    losses = [-float(logits(network, e["input_ids"]).double().log_softmax(-1)[e["labels"]]) for e in examples]
+    return math.fsum(losses) / len(losses)
+
+
+def test_base_delta_on_conv1d_is_transposed(load: Loader, conv1d_model: Path) -> None:
+    """GPT-2 stores (d_in, d_out). c_attn is not square; c_proj is, so there a wrong way round would not crash."""
+    targets = ["c_attn", "attn.c_proj"]
+    model = load(conv1d_model, task="causal-lm", labels=(), lora={"targets": targets})
+    seed_adapter, _ = model.seed_adapter(4, seed=0)
+    assert len(seed_adapter.modules) == 4
+    shapes = {(x.factors[0].shape[0], x.factors[1].shape[1]) for x in seed_adapter.modules.values()}
+    assert shapes == {(96, 32), (32, 32)}
+    adapter, delta = drawn(seed_adapter, 4, 1), drawn(seed_adapter, 2, 2).modules
+    ids = [word(k) for k in range(8)]
+    for base in (delta, None):
+        model.activate(adapter, base)
+        updates = {n: 2.0 * (x.delta() + (base[n].delta() if base else 0)).T for n, x in adapter.modules.items()}
+        by_hand = dense(conv1d_model, gpt2, updates, {})
+        torch.testing.assert_close(logits(model.network, ids), logits(by_hand, ids), rtol=1e-3, atol=1e-4)
+    untouched = dense(conv1d_model, gpt2, {}, {})
+    assert float((logits(model.network, ids) - logits(untouched, ids)).abs().max()) > 1e-2
+
+
+# ---- one step, by hand -----------------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_a_classifier_is_cross_entropy_over_its_examples(load: Loader, classifier: Path) -> None:
+    """One step reports the loss of the adapter that it began with; padding must not show in it."""
+    data = classification(6, 0)
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)  # B = 0: the plain model
+    trainer = LocalTrainer(model, {"a": data}, TrainSettings(steps=1, batch_size=6), seed=0)
+    loss = trainer.train(download(adapter), adapter, 0).loss
+    assert loss == pytest.approx(classification_loss(dense(classifier, bert, {}, {}), data), rel=1e-4)
+
+
+def test_the_loss_of_a_language_model_is_on_the_responses_only(
+    load_language_model: Loader, language_model: Path
+) -> None:
+    """Oracle: -log p(token | all before it), the mean over the tokens of the responses and their end tokens."""
+    data = instructions(5, 0)
+    model = load_language_model()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    trainer = LocalTrainer(model, {"a": data}, TrainSettings(steps=1, batch_size=5, max_length=16), seed=0)
+    loss = trainer.train(download(adapter), adapter, 0).loss
+    plain, losses = dense(language_model, llama, {}, {}), []
+    for prompt, response in zip(data.text, data.responses or (), strict=True):
+        before = [word(int(w[1:])) for w in prompt.split()]
+        after = [*(word(int(w[1:])) for w in response.split()), EOS]
+        scores = logits(plain, before + after).double().log_softmax(-1)
+        losses += [-float(scores[len(before) - 1 + k, token]) for k, token in enumerate(after)]
+    assert loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-4)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("accumulation", [2, 3, 8])
+def test_accumulation_equals_one_big_batch(load: Loader, accumulation: int, clip: float) -> None:
+    """Also where the micro-batches are of different sizes (8 in 3: 3, 3, 2)."""
+    model = load()
+    adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
+    data = {"a": classification(8, 0)}
+    whole, parts = (
+        LocalTrainer(
+            model,
+            data,
+            TrainSettings(lr=0.1, optimizer="sgd", steps=2, batch_size=8, accumulation=k, clip=clip),
+            seed=0,
+        ).train(download(adapter), adapter, 0)
+        for k in (1, accumulation)
+    )
+    assert distance(parts.adapter, whole.adapter) < 1e-5
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert distance(whole.adapter, adapter) > 1e-3, "the steps were not tiny"
+
+
+def test_accumulation_equals_one_big_batch_for_a_language_model_too(load_language_model: Loader) -> None:
+    """Responses differ in length, so a mean of micro-batch means is not the mean over the batch's tokens."""
+    model = load_language_model()
+    adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
+    data = {"a": instructions(8, 0)}
+    assert len({len(r.split()) for r in data["a"].responses or ()}) > 1
+    whole, parts = (
+        LocalTrainer(
+            model,
+            data,
+            TrainSettings(lr=0.1, optimizer="sgd", steps=1, batch_size=8, accumulation=k, clip=0.0, max_length=16),
+            seed=0,
+        ).train(download(adapter), adapter, 0)
+        for k in (1, 4)
+    )
+    assert distance(whole.adapter, adapter) > 1e-3, "the step was not tiny"
+    assert distance(parts.adapter, whole.adapter) < 1e-5
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factor"),
+    [
+        ("constant", lambda t: 1.0),
+        ("linear", lambda t: 1 - t / 4),
+        ("cosine", lambda t: (1 + math.cos(math.pi * t / 4)) / 2),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule_over_the_rounds(
+    load: Loader, schedule: str, factor: Callable[[int], float]
+) -> None:
+    """A step of plain SGD is lr * gradient; the same gradient in each round, so the steps are as the factors."""
+    model = load()
+    adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
+    settings = TrainSettings(lr=0.5, optimizer="sgd", steps=1, batch_size=8, clip=0.0, schedule=schedule, rounds=4)  # type: ignore[arg-type]
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, settings, seed=0)
+    name = "classifier.weight"
+    steps = [
+        trainer.train(download(adapter, round=t), adapter, 0).adapter.heads[name] - adapter.heads[name]
+        for t in range(4)
+    ]
+    for t, step in enumerate(steps):
+        torch.testing.assert_close(step, factor(t) * steps[0], rtol=1e-4, atol=1e-6)
+    assert float(steps[0].abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adam"])
+def test_optimisers_and_weight_decay_are_the_ones_named(load: Loader, optimizer: str) -> None:
+    """At B = 0 no gradient reaches A, so A moves by weight decay alone: by lr wd A (SGD, AdamW), by lr sign(A) (Adam:
+    decay is a gradient there, and a first step of Adam is as long as lr, but for its eps)."""
+    lr, decay = 0.01, 0.5
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    settings = TrainSettings(lr=lr, optimizer=optimizer, weight_decay=decay, steps=1, batch_size=8, clip=0.0)  # type: ignore[arg-type]
+    after = LocalTrainer(model, {"a": classification(8, 0)}, settings, seed=0).train(download(adapter), adapter, 0)
+    for name, lora in adapter.modules.items():
+        B, A = lora.factors
+        step = lr * A.sign() if optimizer == "adam" else lr * decay * A
+        torch.testing.assert_close(after.adapter.modules[name].factors[1], A - step, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(after.adapter.modules[name].factors[0], B)
+
+
+def test_clipping_bounds_the_norm_of_the_whole_gradient(load: Loader) -> None:
+    """Adapter and heads together, as one vector: with SGD and lr = 1 a step is the clipped gradient."""
+    model = load()
+    adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
+    lengths = []
+    for clip in (0.0, 0.05):
+        settings = TrainSettings(lr=1.0, optimizer="sgd", steps=1, batch_size=8, clip=clip)
+        trainer = LocalTrainer(model, {"a": classification(8, 0)}, settings, seed=0)
+        after = trainer.train(download(adapter), adapter, 0).adapter
+        moved = [after.heads[n] - h for n, h in adapter.heads.items()]
+        for n, lora in adapter.modules.items():
+            moved += [after.modules[n].tensors()[f] - t for f, t in lora.tensors().items()]
+        lengths.append(math.sqrt(math.fsum(float(m.double().square().sum()) for m in moved)))
+    assert lengths[0] > 0.1
+    assert lengths[1] == pytest.approx(0.05, rel=1e-3)
+
+
+# transformers 5 has a new name for it, which not every release of it knows.
+@pytest.mark.filterwarnings(
+    r"ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning:transformers\.modeling_utils"
+)
+def test_gradient_checkpointing_changes_memory_and_no_result(load: Loader) -> None:
+    data = {"a": classification(8, 0)}
+    results = []
+    for checkpointing in (False, True):
+        model = load(checkpointing=checkpointing, **DROPOUT)
+        adapter, _ = model.seed_adapter(4, seed=0)
+        trainer = LocalTrainer(model, data, TrainSettings(lr=1e-2, steps=2, batch_size=4), seed=0)
+        results.append(trainer.train(download(adapter), adapter, 0))
+    assert model.network.base_model.model.bert.encoder.layer[0].gradient_checkpointing  # type: ignore[union-attr]
+    assert distance(results[0].adapter, results[1].adapter) < 1e-5
+    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
+
+
+def test_training_learns(load: Loader) -> None:
+    """The loss falls by more than half on sentences whose first word tells the class."""
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    trainer = LocalTrainer(model, {"a": classification(48, 0)}, TrainSettings(lr=1e-2, steps=20), seed=0)
+    first = trainer.train(download(adapter), adapter, 0)
+    later = trainer.train(download(first.adapter, round=1), first.adapter, first.position)
+    assert later.loss < first.loss / 2
+
+
+def test_bf16_autocast_computes_narrow_and_keeps_float32_factors(load: Loader) -> None:
+    """Near the float32 result, but not equal to it; what is trained and sent stays float32."""
+    data, results = {"a": classification(8, 0)}, []
+    for bf16 in (False, True):
+        model = load()
+        adapter, _ = model.seed_adapter(4, seed=0)
+        trainer = LocalTrainer(model, data, TrainSettings(lr=1e-2, steps=2, batch_size=4, bf16=bf16), seed=0)
+        results.append(trainer.train(download(adapter), adapter, 0))
+    exact, narrow = results
+    assert narrow.loss != exact.loss
+    assert narrow.loss == pytest.approx(exact.loss, rel=2e-2)
+    assert all(t.dtype == torch.float32 for x in narrow.adapter.modules.values() for t in x.factors)
+
+
+def test_a_client_without_data_is_refused(load: Loader) -> None:
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    empty = classification(4, 0).select([])
+    trainer = LocalTrainer(model, {"a": classification(8, 0), "b": empty}, TrainSettings(), seed=0)
+    for name in ("b", "stranger"):
+        with pytest.raises(ConfigError, match=f"client '{name}' has no training data"):
+            trainer.train(download(adapter, name), adapter, 0)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_head_is_drawn_from_the_seed(load: Loader, encoder: Path) -> None:
+    heads = [load(encoder, seed=s).seed_adapter(4, seed=0)[0].heads["classifier.weight"] for s in (0, 0, 1)]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    assert heads[0].shape == (3, 32)
+
+
+def test_a_seed_adapter_is_a_fresh_lora_of_its_seed(load: Loader, classifier: Path) -> None:
+    """B = 0, so the model says what the plain one does; A from the seed; the heads are the model's own."""
+    adapters = []
+    for seed in (0, 0, 1):
+        model = load()
+        adapter, spec = model.seed_adapter(4, seed=seed)
+        adapters.append(adapter)
+    assert bits(adapters[0]) == bits(adapters[1]) != bits(adapters[2])
+    assert all(bool((x.factors[0] == 0).all()) and bool((x.factors[1] != 0).any()) for x in adapter.modules.values())
+    plain = dense(classifier, bert, {}, {})
+    for name, head in adapter.heads.items():
+        assert torch.equal(head, dict(plain.named_parameters())[name])
+    ids = [CLS, word(1), word(2), SEP]
+    torch.testing.assert_close(logits(model.network, ids), logits(plain, ids), rtol=1e-5, atol=1e-6)
+    assert spec.scaling == 2.0 and spec.base_model == str(classifier)
+
+
+def test_a_seed_adapter_is_fresh_also_when_the_model_has_been_used(load: Loader) -> None:
+    """Asked for again, at a rank that has been trained meanwhile, and from another seed."""
+    model = load()
+    first, _ = model.seed_adapter(4, seed=0)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=4), seed=0)
+    trainer.train(download(first), first, 0)
+    assert bits(model.seed_adapter(4, seed=0)[0]) == bits(first)
+    assert bits(model.seed_adapter(4, seed=1)[0]) == bits(load().seed_adapter(4, seed=1)[0])
+
+
+def test_labels_get_their_names_in_the_models_config(load: Loader, encoder: Path) -> None:
+    config = load(encoder).network.config
+    assert config.id2label == {0: "blue", 1: "green", 2: "red"}
+    assert config.label2id == {"blue": 0, "green": 1, "red": 2}
+
+
+def test_dropout_replaces_every_rate_of_the_model(load: Loader) -> None:
+    rates = {m.p for m in load(dropout=0.25).network.modules() if isinstance(m, nn.Dropout)}
+    assert rates == {0.25}
+    own = {m.p for m in load(dropout=None).network.modules() if isinstance(m, nn.Dropout)}
+    assert own == {0.1}, "BERT's own default"
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    no_weights = tmp_path / "no-weights"
+    shutil.copytree(classifier, no_weights)
+    (no_weights / "model.safetensors").unlink()
+    for path in (tmp_path / "nowhere", no_weights):
+        with pytest.raises(ConfigError, match=rf"the model '{path}' cannot be loaded: ") as caught:
+            load(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_its_tokenizer_is_refused(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    """transformers 5 makes up an empty BERT vocabulary instead, and every word would be [UNK]."""
+    folder = tmp_path / "no-tokenizer"
+    shutil.copytree(classifier, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load(folder)
+
+
+def test_a_pickled_model_is_never_opened(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    """A pickle can run code. Here it holds the very same weights, and would load."""
+    folder = tmp_path / "pickled"
+    shutil.copytree(classifier, folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(folder)
+
+
+def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load: Loader) -> None:
+    """The directory's own head has 3 labels, the data 2: the likeliest mistake with a model fine-tuned before."""
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(labels=("no", "yes"))
+
+
+def test_targets_that_the_model_lacks_are_one_line(load: Loader) -> None:
+    with pytest.raises(ConfigError, match=r"LoRA cannot be put on \['q_proj'\]: ") as caught:
+        load(lora={"targets": ["q_proj"]}).seed_adapter(4, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+# ---- encoding --------------------------------------------------------------------------------------------------------
+
+
+def test_classification_is_encoded_as_the_tokenizer_does_and_cut() -> None:
+    data = TextData("classification", ("w0 w1", "w2 nonsense w3 w4"), labels=(1, 0), label_names=("no", "yes"))
+    assert encode(data, tokenizer(classifies=True), max_length=5) == [
+        {"input_ids": [CLS, word(0), word(1), SEP], "labels": 1},
+        {"input_ids": [CLS, word(2), UNK, word(3), SEP], "labels": 0},
+    ]
+
+
+def test_a_pair_is_two_segments_and_the_longer_one_is_cut() -> None:
+    data = TextData(
+        "classification", ("w0 w1", "w0"), pair=("w2", "w1 w2 w3 w4 w5"), labels=(0, 1), label_names=("no", "yes")
+    )
+    ids = [e["input_ids"] for e in encode(data, tokenizer(classifies=True), max_length=7)]
+    assert ids == [
+        [CLS, word(0), word(1), SEP, word(2), SEP],
+        [CLS, word(0), SEP, word(1), word(2), word(3), SEP],
+    ]
+
+
+def test_a_model_sees_a_pair_as_transformers_would_show_it(load: Loader, classifier: Path) -> None:
+    """Oracle: tokenizer and model called directly. BERT tells the two sentences apart by their segment ids."""
+    data = TextData("classification", ("w0 w1", "w5"), pair=("w2", "w1 w2 w3"), labels=(0, 1), label_names=LABELS)
+    tok = AutoTokenizer.from_pretrained(classifier)
+    inputs = tok(list(data.text), list(data.pair or ()), padding=True, return_tensors="pt")
+    network = load().network.eval()
+    ours = collate(encode(data, tok, max_length=16), tok, torch.device("cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(network(**ours).logits, network(**inputs).logits)
+
+
+def test_an_instruction_ends_with_an_end_token_and_the_loss_is_on_the_response() -> None:
+    data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
+    assert encode(data, tokenizer(classifies=False), max_length=16) == [
+        {
+            "input_ids": [word(0), word(1), word(2), word(3), word(4), EOS],
+            "labels": [IGNORED, IGNORED, IGNORED, word(3), word(4), EOS],
+        }
+    ]
+
+
+@pytest.mark.parametrize("max_length", [4, 5, 6, 7])
+def test_a_long_prompt_is_cut_from_its_front_and_the_response_never(max_length: int) -> None:
+    data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
+    (example,) = encode(data, tokenizer(classifies=False), max_length=max_length)
+    room = min(3, max_length - 3)
+    prompt = [word(0), word(1), word(2)][3 - room :]
+    assert example["input_ids"] == [*prompt, word(3), word(4), EOS]
+    assert example["labels"] == [*[IGNORED] * room, word(3), word(4), EOS]
+
+
+def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_by_its_place() -> None:
+    data = TextData("instruction", ("w0", "w0 w1"), responses=("w1", "w2 w3"))
+    with pytest.raises(DataError, match=r"example 1: its response has 3 tokens .* max_length = 3"):
+        encode(data, tokenizer(classifies=False), max_length=3)
+
+
+def test_no_examples_are_no_examples() -> None:
+    assert encode(classification(3, 0).select([]), tokenizer(classifies=True), max_length=8) == []
+
+
+def test_a_batch_is_padded_on_the_right_to_its_own_longest() -> None:
+    rows = [{"input_ids": [7, 8], "labels": [IGNORED, 8]}, {"input_ids": [9, 7, 4], "labels": [IGNORED, 7, 4]}]
+    batch = collate(rows, tokenizer(classifies=False), torch.device("cpu"))
+    assert {name: t.tolist() for name, t in batch.items()} == {
+        "input_ids": [[7, 8, PAD], [9, 7, 4]],
+        "attention_mask": [[1, 1, 0], [1, 1, 1]],
+        "labels": [[IGNORED, 8, IGNORED], [IGNORED, 7, 4]],
+    }
+    single = collate([{"input_ids": [7], "labels": 2}], tokenizer(classifies=True), torch.device("cpu"))
+    assert single["labels"].tolist() == [2]
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_token_and_still_learns_to_end(
+    load: Loader, language_model: Path, tmp_path: Path
+) -> None:
+    """GPT-2's case: the end of a response keeps its label, padding has none."""
+    folder = tmp_path / "no-pad"
+    shutil.copytree(language_model, folder)
+    tok = tokenizer(classifies=False)
+    tok.pad_token = None
+    tok.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).pad_token is None
+    model = load(folder, task="causal-lm", labels=(), lora={"targets": ["q_proj"]})
+    assert model.tokenizer.pad_token_id == EOS
+    data = TextData("instruction", ("w0", "w1 w2"), responses=("w3", "w4 w5"))
+    batch = collate(encode(data, model.tokenizer, max_length=16), model.tokenizer, model.device)
+    assert batch["input_ids"].tolist() == [
+        [word(0), word(3), EOS, EOS, EOS],
+        [word(1), word(2), word(4), word(5), EOS],
+    ]
+    assert batch["labels"].tolist()[0] == [IGNORED, word(3), EOS, IGNORED, IGNORED]
+    assert batch["attention_mask"].tolist()[0] == [1, 1, 1, 0, 0]

