@@ -20,7 +20,7 @@ from torch import Tensor
 from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, Upload, build
 from fedlora.analysis.audit import padded_average_error
 from fedlora.core import checkpoint
-from fedlora.core.trainer import Trained
+from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Workers
 from fedlora.errors import ClientFailed, ConfigError, HyperparameterError, KeptStateError, QuorumNotMet, UploadRefused
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
@@ -505,3 +505,43 @@ def test_hooks_see_each_upload_once_and_in_their_order() -> None:
 
     list(run(rounds=2, hooks=[hook("x"), hook("y")]))
     assert seen == [(label, name, t) for t in range(2) for name in NAMES for label in "xy"]
+
+
+class Odd(Workers):
+    """Draws every job, and treats b's in its own way."""
+
+    def __init__(self, way: str) -> None:
+        self._way = way
+
+    def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
+        for job, result in OneByOne(Toy()).train_all(jobs):
+            if job.download.client.id != "b" or self._way == "twice":
+                yield job, result
+            if job.download.client.id == "b" and self._way in ("twice", "another's"):
+                yield replace(job) if self._way == "another's" else job, result
+
+
+def test_workers_that_lose_a_job_leave_nobody_without_a_fate() -> None:
+    server = Server(build("glora"), quorum=1)
+    (record,) = simulate(server, clients(EQUAL), Odd("lost"), start(server, seed_adapter(4)), rounds=1)
+    assert set(record.weights) == {"a", "c", "d"} and "gave no result" in record.refused["b"]
+    strict = Server(build("glora"))
+    with pytest.raises(ClientFailed, match=r"'b'.*gave no result"):
+        list(simulate(strict, clients(EQUAL), Odd("lost"), start(strict, seed_adapter(4)), rounds=1))
+
+
+@pytest.mark.parametrize("way", ["twice", "another's"])
+def test_workers_that_return_what_they_were_not_given_are_refused(way: str) -> None:
+    server = Server(build("glora"), quorum=1)
+    with pytest.raises(HyperparameterError, match="a job of 'b' that they were not given"):
+        list(simulate(server, clients(EQUAL), Odd(way), start(server, seed_adapter(4)), rounds=1))
+
+
+def test_a_trainer_that_returns_something_else_is_a_client_that_failed() -> None:
+    class Nothing:
+        def train(self, download: Download, adapter: Adapter, position: int) -> Any:
+            return None if download.client.id == "c" else Toy().train(download, adapter, position)
+
+    server = Server(build("glora"), quorum=1)
+    (record,) = simulate(server, clients(EQUAL), Nothing(), start(server, seed_adapter(4)), rounds=1)
+    assert record.refused == {"c": "TypeError: train() gave a NoneType; a Trained is needed"}

@@ -181,6 +181,7 @@ class _Round:
         self._traffic = Traffic()
         self._after: dict[str, ClientMemory] = {}  # of those whose upload is on its way: theirs if it counts
         self._done: list[ClientDone] = []  # not yet told
+        self._at_work: dict[str, Job] = {}  # handed to the workers, and not come back
 
     def play(self, clients: Sequence[Client], workers: Workers) -> Iterator[ClientDone]:
         """Every client's part, and the close."""
@@ -229,12 +230,18 @@ class _Round:
                 job = begin_round(download, memory)
                 self._traffic = _with_download(self._traffic, pack(download, memory.held))
                 self._memories[client.id] = replace(memory, held=held_after(download, memory.kept))
+            self._at_work[client.id] = job
             yield job
 
     def _trained(self, clients: Iterable[Client], workers: Workers) -> Iterator[Upload]:
         """The uploads of those whose work went well, as they arrive at the server."""
         for job, result in self.clock.over("train", workers.train_all(self._jobs(clients))):
             client = job.download.client.id
+            if self._at_work.pop(client, None) is not job:
+                raise HyperparameterError(
+                    f"the workers returned a job of {client!r} that they were not given, or returned already. "
+                    f"`train_all` yields each job that it draws once, with its result."
+                )
             if isinstance(result, Failed):
                 self._failed(result)
                 continue
@@ -251,6 +258,8 @@ class _Round:
             for hook in self._hooks:
                 upload = hook(upload, self._before.round)
             yield upload
+        for job in list(self._at_work.values()):
+            self._failed(Failed(job, RuntimeError("the workers drew its job and gave no result")))
 
     def _count(self, taken: Taken) -> None:
         """An exchange with one client is over: what travelled, and whether it counts."""

@@ -66,7 +66,7 @@ def test_a_client_that_a_defence_forgets_is_no_silence() -> None:
         return Verdict(uploads[1:], {u.client.id: 1.0 for u in uploads[1:]})
 
     played = next(rounds(Server(build("glora")), EQUAL, FULL))
-    with pytest.raises(ValueError, match="must name every client once"):
+    with pytest.raises(HyperparameterError, match="must name every client once"):
         Server(build("glora"), defences=(forgetful,)).aggregate(played.before, played.uploads)
 
 

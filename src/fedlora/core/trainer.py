@@ -103,7 +103,10 @@ class Together(Workers):
     def _group(self, jobs: Sequence[Job]) -> Sequence[Trained | Failed]:
         if len(jobs) > 1:
             try:
-                return self.trainer.train_group(jobs)
+                results = self.trainer.train_group(jobs)
+                if len(results) != len(jobs) or not all(isinstance(result, Trained) for result in results):
+                    raise TypeError(f"train_group gave {len(results)} results for {len(jobs)} jobs, or no Trained")
+                return results
             except FedLoRAError:
                 raise
             except Exception as error:
@@ -113,7 +116,10 @@ class Together(Workers):
 
 def _trained(trainer: Trainer, job: Job) -> Trained | Failed:
     try:
-        return trainer.train(job.download, job.adapter, job.position)
+        result = trainer.train(job.download, job.adapter, job.position)
+        if not isinstance(result, Trained):
+            raise TypeError(f"train() gave a {type(result).__name__}; a Trained is needed")
+        return result
     except FedLoRAError:
         raise
     except Exception as error:

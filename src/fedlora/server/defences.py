@@ -8,11 +8,13 @@ intakes and noise, not judgements of uploads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fedlora.core.messages import Upload
+from fedlora.errors import HyperparameterError
 from fedlora.server.state import ServerState
 
 
@@ -39,17 +41,20 @@ def defended(
     """All of them, one after the other.
 
     Raises:
-        ValueError: a defence lost a client without a word: every client is in `counts` or in `refused` afterwards.
+        HyperparameterError: a defence lost a client without a word (every client is in `counts` or in `refused`
+            afterwards), or its counts are no weights.
     """
     refused: dict[str, str] = {}
     for defence in defences:
         verdict = defence(state, uploads, counts)
         named = {u.client.id for u in verdict.uploads}
         if named != set(verdict.counts) or set(counts) - named != set(verdict.refused):
-            raise ValueError(
+            raise HyperparameterError(
                 f"{defence!r} must name every client once: it was given {sorted(counts)}, lets {sorted(named)} count "
                 f"(with counts for {sorted(verdict.counts)}) and refuses {sorted(verdict.refused)}."
             )
+        if not all(math.isfinite(n) and n > 0 for n in verdict.counts.values()):
+            raise HyperparameterError(f"{defence!r}: counts are finite and positive; got {dict(verdict.counts)}.")
         uploads, counts = verdict.uploads, verdict.counts
         refused |= verdict.refused
     return Verdict(uploads, counts, refused)
