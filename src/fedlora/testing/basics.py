@@ -97,7 +97,9 @@ def order(server: Server, ranks: Ranks, who: Who) -> Measured:
             )
         moves.append(moved_by(server, turned.aggregate(played.before, played.uploads), played.after, ranks))
     most = max(moves)
-    return Measured(most < ORDER, f"no bit; the list of updates turned round moves it by {most:.1e}", min(moves), most)
+    return Measured(
+        most < ORDER, f"no bit differs; the list of updates turned round moves it by {most:.1e}", min(moves), most
+    )
 
 
 def purity(server: Server, ranks: Ranks, who: Who) -> Measured:
@@ -111,13 +113,13 @@ def purity(server: Server, ranks: Ranks, who: Who) -> Measured:
         made = trained(server, state, ranks, names, kept)
         before, uploads = leaves(state), leaves(made.uploads)
         after = server.aggregate(state, made.uploads)
-        shown = leaves(seen(server, after, ranks))
+        shown, twice = (leaves(seen(server, after, ranks)) for _ in range(2))
         again = server.aggregate(state, made.uploads)
         for what, now, then in (
             ("the state that it was given", leaves(state), before),
             ("the uploads that it was given", leaves(made.uploads), uploads),
+            ("the readouts, when read out again,", twice, shown),
             ("the result, when aggregated again from the same inputs,", leaves(seen(server, again, ranks)), shown),
-            ("the readouts, when read out again,", leaves(seen(server, after, ranks)), shown),
         ):
             if paths := changed(now, then):
                 return Measured(False, f"{what} changed in round {state.round + 1}: {len(paths)} values, {paths[0]}")
@@ -132,7 +134,7 @@ def purity(server: Server, ranks: Ranks, who: Who) -> Measured:
         if paths := changed(leaves(seen(server, stored, ranks)), shown):
             return Measured(False, f"a stored state is read out with other bits: {len(paths)} values, {paths[0]}")
         state, kept = stored, made.kept
-    return Measured(True, f"no bit in {len(who)} rounds, through a checkpoint after each")
+    return Measured(True, f"no bit differs in {len(who)} rounds, through a checkpoint after each")
 
 
 def pickling(server: Server, ranks: Ranks, who: Who) -> Measured:

@@ -9,7 +9,7 @@ from typing import Any
 from fedlora.core.method import Method
 from fedlora.errors import FedLoRAError, HyperparameterError
 from fedlora.server.server import Server
-from fedlora.testing.claims import ALWAYS, Claim, ContractBroken, Measured
+from fedlora.testing.claims import Claim, ContractBroken, Measured
 from fedlora.testing.contract import Contract
 from fedlora.testing.contracts import CONTRACTS
 from fedlora.testing.federations import Ranks, Who
@@ -123,4 +123,4 @@ def _holds(name: str, server: Server, plays: Mapping[str, tuple[Ranks, Who]]) ->
     return None if None in found else all(found)
 
 
-__all__ = ["ALWAYS", "Finding", "check", "claims_of", "measure", "sound"]
+__all__ = ["Finding", "check", "claims_of", "measure", "sound"]
