@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,12 +32,16 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_toy_method_of_the_docs_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/methods.md, "How to add a method": the module as a file, then the code that uses it."""
-    module, use = (block for block in python_blocks(ROOT / "docs" / "methods.md") if "UniformMean" in block)
+    """docs/methods.md, "How to add a method": the module as a file, the code that uses it, and its own tests."""
+    module, use, tests = (block for block in python_blocks(ROOT / "docs" / "methods.md") if "UniformMean" in block)
     (tmp_path / "uniform_mean.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     exec(compile(use, "methods.md", "exec"), {})
     assert "B=(64, 12)" in capsys.readouterr().out
+    defined: dict[str, Any] = {}
+    exec(compile(tests, "methods.md", "exec"), defined)
+    defined["test_all_contracts"]()
+    defined["test_one_contract"]()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -11,7 +11,18 @@ import fedlora
 
 def test_import_fedlora_needs_torch_and_safetensors_only() -> None:
     """In a fresh interpreter where everything optional fails to import."""
-    blocked = ["peft", "transformers", "flwr", "pydantic", "typer", "rich", "matplotlib", "jaxtyping", "accelerate"]
+    blocked = [
+        "peft",
+        "transformers",
+        "flwr",
+        "pydantic",
+        "typer",
+        "rich",
+        "matplotlib",
+        "jaxtyping",
+        "accelerate",
+        "pytest",
+    ]
     code = f"""
 import sys
 class Block:
@@ -19,7 +30,7 @@ class Block:
         if name.partition(".")[0] in {blocked!r}:
             raise ImportError("blocked: " + name)
 sys.meta_path.insert(0, Block())
-import fedlora, fedlora.simulation, fedlora.core.checkpoint, fedlora.analysis.audit
+import fedlora, fedlora.simulation, fedlora.core.checkpoint, fedlora.analysis.audit, fedlora.testing
 assert not set({blocked!r}) & set(sys.modules)
 from fedlora import LoRA, Adapter, Client, Upload, Server, METHODS, build, read_adapter, write_adapter
 from fedlora.client import receive, send

@@ -20,11 +20,12 @@ app = typer.Typer(
 _INTERRUPTED = 130
 
 for command in (
-    runs.run, runs.demo, runs.compare, methods.methods, methods.ranks, audit.audit,
+    runs.run, runs.demo, runs.compare, methods.ranks, audit.audit,
     merge.merge, train.train, adapters.inspect, adapters.diff, adapters.validate, adapters.apply,
     flower.doctor,
 ):  # fmt: skip
     app.command()(command)
+app.add_typer(methods.app, name="methods")
 app.add_typer(experiment.app, name="experiment")
 app.add_typer(flower.app, name="flower")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
@@ -23,15 +24,15 @@ def parse_methods(text: str) -> dict[str, MethodSection]:
     twice = [label for label in labels if labels.count(label) > 1]
     if twice:
         raise ConfigError(f"the method {twice[0]!r} is named twice.")
-    sections = {label: _section(label) for label in labels}
+    sections = {label: parse_method(*_split(label)) for label in labels}
     if not sections:
         raise ConfigError("no method is named; see `fedlora methods`, or say all.")
     return sections
 
 
-def _section(text: str) -> MethodSection:
-    name, *settings = text.split()
-    values = {}
+def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
+    """One method from its name and KEY=VALUE words. Raises `ConfigError`."""
+    text, values = " ".join([name, *settings]), {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key or key == "name":
@@ -45,6 +46,11 @@ def _section(text: str) -> MethodSection:
     except ValidationError as error:
         wrong = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"the method {text!r} cannot be read: {wrong}.") from error
+
+
+def _split(label: str) -> tuple[str, list[str]]:
+    name, *settings = label.split()
+    return name, settings
 
 
 def folder_name(label: str) -> str:

@@ -1,40 +1,82 @@
-"""`fedlora methods` and `fedlora ranks`: what there is to choose from."""
+"""`fedlora methods`, `methods check` and `ranks`: what there is to choose from, and whether a method is one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
+from fedlora.cli.method_names import parse_method
 from fedlora.cli.screen import console, import_plots, plotted, print_json
 from fedlora.errors import ConfigError
-from fedlora.methods.registry import METHODS
+from fedlora.methods.registry import Listed, listed
 from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
+app = typer.Typer(help="List the methods, built in and installed, or check one.", invoke_without_command=True)
 
-def methods(json: AsJson = False) -> None:
-    """List the methods with their papers, hyper-parameters and presets."""
-    listed: dict[str, dict[str, Any]] = {}
-    for name, cls in METHODS.items():
-        defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
-        presets: Mapping[str, Mapping[str, object]] = getattr(cls, "PRESETS", {})
-        listed[name] = {
-            "paper": cls.paper, "hyper-parameters": defaults, "presets": {k: dict(v) for k, v in presets.items()},
-        }  # fmt: skip
+
+@app.callback()
+def methods(context: typer.Context, json: AsJson = False) -> None:
+    """List the methods, built in and installed, with their papers, hyper-parameters and presets."""
+    context.obj = json
+    if context.invoked_subcommand is not None:
+        return
+    rows = listed()
     if json:
-        print_json(listed)
+        print_json({row.name: _facts(row) for row in rows})
         return
     table = Table("method", "paper", "hyper-parameters", "presets", title="Methods")
-    for name, facts in listed.items():
-        shown = ", ".join(f"{k}={v}" for k, v in facts["hyper-parameters"].items())
-        table.add_row(name, facts["paper"], shown or "none", ", ".join(facts["presets"]))
+    for row in rows:
+        name = row.name if row.package is None else f"{row.name} ({row.package})"
+        if row.error is not None:
+            table.add_row(escape(name), "", f"[red]{escape(row.error)}", "")
+            continue
+        shown = ", ".join(f"{k}={v}" for k, v in row.defaults.items())
+        table.add_row(escape(name), escape(row.paper), escape(shown) or "none", ", ".join(row.presets))
     console.print(table)
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="of `fedlora methods`, or module:Class of your own")],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="hyper-parameters")] = None,
+    json: AsJson = False,
+) -> None:
+    """Run every contract on a method: what it claims, what was measured. Exit code 1 where something does not hold."""
+    from fedlora.testing.checking import check as checked
+    from fedlora.testing.checking import claims_of, measure, sound
+
+    label = " ".join([name, *(settings or [])])
+    method = parse_method(name, settings or []).build()
+    claim, findings = claims_of(method), checked(method)
+    good = sound(findings)
+    possible = measure(method) if good and claim is None else None
+    if json or context.obj:
+        print_json(
+            {
+                "method": label, "claims": None if claim is None else vars(claim), "sound": good,
+                "contracts": [vars(finding) for finding in findings],
+                "could claim": None if possible is None else vars(possible),
+            }
+        )  # fmt: skip
+        raise typer.Exit(0 if good else 1)
+    table = Table("contract", "claimed", "measured", "holds", title=f"Contracts of {escape(label)}")
+    for finding in findings:
+        holds = {True: "yes", False: "[red]no", None: "-"}[finding.holds]
+        table.add_row(finding.contract, finding.claimed, escape(finding.measured), holds)
+    console.print(table)
+    for finding in findings:
+        if finding.why is not None:
+            console.print(finding.why, style="red", markup=False, highlight=False, soft_wrap=True)
+    if possible is not None:
+        console.print(f"It could claim: CLAIMS = {possible}", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if good else 1)
 
 
 def ranks(
@@ -62,6 +104,14 @@ def ranks(
         console.print("sums are of attention modules, in the mean over rounds", style="dim")
     if plot is not None:
         plotted(lambda: [import_plots().plot_ranks(chosen, plot)])
+
+
+def _facts(row: Listed) -> dict[str, Any]:
+    """A row for programs; its package only where it is not ours, and why where it cannot be used."""
+    facts: dict[str, Any] = {"paper": row.paper, "hyper-parameters": row.defaults, "presets": row.presets}
+    if row.error is not None:
+        facts = {"error": row.error}
+    return facts if row.package is None else {**facts, "package": row.package}
 
 
 def _counts(profile: str, ranks: str, clients: int) -> dict[RankType, int]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from importlib.metadata import EntryPoint, entry_points
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from fedlora.core.method import Method
@@ -25,6 +24,7 @@ from fedlora.methods.glora import GLoRA
 from fedlora.methods.hetlora import HetLoRA
 from fedlora.methods.lora_fair import LoRAFAIR
 from fedlora.methods.padded_average import PaddedAverage
+from fedlora.methods.plugins import loaded, offered, package_of
 from fedlora.methods.rolora import RoLoRA
 from fedlora.methods.svd import SVD
 
@@ -90,31 +90,65 @@ def find(name: str) -> type[Any]:
     """
     if name in METHODS:
         return METHODS[name]
-    installed = {point.name: point for point in plugins()}
-    if name not in installed and ":" not in name:
-        known = [*METHODS, *installed]
+    installed = [point for point in plugins() if point.name == name]
+    if len({point.value for point in installed}) > 1:
+        places = ", ".join(f"{point.value} of {package_of(point)}" for point in installed)
+        raise HyperparameterError(f"several packages offer a method {name!r}: {places}. Name one as module:Class.")
+    if not installed and ":" not in name:
+        known = [*METHODS, *(point.name for point in plugins())]
         raise HyperparameterError(
             f"no method is called {name!r}{_nearest(name, known)} Known: {', '.join(known)}; or module:Class."
         )
-    place = installed[name].value if name in installed else name
-    module, _, path = place.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # a stranger's module can raise anything while it is imported
-        raise HyperparameterError(
-            f"the method {name!r} cannot be made: {type(error).__name__}: {error}. A class is given as "
-            f"package.module:Class, and its module must be importable from here."
-        ) from error
-    require_method(found, name)
-    cls: type[Any] = found
+    cls: type[Any] = loaded(f"{installed[0].module}:{installed[0].attr}" if installed else name, name)
+    require_method(cls, name)
     return cls
 
 
 def plugins() -> list[EntryPoint]:
     """Methods that installed packages offer; a name that is built in stays ours."""
-    return [point for point in entry_points(group="fedlora.methods") if point.name not in METHODS]
+    return [point for point in offered() if point.name not in METHODS]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A method as a list shows it. package: of a plugin; None: built in. error: why it cannot be used."""
+
+    name: str
+    package: str | None = None
+    paper: str = ""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    error: str | None = None
+
+
+def listed() -> list[Listed]:
+    """All methods by name, the built-in ones first. A plugin that cannot be used says why, and hides no other."""
+    rows = {name: _described(name, cls) for name, cls in METHODS.items()}
+    for point in offered():
+        package = package_of(point)
+        if point.name in METHODS:
+            error = f"{point.name} is built in and stays ours; this one is {point.value}."
+            rows[f"{point.name}@{package}"] = Listed(f"{point.name}@{package}", package, error=error)
+            continue
+        try:
+            rows[point.name] = replace(_described(point.name, find(point.name)), package=package)
+        except Exception as error:  # a stranger's class can raise anything where it is asked for its fields
+            rows[point.name] = Listed(point.name, package, error=str(error))
+    return list(rows.values())
+
+
+def _described(name: str, cls: type[Any]) -> Listed:
+    """Fields without a default are "required"; what is no plain value is shown as Python writes it."""
+    defaults: dict[str, object] = {}
+    for f in fields(cls):
+        made = f.default if f.default_factory is MISSING else f.default_factory()
+        defaults[f.name] = "required" if made is MISSING else made
+    presets = {key: _plain(dict(values)) for key, values in presets_of(cls).items()}
+    return Listed(name, None, str(cls.paper), ReadOnly(_plain(defaults)), ReadOnly(presets))
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, object]:
+    return {k: v if v is None or isinstance(v, bool | int | float | str) else repr(v) for k, v in values.items()}
 
 
 def presets_of(cls: type[Any]) -> Mapping[str, Mapping[str, object]]:

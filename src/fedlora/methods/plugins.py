@@ -1,0 +1,59 @@
+"""Methods from elsewhere: entry points of installed packages, and classes by "module:Class" from where one stands."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from fedlora.errors import HyperparameterError
+
+GROUP = "fedlora.methods"
+
+
+def offered() -> list[EntryPoint]:
+    """What installed packages offer as methods, by name and package."""
+    return sorted(entry_points(group=GROUP), key=lambda point: (point.name, package_of(point)))
+
+
+def package_of(point: EntryPoint) -> str:
+    """The distribution that an entry point comes from."""
+    return point.dist.name if point.dist is not None else "an unnamed package"
+
+
+def loaded(place: str, name: str) -> Any:
+    """What stands at "module:Class".
+
+    A module that is not installed is also looked for in the working directory, after everything that is: a console
+    script does not have it on its path. It goes there for good, so that other processes find the class as well.
+
+    Raises:
+        HyperparameterError: it cannot be imported, whatever its module raised.
+    """
+    module, _, path = place.partition(":")
+    try:
+        _reach(module.partition(".")[0])
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:  # a stranger's module can raise anything while it is imported
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = f" It is looked for on the Python path and in {Path.cwd()}: go to where the file is, or install it."
+        raise HyperparameterError(
+            f"the method {name!r} cannot be made: {type(error).__name__}: {error}. A class is given as "
+            f"package.module:Class, and its module must be importable from here.{hint}"
+        ) from error
+    return found
+
+
+def _reach(top: str) -> None:
+    """Put the working directory at the end of the path, where it alone has the module or package `top`."""
+    here = Path.cwd()
+    beside = (here / f"{top}.py").is_file() or (here / top / "__init__.py").is_file()
+    if beside and str(here) not in sys.path and importlib.util.find_spec(top) is None:
+        sys.path.append(str(here))
+        importlib.invalidate_caches()

@@ -1,0 +1,26 @@
+"""Contracts that every method must keep, or promises: run them on a method of your own, from pytest or without it.
+
+    findings = check(MyMethod())                         all contracts; `sound(findings)` says whether it is a method
+    CONTRACTS["exact"](Server(MyMethod()), claim)        one of them, which raises `ContractBroken`
+    measure(MyMethod())                                  the `Claim` that it could make
+
+`fedlora methods check module:Class` prints the same as a table. Only torch is needed.
+"""
+
+from fedlora.testing.checking import Finding, check, claims_of, measure, sound
+from fedlora.testing.claims import Claim, ContractBroken, Measured
+from fedlora.testing.contract import Contract
+from fedlora.testing.contracts import CONTRACTS
+
+__all__ = [
+    "CONTRACTS",
+    "Claim",
+    "Contract",
+    "ContractBroken",
+    "Finding",
+    "Measured",
+    "check",
+    "claims_of",
+    "measure",
+    "sound",
+]

@@ -1,0 +1,114 @@
+"""Small federations without a model: adapters that "train" by a deterministic push, for contracts of every method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedlora.client import keep, receive, send
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Client, Upload
+from fedlora.core.method import Roles
+from fedlora.seeds import derive_seed
+from fedlora.server.server import Server
+from fedlora.server.state import ServerState
+
+Ranks = Mapping[str, int]  # client -> r
+Who = Sequence[Sequence[str]]  # the clients of each round
+
+SHAPES = {"attn.q": (30, 22), "attn.v": (18, 22)}  # neither square, and of different d_out
+ALL_TRAINED = Roles()
+HEADS = {"classifier.weight": (3, 30), "classifier.bias": (3,)}
+EQUAL = {"a": 4, "b": 4, "c": 4, "d": 4}
+MIXED = {"a": 2, "b": 3, "c": 5, "d": 6}
+EXAMPLES = {"a": 10, "b": 25, "c": 40, "d": 15}
+FULL = (("a", "b", "c", "d"),) * 3
+PARTIAL = (("a", "b", "c"), ("b", "d"), ("a", "c", "d"))  # a and c miss the second round
+AWAY = (("a", "b"), ("a", "b", "c"), ("b", "c"), ("b", "d"), ("a", "b", "c", "d"))  # a misses two rounds, c one
+
+
+def noise(shape: Sequence[int], *seed: str | int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal draws, a function of `seed` alone."""
+    generator = torch.Generator().manual_seed(derive_seed("toy", *seed))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def seed_adapter(rank: int, dtype: torch.dtype = torch.float64) -> Adapter:
+    """A fresh start: B = 0, A drawn, heads drawn."""
+    modules = {
+        name: LoRA(torch.zeros(d_out, rank, dtype=dtype), noise((rank, d_in), "seed", name, dtype=dtype) / d_in**0.5)
+        for name, (d_out, d_in) in SHAPES.items()
+    }
+    return Adapter(modules, {name: noise(shape, "head", name, dtype=dtype) for name, shape in HEADS.items()})
+
+
+def pushed(adapter: Adapter, client: str, round: int, roles: Roles = ALL_TRAINED) -> Adapter:
+    """`adapter` after a stand-in for training: what is not frozen moves by a draw of its own client and round."""
+
+    def push(t: Tensor, *seed: str) -> Tensor:
+        return t + 0.3 * noise(t.shape, client, round, *seed, dtype=t.dtype)
+
+    modules = {}
+    for name, lora in adapter.modules.items():
+        B, A = lora.factors
+        B = B if roles.B == "frozen" else push(B, name, "B")
+        A = A if roles.A == "frozen" else push(A, name, "A")
+        modules[name] = LoRA(B, A)
+    heads = {name: head if roles.heads == "frozen" else push(head, name) for name, head in adapter.heads.items()}
+    return Adapter(modules, heads)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: the state before, what everyone downloaded and trained (complete), the uploads, the state after."""
+
+    before: ServerState
+    complete: dict[str, Adapter]
+    uploads: list[Upload]
+    after: ServerState
+
+    def mean(self, module: str) -> Tensor:
+        """The dense float64 mean of the updates: sum_i n_i B_i A_i / sum_i n_i. The oracle of exactness."""
+        total = sum(u.num_examples for u in self.uploads)
+        terms = [
+            u.num_examples / total * self.complete[u.client.id].modules[module].map(Tensor.double).delta()
+            for u in self.uploads
+        ]
+        return torch.stack(terms).sum(0)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the clients of a round made of a state. kept: client -> its local parts, of all rounds so far."""
+
+    complete: dict[str, Adapter]
+    uploads: list[Upload]
+    kept: dict[str, Adapter | None]
+
+
+def trained(
+    server: Server, state: ServerState, ranks: Ranks, names: Sequence[str], kept: Mapping[str, Adapter | None]
+) -> Trained:
+    """One round at the clients: download, receive, push, send, keep."""
+    complete, uploads, kept = {}, [], dict(kept)
+    for name in names:
+        client = Client(name, ranks[name])
+        download = server.download(state, client)
+        mine = pushed(receive(download, kept.get(name)), name, state.round, download.roles)
+        complete[name], kept[name] = mine, keep(mine, download.roles)
+        uploads.append(Upload(client, EXAMPLES[name], send(mine, download.roles)))
+    return Trained(complete, uploads, kept)
+
+
+def rounds(server: Server, ranks: Ranks, participants: Who, dtype: torch.dtype = torch.float64) -> Iterator[Round]:
+    """Play the rounds with the client protocol."""
+    state = server.init(seed_adapter(max(ranks.values()), dtype))
+    kept: Mapping[str, Adapter | None] = {}
+    for names in participants:
+        made = trained(server, state, ranks, names, kept)
+        after = server.aggregate(state, made.uploads)
+        yield Round(state, made.complete, made.uploads, after)
+        state, kept = after, made.kept

@@ -1,0 +1,322 @@
+"""Methods from elsewhere are first-class: listed, checked, built, run, checkpointed and resumed like those built in.
+
+A plugin here is a real distribution: a module and a dist-info folder with entry points on the Python path. Kinds of
+evidence: end-to-end (the command line, a run of a tiny transformer, the console script as a process), contract (a
+plugin that cannot be used is a row that says why, and never a traceback).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_run import Said, configured, invoke, main, make_project, pytestmark, ran, wide
+
+from fedlora import METHODS, build
+from fedlora.errors import HyperparameterError
+from fedlora.methods.registry import find, plugins
+from fedlora.runs.folder import RunFolder
+
+__all__ = ["main", "pytestmark", "wide"]  # fixtures, and what transformers warn of
+
+MODULE = '''
+"""FedIT under another name, with a hyper-parameter, a preset and a state of its own."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from fedlora import LoRA, Readout, Roles
+from fedlora.core.lora import revive
+from fedlora.errors import HyperparameterError, RankMismatch
+from fedlora.linalg import weighted_mean
+from fedlora.testing import Claim
+
+
+@dataclass(frozen=True, eq=False)
+class ToyState:
+    key: int
+    round: int
+    mean: LoRA
+
+
+@dataclass(frozen=True)
+class Toy:
+    name: ClassVar[str] = "toy-mean"
+    paper: ClassVar[str] = "a plugin [of the tests]"
+    State: ClassVar[type] = ToyState
+    CLAIMS: ClassVar[Claim] = Claim(exact=False, gauge=False, state=False, mixed=False)
+    PRESETS: ClassVar[dict] = {"half": {"step": 0.5}}
+
+    step: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.step <= 1:
+            raise HyperparameterError(f"toy-mean: step is a share, in (0, 1]; got {self.step}.")
+
+    def init(self, seed, key):
+        return ToyState(key, 0, seed)
+
+    def roles(self, round):
+        return Roles()
+
+    def aggregate(self, state, updates):
+        self._same(state, {u.rank for u in updates})
+        p = [u.weight for u in updates]
+        old = state.mean.factors
+        new = weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p)
+        mean = LoRA(*(o + self.step * (n - o) for o, n in zip(old, new, strict=True)))
+        return replace(state, round=state.round + 1, mean=mean)
+
+    def readout(self, state, client, rank):
+        self._same(state, {rank})
+        return Readout(revive(state.mean, state.key, state.round, client or ""))
+
+    def effective(self, state):
+        return state.mean
+
+    def diagnostics(self, state):
+        return {"rank": state.mean.rank}
+
+    def _same(self, state, ranks):
+        if ranks != {state.mean.rank}:
+            raise RankMismatch(f"toy-mean: one rank, here {state.mean.rank}; got {sorted(ranks)}.")
+
+
+@dataclass(frozen=True)
+class Boaster(Toy):
+    """Claims what it does not do."""
+
+    CLAIMS: ClassVar[Claim] = Claim(exact=True, gauge=False, state=False, mixed=False)
+
+
+@dataclass(frozen=True)
+class Silent(Toy):
+    CLAIMS: ClassVar[None] = None
+
+
+@dataclass(frozen=True)
+class Garbled(Toy):
+    CLAIMS: ClassVar[dict] = {"exact": True}
+
+
+@dataclass(frozen=True)
+class Crasher(Toy):
+    def aggregate(self, state, updates):
+        return 1 / 0
+
+
+@dataclass(frozen=True)
+class Needy(Toy):
+    """A hyper-parameter without a default, and one that JSON does not know."""
+
+    must: float = None
+    other: object = frozenset({1})
+'''
+BROKEN = {
+    "gone": "nowhere_to_be_found:Method",
+    "quits": "quitting:Method",
+    "no-method": "json:JSONDecoder",
+    "no-class": "json:dumps",
+    "fedit": "toy_mean:Toy",
+}
+
+
+def install(folder: Path, package: str, points: dict[str, str]) -> None:
+    """What pip leaves of a package: its metadata, beside its modules."""
+    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{name} = {place}" for name, place in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[fedlora.methods]", *lines, ""]))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of installed packages, one of them with a sound method."""
+    folder = tmp_path / "site"
+    install(folder, "toy-package", {"toy-mean": "toy_mean:Toy"})
+    (folder / "toy_mean.py").write_text(MODULE)
+    (folder / "quitting.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # what "module:Class" adds to it is gone afterwards
+    yield folder
+    for name in ("toy_mean", "quitting", "my_method"):
+        sys.modules.pop(name, None)
+
+
+def test_an_installed_method_is_built_by_its_name(site: Path) -> None:
+    """With its hyper-parameters and presets; errors are those of a built-in one."""
+    import toy_mean  # type: ignore[import-not-found]
+
+    assert [point.name for point in plugins()] == ["toy-mean"]
+    assert build("toy-mean") == toy_mean.Toy() == build("toy_mean:Toy")
+    assert build("toy-mean", preset="half") == toy_mean.Toy(step=0.5)
+    for hparams, says in (
+        ({"stap": 1.0}, "has no hyper-parameter 'stap'; did you mean 'step'"),
+        ({"step": 2.0}, "toy-mean: step is a share, in .0, 1.; got 2.0"),
+        ({"preset": "hlaf"}, "no preset 'hlaf'; known presets: half"),
+    ):
+        with pytest.raises(HyperparameterError, match=says):
+            build("toy-mean", **hparams)  # type: ignore[arg-type]
+    with pytest.raises(HyperparameterError, match="no method is called 'toy-maen'; did you mean 'toy-mean'"):
+        build("toy-maen")
+
+
+def test_installed_methods_are_listed_with_their_package(site: Path, wide: None) -> None:
+    said = " ".join(invoke("methods").stdout.split())
+    assert "│ toy-mean (toy-package) │ a plugin [of the tests] │ step=1.0 │ half │" in said
+    listed = json.loads(invoke("methods", "--json").stdout)
+    assert set(listed) == {*METHODS, "toy-mean"}
+    assert listed["toy-mean"] == {
+        "paper": "a plugin [of the tests]", "hyper-parameters": {"step": 1.0}, "presets": {"half": {"step": 0.5}},
+        "package": "toy-package",
+    }  # fmt: skip
+    assert set(listed["glora"]) == {"paper", "hyper-parameters", "presets"}
+
+
+def test_a_plugin_that_cannot_be_used_is_a_row_that_says_why(site: Path, wide: None) -> None:
+    """By hand: no module, a module that leaves, a class and a function that are no methods, a name that is ours."""
+    install(site, "broken-package", {**BROKEN, "needy": "toy_mean:Needy"})
+    listed = json.loads(invoke("methods", "--json").stdout)
+    whys = {name: facts["error"] for name, facts in listed.items() if "error" in facts}
+    assert set(whys) == {"gone", "quits", "no-method", "no-class", "fedit@broken-package"}
+    for name, says in {
+        "gone": "No module named 'nowhere_to_be_found'",
+        "quits": "SystemExit: 3",
+        "no-method": "it has no init(seed, key)",
+        "no-class": "is a function, and a class is needed",
+        "fedit@broken-package": "fedit is built in and stays ours",
+    }.items():
+        assert says in whys[name] and listed[name]["package"] == "broken-package"
+    assert listed["needy"]["hyper-parameters"] == {"step": 1.0, "must": None, "other": "frozenset({1})"}
+    said = " ".join(invoke("methods").stdout.split())
+    assert "gone (broken-package)" in said and "SystemExit: 3" in said
+    assert build("fedit") == METHODS["fedit"]()
+
+
+def test_a_name_that_two_packages_offer_is_nobodys(site: Path) -> None:
+    install(site, "other-package", {"toy-mean": "toy_mean:Silent"})
+    with pytest.raises(HyperparameterError, match=r"toy_mean:Silent of other-package, toy_mean:Toy of toy-package"):
+        find("toy-mean")
+    assert find("toy_mean:Toy").__name__ == "Toy"
+
+
+# ---- fedlora methods check -------------------------------------------------------------------------------------------
+
+BASIC = ["protocol", "rank", "alive", "order", "purity", "pickle", "delivery"]
+PROMISED = ["mixed", "global model", "exact", "halves", "gauge", "state"]
+
+
+def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Callable[..., Said], wide: None) -> None:
+    said = main("methods", "check", "toy-mean", "step=0.5")
+    table = " ".join(said.out.split())
+    assert said.code == 0 and not said.err
+    assert "Contracts of toy-mean step=0.5" in table and "│ exact │ no │ off the mean update by" in table
+    assert "│ delivery │ always │ 13 downloads to the bit │ yes │" in table and "It could claim" not in table
+    facts = json.loads(main("methods", "check", "toy-mean", "--json").out)
+    assert facts["sound"] and facts["claims"] == {
+        "exact": False, "gauge": False, "state": False, "mixed": False, "global_model": True,
+    }  # fmt: skip
+    assert {f["contract"]: f["claimed"] for f in facts["contracts"]} == dict.fromkeys(BASIC, "always") | {
+        "mixed": "no", "global model": "yes", "exact": "no", "halves": "not claimed", "gauge": "no", "state": "no",
+    }  # fmt: skip
+    assert main("methods", "--json", "check", "toy-mean").out == main("methods", "check", "toy-mean", "--json").out
+
+
+def test_check_fails_where_a_claim_does(site: Path, main: Callable[..., Said], wide: None) -> None:
+    said = main("methods", "check", "toy_mean:Boaster")
+    assert said.code == 1 and "Traceback" not in said.out + said.err
+    assert "toy-mean breaks the contract 'exact': claimed yes; measured: off the mean update by" in said.out
+    facts = json.loads(main("methods", "check", "toy_mean:Boaster", "--json").out)
+    assert not facts["sound"] and [f["contract"] for f in facts["contracts"] if f["holds"] is False] == ["exact"]
+
+
+def test_check_only_measures_a_method_that_claims_nothing(site: Path, main: Callable[..., Said], wide: None) -> None:
+    said = main("methods", "check", "toy_mean:Silent")
+    assert said.code == 0 and said.out.count("not claimed") == len(PROMISED)
+    assert "It could claim: CLAIMS = Claim(exact=False, gauge=False, state=False, mixed=False" in said.out
+
+
+def test_check_blames_the_method_for_what_it_raises(site: Path, main: Callable[..., Said], wide: None) -> None:
+    said = main("methods", "check", "toy_mean:Crasher")
+    assert said.code == 1 and "Traceback" not in said.out + said.err
+    assert "toy-mean.aggregate raised ZeroDivisionError: division by zero" in said.out
+    assert "│ protocol │ always │ all functions are there │ yes │" in " ".join(said.out.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("toy-maen",), "did you mean 'toy-mean'"),
+        (("toy-mean", "step=7"), "step is a share"),
+        (("toy-mean", "step"), "a method is NAME [KEY=VALUE ...]"),
+        (("toy_mean:Garbled",), "CLAIMS of Garbled is a dict; it must be a fedlora.testing.Claim"),
+        (("toy_mean:Nope",), "has no attribute 'Nope'"),
+        (("json:JSONDecoder",), "it has no init(seed, key)"),
+        (("quitting:Method",), "SystemExit: 3"),
+        (("no_such_file:Method",), "go to where the file is, or install it"),
+    ],
+)
+def test_what_is_no_method_is_one_line(site: Path, main: Callable[..., Said], args: tuple[str, ...], says: str) -> None:
+    assert says in main("methods", "check", *args).complaint()
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def last_state(folder: RunFolder) -> str:
+    return max((folder.path / "checkpoints").glob("round-*.safetensors")).name
+
+
+def test_an_installed_method_runs_and_resumes_to_the_bit(site: Path, tmp_path: Path) -> None:
+    """Expected: the digest of the last checkpoint of an uninterrupted run, which differs from another step's."""
+    project = make_project(tmp_path / "project")
+    config = configured(project, "method.name=toy-mean", "method.step=0.5", "clients.ranks=[4]", "clients.count=3")
+    whole = ran(config, tmp_path / "whole")
+    ran(config, tmp_path / "cut", rounds=1)
+    cut = ran(config, tmp_path / "cut", resume=True)
+    assert last_state(whole) == last_state(cut) and last_state(whole).startswith("round-00003")
+    other = ran(configured(project, "method.name=toy-mean", "clients.ranks=[4]", "clients.count=3"), tmp_path / "other")
+    assert last_state(other) != last_state(whole)
+    assert "toy-mean" in (whole.path / "adapter" / "README.md").read_text()
+
+
+def test_a_method_beside_the_user_is_found_by_the_console_script(
+    site: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script has its own folder on the path, not the one where it is called: the check and the run find it alike."""
+    project = make_project(tmp_path / "project")
+    (project / "my_method.py").write_text(MODULE)
+    script = tmp_path / "bin" / "fedlora"
+    script.parent.mkdir()
+    script.write_text("from fedlora.cli import main\nmain()\n")
+    sets = [f"--set={key}" for key in ("method.name=my_method:Toy", "clients.ranks=[4]", "run.rounds=1")]
+    call = [sys.executable, script, "run", "config.toml", *sets, "--json"]
+    done = subprocess.run(call, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rounds"] == 1
+    monkeypatch.chdir(project)
+    assert main("methods", "check", "my_method:Toy").code == 0
+
+
+def test_the_working_directory_comes_last_and_only_where_it_is_needed(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file named as an installed module hides nothing; a folder without __init__ is no package."""
+    here = tmp_path / "here"
+    (here / "datasets_of_mine").mkdir(parents=True)
+    (here / "toy_mean.py").write_text("raise RuntimeError('the wrong one')")
+    (here / "my_method.py").write_text(MODULE)
+    monkeypatch.chdir(here)
+    before = list(sys.path)
+    assert find("toy_mean:Toy").__module__ == "toy_mean" and sys.path == before
+    with pytest.raises(HyperparameterError, match=f"named 'my_metod'.* in {here}: go to where the file is"):
+        find("my_metod:Toy")
+    with pytest.raises(HyperparameterError, match="No module named 'datasets_of_mine'"):
+        find("datasets_of_mine:Method")
+    assert sys.path == before
+    assert find("my_method:Toy").__module__ == "my_method" and sys.path == [*before, str(here)]

@@ -1,0 +1,403 @@
+"""Methods with one fault each are caught by the contract that it breaks, or by the server, and no client is blamed.
+
+Every method here is FedIT-like averaging with one thing wrong, named by its class. Expected: which contract or error
+says so, from what the class does; kind of evidence: negative control of `fedlora.testing`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fedlora import LoRA, Readout, Roles, Server, Update, build
+from fedlora.core.base_change import moved
+from fedlora.core.lora import revive
+from fedlora.errors import HyperparameterError, MethodFault
+from fedlora.linalg import weighted_mean
+from fedlora.testing import CONTRACTS, Claim, ContractBroken, check, measure, sound
+from fedlora.testing.federations import AWAY, EQUAL, FULL, MIXED, rounds
+
+HERE = "test_sloppy_methods"
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    key: int
+    round: int
+    mean: LoRA
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Average each factor, pad with zeros to the largest rank: nothing is wrong with it, and it claims too little."""
+
+    name: ClassVar[str] = "sound"
+    paper: ClassVar[str] = "none"
+    State: ClassVar[type] = State
+    CLAIMS: ClassVar[Any] = Claim(exact=False, gauge=False, state=False, mixed=True)
+
+    def init(self, seed: LoRA, key: int) -> Any:
+        return State(key, 0, revive(seed, key))
+
+    def roles(self, round: int) -> Roles:
+        return Roles()
+
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        return replace(state, round=state.round + 1, mean=self.mean(state, updates))
+
+    def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
+        p, pad = [u.weight for u in updates], torch.nn.functional.pad
+        more = [state.mean.rank - u.rank for u in updates]
+        B = weighted_mean([pad(u.B, (0, m)) for u, m in zip(updates, more, strict=True)], p)
+        return LoRA(B, weighted_mean([pad(u.A, (0, 0, 0, m)) for u, m in zip(updates, more, strict=True)], p))
+
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        B, A = state.mean.factors
+        return Readout(revive(LoRA(B[:, :rank], A[:rank]), state.key, state.round, client or ""))
+
+    def effective(self, state: Any) -> LoRA | None:
+        return state.mean
+
+    def diagnostics(self, state: Any) -> dict[str, object]:
+        return {"rank": state.mean.rank}
+
+
+@dataclass(frozen=True)
+class WholeRank(Sound):
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        return Readout(state.mean)
+
+
+@dataclass(frozen=True)
+class Transposed(Sound):
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        B, A = super().readout(state, client, rank).lora.factors
+        return Readout(LoRA(A.mT, B.mT))
+
+
+@dataclass(frozen=True)
+class Integers(Sound):
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        return Readout(super().readout(state, client, rank).lora.map(torch.Tensor.long))
+
+
+@dataclass(frozen=True)
+class HalfPrecision(Sound):
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        return Readout(super().readout(state, client, rank).lora.map(torch.Tensor.half))
+
+
+@dataclass(frozen=True)
+class NotANumber(Sound):
+    """From round 2 on. The clients train on it, and their uploads are NaN."""
+
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        lora = super().readout(state, client, rank).lora
+        return Readout(lora.map(lambda t: t / 0 * 0 if state.round else t))
+
+
+@dataclass(frozen=True)
+class DeadSlots(Sound):
+    """What `revive` is for: a slot that nobody held, cut out of a mean of zeros."""
+
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        B, A = (t.clone() for t in super().readout(state, client, rank).lora.factors)
+        B[:, -1:], A[-1:] = 0.0, 0.0
+        return Readout(LoRA(B, A))
+
+
+@dataclass(frozen=True)
+class OverwritesItsState(Sound):
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        mean = self.mean(state, updates)
+        for old, new in zip(state.mean.factors, mean.factors, strict=True):
+            old.copy_(new)
+        return replace(state, round=state.round + 1)
+
+
+@dataclass(frozen=True)
+class ScalesTheUploads(Sound):
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        after = super().aggregate(state, updates)
+        for u in updates:
+            u.B.mul_(u.weight)
+        return after
+
+
+@dataclass(frozen=True)
+class HandsOutItsState(Sound):
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        B, A = state.mean.factors
+        return Readout(LoRA(B[:, :rank], A[:rank]), fresh=True)
+
+
+@dataclass(frozen=True)
+class Draws(Sound):
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        after = super().aggregate(state, updates)
+        return replace(after, mean=after.mean.map(lambda t: t + 1e-6 * torch.randn_like(t)))
+
+
+@dataclass(frozen=True)
+class LastOneWins(Sound):
+    def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
+        return super().mean(state, [replace(updates[-1], weight=1.0)])
+
+
+COUNTER = itertools.count()
+
+
+@dataclass(frozen=True)
+class CountsCalls(Sound):
+    """Its readouts depend on how often they were asked for."""
+
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        return Readout(super().readout(state, client, rank).lora.map(lambda t: t + 1e-9 * next(COUNTER)))
+
+
+@dataclass(frozen=True)
+class KeepsAList(Sound):
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        return replace(super().aggregate(state, updates), extra={u.client for u in updates})
+
+
+@dataclass(frozen=True)
+class KeepsAFunction(Sound):
+    scale: Any = field(default_factory=lambda: lambda x: x)
+
+
+class Bag:
+    def __init__(self, mean: LoRA) -> None:
+        self.mean, self.key, self.round = mean, 0, 0
+
+
+@dataclass(frozen=True)
+class NoDataclass(Sound):
+    State: ClassVar[type] = Bag
+
+    def init(self, seed: LoRA, key: int) -> Any:
+        return Bag(seed)
+
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        return Bag(self.mean(state, updates))
+
+
+@dataclass
+class Changeable:
+    mean: LoRA
+    key: int = 0
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class ChangeableState(Sound):
+    State: ClassVar[type] = Changeable
+
+    def init(self, seed: LoRA, key: int) -> Any:
+        return Changeable(seed)
+
+
+@dataclass(frozen=True)
+class DividesByZero(Sound):
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        raise ZeroDivisionError("division by zero")
+
+
+@dataclass(frozen=True)
+class ReturnsThePair(Sound):
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        return self.mean(state, updates)
+
+
+@dataclass(frozen=True)
+class WrongDiagnostics(Sound):
+    def diagnostics(self, state: Any) -> dict[str, object]:
+        return {"rank": state.mean.shape[0]}
+
+
+@dataclass(frozen=True)
+class AsksForWhatStaysHome(Sound):
+    def roles(self, round: int) -> Roles:
+        return Roles(B="local")
+
+
+@dataclass(frozen=True)
+class MovesTheBaseSecretly(Sound):
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        return replace(super().readout(state, client, rank), base=moved(None, LoRA(*state.mean.factors)))
+
+
+@dataclass(frozen=True)
+class MovesAnotherBase(Sound):
+    """The change is of the transposed matrix."""
+
+    def roles(self, round: int) -> Roles:
+        return Roles(moves_base=True)
+
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        B, A = state.mean.factors
+        change = moved(None, LoRA(A.mT.contiguous(), B.mT.contiguous())) if state.round else None
+        return replace(super().readout(state, client, rank), base=change)
+
+
+@dataclass(frozen=True)
+class ForgetsTheVersion(Sound):
+    """Every step is version 1 of a new change: a client that was there before takes it for the one that it has."""
+
+    def roles(self, round: int) -> Roles:
+        return Roles(moves_base=True)
+
+    def readout(self, state: Any, client: str | None, rank: int) -> Readout:
+        change = moved(None, state.mean) if state.round else None
+        return replace(super().readout(state, client, rank), base=change)
+
+
+@dataclass(frozen=True)
+class CrashesOnOtherRanks(Sound):
+    CLAIMS: ClassVar[Any] = Claim(exact=False, gauge=False, state=False, mixed=False)
+
+    def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
+        return LoRA(*(torch.stack(t).mean(0) for t in zip(*(u.lora.factors for u in updates), strict=True)))
+
+
+# Class -> the contract that says so, and a word of what it says; or the server's own error and a word of that.
+CAUGHT: dict[type[Sound], tuple[str, str]] = {
+    DeadSlots: ("alive", "1 of 4 slots are dead"),
+    HalfPrecision: ("rank", "is torch.float16, not torch.float64"),
+    NotANumber: ("rank", "holds NaN or Inf"),
+    OverwritesItsState: ("purity", "the state that it was given changed in round 1"),
+    ScalesTheUploads: ("purity", "the uploads that it was given changed in round 1"),
+    HandsOutItsState: ("purity", "trains in place changes the state"),
+    Draws: ("purity", "the result, when aggregated again from the same inputs, changed"),
+    CountsCalls: ("purity", "the readouts, when read out again, changed"),
+    KeepsAList: ("purity", "a set at /modules/attn.q/extra cannot be stored"),
+    NoDataclass: ("protocol", "its State is no dataclass"),
+    ChangeableState: ("protocol", "Changeable is a dataclass that can be changed"),
+    LastOneWins: ("order", "the list of updates turned round moves it by"),
+    KeepsAFunction: ("pickle", "the method cannot be pickled"),
+    MovesAnotherBase: ("delivery", "its base weight is off the server's by inf"),
+    ForgetsTheVersion: ("delivery", "its base weight is off the server's by"),
+}
+FAULTS: dict[type[Sound], str] = {
+    WholeRank: "sound.readout.* returned B of shape",
+    Transposed: "sound.readout.* returned B of shape",
+    Integers: "sound.readout.* returned B as torch.int64",
+    DividesByZero: "sound.aggregate raised ZeroDivisionError: division by zero",
+    ReturnsThePair: "sound.aggregate returned a LoRA; its State is State",
+    MovesTheBaseSecretly: "sound.readout.* returned a change of the base weight, and its roles do not say moves_base",
+}
+
+
+def federation(name: str) -> tuple[dict[str, int], Any]:
+    return EQUAL, AWAY if name == "delivery" else FULL
+
+
+def test_the_sound_one_keeps_all_contracts_and_its_claims() -> None:
+    findings = check(Sound())
+    assert sound(findings) and [f.contract for f in findings] == list(CONTRACTS)
+    assert measure(Sound()) == Sound.CLAIMS
+    assert all(f.holds for f in findings if f.contract != "halves"), "only halves is not claimed"
+
+
+@pytest.mark.parametrize("cls", CAUGHT, ids=lambda c: c.__name__)
+def test_a_sloppy_method_is_caught_by_the_contract_that_it_breaks(cls: type[Sound]) -> None:
+    """By name and with what was measured."""
+    name, says = CAUGHT[cls]
+    with pytest.raises(ContractBroken) as broken:
+        CONTRACTS[name](Server(cls()), None, *federation(name))
+    assert f"sound breaks the contract {name!r}: claimed always; measured: " in str(broken.value)
+    assert says in str(broken.value)
+
+
+@pytest.mark.parametrize("cls", [KeepsAList, LastOneWins], ids=lambda c: c.__name__)
+def test_check_goes_on_after_a_broken_contract_and_finds_what_is_kept(cls: type[Sound]) -> None:
+    findings = {f.contract: f for f in check(cls())}
+    name, says = CAUGHT[cls]
+    assert findings[name].holds is False and says in (findings[name].why or "")
+    assert findings["rank"].holds and findings["alive"].holds and not sound(tuple(findings.values()))
+
+
+@pytest.mark.parametrize("cls", FAULTS, ids=lambda c: c.__name__)
+def test_the_server_names_the_method_and_the_function_that_is_at_fault(cls: type[Sound]) -> None:
+    """In a round of an engine that refuses bad clients one by one, too: a quorum is no excuse for a method."""
+    server = Server(cls(), quorum=1)
+    ranks = MIXED if cls is WholeRank else EQUAL
+    with pytest.raises(MethodFault, match=FAULTS[cls]):
+        list(rounds(server, ranks, FULL))
+    assert not sound(check(cls()))
+
+
+def test_what_goes_wrong_elsewhere_is_a_broken_contract_and_no_traceback() -> None:
+    """Functions that the server does not guard, and other errors of ours: `check` says whose they are."""
+    for cls, says in ((WrongDiagnostics, "has no attribute 'shape'"), (AsksForWhatStaysHome, "did not travel")):
+        findings = check(cls())
+        assert not sound(findings)
+        assert any(says in (f.why or "") for f in findings), cls
+        assert not any("client" in f.why and "refused" in f.why for f in findings if f.why)
+
+
+def test_a_readout_of_nan_is_not_put_on_the_clients() -> None:
+    """The server refuses the uploads that clients trained on NaN; the contract says where they had it from."""
+    findings = check(NotANumber())
+    whys = [f.why for f in findings if f.why]
+    assert not sound(findings) and len(whys) > 5
+    for why in whys:
+        assert "readout" in why and ("holds NaN" in why or "what the method gave them is not" in why)
+
+
+def test_a_method_that_crashes_on_other_ranks_must_refuse_them_by_name() -> None:
+    with pytest.raises((ContractBroken, MethodFault), match="aggregate raised RuntimeError"):
+        CONTRACTS["mixed"](Server(CrashesOnOtherRanks()), CrashesOnOtherRanks.CLAIMS, MIXED, FULL)
+    findings = {f.contract: f.holds for f in check(CrashesOnOtherRanks())}
+    assert [name for name, holds in findings.items() if holds is False] == ["mixed"]
+
+
+@pytest.mark.parametrize("cls", [NoDataclass])
+def test_what_no_checkpoint_could_hold_is_not_even_built(cls: type[Sound]) -> None:
+    with pytest.raises(HyperparameterError, match="its State is no dataclass"):
+        build(f"{HERE}:{cls.__name__}")
+
+
+# ---- a frozen part that the server replaces --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NewRows(Sound):
+    """Clients train B on rows of A that the server draws anew in each round: nothing is wrong with that."""
+
+    CLAIMS: ClassVar[Any] = Claim(exact=False, gauge=None, state=None, mixed=True)
+
+    def roles(self, round: int) -> Roles:
+        return Roles(A="frozen")
+
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        _, A = state.mean.factors
+        p = [u.weight for u in updates]
+        columns = [torch.nn.functional.pad(u.B, (0, state.mean.rank - u.rank)) for u in updates]
+        generator = torch.Generator().manual_seed(state.key % 1000 + state.round)
+        rows = torch.randn(A.shape, generator=generator, dtype=torch.float64).to(A)
+        return replace(state, round=state.round + 1, mean=LoRA(weighted_mean(columns, p), rows))
+
+
+def test_a_frozen_part_that_the_server_replaces_arrives() -> None:
+    """By hand, over AWAY: who comes back holds other rows. a, b in round 2; b, c in 3; b in 4; a, b, c, d in 5 less d,
+    who was there in round 4 and so holds other rows as well: 2 + 2 + 1 + 4 = 9, of 13 downloads less 4 first ones."""
+    for ranks in (EQUAL, MIXED):
+        measured = CONTRACTS["delivery"](Server(NewRows()), NewRows.CLAIMS, ranks, AWAY)
+        assert measured.says == "13 downloads to the bit, 9 replaced frozen parts arrived"
+    assert sound(check(NewRows()))
+
+
+def test_delivery_sees_a_part_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a server that takes a frozen part for the one that the client has."""
+    import fedlora.core.parcels
+
+    monkeypatch.setattr(fedlora.core.parcels, "fingerprint", lambda download, part: "the same")
+    with pytest.raises(ContractBroken, match="client 'a' in round 2: the frozen A is not what the client holds"):
+        CONTRACTS["delivery"](Server(NewRows()), None, EQUAL, AWAY)
