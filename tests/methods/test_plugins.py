@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_run import Said, configured, invoke, main, make_project, pytestmark, ran, wide
 
 from fedlora import METHODS, build
 from fedlora.errors import HyperparameterError
 from fedlora.methods.registry import find, plugins
 from fedlora.runs.folder import RunFolder
+from support.command_line import Said, invoke
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import configured, make_project, ran
 
-__all__ = ["main", "pytestmark", "wide"]  # fixtures, and what transformers warn of
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 MODULE = '''
 """FedIT under another name, with a hyper-parameter, a preset and a state of its own."""

@@ -22,7 +22,7 @@ from fedlora.linalg import weighted_mean
 from fedlora.testing import CONTRACTS, Claim, ContractBroken, check, measure, sound
 from fedlora.testing.federations import AWAY, EQUAL, FULL, MIXED, rounds
 
-HERE = "test_sloppy_methods"
+HERE = __name__
 
 
 @dataclass(frozen=True, eq=False)
