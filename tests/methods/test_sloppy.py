@@ -17,12 +17,11 @@ import torch
 from fedlora import LoRA, Readout, Roles, Server, Update, build
 from fedlora.core.base_change import moved
 from fedlora.core.lora import revive
+from fedlora.core.method import AllAtOnce
 from fedlora.errors import HyperparameterError, MethodFault
 from fedlora.linalg import weighted_mean
 from fedlora.testing import CONTRACTS, Claim, ContractBroken, check, measure, sound
 from fedlora.testing.federations import AWAY, EQUAL, FULL, MIXED, rounds
-
-HERE = __name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +221,24 @@ class WrongDiagnostics(Sound):
 
 
 @dataclass(frozen=True)
+class NoRoles(Sound):
+    def roles(self, round: int) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class ForgetsAMatrix(Sound, AllAtOnce[Any]):
+    def aggregate_all(self, states: Sequence[Any], updates: Sequence[Sequence[Update]], each: Any = None) -> list[Any]:
+        return [self.aggregate(states[0], updates[0])]
+
+
+@dataclass(frozen=True)
+class TransposedModel(Sound):
+    def effective(self, state: Any) -> LoRA | None:
+        return LoRA(state.mean.A.mT, state.mean.B.mT)
+
+
+@dataclass(frozen=True)
 class AsksForWhatStaysHome(Sound):
     def roles(self, round: int) -> Roles:
         return Roles(B="local")
@@ -335,7 +352,13 @@ def test_the_server_names_the_method_and_the_function_that_is_at_fault(cls: type
 
 def test_what_goes_wrong_elsewhere_is_a_broken_contract_and_no_traceback() -> None:
     """Functions that the server does not guard, and other errors of ours: `check` says whose they are."""
-    for cls, says in ((WrongDiagnostics, "has no attribute 'shape'"), (AsksForWhatStaysHome, "did not travel")):
+    for cls, says in (
+        (WrongDiagnostics, "has no attribute 'shape'"),
+        (AsksForWhatStaysHome, "did not travel"),
+        (NoRoles, "None"),
+        (ForgetsAMatrix, "shorter than"),
+        (TransposedModel, "effective of 'attn.q' is of shape (22, 30), and its matrix (30, 22)"),
+    ):
         findings = check(cls())
         assert not sound(findings)
         assert any(says in (f.why or "") for f in findings), cls
@@ -361,7 +384,7 @@ def test_a_method_that_crashes_on_other_ranks_must_refuse_them_by_name() -> None
 @pytest.mark.parametrize("cls", [NoDataclass])
 def test_what_no_checkpoint_could_hold_is_not_even_built(cls: type[Sound]) -> None:
     with pytest.raises(HyperparameterError, match="its State is no dataclass"):
-        build(f"{HERE}:{cls.__name__}")
+        build(f"{__name__}:{cls.__name__}")
 
 
 # ---- a frozen part that the server replaces --------------------------------------------------------------------------

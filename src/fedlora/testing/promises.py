@@ -80,6 +80,11 @@ def global_model(server: Server, ranks: Ranks, who: Who) -> Measured:
     if len(answers) > 1:
         return Measured(None, "effective is None in some states and an update in others")
     if answers == {True}:
+        for s in states:
+            for name, lora in server.global_update(s).items():
+                shape = tuple(lora.delta().shape)
+                if shape != SHAPES[name]:
+                    return Measured(None, f"effective of {name!r} is of shape {shape}, and its matrix {SHAPES[name]}")
         return Measured(True, f"an update in {len(states)} states")
     try:
         server.global_update(states[-1])
