@@ -15,7 +15,8 @@ The client side knows no method. A method only declares who owns each factor (`R
 `client.send` do the rest. `Server` lifts a method over all modules, checks uploads, normalises weights and averages
 heads, so a method never sees more than one matrix, and `alpha / r` never gets in here at all.
 
-Contracts (tests/test_contracts.py runs each over all methods; s a state, us updates, c a client, r a rank):
+Contracts (all in `fedlora.testing`; `fedlora methods check` runs them on a method of yours; s a state, us updates, c a
+client, r a rank):
 
 * rank:   readout(s, c, r).lora.rank == r, from init on
 * alive:  no slot k of a readout has both B[:, k] == 0 and A[k, :] == 0, for its gradient would be zero for ever

@@ -70,6 +70,8 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
     with blamed_on(terms.method, "aggregate"), workers(terms.workers) as each:
         before = [terms.state.modules[name] for name in updates]
         after = aggregate_all(terms.method, before, list(updates.values()), each)
+        if len(after) != len(before):
+            raise TypeError(f"{len(after)} states came back for {len(before)} matrices")
     weights = shares(counts)
     heads = mean_heads(terms.state.heads, uploads, list(weights.values())) if terms.roles.heads == "shared" else {}
     return closed(terms, dict(zip(updates, after, strict=True)), heads, attendance.tally(weights))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import Method, Readout, Roles
+from fedlora.core.method import Method, Readout, Role, Roles
 from fedlora.errors import FedLoRAError, MethodFault
 
 
@@ -65,14 +68,39 @@ def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, role
     for factor, tensor in parts.items():
         if tuple(tensor.shape) != expected[factor]:
             raise MethodFault(f"{what} {factor} of shape {tuple(tensor.shape)}; it must be {expected[factor]}.")
-        if not tensor.is_floating_point() or tensor.device != B.device:
-            raise MethodFault(f"{what} {factor} as {tensor.dtype} on {tensor.device}; floats on {B.device} are needed.")
+        if tensor.dtype not in (torch.float32, torch.float64) or tensor.device != B.device:
+            raise MethodFault(
+                f"{what} {factor} as {tensor.dtype} on {tensor.device}; float32 or float64 on {B.device} are needed."
+            )
+        _require_finite(f"{what} {factor}", tensor)
     if len({tensor.dtype for tensor in parts.values()}) > 1:
         raise MethodFault(f"{what} factors of two dtypes: {', '.join(f'{f} {t.dtype}' for f, t in parts.items())}.")
     wanted = {factor for factor in ("B", "A") if getattr(roles, factor) != "local"}
     if wanted - set(parts):
         lacks = ", ".join(sorted(wanted - set(parts)))
         raise MethodFault(f"{what} no {lacks}, which its roles do not leave to the client ({roles}).")
-    if made.base is not None and not roles.moves_base:
-        raise MethodFault(f"{what} a change of the base weight, and its roles do not say moves_base.")
+    if made.base is not None:
+        if not roles.moves_base:
+            raise MethodFault(f"{what} a change of the base weight, and its roles do not say moves_base.")
+        for moved in (made.base.total, *made.base.steps):
+            _, right = moved.factors
+            if (moved.factors[0].shape[0], right.shape[1]) != (B.shape[0], A.shape[1]):
+                raise MethodFault(f"{what} a change of the base weight that is {moved!r}; the matrix is of {start!r}.")
+            for tensor in moved.factors:
+                _require_finite(f"{what} a change of the base weight that", tensor)
     return made
+
+
+def checked_roles(method: Method[Any], made: Any) -> Roles:
+    """`made`, if these are roles. Raises `MethodFault`."""
+    if not isinstance(made, Roles) or not {made.B, made.A, made.heads} <= set(get_args(Role)):
+        raise MethodFault(f"{method.name}.roles(round) returned {made!r:.80}; Roles of {get_args(Role)} are needed.")
+    return made
+
+
+def _require_finite(what: str, tensor: Tensor) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise MethodFault(
+            f"{what} holds NaN or Inf, and what the clients sent did not. This is a fault of the method, or of its "
+            f"numbers on what they sent; no client is to blame."
+        )

@@ -28,7 +28,13 @@ from fedlora.server.bounded_memory import BoundedMemory
 from fedlora.server.defences import Defence
 from fedlora.server.intake import Intake, take_in
 from fedlora.server.kept_uploads import KeptUploads, promoted
-from fedlora.server.method_faults import blamed_on, checked_readout, checked_state, checked_update
+from fedlora.server.method_faults import (
+    blamed_on,
+    checked_readout,
+    checked_roles,
+    checked_state,
+    checked_update,
+)
 from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
 from fedlora.server.state import RunState, ServerState
 from fedlora.server.terms import Terms, Weighting, ranks_of
@@ -144,7 +150,7 @@ class Server:
     def roles(self, state: ServerState) -> Roles:
         """Who owns what in the round that starts from `state`."""
         with blamed_on(self.method, "roles"):
-            roles = self.method.roles(state.round)
+            roles = checked_roles(self.method, self.method.roles(state.round))
         return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
 
     def download(self, state: ServerState, client: Client) -> Download:
@@ -242,7 +248,8 @@ class Server:
 
     def has_global_model(self, state: ServerState) -> bool:
         """Whether `global_update` has an answer."""
-        return self.method.effective(next(iter(state.modules.values()))) is not None
+        with blamed_on(self.method, "effective"):
+            return self.method.effective(next(iter(state.modules.values()))) is not None
 
     def diagnostics(self, state: ServerState) -> Mapping[str, Mapping[str, object]]:
         """Module -> the method's own numbers: rank, server rank R, gap, tied, captured energy, singular values, ..."""
