@@ -18,6 +18,7 @@ import torch
 if TYPE_CHECKING:
     from support.command_line import Said
     from support.projects import Finished
+    from support.stand_in_hub import Hub
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.register_assert_rewrite("support")
@@ -59,3 +60,11 @@ def finished(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Finishe
     from support.projects import finished_run
 
     return finished_run(project, tmp_path_factory.mktemp("finished") / "run")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """Puts a stand-in `datasets` in place that answers with the given rows (by split), or raises; returns the asks."""
+    from support.stand_in_hub import stand_in
+
+    return stand_in(monkeypatch)

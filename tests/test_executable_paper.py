@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from support import executable_paper as paper
-from support.families import (
-    FAMILIES,
-    Case,
-    column_basis,
-    family,
-    mean_update,
-    random_gauge,
-    regauge,
-    union_rank,
-)
+from support.families import FAMILIES, Case, column_basis, family, mean_update, random_gauge, regauge, union_rank
 
 # The gauge_* families store factors whose product cancels: any route through them, the truth included, loses u * cond.
 EXACTNESS = {"gauge_1e4": 1e-11, "gauge_1e6": 1e-9}  # 10 * u * cond

@@ -1,23 +1,26 @@
-"""Merging, inspecting and comparing adapters as files. Kinds of evidence: oracle (dense float64), PEFT round trips."""
+"""Merging adapters as files, and the ranks of what comes out. Kinds of evidence: oracle (dense float64; brute force for
+budgets), PEFT round trips.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedlora import LoRA, read_adapter
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.truncation import RankRule, merge_module, total_error
-from fedlora.analysis.audit import random_gauge
-from fedlora.analysis.inspection import difference, facts, overlap
+from fedlora.adapters.truncation import ModuleReport, RankRule, budget_ranks, merge_module, total_error
 from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
-from support.adapter_folders import HEADS, SHAPES, lora, saved
+from support.adapter_folders import HEADS, SHAPES, lora, saved, updates
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_models import peft_updates
@@ -88,50 +91,6 @@ def test_the_total_error_weighs_modules_by_their_size() -> None:
     assert total_error(reports) == pytest.approx(math.sqrt(0.09 + 4) / 5)
 
 
-# ---- facts and differences -------------------------------------------------------------------------------------------
-
-
-def test_facts_by_hand() -> None:
-    """diag(3, 4) in a rank-3 pair with one dead slot: norm 5, energy shares 9/25 and 16/25, exp of their entropy."""
-    B = torch.zeros(5, 3, dtype=torch.float64)
-    A = torch.zeros(3, 4, dtype=torch.float64)
-    B[0, 0], B[1, 1], A[0, 0], A[1, 1] = 3.0, 4.0, 1.0, 1.0
-    x = facts(LoRA(B, A))
-    assert (x.rank, x.numerical, x.dead) == (3, 2, 1) and x.norm == pytest.approx(5)
-    assert x.effective == pytest.approx(math.exp(-(9 / 25 * math.log(9 / 25) + 16 / 25 * math.log(16 / 25))))
-    assert x.balance == pytest.approx(5 / math.sqrt(2)) and x.singular_values == pytest.approx((4, 3))
-
-
-def test_overlap_is_the_mean_squared_cosine() -> None:
-    """By hand: e1, e2 against e1 and (e2 + e3)/sqrt 2: cosines 1 and 1/sqrt 2; itself 1; orthogonal 0."""
-    eye = torch.eye(4, dtype=torch.float64)
-    A = torch.eye(2, dtype=torch.float64)
-    one = LoRA(eye[:, :2], A)
-    other = LoRA(torch.stack([eye[:, 0], (eye[:, 1] + eye[:, 2])], dim=1), A)
-    assert overlap(one, other) == pytest.approx(0.75) and overlap(one, one) == pytest.approx(1)
-    assert overlap(one, LoRA(eye[:, 2:], A)) == pytest.approx(0, abs=1e-15)
-
-
-def test_a_difference_sees_through_the_gauge() -> None:
-    """(B Q, Q^-1 A) is the same update in another gauge; the same factors are the same; twice the update is another."""
-    x = lora(12, 3, 9, "x")
-    B, A = x.factors
-    Q = random_gauge(3, 10.0, "d")
-    moved = difference(x, LoRA(B @ Q, torch.linalg.solve(Q, A)))
-    assert moved.verdict == "the same update in another gauge" and moved.update < 1e-13 and moved.angle < 1e-10
-    assert difference(x, x).verdict == "the same factors"
-    twice = difference(x, LoRA(2 * B, A))
-    assert twice.verdict == "another update" and twice.update == pytest.approx(1) and twice.angle < 1e-10
-
-
-def test_an_angle_is_the_largest_principal_one() -> None:
-    """By hand: a column turned by 30 degrees."""
-    turn = math.radians(30)
-    one = LoRA(torch.tensor([[1.0], [0.0], [0.0]]).double(), torch.ones(1, 2).double())
-    other = LoRA(torch.tensor([[math.cos(turn)], [math.sin(turn)], [0.0]]).double(), torch.ones(1, 2).double())
-    assert difference(one, other).angle == pytest.approx(30)
-
-
 # ---- files and the command line --------------------------------------------------------------------------------------
 
 
@@ -189,20 +148,6 @@ def test_a_module_that_one_lacks_is_zero_or_left_out_of_the_mean(tmp_path: Path,
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_inspect_diff_and_validate_from_the_command_line(tmp_path: Path, main: Callable[..., Said]) -> None:
-    a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 3)
-    said = json.loads(main("inspect", a, b, "--json").out)
-    assert said["adapters"][str(a)][next(iter(SHAPES))]["rank"] == 2 and said["overlap"][0][0] == pytest.approx(1)
-    assert "effective" in main("inspect", a).out
-    assert json.loads(main("diff", a, a, "--json").out)["verdict"] == "the same factors"
-    assert "another update" in main("diff", a, b).out
-    assert main("validate", a, b).code == 0
-    (b / "adapter_model.safetensors").write_bytes(b"\0" * 40)
-    done = main("validate", a, b)
-    assert done.code == 2 and "sound" in done.out and "refused" in done.out
-    assert "Traceback" not in done.err and done.err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -233,3 +178,64 @@ def test_an_adapter_of_other_shapes_is_refused(tmp_path: Path) -> None:
         config = json.loads((path / "adapter_config.json").read_text())
         (path / "adapter_config.json").write_text(json.dumps(config | {"r": 3}))
         AdapterFile(path)
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_spent_where_it_saves_most() -> None:
+    """Brute force over all rank vectors that fit: no other loses less. Equal costs, where greedy is optimal."""
+    spectra = [(5.0, 4.0, 0.1), (1.0, 0.9, 0.8), (3.0, 0.2, 0.1)]
+    reports = [ModuleReport(str(k), 3, 3, 3, 0.0, math.hypot(*s), s) for k, s in enumerate(spectra)]
+    for mean in (1, 1.4, 2, 2.5, 3):
+        ranks = budget_ranks(reports, [10, 10, 10], mean)
+        assert sum(ranks) <= 3 * mean and min(ranks) >= 1
+
+        def lost(ranks: Any) -> float:
+            return sum(x * x for s, r in zip(spectra, ranks, strict=True) for x in s[r:])
+
+        fitting = [r for r in itertools.product((1, 2, 3), repeat=3) if sum(r) <= 3 * mean]
+        assert lost(ranks) == pytest.approx(min(lost(r) for r in fitting))
+
+
+def test_a_budget_from_the_command_line(tmp_path: Path, main: Callable[..., Said]) -> None:
+    folders = [saved(tmp_path, name, 4) for name in "ab"]
+    out = tmp_path / "o"
+    said = json.loads(main("merge", *folders, "--rank", "budget=3", "-o", out, "--json").out)
+    ranks = read_adapter(out)[0].ranks
+    numbers = {m: ranks[m] * sum(SHAPES[m]) for m in ranks}
+    assert sum(numbers.values()) <= 3 * sum(sum(s) for s in SHAPES.values())
+    exact = [0.5 * (x + y) for x, y in zip(updates(folders[0]).values(), updates(folders[1]).values(), strict=True)]
+    gap = sum(float((got - want).norm()) ** 2 for got, want in zip(updates(out).values(), exact, strict=True))
+    size = sum(float(want.norm()) ** 2 for want in exact)
+    assert said["error"] == pytest.approx(math.sqrt(gap / size), rel=1e-4)
+
+
+def test_for_vllm_one_rank_that_it_takes_and_no_saved_modules(tmp_path: Path, main: Callable[..., Said]) -> None:
+    folders = [saved(tmp_path, "a", 2), saved(tmp_path, "b", 7)]
+    out = tmp_path / "o"
+    assert main("merge", *folders, "--for", "vllm", "-o", out).code == 0
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["r"] == config["lora_alpha"] == 16 and not config["rank_pattern"] and not config["modules_to_save"]
+    keys = load_file(out / "adapter_model.safetensors")
+    assert {t.shape[0] for name, t in keys.items() if "lora_A" in name} == {16}
+    assert all("lora_" in name for name in keys)
+    want = [0.5 * (x + y) for x, y in zip(updates(folders[0]).values(), updates(folders[1]).values(), strict=True)]
+    for got, w in zip(updates(out).values(), want, strict=True):
+        torch.testing.assert_close(got, w, rtol=0, atol=1e-5)
+
+
+# ---- tensors beside the pairs ----------------------------------------------------------------------------------------
+
+
+def test_a_head_that_only_some_have(tmp_path: Path, main: Callable[..., Said]) -> None:
+    a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 2)
+    bare = load_file(b / "adapter_model.safetensors")
+    save_file({k: t for k, t in bare.items() if "classifier" not in k}, b / "adapter_model.safetensors")
+    done = main("merge", a, b, "-o", tmp_path / "o")
+    assert done.code == 2 and "--heads holders" in done.err and not (tmp_path / "o").exists()
+    assert main("merge", a, b, "--heads", "holders", "-o", tmp_path / "o").code == 0
+    for path, head in read_adapter(a)[0].heads.items():
+        torch.testing.assert_close(read_adapter(tmp_path / "o")[0].heads[path], head)
+    assert main("merge", a, b, "--heads", "drop", "-o", tmp_path / "p").code == 0
+    assert not read_adapter(tmp_path / "p")[0].heads

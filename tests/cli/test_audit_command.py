@@ -1,4 +1,4 @@
-"""`fedlora audit` from the command line to its numbers and picture; kept uploads; methods with settings; `ranks`.
+"""`fedlora audit` from the command line to its numbers and picture; kept uploads.
 
 Kinds of evidence: *oracle* (errors and drifts by dense float64 matrices from what peft or safetensors hold; counts by
 hand), *end-to-end* (real runs that keep uploads, directories that peft wrote, peft loading what was kept), *contract*
@@ -24,12 +24,12 @@ from torch import Tensor
 
 import fedlora.runs.execution
 import fedlora.training.local
-from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, build, read_adapter, write_adapter
+from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, read_adapter, write_adapter
 from fedlora.adapters.uploads import read_uploads, write_upload
 from fedlora.analysis.audit import regauge
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.runs.folder import RunFolder
-from support.command_line import Said, invoke, undraw
+from support.command_line import Said, cells, invoke, options, undraw
 from support.federations import SHAPES, noise
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.local_training import bits
@@ -42,16 +42,6 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 F64 = torch.float64
 Pairs = list[dict[str, tuple[Tensor, Tensor]]]  # a client each: module -> B and A, float64, B A the whole update
-
-
-def options(sets: Sequence[str]) -> list[str]:
-    return [a for s in sets for a in ("--set", s)]
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures cost more than audits: most tests go without."""
-    undraw(monkeypatch)
 
 
 def audited(*args: object) -> dict[str, Any]:
@@ -583,10 +573,6 @@ def test_adapters_whose_a_differs_are_refused_wherever_the_first_one_lacks_the_m
 # ---- table and picture -----------------------------------------------------------------------------------------------
 
 
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("│").split("│")]
-
-
 def test_the_table_shows_the_numbers_of_the_json(mixed: Sites, undrawn: None, wide: None) -> None:
     """usage.md: below 1e-3 as 2.7e-15, else a percentage; the two drifts at condition 10; GLoRA's cut in words; who
     cannot run, with the reason."""
@@ -866,183 +852,3 @@ def test_a_damaged_upload_json_is_an_error_of_ours(
     (tmp_path / "a" / "upload.json").write_bytes(content)
     with pytest.raises(error):
         read_uploads([tmp_path / "a", equal.paths[1]])
-
-
-# ---- compare: methods with settings ----------------------------------------------------------------------------------
-
-QUICK = ("run.rounds=1", "train.steps=2", "method.rho=0.75")
-
-
-@pytest.fixture(scope="module")
-def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """glora as the config has it (rho = 0.75), glora with a setting, flexlora with a preset; fedit cannot run."""
-    out = tmp_path_factory.mktemp("compared") / "runs"
-    methods = "glora,  glora   gamma=1 , flexlora preset=raflora, fedit"
-    said = invoke("compare", project / "config.toml", "--methods", methods, "--out", out, "--json", *options(QUICK))
-    return out, json.loads(said.stdout)
-
-
-def test_each_entry_has_its_own_label_and_folder(compared: tuple[Path, dict[str, Any]]) -> None:
-    """usage.md: `runs/my-compare/glora_gamma=1`, and comparison.png beside them."""
-    out, said = compared
-    assert {path.name for path in out.iterdir()} == {
-        "glora", "glora_gamma=1", "flexlora_preset=raflora", "comparison.png",
-    }  # fmt: skip
-    assert list(said["methods"]) == sorted(["glora", "glora gamma=1", "flexlora preset=raflora"])
-    assert list(said["refused"]) == ["fedit"]
-    for label, summary in said["methods"].items():
-        assert summary == RunFolder(out / label.replace(" ", "_")).read_json("summary.json")
-
-
-def test_each_entry_runs_what_its_label_says(compared: tuple[Path, dict[str, Any]]) -> None:
-    """The manifest's method, by `build`: the bare name of the config's own method is the config's, with rho = 0.75; all
-    others start from the method's defaults."""
-    out, _ = compared
-    made = {path.name: RunFolder(path).read_json("manifest.json")["method"] for path in out.iterdir() if path.is_dir()}
-    assert made == {
-        "glora": repr(build("glora", rho=0.75)),
-        "glora_gamma=1": repr(build("glora", gamma=1)),
-        "flexlora_preset=raflora": repr(build("flexlora", preset="raflora")),
-    }
-
-
-def test_the_comparison_names_labels_in_full_and_resumes(
-    compared: tuple[Path, dict[str, Any]], project: Path, undrawn: None, wide: None
-) -> None:
-    """What is finished is not run again; a row for each label, with its own drift."""
-    out, said = compared
-    before = contents(out)
-    methods = "glora, glora gamma=1, flexlora preset=raflora"
-    result = invoke("compare", project / "config.toml", "--methods", methods, "--out", out, "--resume", *options(QUICK))
-    assert contents(out) == before
-    rows = {cells(line)[0]: cells(line) for line in result.stdout.splitlines() if line.startswith("│")}
-    assert list(rows) == ["glora", "glora gamma=1", "flexlora preset=raflora"]
-    for label, row in rows.items():
-        s = said["methods"][label]
-        assert row[-1] == f"{s['gauge_drift'][s['method']]:.1e}"
-        assert row[4] == f"{s['test']['last']['accuracy']:.3f}"
-
-
-@pytest.mark.parametrize(
-    ("methods", "says"),
-    [
-        ("glora gamma=1, glora gamma=1", "the method 'glora gamma=1' is named twice"),
-        ("glora, fedit, glora", "the method 'glora' is named twice"),
-        ("glora gamma=1,glora    gamma=1", "the method 'glora gamma=1' is named twice"),
-        ("all, flora", "the method 'flora' is named twice"),
-        ("glora gamma", "a method is NAME [KEY=VALUE ...]"),
-        (",", "no method is named"),
-        ("glora gama=1, glora gamma=7", "did you mean 'gamma'?"),
-        pytest.param("glora preset=1", "preset"),
-    ],
-)
-def test_what_cannot_be_compared_is_one_line(
-    project: Path, tmp_path: Path, main: Callable[..., Said], methods: str, says: str
-) -> None:
-    """Exit code 2, nothing written; where each entry fails by itself, the line has all of the reasons."""
-    said = main("compare", project / "config.toml", "--methods", methods, "--out", tmp_path / "runs")
-    assert says in said.error() and not (tmp_path / "runs").exists()
-
-
-def test_values_are_read_as_toml_and_bare_words_as_strings() -> None:
-    """Numbers, booleans and words as `--set` has them; labels with one space, in the order given."""
-    got = fedlora.cli.method_names.parse_methods(
-        " hetlora  pruning=true keep=0.5 weights=examples,svd energy=1.0, fedit"
-    )
-    assert {label: (s.name, s.preset, s.model_extra) for label, s in got.items()} == {
-        "hetlora pruning=true keep=0.5 weights=examples": (
-            "hetlora", None, {"pruning": True, "keep": 0.5, "weights": "examples"}
-        ),
-        "svd energy=1.0": ("svd", None, {"energy": 1.0}),
-        "fedit": ("fedit", None, {}),
-    }  # fmt: skip
-
-
-# ---- methods and ranks -----------------------------------------------------------------------------------------------
-
-
-def test_methods_as_json_can_be_built_from() -> None:
-    """Every method of `METHODS`, with its paper; `build` takes its hyper-parameters as defaults, and its presets."""
-    listed = json.loads(invoke("methods", "--json").stdout)
-    assert set(listed) == set(METHODS)
-    for name, facts in listed.items():
-        assert set(facts) == {"paper", "hyper-parameters", "presets"} and facts["paper"] == METHODS[name].paper
-        assert build(name, **facts["hyper-parameters"]) == build(name)
-        for preset, values in facts["presets"].items():
-            assert build(name, **values) == build(name, preset=preset) != build(name)
-    assert set(listed["glora"]["presets"]) == {"paper", "car-off"} and set(listed["flexlora"]["presets"]) == {"raflora"}
-    assert listed["hetlora"]["hyper-parameters"]["keep"] == 0.99
-
-
-def test_ranks_shows_counts_and_sums(wide: None) -> None:
-    """By hand: 10 clients of 2, 4, 8. heavy-tail 8, 1, 1: 16 + 4 + 8 = 28, at a quarter 7. Mirrored 1, 1, 8: 70 and
-    17.5. flexlora-uniform 2.5 each, the two left to the smallest: 3 of 8, 3 of 30, 2 of 30/200, 2 of 200: 574, where
-    attention counts."""
-    args = ("--ranks", "8,2,4", "--clients", 10, "--participation", 0.25)
-    said = invoke("ranks", "heavy-tail", "heavy-tail-strong", "flexlora-uniform", *args).stdout
-    rows = [cells(line) for line in said.splitlines() if line.startswith("│")]
-    assert rows == [
-        ["heavy-tail", "8 of 2, 1 of 4, 1 of 8", "28", "7"],
-        ["heavy-tail-strong", "1 of 2, 1 of 4, 8 of 8", "70", "17.5"],
-        ["flexlora-uniform", "3 of 8, 3 of 30, 2 of 30/200, 2 of 200", "574", "143.5"],
-    ]
-    assert "Rank profiles over 10 clients" in said
-
-
-def test_ranks_without_arguments_shows_all_profiles_as_documented() -> None:
-    """The table of docs/usage.md, row by row: counts of 50 clients."""
-    found = json.loads(invoke("ranks", "--json").stdout)
-    usage = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
-    rows = [cells(line.replace("|", "│")) for line in usage.splitlines() if line.startswith("|") and " of " in line]
-    documented = {
-        name: {rank: int(n) for n, rank in (part.split(" of ") for part in counts.split(", "))}
-        for name, counts, *_ in rows
-        if name in found
-    }
-    assert found == documented
-    assert len(found) == 8 and all(sum(counts.values()) == 50 for counts in found.values())
-
-
-def test_ranks_draws_a_picture_of_what_it_counts(tmp_path: Path) -> None:
-    """A panel for each profile: more of them are a larger picture; other counts are another one."""
-    names = []
-    for k, args in enumerate((["uniform"], ["heavy-tail"], ["uniform", "heavy-tail", "normal"])):
-        said = invoke("ranks", *args, "--plot", tmp_path / f"{k}.png")
-        assert f"plot: {tmp_path / f'{k}.png'}" in said.stderr
-        names.append(tmp_path / f"{k}.png")
-    pictures = [pixels(path) for path in names]
-    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in names)
-    assert all(picture[..., :3].std() > 0.05 and min(picture.shape[:2]) > 300 for picture in pictures)
-    assert len({picture.tobytes() for picture in pictures}) == 3
-    assert pictures[2].shape[1] > 2 * pictures[0].shape[1]
-    assert not list(tmp_path.glob("*.part"))
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["pareto"], "unknown rank profile 'pareto'; known: uniform, normal, heavy-tail"),
-        (["uniform", "pareto"], "unknown rank profile 'pareto'"),
-        (["--ranks", "4,x"], "--ranks takes whole numbers separated by commas; got '4,x'"),
-        (["--ranks", "4,2.5"], "--ranks takes whole numbers separated by commas"),
-        (["--ranks", ""], "--ranks takes whole numbers separated by commas; got ''"),
-        (["--ranks", "0,4"], "ranks are at least 1; got 0"),
-        (["--ranks=-4,4"], "ranks are at least 1; got -4"),
-        pytest.param(["--plot", "ranks.xyz"], "xyz"),
-    ],
-)
-def test_what_is_no_profile_or_rank_is_one_line(
-    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, args: list[str], says: str
-) -> None:
-    """Exit code 2, nothing on stdout, nothing written."""
-    monkeypatch.chdir(tmp_path)
-    said = main("ranks", *args)
-    assert says in said.complaint() and not list(tmp_path.iterdir())
-    assert said.out == "" or "--plot" in args
-
-
-def test_ranks_of_no_clients_is_a_usage_error(main: Callable[..., Said]) -> None:
-    """typer's own: exit code 2, no traceback."""
-    for args in (["--clients", "0"], ["--participation", "1.5"]):
-        said = main("ranks", *args)
-        assert said.code == 2 and "Traceback" not in said.err

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("flwr")
 
@@ -23,29 +21,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from fedlora import Adapter, Client, Server, build
 from fedlora.core.trainer import Trained
-from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
-from fedlora.flower.codecs import StockClients
+from fedlora.errors import CheckpointError, QuorumNotMet
 from fedlora.flower.node import Node
 from fedlora.flower.policy import Policy
-from fedlora.flower.records import NUMPY, RAW, RecordError, parcel_record, record_parcel, to_array, to_tensor
-from fedlora.flower.resident import TrainerFailed, ask, private_directory, serve, socket_of
-from fedlora.flower.wire import receive_message, send_message
+from fedlora.flower.records import NUMPY, RecordError, parcel_record, record_parcel, to_array, to_tensor
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.federations import noise
-from support.flower_grid import (
-    RANKS,
-    RUN,
-    SHAPES,
-    LocalGrid,
-    Toy,
-    Watching,
-    bits,
-    close,
-    federation,
-    seed_adapter,
-    wired,
-)
+from support.flower_grid import RANKS, RUN, Toy, Watching, bits, close, federation, seed_adapter, wired
 
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
@@ -408,27 +391,6 @@ def test_a_full_disk_loses_nothing_that_was_stored(tmp_path: Path, monkeypatch: 
 # ---- policy ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.2, 0.34, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize(
-    "claimed", [[1, 1, 1, 1, 1, 1], [1, 2, 3, 1000, 5, 6], [1e9, 1e9, 1, 2, 3, 4], [7, 7, 7, 7, 7, 1e12]]
-)
-def test_no_share_is_larger_than_allowed(share: float, claimed: list[float]) -> None:
-    """Property; and counts that are within bounds are left alone, the order of counts is kept."""
-    counts = Policy({"x": 1}, max_weight_share=share, max_examples=1e15).examples(
-        {str(k): n for k, n in enumerate(claimed)}
-    )
-    total = sum(counts.values())
-    assert max(counts.values()) <= share * total * (1 + 1e-12)
-    assert all(counts[str(k)] <= n for k, n in enumerate(claimed))
-    assert all((counts[str(i)] <= counts[str(j)]) for i in range(6) for j in range(6) if claimed[i] <= claimed[j])
-    if max(claimed) <= share * sum(claimed):
-        assert counts == {str(k): n for k, n in enumerate(claimed)}
-
-
-def test_a_share_that_so_few_cannot_keep_makes_all_alike() -> None:
-    assert Policy({"x": 1}, max_weight_share=0.3).examples({"a": 5, "b": 9, "c": 0}) == {"a": 1, "b": 1, "c": 0}
-
-
 def test_the_share_is_capped_in_a_round(tmp_path: Path) -> None:
     strategy, grid = federation(tmp_path, Server(build("glora")), policy=Policy(RANKS, max_weight_share=0.4))
     grid.meddle = {"one": numbers(num_examples=1e8)}
@@ -437,152 +399,13 @@ def test_the_share_is_capped_in_a_round(tmp_path: Path) -> None:
     assert tally is not None and max(tally.weights.values()) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "no table [clients]"),
-        ("[clients]\n", "no clients"),
-        ("[clients]\na = 0\n", "whole numbers from 1"),
-        ("max_rank = 4\n[clients]\na = 8\n", "max_rank = 4"),
-        ("colour = 1\n[clients]\na = 8\n", "unknown field 'colour'"),
-        ("max_weight_share = 0\n[clients]\na = 8\n", "positive number"),
-        ("[clients\n", "cannot be read"),
-    ],
-)
-def test_a_bad_policy_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "policy.toml").write_text(text)
-    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
-        Policy.read(tmp_path / "policy.toml")
-
-
-# ---- stock PEFT clients ----------------------------------------------------------------------------------------------
-
-
-class StockNode:
-    """A FlowerTune client: gets a PEFT state dict as numpy arrays, adds to it, sends it back."""
-
-    def __init__(self, step: float) -> None:
-        self.step = step
-
-    def work(self, record: RecordDict) -> RecordDict:
-        state = record.array_records["arrays"].to_torch_state_dict()
-        moved = {name: tensor + self.step for name, tensor in state.items()}
-        return RecordDict(
-            {"arrays": ArrayRecord(moved), "metrics": MetricRecord({"num-examples": 10, "train_loss": 0.5})}
-        )
-
-
-def test_stock_peft_clients_need_nothing_of_fedlora(tmp_path: Path) -> None:
-    """alpha / r = 4 at the clients and 1 at the server: the update is the mean of 4 (B + s)(A + s), by hand."""
-    ranks = dict.fromkeys(RANKS, 4)
-    server = Server(build("glora"), heads="frozen")
-    nodes = {name: StockNode(0.1 * (k + 1)) for k, name in enumerate(ranks)}
-    strategy, grid = federation(tmp_path, server, ranks, nodes=nodes, codec=StockClients(r=4, alpha=16))
-    strategy.start(grid, num_rounds=1)
-    start_A = {m: lora.factors[1] for m, lora in seed_adapter(4).modules.items()}
-    for module, lora in server.global_update(strategy.memory.state.server).items():
-        d_out, _ = SHAPES[module]
-        want = sum(
-            4.0 * torch.full((d_out, 4), 0.1 * (k + 1)).double() @ (start_A[module].double() + 0.1 * (k + 1)) / 3
-            for k in range(3)
-        )
-        torch.testing.assert_close(lora.map(Tensor.double).delta(), want, atol=1e-5, rtol=1e-5)
-    names = set(grid.sent[0].content.array_records["arrays"])
-    assert names == {f"base_model.model.{m}.lora_{f}.weight" for m in SHAPES for f in "AB"}
-
-
-@pytest.mark.parametrize("method", ["fedex-lora", "flora", "fedsa-lora", "ffa-lora", "rolora"])
-def test_methods_that_stock_clients_cannot_run_are_refused(tmp_path: Path, method: str) -> None:
-    with pytest.raises(ConfigError, match="stock PEFT clients do neither"):
-        federation(tmp_path, Server(build(method)), dict.fromkeys(RANKS, 4), codec=StockClients(4, 8))
-    with pytest.raises(ConfigError, match="stock clients have r = 8"):
-        federation(tmp_path, Server(build("glora")), dict.fromkeys(RANKS, 4), codec=StockClients(8, 8))
-
-
-# ---- the resident trainer --------------------------------------------------------------------------------------------
-
-
-def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path) -> None:
-    """The same work in this process and through the socket; an exception comes back as its words; strangers' modes."""
-    server = Server(build("glora"))
-    from fedlora.core.parcels import pack
-
-    state = start(server, seed_adapter()).server
-    record = parcel_record(pack(server.download(state, Client("one", 2)), None), RUN)
-    folder = tmp_path / "n"
-    work = Node("one", Toy(), tmp_path / "state").work
-    sock = socket_of(tmp_path / "unused.toml", "one", folder)
-    thread = threading.Thread(target=serve, args=(work, sock), kwargs={"owner": None, "idle": 1.5}, daemon=True)
-    thread.start()
-    for _ in range(100):
-        if sock.exists():
-            break
-        threading.Event().wait(0.02)
-    assert folder.stat().st_mode & 0o777 == 0o700 and sock.stat().st_mode & 0o777 == 0o600
-    reply = ask(tmp_path / "unused.toml", "one", folder, record)
-    alone = Node("one", Toy(), tmp_path / "other").work(record)
-    assert {k: a.data for k, a in reply["arrays"].items()} == {k: a.data for k, a in alone["arrays"].items()}
-    assert dict(reply["metrics"]) == dict(alone["metrics"]) and dict(reply["config"]) == dict(alone["config"])
-    with pytest.raises(TrainerFailed, match="'one', and the work is for 'two'"):
-        other = parcel_record(pack(server.download(state, Client("two", 2)), None), RUN)
-        ask(tmp_path / "unused.toml", "one", folder, other)
-    thread.join(10)
-    assert not thread.is_alive() and not sock.exists()
-
-
-def test_a_trainer_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(TrainerFailed, match=r"did not start: .*nothing\.toml"):
-        ask(tmp_path / "nothing.toml", "one", tmp_path / "n", RecordDict())
-
-
-def test_a_directory_that_others_can_read_becomes_private(tmp_path: Path) -> None:
-    (tmp_path / "open").mkdir(mode=0o755)
-    private_directory(tmp_path / "open")
-    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
-
-
-def test_the_socket_format_is_lossless_and_breaks_off_cleanly() -> None:
-    import socket
-
-    one, other = socket.socketpair()
-    record = RecordDict({"a": ArrayRecord({"x": to_array(torch.ones(2, 3, dtype=torch.bfloat16))}),
-                         "m": MetricRecord({"n": 1.5}), "c": ConfigRecord({"s": "t"})})  # fmt: skip
-    threading.Thread(target=send_message, args=(one, {"do": "it"}, record)).start()
-    words, back = receive_message(other)
-    assert words == {"do": "it"} and back is not None
-    assert back["a"]["x"].data == record["a"]["x"].data and back["a"]["x"].stype == RAW
-    assert dict(back["m"]) == {"n": 1.5} and dict(back["c"]) == {"s": "t"}
-    one.send(b"\0" * 5)
-    one.close()
-    with other, pytest.raises(ConnectionError, match="broke off"):
-        receive_message(other)
+# ---- nodes -----------------------------------------------------------------------------------------------------------
 
 
 def test_work_for_another_client_or_of_no_server_is_refused(tmp_path: Path) -> None:
     node = Node("one", Toy(), tmp_path)
     with pytest.raises(RecordError, match="no parcel of fedlora/2"):
         node.work(RecordDict({"config": ConfigRecord({"x": 1})}))
-
-
-def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
-    """examples/flowertune: the same state dict in as with FedAvg; stock clients receive B = 0 and A of their rank."""
-    from fedlora.flower.stock import stock_strategy
-
-    state = {
-        f"base_model.model.{m}.lora_{f}.weight": t
-        for m, lora in seed_adapter(4).modules.items()
-        for f, t in lora.tensors().items()
-    }
-    strategy = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rho=1.0)
-    grid = LocalGrid({name: StockNode(0.1) for name in RANKS})  # type: ignore[misc]
-    result = strategy.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=2)
-    first = grid.sent[0].content.array_records["arrays"].to_torch_state_dict()
-    assert first.keys() == state.keys() and strategy.round == 2 and result.arrays is not None
-    for key, tensor in first.items():
-        if "lora_B" in key:
-            assert not tensor.any()  # B = 0; A may be in other coordinates, which change nothing then
-    with pytest.raises(ConfigError, match="no LoRA factor of rank 8"):
-        stock_strategy(state, r=8, alpha=16, clients=["x"])
 
 
 def test_a_refused_claim_raises_nobodys_share(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 No oracle here shares code with the library. Formulas are those of the module docstrings of `fedlora.methods`, written
 with dense products, full SVDs, least squares, plain gradient descent and, for rotations, the closed angles of rank 2.
-GLoRA has a file of its own.
+GLoRA: test_glora.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whole runs from a config file: command line, run folder, resuming, comparing. Tiny transformers, no network.
+"""Whole runs from a config file: the run folder, the best round, kinds of runs. Tiny transformers, no network.
 
-Kinds of evidence: *end-to-end* (real transformers and peft; the command line in this process, as a process of its own,
-and killed at random moments), *oracle* (logits of the written adapters against peft and against a plain model with the
-dense update in its weights), *contract* (what is in the folder; bad input is one line and writes nothing).
+Kinds of evidence: *end-to-end* (real transformers and peft, the command line in this process), *oracle* (logits of the
+written adapters against peft and against a plain model with the dense update in its weights), *contract* (what is in
+the folder).
 """
 
 from __future__ import annotations
@@ -10,12 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
-import shutil
-import signal
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,10 +32,9 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.state import RunState
 from fedlora.training.encoding import encode
-from support.command_line import Said, invoke, process, undraw
+from support.command_line import Said, invoke, undraw
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.local_training import dense, logits
-from support.processes import fork_server, lines_in, started, wait_for
 from support.projects import (
     CONFIG,
     FEDSA,
@@ -56,15 +50,7 @@ from support.projects import (
     same_run,
 )
 from support.tiny_models import bert, llama
-from support.training_data import (
-    LABELS,
-    classification,
-    csv_rows,
-    instructions,
-    rows,
-    save_model,
-    tokenizer,
-)
+from support.training_data import LABELS, classification, csv_rows, instructions, rows, save_model, tokenizer
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -243,26 +229,6 @@ def test_a_second_run_without_resume_is_refused_and_touches_nothing(
     assert contents(finished.folder.path) == before
 
 
-# ---- as a process of its own -----------------------------------------------------------------------------------------
-
-
-def test_as_a_process_it_gives_the_same_bits_and_only_json_on_stdout(
-    finished: Finished, project: Path, tmp_path: Path
-) -> None:
-    sets = [a for s in ("run.readouts=true", "evaluate.clients_at_end=true") for a in ("--set", s)]
-    done = process("run", project / "config.toml", "--out", tmp_path / "run", "--json", *sets)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == RunFolder(tmp_path / "run").read_json("summary.json")
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
-    same_run(RunFolder(tmp_path / "run"), finished.folder)
-
-
-def test_as_a_process_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
-    done = process("run", tmp_path / "nowhere.toml", "--out", tmp_path / "run")
-    assert "cannot be read: No such file" in Said(done.returncode, done.stdout, done.stderr).complaint()
-    assert done.stdout == "" and not (tmp_path / "run").exists()
-
-
 # ---- best, by validation ---------------------------------------------------------------------------------------------
 
 
@@ -315,395 +281,6 @@ def test_of_equal_rounds_the_first_is_best_and_no_validation_means_no_best(proje
     assert s["best_round"] is None and s["validation"] == {"last": {}, "best": {}} and s["test"]["best"] == {}
     assert s["test"]["last"]["accuracy"] > 0
     assert not (folder.path / "best").exists() and (folder.path / "adapter").exists()
-
-
-# ---- killed, damaged, resumed ----------------------------------------------------------------------------------------
-
-LONG = ("run.rounds=8", "train.steps=3", "evaluate.clients_at_end=true")
-
-
-@pytest.fixture(scope="session")
-def forked() -> Any:
-    return fork_server()
-
-
-@pytest.fixture(scope="session")
-def uninterrupted(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return ran(configured(project, *LONG), tmp_path_factory.mktemp("uninterrupted") / "run")
-
-
-def test_killed_at_random_moments_and_resumed_it_gives_the_same_bits(
-    uninterrupted: RunFolder, project: Path, tmp_path: Path, forked: Any
-) -> None:
-    """SIGKILL, four times: early, in the middle, between a round's line and its checkpoint or wherever it falls, and
-    while the results are written. Then to the end."""
-    out, moment = tmp_path / "run", random.Random()
-    killed = []
-    for at_least in (0, 2, 5, 8):
-        child = started(forked, project, out, LONG)
-        wait_for(child, lambda wanted=at_least: (out / "manifest.json").exists() and lines_in(out) >= wanted)
-        time.sleep(moment.uniform(0, 0.06))
-        child.kill()
-        child.join(30)
-        killed.append((child.exitcode, lines_in(out)))
-        assert child.exitcode in (-signal.SIGKILL, 0), (tmp_path / "log.txt").read_text()
-    assert sum(code == -signal.SIGKILL for code, _ in killed) >= 3, killed
-    child = started(forked, project, out, LONG)
-    child.join(60)
-    log = (tmp_path / "log.txt").read_text()
-    assert child.exitcode == 0, log
-    assert "Traceback" not in log
-    same_run(RunFolder(out), uninterrupted)
-    assert not list(out.rglob("*.part"))
-
-
-def test_an_interrupt_stops_with_a_hint_and_the_run_goes_on_later(
-    uninterrupted: RunFolder, project: Path, tmp_path: Path, forked: Any
-) -> None:
-    out = tmp_path / "run"
-    child = started(forked, project, out, LONG)
-    wait_for(child, lambda: lines_in(out) >= 2)
-    while child.is_alive():  # one interrupt may fall into a destructor, where Python ignores it
-        os.kill(child.pid, signal.SIGINT)
-        child.join(0.3)
-    ran(configured(project, *LONG), out, resume=True)
-    same_run(RunFolder(out), uninterrupted)
-    log = (tmp_path / "log.txt").read_text()
-    assert child.exitcode == 130 and "Traceback" not in log, log
-    assert "--resume" in log, "as `cli.main` means to say"
-
-
-@pytest.mark.parametrize("stop", [1, 3])
-def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(project: Path, tmp_path: Path, stop: int) -> None:
-    """checkpoint_every = 2: rounds after the checkpoint are played again, and their lines are not doubled."""
-    config = configured(project, "run.rounds=5", "run.checkpoint_every=2", "train.steps=2")
-    whole = ran(config, tmp_path / "whole")
-    saved = sorted(p.name[:11] for p in whole.checkpoints.glob("*.safetensors"))
-    assert saved == ["round-00004", "round-00005"], "the last round is always saved"
-    folder = ran(config, tmp_path / "run", stop)
-    assert len(folder.metrics()) == stop
-    with (folder.path / "metrics.jsonl").open("a") as file:
-        file.write('{"round": 4, "los')  # the next line was half written
-    ran(config, folder.path, resume=True)
-    assert [line["round"] for line in folder.metrics()] == list(range(1, 6))
-    same_run(folder, whole)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[: len(content) // 2],
-        lambda content: content[:-40] + bytes([content[-40] ^ 1]) + content[-39:],
-        lambda content: b"",
-    ],
-    ids=["cut off", "one bit", "empty"],
-)
-def test_a_damaged_newest_checkpoint_is_warned_about_and_the_one_before_used(
-    project: Path, uninterrupted: RunFolder, tmp_path: Path, damage: Callable[[bytes], bytes]
-) -> None:
-    config = configured(project, *LONG)
-    folder = ran(config, tmp_path / "run", 5)
-    newest = max(folder.checkpoints.glob("*.safetensors"))
-    assert newest.name.startswith("round-00005")
-    newest.write_bytes(damage(newest.read_bytes()))
-    with pytest.warns(UserWarning, match=r"round-00005.* is damaged.*Trying the one before it"):
-        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # as FUTURE_NAMES
-        ran(config, folder.path, resume=True)
-    same_run(folder, uninterrupted)
-
-
-def test_with_no_sound_checkpoint_left_it_says_so(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
-    folder = ran(configured(project), tmp_path / "run", 2)
-    for path in folder.checkpoints.glob("*.safetensors"):
-        path.write_bytes(b"nonsense")
-    before = contents(folder.path)
-    with pytest.warns(UserWarning, match="is damaged"):
-        said = main("run", project / "config.toml", "--out", folder.path, "--resume")
-    assert said.code == 2 and "none of the 2 checkpoints" in said.err and "Traceback" not in said.err
-    assert contents(folder.path) == before
-
-
-def test_a_run_that_was_killed_while_its_plots_were_drawn_gets_them_when_resumed(
-    uninterrupted: RunFolder, project: Path, tmp_path: Path
-) -> None:
-    """The summary is there, the plots are not; they need the result files only, and no other command draws them."""
-    shutil.copytree(uninterrupted.path, tmp_path / "run")
-    invoke(
-        "run", project / "config.toml", "--out", tmp_path / "run", "--resume", *(a for s in LONG for a in ("--set", s))
-    )
-    assert {path.name for path in (tmp_path / "run" / "plots").glob("*")} == {"metric.png", "bytes.png", "spectrum.png"}
-
-
-def test_resuming_what_was_never_started_starts_it(project: Path, tmp_path: Path) -> None:
-    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run", resume=True)
-    assert folder.finished()
-
-
-def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json.part").write_text('{"clie')
-    assert ran(configured(project, "run.rounds=1"), tmp_path / "run").finished()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (["--set", "train.lr=0.5"], "another config digest"),
-        (["--set", "run.rounds=9"], "another config digest"),
-        ([], "another data"),
-    ],
-)
-def test_an_unfinished_run_is_not_gone_on_with_as_another_one(
-    tmp_path: Path, main: Callable[..., Said], change: list[str], says: str
-) -> None:
-    project = make_project(tmp_path / "project")
-    folder = ran(configured(project), tmp_path / "run", 2)
-    if not change:
-        (project / "train.jsonl").write_text(rows(classification(150, 1)))
-    before = contents(folder.path)
-    said = main("run", project / "config.toml", "--out", folder.path, "--resume", *change)
-    assert says in said.error()
-    assert contents(folder.path) == before
-
-
-def test_a_run_is_not_gone_on_with_on_another_model_or_thread_count(tmp_path: Path) -> None:
-    project = make_project(tmp_path / "project")
-    config = configured(project)
-    folder = ran(config, tmp_path / "run", 1)
-    manifest = folder.read_json("manifest.json")
-    folder.write_json("manifest.json", {**manifest, "threads": 2})
-    with pytest.raises(CheckpointError, match="another threads"):
-        ran(config, folder.path, resume=True)
-    folder.write_json("manifest.json", manifest)
-    network = bert().bert
-    with torch.no_grad():
-        next(network.parameters()).add_(0.01)
-    save_model(project / "model", network, classifies=True)
-    with pytest.raises(CheckpointError, match="another model"):
-        ran(config, folder.path, resume=True)
-
-
-def test_a_finished_run_is_not_shown_as_the_result_of_another_configuration(
-    finished: Finished, project: Path, main: Callable[..., Said]
-) -> None:
-    """Five times the learning rate and twice the rounds: the stored summary is no answer to that."""
-    before = contents(finished.folder.path)
-    said = main(
-        "run", project / "config.toml", "--out", finished.folder.path, "--resume", "--json",
-        "--set", "train.lr=0.1", "--set", "run.rounds=6",
-    )  # fmt: skip
-    assert contents(finished.folder.path) == before
-    assert "another config digest" in said.complaint()
-
-
-# ---- comparing -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Three methods on ranks 2, 4, 4; FedIT cannot serve them."""
-    out = tmp_path_factory.mktemp("compared") / "runs"
-    args = ("compare", project / "config.toml", "--methods", "glora, fedit,padded-average", "--out", out)
-    return out, invoke(*args, "--set", "run.rounds=2")
-
-
-def test_compare_runs_all_that_can_and_names_those_that_cannot(compared: tuple[Path, Any]) -> None:
-    out, result = compared
-    assert {path.name for path in out.iterdir()} == {"glora", "padded-average", "comparison.png"}
-    words = " ".join(result.stdout.replace("│", " ").split())
-    assert "fedit not" in words and "run:" in words
-
-
-def test_compare_names_every_method_in_full_on_a_narrow_screen(compared: tuple[Path, Any]) -> None:
-    """80 columns are what a pipe, a log and many terminals have."""
-    _, result = compared
-    for name in ("glora", "padded-average", "fedit"):
-        assert name in result.stdout
-
-
-def test_compare_shows_each_methods_numbers(compared: tuple[Path, Any], project: Path, wide: None) -> None:
-    out, _ = compared
-    before = contents(out / "glora")
-    args = ("compare", project / "config.toml", "--methods", "glora,fedit,padded-average", "--out", out)
-    result = invoke(*args, "--set", "run.rounds=2", "--resume")
-    assert contents(out / "glora") == before, "what is finished is not run again"
-    for name in ("glora", "padded-average"):
-        s = RunFolder(out / name).read_json("summary.json")
-        (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"│ {name} ")]
-        cells = [cell.strip() for cell in line.strip("│").split("│")]
-        assert cells[:5] == [
-            name, "server", f"{s['validation']['best']['accuracy']:.3f}", f"{s['test']['best']['accuracy']:.3f}",
-            f"{s['test']['last']['accuracy']:.3f}",
-        ]  # fmt: skip
-        assert cells[-1] == f"{s['gauge_drift'][name]:.1e}"
-    assert "not run: FedIT averages factors entry by entry, so all clients need one rank" in " ".join(
-        result.stdout.replace("│", " ").split()
-    )
-
-
-def test_compare_gives_every_method_the_same_clients_data_and_start(compared: tuple[Path, Any]) -> None:
-    out, _ = compared
-    manifests = [RunFolder(out / name).read_json("manifest.json") for name in ("glora", "padded-average")]
-    for key in ("data", "clients", "model", "seed"):
-        assert manifests[0][key] == manifests[1][key]
-    first = [RunFolder(out / name).metrics()[0]["losses"] for name in ("glora", "padded-average")]
-    assert first[0] == first[1], "in the first round all methods hand out the same start"
-
-
-def test_compare_draws_one_picture(compared: tuple[Path, Any]) -> None:
-    out, result = compared
-    picture = pixels(out / "comparison.png")
-    assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.05
-    assert str(out / "comparison.png") in result.stderr
-
-
-def test_compare_as_json(compared: tuple[Path, Any], project: Path) -> None:
-    out, _ = compared
-    args = ("compare", project / "config.toml", "--methods", "glora,fedit,padded-average", "--out", out)
-    said = json.loads(invoke(*args, "--set", "run.rounds=2", "--resume", "--json").stdout)
-    assert set(said) == {"methods", "refused"}
-    assert said["methods"] == {n: RunFolder(out / n).read_json("summary.json") for n in ("glora", "padded-average")}
-    assert list(said["refused"]) == ["fedit"] and "all clients need one rank" in said["refused"]["fedit"]
-
-
-def test_compare_without_resume_leaves_old_runs_alone(
-    compared: tuple[Path, Any], project: Path, main: Callable[..., Said]
-) -> None:
-    out, _ = compared
-    before = contents(out)
-    said = main("compare", project / "config.toml", "--methods", "glora", "--out", out, "--set", "run.rounds=2")
-    assert "already holds a run" in said.complaint()
-    assert contents(out) == before
-
-
-def test_compare_in_which_nothing_can_run_is_an_error(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
-    said = main("compare", project / "config.toml", "--methods", "fedit,glroa", "--out", tmp_path / "runs")
-    complaint = said.complaint()
-    assert "fedit: " in complaint and "glroa: " in complaint and "did you mean 'glora'" in complaint
-    assert not (tmp_path / "runs").exists()
-
-
-def test_methods_lists_every_method_with_its_paper_and_hyper_parameters(wide: None) -> None:
-    said = " ".join(invoke("methods").stdout.split())
-    for name, cls in METHODS.items():
-        assert f"│ {name} │ {cls.paper} │" in said
-    assert "rho=1.0" in said and "gamma=0.5" in said and "solver=thin" in said
-
-
-def test_methods_lists_nothing_else_as_a_hyper_parameter(wide: None) -> None:
-    """What `build` takes, and no class constants."""
-    said = invoke("methods").stdout
-    assert not [word for word in ("State=", "PRESETS=", "paper=", "name=") if word in said]
-
-
-# ---- bad input -------------------------------------------------------------------------------------------------------
-
-BAD: dict[str, tuple[list[str], str]] = {
-    "no such model": (["model.path=nowhere"], "the model 'nowhere' cannot be loaded"),
-    "no such data": (["data.train=nowhere.jsonl"], "nowhere.jsonl does not exist"),
-    "unknown suffix": (["data.train=config.toml"], "suffix '.toml' is not known"),
-    "no such column": (["data.text=txt"], "no column 'txt'"),
-    "no such test file": (["data.test=nowhere.csv"], "nowhere.csv does not exist"),
-    "unknown method": (["method.name=gloro"], "no method is called 'gloro'; did you mean 'glora'?"),
-    "unknown hyper-parameter": (["method.gama=1"], "did you mean 'gamma'?"),
-    "impossible hyper-parameter": (["method.rho=2"], "glora: rho is a share"),
-    "no such class": (["method.name=nowhere:Method"], "'nowhere:Method' cannot be made"),
-    "unknown key": (["run.round=3"], "did you mean 'rounds'?"),
-    "wrong type": (["run.rounds=many"], "run.rounds: "),
-    "bad override": (["run.rounds"], "--set takes KEY=VALUE"),
-    "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries for 5 clients"),
-    "too many clients": (["clients.count=90", "clients.ranks=[2]"], "90 clients"),
-    "mixed ranks": (["method.name=fedit"], "FedIT averages factors entry by entry, so all clients need one rank"),
-    "no such target module": (['lora.targets=["q_proj"]'], "LoRA cannot be put on ['q_proj']"),
-    "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
-}
-
-
-@pytest.mark.parametrize(("sets", "says"), BAD.values(), ids=BAD)
-def test_bad_input_is_one_line_and_code_2_and_writes_nothing(
-    project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], says: str
-) -> None:
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
-    assert says in said.complaint()
-    assert said.out == ""
-    assert not (tmp_path / "run").exists()
-
-
-LATE: dict[str, tuple[list[str], str]] = {
-    "hyper-parameter of a wrong type": (["method.rho=half"], "rho"),
-    "no such device": (["model.device=banana"], "banana"),
-    "server target without a server model": ([*FEDSA, "evaluate.target=server"], "no global model"),
-    "subspace form of local factors": ([*FEDSA, "server.upload=subspace"], "subspace"),
-    "quorum of more than take part": (["server.quorum=4"], "quorum"),
-}
-
-
-@pytest.mark.parametrize(("sets", "says"), LATE.values(), ids=LATE)
-def test_what_can_never_run_as_written_is_said_before_anything_is_written(
-    project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], says: str
-) -> None:
-    """As `prepare` promises: not with a traceback, and not after the first round or the last."""
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
-    assert says in said.error()
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_missing_or_broken_config_is_one_line(tmp_path: Path, main: Callable[..., Said]) -> None:
-    out = tmp_path / "run"
-    assert "nowhere.toml cannot be read" in main("run", tmp_path / "nowhere.toml", "--out", out).complaint()
-    (tmp_path / "config.toml").write_text("[model\n")
-    for command in ("run", "compare"):
-        assert "is not TOML" in main(command, tmp_path / "config.toml", "--out", out).complaint()
-    assert not out.exists()
-
-
-def test_an_out_that_is_a_file_is_one_line(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
-    (tmp_path / "run").write_text("mine")
-    said = main("run", project / "config.toml", "--out", tmp_path / "run")
-    assert str(tmp_path / "run") in said.error()
-    assert (tmp_path / "run").read_text() == "mine"
-
-
-def test_usage_errors_are_typers_and_code_2(main: Callable[..., Said]) -> None:
-    for args in (["run"], ["walk"], ["run", "a.toml", "--nope"]):
-        said = main(*args)
-        assert said.code == 2 and "Traceback" not in said.err
-
-
-def test_a_client_that_fails_is_named_and_what_was_finished_stays(
-    project: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train = fedlora.training.local.LocalTrainer.train
-
-    def failing(self: Any, download: Any, adapter: Any, position: int) -> Any:
-        if (download.client.id, download.round) == ("site-2", 1):
-            raise RuntimeError("out of memory")
-        return train(self, download, adapter, position)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(fedlora.training.local.LocalTrainer, "train", failing)
-        said = main("run", project / "config.toml", "--out", tmp_path / "run")
-    assert said.code == 2 and "Traceback" not in said.err
-    assert "error: client 'site-2' failed in round 2: RuntimeError: out of memory" in said.err
-    folder = RunFolder(tmp_path / "run")
-    assert len(folder.metrics()) == 1 and not folder.finished()
-    ran(configured(project), folder.path, resume=True)
-    assert folder.finished()
-
-
-def test_files_of_different_labels_never_mix_up_the_classes(tmp_path: Path) -> None:
-    """A test file that happens to lack "blue" numbers green 0 and red 1 when it is read by itself. Either that is
-    refused, or the labels mean what they mean in the training file."""
-    project = make_project(tmp_path)
-    data = classification(30, 5)
-    two = data.select([k for k, y in enumerate(data.labels or ()) if y != LABELS.index("blue")])
-    (project / "two.jsonl").write_text(rows(two))
-    try:
-        prepared = prepare(configured(project, "data.test=two.jsonl"))
-    except FedLoRAError:
-        return
-    assert prepared.test is not None
-    assert tuple(e["labels"] for e in prepared.test._groups[""].examples) == two.labels
 
 
 # ---- other kinds of runs ---------------------------------------------------------------------------------------------
@@ -906,3 +483,39 @@ def test_the_run_folder_is_named_after_the_config(
     undraw(monkeypatch)
     invoke("run", project / "config.toml", "--set", "run.rounds=1")
     assert RunFolder(tmp_path / "runs" / "config").finished()
+
+
+def test_a_client_that_fails_is_named_and_what_was_finished_stays(
+    project: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = fedlora.training.local.LocalTrainer.train
+
+    def failing(self: Any, download: Any, adapter: Any, position: int) -> Any:
+        if (download.client.id, download.round) == ("site-2", 1):
+            raise RuntimeError("out of memory")
+        return train(self, download, adapter, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fedlora.training.local.LocalTrainer, "train", failing)
+        said = main("run", project / "config.toml", "--out", tmp_path / "run")
+    assert said.code == 2 and "Traceback" not in said.err
+    assert "error: client 'site-2' failed in round 2: RuntimeError: out of memory" in said.err
+    folder = RunFolder(tmp_path / "run")
+    assert len(folder.metrics()) == 1 and not folder.finished()
+    ran(configured(project), folder.path, resume=True)
+    assert folder.finished()
+
+
+def test_files_of_different_labels_never_mix_up_the_classes(tmp_path: Path) -> None:
+    """A test file that happens to lack "blue" numbers green 0 and red 1 when it is read by itself. Either that is
+    refused, or the labels mean what they mean in the training file."""
+    project = make_project(tmp_path)
+    data = classification(30, 5)
+    two = data.select([k for k, y in enumerate(data.labels or ()) if y != LABELS.index("blue")])
+    (project / "two.jsonl").write_text(rows(two))
+    try:
+        prepared = prepare(configured(project, "data.test=two.jsonl"))
+    except FedLoRAError:
+        return
+    assert prepared.test is not None
+    assert tuple(e["labels"] for e in prepared.test._groups[""].examples) == two.labels

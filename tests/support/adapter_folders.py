@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from fedlora import Adapter, LoRA, write_adapter
+from fedlora import Adapter, LoRA, read_adapter, write_adapter
 from fedlora.adapters.io import AdapterSpec
 from support.federations import noise
 
@@ -29,3 +30,8 @@ def saved(folder: Path, name: str, rank: int, *, modules: Sequence[str] = tuple(
     }  # fmt: skip
     write_adapter(folder / name, Adapter(pairs, heads), AdapterSpec(config, 2.0))
     return folder / name
+
+
+def updates(folder: Path) -> dict[str, Tensor]:
+    adapter, _ = read_adapter(folder)
+    return {name: lora.map(Tensor.double).delta() for name, lora in adapter.modules.items()}

@@ -84,3 +84,11 @@ def undraw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures cost more than most runs of tiny models: none are drawn."""
     for module in (fedlora.cli.audit, fedlora.cli.runs):
         monkeypatch.setattr(module, "plotted", lambda draw: None)
+
+
+def options(sets: Sequence[str]) -> list[str]:
+    return [a for s in sets for a in ("--set", s)]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("│").split("│")]

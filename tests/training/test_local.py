@@ -1,4 +1,4 @@
-"""Local training, the shared model and the text encoding, on tiny transformers (no network).
+"""Local training on tiny transformers (no network).
 
 Kinds of evidence: *end-to-end* (real transformers and peft on models saved to disk and loaded again), *oracle* (losses,
 steps and logits by hand from the formula, on a dense copy of the model), *contract* (same bits twice, nothing leaks).
@@ -7,30 +7,27 @@ steps and logits by hand from the formula, on a dense copy of the model), *contr
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from torch import Tensor, nn
-from transformers import AutoTokenizer
+from torch import Tensor
 
 import fedlora.training.local
 from fedlora import Adapter, Client, LoRA, Roles, Server, build
 from fedlora.core.base_change import BaseChange
 from fedlora.data import TextData
-from fedlora.errors import ConfigError, DataError
+from fedlora.errors import ConfigError
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from fedlora.training.encoding import IGNORED, collate, encode
+from fedlora.training.encoding import collate, encode
 from fedlora.training.local import LocalTrainer, TrainSettings
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, Recorder, base_weights, bits, dense, distance, download, drawn, logits, same
 from support.tiny_models import bert, gpt2, llama
-from support.training_data import CLS, EOS, LABELS, PAD, SEP, UNK, classification, instructions, tokenizer, word
+from support.training_data import CLS, EOS, SEP, classification, instructions, tokenizer, word
 
 pytestmark = [FUTURE_NAMES, CONV1D]
 
@@ -573,191 +570,3 @@ def test_a_client_without_data_is_refused(load: Loader) -> None:
     for name in ("b", "stranger"):
         with pytest.raises(ConfigError, match=f"client '{name}' has no training data"):
             trainer.train(download(adapter, name), adapter, 0)
-
-
-# ---- loading ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_new_head_is_drawn_from_the_seed(load: Loader, encoder: Path) -> None:
-    heads = [load(encoder, seed=s).seed_adapter(4, seed=0)[0].heads["classifier.weight"] for s in (0, 0, 1)]
-    assert torch.equal(heads[0], heads[1])
-    assert not torch.equal(heads[0], heads[2])
-    assert heads[0].shape == (3, 32)
-
-
-def test_a_seed_adapter_is_a_fresh_lora_of_its_seed(load: Loader, classifier: Path) -> None:
-    """B = 0, so the model says what the plain one does; A from the seed; the heads are the model's own."""
-    adapters = []
-    for seed in (0, 0, 1):
-        model = load()
-        adapter, spec = model.seed_adapter(4, seed=seed)
-        adapters.append(adapter)
-    assert bits(adapters[0]) == bits(adapters[1]) != bits(adapters[2])
-    assert all(bool((x.factors[0] == 0).all()) and bool((x.factors[1] != 0).any()) for x in adapter.modules.values())
-    plain = dense(classifier, bert, {}, {})
-    for name, head in adapter.heads.items():
-        assert torch.equal(head, dict(plain.named_parameters())[name])
-    ids = [CLS, word(1), word(2), SEP]
-    torch.testing.assert_close(logits(model.network, ids), logits(plain, ids), rtol=1e-5, atol=1e-6)
-    assert spec.scaling == 2.0 and spec.base_model == str(classifier)
-
-
-def test_a_seed_adapter_is_fresh_also_when_the_model_has_been_used(load: Loader) -> None:
-    """Asked for again, at a rank that has been trained meanwhile, and from another seed."""
-    model = load()
-    first, _ = model.seed_adapter(4, seed=0)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=4), seed=0)
-    trainer.train(download(first), first, 0)
-    assert bits(model.seed_adapter(4, seed=0)[0]) == bits(first)
-    assert bits(model.seed_adapter(4, seed=1)[0]) == bits(load().seed_adapter(4, seed=1)[0])
-
-
-def test_labels_get_their_names_in_the_models_config(load: Loader, encoder: Path) -> None:
-    config = load(encoder).network.config
-    assert config.id2label == {0: "blue", 1: "green", 2: "red"}
-    assert config.label2id == {"blue": 0, "green": 1, "red": 2}
-
-
-def test_dropout_replaces_every_rate_of_the_model(load: Loader) -> None:
-    rates = {m.p for m in load(dropout=0.25).network.modules() if isinstance(m, nn.Dropout)}
-    assert rates == {0.25}
-    own = {m.p for m in load(dropout=None).network.modules() if isinstance(m, nn.Dropout)}
-    assert own == {0.1}, "BERT's own default"
-
-
-def test_a_model_that_cannot_be_loaded_is_one_line(load: Loader, classifier: Path, tmp_path: Path) -> None:
-    no_weights = tmp_path / "no-weights"
-    shutil.copytree(classifier, no_weights)
-    (no_weights / "model.safetensors").unlink()
-    for path in (tmp_path / "nowhere", no_weights):
-        with pytest.raises(ConfigError, match=rf"the model '{path}' cannot be loaded: ") as caught:
-            load(path)
-        assert "\n" not in str(caught.value)
-
-
-def test_a_model_without_its_tokenizer_is_refused(load: Loader, classifier: Path, tmp_path: Path) -> None:
-    """transformers 5 makes up an empty BERT vocabulary instead, and every word would be [UNK]."""
-    folder = tmp_path / "no-tokenizer"
-    shutil.copytree(classifier, folder, ignore=shutil.ignore_patterns("tokenizer*"))
-    with pytest.raises(ConfigError, match="tokenizer"):
-        load(folder)
-
-
-def test_a_pickled_model_is_never_opened(load: Loader, classifier: Path, tmp_path: Path) -> None:
-    """A pickle can run code. Here it holds the very same weights, and would load."""
-    folder = tmp_path / "pickled"
-    shutil.copytree(classifier, folder)
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load(folder)
-
-
-def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load: Loader) -> None:
-    """The directory's own head has 3 labels, the data 2: the likeliest mistake with a model fine-tuned before."""
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load(labels=("no", "yes"))
-
-
-def test_targets_that_the_model_lacks_are_one_line(load: Loader) -> None:
-    with pytest.raises(ConfigError, match=r"LoRA cannot be put on \['q_proj'\]: ") as caught:
-        load(lora={"targets": ["q_proj"]}).seed_adapter(4, seed=0)
-    assert "\n" not in str(caught.value)
-
-
-# ---- encoding --------------------------------------------------------------------------------------------------------
-
-
-def test_classification_is_encoded_as_the_tokenizer_does_and_cut() -> None:
-    data = TextData("classification", ("w0 w1", "w2 nonsense w3 w4"), labels=(1, 0), label_names=("no", "yes"))
-    assert encode(data, tokenizer(classifies=True), max_length=5) == [
-        {"input_ids": [CLS, word(0), word(1), SEP], "labels": 1},
-        {"input_ids": [CLS, word(2), UNK, word(3), SEP], "labels": 0},
-    ]
-
-
-def test_a_pair_is_two_segments_and_the_longer_one_is_cut() -> None:
-    data = TextData(
-        "classification", ("w0 w1", "w0"), pair=("w2", "w1 w2 w3 w4 w5"), labels=(0, 1), label_names=("no", "yes")
-    )
-    ids = [e["input_ids"] for e in encode(data, tokenizer(classifies=True), max_length=7)]
-    assert ids == [
-        [CLS, word(0), word(1), SEP, word(2), SEP],
-        [CLS, word(0), SEP, word(1), word(2), word(3), SEP],
-    ]
-
-
-def test_a_model_sees_a_pair_as_transformers_would_show_it(load: Loader, classifier: Path) -> None:
-    """Oracle: tokenizer and model called directly. BERT tells the two sentences apart by their segment ids."""
-    data = TextData("classification", ("w0 w1", "w5"), pair=("w2", "w1 w2 w3"), labels=(0, 1), label_names=LABELS)
-    tok = AutoTokenizer.from_pretrained(classifier)
-    inputs = tok(list(data.text), list(data.pair or ()), padding=True, return_tensors="pt")
-    network = load().network.eval()
-    ours = collate(encode(data, tok, max_length=16), tok, torch.device("cpu"))
-    with torch.no_grad():
-        torch.testing.assert_close(network(**ours).logits, network(**inputs).logits)
-
-
-def test_an_instruction_ends_with_an_end_token_and_the_loss_is_on_the_response() -> None:
-    data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
-    assert encode(data, tokenizer(classifies=False), max_length=16) == [
-        {
-            "input_ids": [word(0), word(1), word(2), word(3), word(4), EOS],
-            "labels": [IGNORED, IGNORED, IGNORED, word(3), word(4), EOS],
-        }
-    ]
-
-
-@pytest.mark.parametrize("max_length", [4, 5, 6, 7])
-def test_a_long_prompt_is_cut_from_its_front_and_the_response_never(max_length: int) -> None:
-    data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
-    (example,) = encode(data, tokenizer(classifies=False), max_length=max_length)
-    room = min(3, max_length - 3)
-    prompt = [word(0), word(1), word(2)][3 - room :]
-    assert example["input_ids"] == [*prompt, word(3), word(4), EOS]
-    assert example["labels"] == [*[IGNORED] * room, word(3), word(4), EOS]
-
-
-def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_by_its_place() -> None:
-    data = TextData("instruction", ("w0", "w0 w1"), responses=("w1", "w2 w3"))
-    with pytest.raises(DataError, match=r"example 1: its response has 3 tokens .* max_length = 3"):
-        encode(data, tokenizer(classifies=False), max_length=3)
-
-
-def test_no_examples_are_no_examples() -> None:
-    assert encode(classification(3, 0).select([]), tokenizer(classifies=True), max_length=8) == []
-
-
-def test_a_batch_is_padded_on_the_right_to_its_own_longest() -> None:
-    rows = [{"input_ids": [7, 8], "labels": [IGNORED, 8]}, {"input_ids": [9, 7, 4], "labels": [IGNORED, 7, 4]}]
-    batch = collate(rows, tokenizer(classifies=False), torch.device("cpu"))
-    assert {name: t.tolist() for name, t in batch.items()} == {
-        "input_ids": [[7, 8, PAD], [9, 7, 4]],
-        "attention_mask": [[1, 1, 0], [1, 1, 1]],
-        "labels": [[IGNORED, 8, IGNORED], [IGNORED, 7, 4]],
-    }
-    single = collate([{"input_ids": [7], "labels": 2}], tokenizer(classifies=True), torch.device("cpu"))
-    assert single["labels"].tolist() == [2]
-
-
-def test_a_tokenizer_without_padding_pads_with_its_end_token_and_still_learns_to_end(
-    load: Loader, language_model: Path, tmp_path: Path
-) -> None:
-    """GPT-2's case: the end of a response keeps its label, padding has none."""
-    folder = tmp_path / "no-pad"
-    shutil.copytree(language_model, folder)
-    tok = tokenizer(classifies=False)
-    tok.pad_token = None
-    tok.save_pretrained(folder)
-    assert AutoTokenizer.from_pretrained(folder).pad_token is None
-    model = load(folder, task="causal-lm", labels=(), lora={"targets": ["q_proj"]})
-    assert model.tokenizer.pad_token_id == EOS
-    data = TextData("instruction", ("w0", "w1 w2"), responses=("w3", "w4 w5"))
-    batch = collate(encode(data, model.tokenizer, max_length=16), model.tokenizer, model.device)
-    assert batch["input_ids"].tolist() == [
-        [word(0), word(3), EOS, EOS, EOS],
-        [word(1), word(2), word(4), word(5), EOS],
-    ]
-    assert batch["labels"].tolist()[0] == [IGNORED, word(3), EOS, IGNORED, IGNORED]
-    assert batch["attention_mask"].tolist()[0] == [1, 1, 1, 0, 0]

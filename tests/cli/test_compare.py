@@ -1,0 +1,197 @@
+"""`fedlora compare`: several methods on one configuration.
+
+Kinds of evidence: *end-to-end* (real runs on tiny transformers), *contract* (bad input is one line and exit code 2).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedlora.runs.execution
+import fedlora.training.local
+from fedlora import build
+from fedlora.runs.folder import RunFolder
+from support.command_line import Said, cells, invoke, options
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import contents, pixels
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+
+@pytest.fixture(scope="session")
+def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Three methods on ranks 2, 4, 4; FedIT cannot serve them."""
+    out = tmp_path_factory.mktemp("compared") / "runs"
+    args = ("compare", project / "config.toml", "--methods", "glora, fedit,padded-average", "--out", out)
+    return out, invoke(*args, "--set", "run.rounds=2")
+
+
+def test_compare_runs_all_that_can_and_names_those_that_cannot(compared: tuple[Path, Any]) -> None:
+    out, result = compared
+    assert {path.name for path in out.iterdir()} == {"glora", "padded-average", "comparison.png"}
+    words = " ".join(result.stdout.replace("│", " ").split())
+    assert "fedit not" in words and "run:" in words
+
+
+def test_compare_names_every_method_in_full_on_a_narrow_screen(compared: tuple[Path, Any]) -> None:
+    """80 columns are what a pipe, a log and many terminals have."""
+    _, result = compared
+    for name in ("glora", "padded-average", "fedit"):
+        assert name in result.stdout
+
+
+def test_compare_shows_each_methods_numbers(compared: tuple[Path, Any], project: Path, wide: None) -> None:
+    out, _ = compared
+    before = contents(out / "glora")
+    args = ("compare", project / "config.toml", "--methods", "glora,fedit,padded-average", "--out", out)
+    result = invoke(*args, "--set", "run.rounds=2", "--resume")
+    assert contents(out / "glora") == before, "what is finished is not run again"
+    for name in ("glora", "padded-average"):
+        s = RunFolder(out / name).read_json("summary.json")
+        (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"│ {name} ")]
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        assert cells[:5] == [
+            name, "server", f"{s['validation']['best']['accuracy']:.3f}", f"{s['test']['best']['accuracy']:.3f}",
+            f"{s['test']['last']['accuracy']:.3f}",
+        ]  # fmt: skip
+        assert cells[-1] == f"{s['gauge_drift'][name]:.1e}"
+    assert "not run: FedIT averages factors entry by entry, so all clients need one rank" in " ".join(
+        result.stdout.replace("│", " ").split()
+    )
+
+
+def test_compare_gives_every_method_the_same_clients_data_and_start(compared: tuple[Path, Any]) -> None:
+    out, _ = compared
+    manifests = [RunFolder(out / name).read_json("manifest.json") for name in ("glora", "padded-average")]
+    for key in ("data", "clients", "model", "seed"):
+        assert manifests[0][key] == manifests[1][key]
+    first = [RunFolder(out / name).metrics()[0]["losses"] for name in ("glora", "padded-average")]
+    assert first[0] == first[1], "in the first round all methods hand out the same start"
+
+
+def test_compare_draws_one_picture(compared: tuple[Path, Any]) -> None:
+    out, result = compared
+    picture = pixels(out / "comparison.png")
+    assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.05
+    assert str(out / "comparison.png") in result.stderr
+
+
+def test_compare_as_json(compared: tuple[Path, Any], project: Path) -> None:
+    out, _ = compared
+    args = ("compare", project / "config.toml", "--methods", "glora,fedit,padded-average", "--out", out)
+    said = json.loads(invoke(*args, "--set", "run.rounds=2", "--resume", "--json").stdout)
+    assert set(said) == {"methods", "refused"}
+    assert said["methods"] == {n: RunFolder(out / n).read_json("summary.json") for n in ("glora", "padded-average")}
+    assert list(said["refused"]) == ["fedit"] and "all clients need one rank" in said["refused"]["fedit"]
+
+
+def test_compare_without_resume_leaves_old_runs_alone(
+    compared: tuple[Path, Any], project: Path, main: Callable[..., Said]
+) -> None:
+    out, _ = compared
+    before = contents(out)
+    said = main("compare", project / "config.toml", "--methods", "glora", "--out", out, "--set", "run.rounds=2")
+    assert "already holds a run" in said.complaint()
+    assert contents(out) == before
+
+
+def test_compare_in_which_nothing_can_run_is_an_error(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    said = main("compare", project / "config.toml", "--methods", "fedit,glroa", "--out", tmp_path / "runs")
+    complaint = said.complaint()
+    assert "fedit: " in complaint and "glroa: " in complaint and "did you mean 'glora'" in complaint
+    assert not (tmp_path / "runs").exists()
+
+
+# ---- compare: methods with settings ----------------------------------------------------------------------------------
+
+QUICK = ("run.rounds=1", "train.steps=2", "method.rho=0.75")
+
+
+@pytest.fixture(scope="module")
+def with_settings(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """glora as the config has it (rho = 0.75), glora with a setting, flexlora with a preset; fedit cannot run."""
+    out = tmp_path_factory.mktemp("compared") / "runs"
+    methods = "glora,  glora   gamma=1 , flexlora preset=raflora, fedit"
+    said = invoke("compare", project / "config.toml", "--methods", methods, "--out", out, "--json", *options(QUICK))
+    return out, json.loads(said.stdout)
+
+
+def test_each_entry_has_its_own_label_and_folder(with_settings: tuple[Path, dict[str, Any]]) -> None:
+    """usage.md: `runs/my-compare/glora_gamma=1`, and comparison.png beside them."""
+    out, said = with_settings
+    assert {path.name for path in out.iterdir()} == {
+        "glora", "glora_gamma=1", "flexlora_preset=raflora", "comparison.png",
+    }  # fmt: skip
+    assert list(said["methods"]) == sorted(["glora", "glora gamma=1", "flexlora preset=raflora"])
+    assert list(said["refused"]) == ["fedit"]
+    for label, summary in said["methods"].items():
+        assert summary == RunFolder(out / label.replace(" ", "_")).read_json("summary.json")
+
+
+def test_each_entry_runs_what_its_label_says(with_settings: tuple[Path, dict[str, Any]]) -> None:
+    """The manifest's method, by `build`: the bare name of the config's own method is the config's, with rho = 0.75; all
+    others start from the method's defaults."""
+    out, _ = with_settings
+    made = {path.name: RunFolder(path).read_json("manifest.json")["method"] for path in out.iterdir() if path.is_dir()}
+    assert made == {
+        "glora": repr(build("glora", rho=0.75)),
+        "glora_gamma=1": repr(build("glora", gamma=1)),
+        "flexlora_preset=raflora": repr(build("flexlora", preset="raflora")),
+    }
+
+
+def test_the_comparison_names_labels_in_full_and_resumes(
+    with_settings: tuple[Path, dict[str, Any]], project: Path, undrawn: None, wide: None
+) -> None:
+    """What is finished is not run again; a row for each label, with its own drift."""
+    out, said = with_settings
+    before = contents(out)
+    methods = "glora, glora gamma=1, flexlora preset=raflora"
+    result = invoke("compare", project / "config.toml", "--methods", methods, "--out", out, "--resume", *options(QUICK))
+    assert contents(out) == before
+    rows = {cells(line)[0]: cells(line) for line in result.stdout.splitlines() if line.startswith("│")}
+    assert list(rows) == ["glora", "glora gamma=1", "flexlora preset=raflora"]
+    for label, row in rows.items():
+        s = said["methods"][label]
+        assert row[-1] == f"{s['gauge_drift'][s['method']]:.1e}"
+        assert row[4] == f"{s['test']['last']['accuracy']:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        ("glora gamma=1, glora gamma=1", "the method 'glora gamma=1' is named twice"),
+        ("glora, fedit, glora", "the method 'glora' is named twice"),
+        ("glora gamma=1,glora    gamma=1", "the method 'glora gamma=1' is named twice"),
+        ("all, flora", "the method 'flora' is named twice"),
+        ("glora gamma", "a method is NAME [KEY=VALUE ...]"),
+        (",", "no method is named"),
+        ("glora gama=1, glora gamma=7", "did you mean 'gamma'?"),
+        pytest.param("glora preset=1", "preset"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    project: Path, tmp_path: Path, main: Callable[..., Said], methods: str, says: str
+) -> None:
+    """Exit code 2, nothing written; where each entry fails by itself, the line has all of the reasons."""
+    said = main("compare", project / "config.toml", "--methods", methods, "--out", tmp_path / "runs")
+    assert says in said.error() and not (tmp_path / "runs").exists()
+
+
+def test_values_are_read_as_toml_and_bare_words_as_strings() -> None:
+    """Numbers, booleans and words as `--set` has them; labels with one space, in the order given."""
+    got = fedlora.cli.method_names.parse_methods(
+        " hetlora  pruning=true keep=0.5 weights=examples,svd energy=1.0, fedit"
+    )
+    assert {label: (s.name, s.preset, s.model_extra) for label, s in got.items()} == {
+        "hetlora pruning=true keep=0.5 weights=examples": (
+            "hetlora", None, {"pruning": True, "keep": 0.5, "weights": "examples"}
+        ),
+        "svd energy=1.0": ("svd", None, {"energy": 1.0}),
+        "fedit": ("fedit", None, {}),
+    }  # fmt: skip

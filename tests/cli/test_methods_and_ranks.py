@@ -1,0 +1,116 @@
+"""`fedlora methods` and `fedlora ranks`: lists, tables, pictures. Kinds of evidence: oracle (by hand), contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedlora import METHODS, build
+from support.command_line import Said, cells, invoke
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import pixels
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+
+def test_methods_lists_every_method_with_its_paper_and_hyper_parameters(wide: None) -> None:
+    said = " ".join(invoke("methods").stdout.split())
+    for name, cls in METHODS.items():
+        assert f"│ {name} │ {cls.paper} │" in said
+    assert "rho=1.0" in said and "gamma=0.5" in said and "solver=thin" in said
+
+
+def test_methods_lists_nothing_else_as_a_hyper_parameter(wide: None) -> None:
+    """What `build` takes, and no class constants."""
+    said = invoke("methods").stdout
+    assert not [word for word in ("State=", "PRESETS=", "paper=", "name=") if word in said]
+
+
+def test_methods_as_json_can_be_built_from() -> None:
+    """Every method of `METHODS`, with its paper; `build` takes its hyper-parameters as defaults, and its presets."""
+    listed = json.loads(invoke("methods", "--json").stdout)
+    assert set(listed) == set(METHODS)
+    for name, facts in listed.items():
+        assert set(facts) == {"paper", "hyper-parameters", "presets"} and facts["paper"] == METHODS[name].paper
+        assert build(name, **facts["hyper-parameters"]) == build(name)
+        for preset, values in facts["presets"].items():
+            assert build(name, **values) == build(name, preset=preset) != build(name)
+    assert set(listed["glora"]["presets"]) == {"paper", "car-off"} and set(listed["flexlora"]["presets"]) == {"raflora"}
+    assert listed["hetlora"]["hyper-parameters"]["keep"] == 0.99
+
+
+def test_ranks_shows_counts_and_sums(wide: None) -> None:
+    """By hand: 10 clients of 2, 4, 8. heavy-tail 8, 1, 1: 16 + 4 + 8 = 28, at a quarter 7. Mirrored 1, 1, 8: 70 and
+    17.5. flexlora-uniform 2.5 each, the two left to the smallest: 3 of 8, 3 of 30, 2 of 30/200, 2 of 200: 574, where
+    attention counts."""
+    args = ("--ranks", "8,2,4", "--clients", 10, "--participation", 0.25)
+    said = invoke("ranks", "heavy-tail", "heavy-tail-strong", "flexlora-uniform", *args).stdout
+    rows = [cells(line) for line in said.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["heavy-tail", "8 of 2, 1 of 4, 1 of 8", "28", "7"],
+        ["heavy-tail-strong", "1 of 2, 1 of 4, 8 of 8", "70", "17.5"],
+        ["flexlora-uniform", "3 of 8, 3 of 30, 2 of 30/200, 2 of 200", "574", "143.5"],
+    ]
+    assert "Rank profiles over 10 clients" in said
+
+
+def test_ranks_without_arguments_shows_all_profiles_as_documented() -> None:
+    """The table of docs/usage.md, row by row: counts of 50 clients."""
+    found = json.loads(invoke("ranks", "--json").stdout)
+    usage = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
+    rows = [cells(line.replace("|", "│")) for line in usage.splitlines() if line.startswith("|") and " of " in line]
+    documented = {
+        name: {rank: int(n) for n, rank in (part.split(" of ") for part in counts.split(", "))}
+        for name, counts, *_ in rows
+        if name in found
+    }
+    assert found == documented
+    assert len(found) == 8 and all(sum(counts.values()) == 50 for counts in found.values())
+
+
+def test_ranks_draws_a_picture_of_what_it_counts(tmp_path: Path) -> None:
+    """A panel for each profile: more of them are a larger picture; other counts are another one."""
+    names = []
+    for k, args in enumerate((["uniform"], ["heavy-tail"], ["uniform", "heavy-tail", "normal"])):
+        said = invoke("ranks", *args, "--plot", tmp_path / f"{k}.png")
+        assert f"plot: {tmp_path / f'{k}.png'}" in said.stderr
+        names.append(tmp_path / f"{k}.png")
+    pictures = [pixels(path) for path in names]
+    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in names)
+    assert all(picture[..., :3].std() > 0.05 and min(picture.shape[:2]) > 300 for picture in pictures)
+    assert len({picture.tobytes() for picture in pictures}) == 3
+    assert pictures[2].shape[1] > 2 * pictures[0].shape[1]
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["pareto"], "unknown rank profile 'pareto'; known: uniform, normal, heavy-tail"),
+        (["uniform", "pareto"], "unknown rank profile 'pareto'"),
+        (["--ranks", "4,x"], "--ranks takes whole numbers separated by commas; got '4,x'"),
+        (["--ranks", "4,2.5"], "--ranks takes whole numbers separated by commas"),
+        (["--ranks", ""], "--ranks takes whole numbers separated by commas; got ''"),
+        (["--ranks", "0,4"], "ranks are at least 1; got 0"),
+        (["--ranks=-4,4"], "ranks are at least 1; got -4"),
+        pytest.param(["--plot", "ranks.xyz"], "xyz"),
+    ],
+)
+def test_what_is_no_profile_or_rank_is_one_line(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, args: list[str], says: str
+) -> None:
+    """Exit code 2, nothing on stdout, nothing written."""
+    monkeypatch.chdir(tmp_path)
+    said = main("ranks", *args)
+    assert says in said.complaint() and not list(tmp_path.iterdir())
+    assert said.out == "" or "--plot" in args
+
+
+def test_ranks_of_no_clients_is_a_usage_error(main: Callable[..., Said]) -> None:
+    """typer's own: exit code 2, no traceback."""
+    for args in (["--clients", "0"], ["--participation", "1.5"]):
+        said = main("ranks", *args)
+        assert said.code == 2 and "Traceback" not in said.err

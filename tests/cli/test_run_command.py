@@ -1,0 +1,111 @@
+"""`fedlora run` as a process of its own, and bad input.
+
+Kinds of evidence: *end-to-end* (the bits of the run in this process), *contract* (bad input is one line and exit code
+2, and writes nothing).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedlora.runs.folder import RunFolder
+from support.command_line import Said, process
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import FEDSA, Finished, same_run
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+
+def test_as_a_process_it_gives_the_same_bits_and_only_json_on_stdout(
+    finished: Finished, project: Path, tmp_path: Path
+) -> None:
+    sets = [a for s in ("run.readouts=true", "evaluate.clients_at_end=true") for a in ("--set", s)]
+    done = process("run", project / "config.toml", "--out", tmp_path / "run", "--json", *sets)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == RunFolder(tmp_path / "run").read_json("summary.json")
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    same_run(RunFolder(tmp_path / "run"), finished.folder)
+
+
+def test_as_a_process_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
+    done = process("run", tmp_path / "nowhere.toml", "--out", tmp_path / "run")
+    assert "cannot be read: No such file" in Said(done.returncode, done.stdout, done.stderr).complaint()
+    assert done.stdout == "" and not (tmp_path / "run").exists()
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no such model": (["model.path=nowhere"], "the model 'nowhere' cannot be loaded"),
+    "no such data": (["data.train=nowhere.jsonl"], "nowhere.jsonl does not exist"),
+    "unknown suffix": (["data.train=config.toml"], "suffix '.toml' is not known"),
+    "no such column": (["data.text=txt"], "no column 'txt'"),
+    "no such test file": (["data.test=nowhere.csv"], "nowhere.csv does not exist"),
+    "unknown method": (["method.name=gloro"], "no method is called 'gloro'; did you mean 'glora'?"),
+    "unknown hyper-parameter": (["method.gama=1"], "did you mean 'gamma'?"),
+    "impossible hyper-parameter": (["method.rho=2"], "glora: rho is a share"),
+    "no such class": (["method.name=nowhere:Method"], "'nowhere:Method' cannot be made"),
+    "unknown key": (["run.round=3"], "did you mean 'rounds'?"),
+    "wrong type": (["run.rounds=many"], "run.rounds: "),
+    "bad override": (["run.rounds"], "--set takes KEY=VALUE"),
+    "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries for 5 clients"),
+    "too many clients": (["clients.count=90", "clients.ranks=[2]"], "90 clients"),
+    "mixed ranks": (["method.name=fedit"], "FedIT averages factors entry by entry, so all clients need one rank"),
+    "no such target module": (['lora.targets=["q_proj"]'], "LoRA cannot be put on ['q_proj']"),
+    "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
+}
+
+
+@pytest.mark.parametrize(("sets", "says"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_code_2_and_writes_nothing(
+    project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], says: str
+) -> None:
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    assert says in said.complaint()
+    assert said.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+LATE: dict[str, tuple[list[str], str]] = {
+    "hyper-parameter of a wrong type": (["method.rho=half"], "rho"),
+    "no such device": (["model.device=banana"], "banana"),
+    "server target without a server model": ([*FEDSA, "evaluate.target=server"], "no global model"),
+    "subspace form of local factors": ([*FEDSA, "server.upload=subspace"], "subspace"),
+    "quorum of more than take part": (["server.quorum=4"], "quorum"),
+}
+
+
+@pytest.mark.parametrize(("sets", "says"), LATE.values(), ids=LATE)
+def test_what_can_never_run_as_written_is_said_before_anything_is_written(
+    project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], says: str
+) -> None:
+    """As `prepare` promises: not with a traceback, and not after the first round or the last."""
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    assert says in said.error()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_or_broken_config_is_one_line(tmp_path: Path, main: Callable[..., Said]) -> None:
+    out = tmp_path / "run"
+    assert "nowhere.toml cannot be read" in main("run", tmp_path / "nowhere.toml", "--out", out).complaint()
+    (tmp_path / "config.toml").write_text("[model\n")
+    for command in ("run", "compare"):
+        assert "is not TOML" in main(command, tmp_path / "config.toml", "--out", out).complaint()
+    assert not out.exists()
+
+
+def test_an_out_that_is_a_file_is_one_line(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    (tmp_path / "run").write_text("mine")
+    said = main("run", project / "config.toml", "--out", tmp_path / "run")
+    assert str(tmp_path / "run") in said.error()
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_usage_errors_are_typers_and_code_2(main: Callable[..., Said]) -> None:
+    for args in (["run"], ["walk"], ["run", "a.toml", "--nope"]):
+        said = main(*args)
+        assert said.code == 2 and "Traceback" not in said.err

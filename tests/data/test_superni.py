@@ -1,0 +1,258 @@
+"""Natural instructions: tasks, selections of them, and what is read of each.
+
+Kinds of evidence: *oracle* (small files written here in the schema of the real ones, and what must come out of them,
+by hand), *contract* (bad input is one line).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedlora.data import Selection, list_tasks, read_selection, read_tasks, select_tasks
+from fedlora.errors import DataError
+from support.benchmark_files import catalogue, one_line, task_file, write_tasks
+
+
+class TestListTasks:
+    def test_english_tasks_with_enough_instances(self, tmp_path: Path) -> None:
+        """By hand: one to take, and one against each condition; the limit itself is enough; no language is English."""
+        mute = task_file(5, "mute")
+        del mute["Input_language"], mute["Output_language"]
+        folder = write_tasks(
+            tmp_path,
+            {
+                "task001_a": task_file(5, "first", Categories=["first", "second"]),
+                "task002_b": task_file(4),
+                "task003_c": task_file(9, Input_language=["French"]),
+                "task004_d": task_file(9, Output_language=["German"]),
+                "task005_e": task_file(9, Input_language=["English", "Hindi"]),
+                "task006_f": mute,
+                "notes": {"not": "a task"},
+            },
+        )
+        (folder / "README.md").write_text("read me")
+        assert list_tasks(folder, min_instances=5) == {"task001_a": "first", "task006_f": "mute"}
+
+    def test_a_hundred_instances_by_default(self, tmp_path: Path) -> None:
+        """methods.md 12.5: at least one English task with at least 100 instances."""
+        folder = write_tasks(tmp_path, {"task1_a": task_file(99), "task2_b": task_file(100)})
+        assert list(list_tasks(folder)) == ["task2_b"]
+
+    def test_no_tasks(self, tmp_path: Path) -> None:
+        """A folder without any, one that is not there, and one with too small ones."""
+        folder = write_tasks(tmp_path, {"task1_a": task_file(3)})
+        for where in (tmp_path, tmp_path / "nowhere", folder):
+            with pytest.raises(DataError, match=r"holds no task files .* with 100 English") as error:
+                list_tasks(where)
+            one_line(error)
+
+
+DAMAGE: dict[str, tuple[bytes, str]] = {
+    "not JSON": (b'{"Definition": ', "cannot be read"),
+    "not UTF-8": (b'{"Definition": ["\xff"]}', "cannot be read"),
+    "a list": (b"[]", "is not a task of natural-instructions v2"),
+    "a number": (b"1", "is not a task of natural-instructions v2"),
+    "another schema": (b'{"instruction": "say", "input": "", "output": ""}', "is not a task"),
+    "a definition that is no list": (json.dumps(task_file(2, Definition="Say.")).encode(), "it needs lists Definition"),
+    "no category": (json.dumps(task_file(2, Categories=[])).encode(), "it needs lists Definition"),
+    "no instances": (json.dumps(task_file(0)).encode(), "it needs lists Definition"),
+    "an instance without output": (json.dumps(task_file(2, Instances=[{"input": "x"}])).encode(), "output: "),
+    "an instance with no outputs": (
+        json.dumps(task_file(2, Instances=[{"input": "x", "output": []}])).encode(), "output: ",
+    ),
+    "an input that is no string": (
+        json.dumps(task_file(2, Instances=[{"input": 1, "output": ["x"]}])).encode(), "output: ",
+    ),
+    "an instance that is no object": (json.dumps(task_file(2, Instances=["x"])).encode(), "output: "),
+}  # fmt: skip
+
+LOOSE: dict[str, dict[str, Any]] = {
+    "an output that is a string": {"Instances": [{"input": "x", "output": "yes"}]},
+    "a definition of numbers": {"Definition": [1]},
+    "categories of numbers": {"Categories": [1]},
+    "no language at all": {"Input_language": None},
+    "a language that is a string": {"Input_language": "English"},
+}
+
+
+class TestDamagedTasks:
+    @pytest.mark.parametrize(("content", "says"), DAMAGE.values(), ids=DAMAGE)
+    @pytest.mark.parametrize("read", [list_tasks, lambda folder: read_tasks(folder, ["task1_a"])], ids=["list", "read"])
+    def test_what_is_no_task_is_said_in_one_line(
+        self, tmp_path: Path, content: bytes, says: str, read: Callable[[Path], Any]
+    ) -> None:
+        """The promise of both docstrings: DataError; the message names the file."""
+        (tmp_path / "task1_a.json").write_bytes(content)
+        with pytest.raises(DataError, match=re.escape(says)) as error:
+            read(tmp_path)
+        assert "task1_a.json" in one_line(error)
+
+    @pytest.mark.parametrize("fields", LOOSE.values(), ids=LOOSE)
+    def test_a_task_of_nearly_the_schema_is_refused(self, tmp_path: Path, fields: dict[str, Any]) -> None:
+        """Output "yes" must not become the references "y", "e", "s"; and no TypeError reaches the user."""
+        folder = write_tasks(tmp_path, {"task1_a": task_file(2, **fields)})
+        with pytest.raises(DataError, match="is not a task of natural-instructions v2"):
+            list_tasks(folder, min_instances=1)
+        with pytest.raises(DataError, match="is not a task of natural-instructions v2"):
+            read_tasks(folder, ["task1_a"])
+
+    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+        """A name of a task list with no file."""
+        with pytest.raises(DataError, match=r"task9_z\.json cannot be read"):
+            read_tasks(tmp_path, ["task9_z"])
+
+
+class TestReadTasks:
+    def test_the_prompt_is_alpacas_with_input(self, tmp_path: Path) -> None:
+        """The template of Stanford Alpaca (train.py, PROMPT_DICT), letter by letter; definitions joined by a blank."""
+        raw = task_file(
+            Definition=[" Answer the question.", "Be brief. "],
+            Instances=[{"input": "Who?\nMe?", "output": ["You", "Thou", "You"]}, {"input": " x ", "output": [""]}],
+        )
+        task = read_tasks(write_tasks(tmp_path, {"task1_a": raw}), ["task1_a"])["task1_a"]
+        assert task.data.text[0] == (
+            "Below is an instruction that describes a task, paired with an input that provides further context. "
+            "Write a response that appropriately completes the request.\n\n"
+            "### Instruction:\nAnswer the question. Be brief.\n\n### Input:\nWho?\nMe?\n\n### Response:\n"
+        )
+        assert task.data.responses == ("You", "")
+        assert task.data.references == (("You", "Thou", "You"), ("",))
+        assert (task.name, task.category, task.data.kind) == ("task1_a", "Reasoning", "instruction")
+
+    def test_the_prompt_is_alpacas_without_input(self, tmp_path: Path) -> None:
+        """Its other template, for no input and for white space alone; then nothing may be dropped."""
+        raw = task_file(Instances=[{"input": text, "output": ["x"]} for text in ("", " \n\t")])
+        task = read_tasks(write_tasks(tmp_path, {"task1_a": raw}), ["task1_a"])["task1_a"]
+        assert set(task.data.text) == {
+            "Below is an instruction that describes a task. Write a response that appropriately completes the "
+            "request.\n\n### Instruction:\nSay whether the number is even.\n\n### Response:\n"
+        }
+        assert task.data.droppable == ((0, 0), (0, 0))
+
+    @settings(max_examples=25, deadline=None)
+    @given(text=st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip))
+    def test_what_may_be_dropped_is_the_input(self, tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+        """The span, cut out of the prompt, is the input: whatever it holds, and though the definition holds it too."""
+        raw = task_file(Definition=[f"Repeat: {text}"], Instances=[{"input": text, "output": ["x"]}])
+        folder = write_tasks(tmp_path_factory.mktemp("tasks"), {"task1_a": raw})
+        data = read_tasks(folder, ["task1_a"])["task1_a"].data
+        ((start, end),) = data.droppable or ()
+        assert data.text[0][start:end] == text
+        assert data.text[0][:start].endswith("\n\n### Input:\n")
+        assert data.text[0][end:] == "\n\n### Response:\n"
+
+    def test_the_named_tasks_in_that_order(self, tmp_path: Path) -> None:
+        """Others in the folder are not read: one is damaged."""
+        folder = write_tasks(tmp_path, {"task1_a": task_file(3, "one"), "task2_b": task_file(2, "two"), "task3_c": {}})
+        tasks = read_tasks(folder, ["task2_b", "task1_a"])
+        assert [(name, t.category, len(t.data)) for name, t in tasks.items()] == [
+            ("task2_b", "two", 2),
+            ("task1_a", "one", 3),
+        ]
+
+
+class TestSelectTasks:
+    @pytest.mark.parametrize("seed", range(5))
+    def test_the_papers_rule(self, seed: int) -> None:
+        """methods.md 12.5: 76 categories; one task of each of 50; 20 unseen ones of 20 of the 26 others."""
+        tasks = catalogue(*(1 + k % 5 for k in range(76)))
+        chosen = select_tasks(tasks, 50, 20, seed=seed)
+        train, unseen = ([tasks[name] for name in names] for names in (chosen.train, chosen.unseen))
+        assert (len(train), len(unseen)) == (50, 20)
+        assert len(set(train)) == 50 and len(set(unseen)) == 20 and not set(train) & set(unseen)
+        assert list(chosen.train) == sorted(chosen.train) and list(chosen.unseen) == sorted(chosen.unseen)
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        sizes=st.lists(st.integers(1, 6), min_size=2, max_size=12),
+        train=st.integers(1, 20),
+        unseen=st.integers(0, 8),
+        seed=st.integers(0, 2**40),
+    )
+    def test_whatever_is_asked_for_nothing_leaks(self, sizes: list[int], train: int, unseen: int, seed: int) -> None:
+        """Unseen tasks are of other categories, no task twice, clients as evenly spread as the categories allow."""
+        tasks = catalogue(*sizes)
+        try:
+            chosen = select_tasks(tasks, train, unseen, seed=seed)
+        except DataError as error:
+            assert train + unseen > len(sizes)  # one task for each of so many categories always goes
+            assert "\n" not in str(error)
+            return
+        assert (len(set(chosen.train)), len(set(chosen.unseen))) == (train, unseen)
+        per_category = Counter(tasks[name] for name in chosen.train)
+        assert not set(per_category) & {tasks[name] for name in chosen.unseen}
+        available = Counter(tasks.values())
+        most = max(per_category.values())
+        assert all(n >= most - 1 or n == available[c] for c, n in per_category.items())
+        if len(sizes) >= train + unseen:
+            assert most == 1
+
+    def test_the_seed_decides_and_nothing_else(self) -> None:
+        """Same again, whatever the order of the folder; other seeds choose others, and each task has its chance."""
+        tasks = catalogue(*[3] * 10)
+        first = select_tasks(tasks, 5, 3, seed=0)
+        assert first == select_tasks(dict(reversed(tasks.items())), 5, 3, seed=0)
+        draws = [select_tasks(tasks, 5, 3, seed=seed) for seed in range(200)]
+        assert len(set(draws)) > 150
+        for part in ("train", "unseen"):
+            seen = Counter(name for draw in draws for name in getattr(draw, part))
+            assert set(seen) == set(tasks)  # expected 33 and 20 visits each
+
+    def test_few_categories(self) -> None:
+        """4 categories of 5 tasks for 12 and 4: one set aside holds 4 unseen, the others give 4 each."""
+        tasks = catalogue(5, 5, 5, 5)
+        chosen = select_tasks(tasks, 12, 4, seed=0)
+        assert sorted(Counter(tasks[name] for name in chosen.train).values()) == [4, 4, 4]
+        assert len({tasks[name] for name in chosen.unseen}) == 1
+
+    def test_nothing_unseen(self) -> None:
+        """With as many clients as tasks, all are chosen."""
+        tasks = catalogue(2, 2)
+        assert select_tasks(tasks, 4, 0, seed=0) == Selection(tuple(sorted(tasks)), ())
+
+    @pytest.mark.parametrize(
+        ("sizes", "train", "unseen"), [((3, 3), 6, 1), ((2, 2, 2), 7, 0), ((1,) * 5, 4, 2), ((9,), 1, 1), ((), 1, 0)]
+    )
+    def test_not_enough(self, sizes: tuple[int, ...], train: int, unseen: int) -> None:
+        """Each impossible by counting: a category is on one side only."""
+        with pytest.raises(DataError, match=f"cannot give {train} clients and {unseen} unseen") as error:
+            select_tasks(catalogue(*sizes), train, unseen, seed=0)
+        assert f"{sum(sizes)} tasks in {len(sizes)} categories" in one_line(error)
+
+    @pytest.mark.parametrize(("sizes", "train", "unseen"), [((10, 1), 10, 1), ((1, 1, 1, 1, 3), 4, 3)])
+    def test_what_exists_is_found_with_every_seed(self, sizes: tuple[int, ...], train: int, unseen: int) -> None:
+        """Only one category can be the unseen one here: the error "cannot give" would be untrue."""
+        for seed in range(10):
+            chosen = select_tasks(catalogue(*sizes), train, unseen, seed=seed)
+            assert (len(chosen.train), len(chosen.unseen)) == (train, unseen)
+
+
+class TestReadSelection:
+    def test_a_name_a_line(self, tmp_path: Path) -> None:
+        """Blank lines, spaces around and Windows line ends do not count; the order stays."""
+        (tmp_path / "a").write_bytes(b"task2_b\r\n\r\n  task1_a \n")
+        (tmp_path / "b").write_text("")
+        assert read_selection(tmp_path / "a", tmp_path / "b") == Selection(("task2_b", "task1_a"), ())
+
+    def test_a_list_that_is_not_there(self, tmp_path: Path) -> None:
+        """Whichever of the two."""
+        (tmp_path / "a").write_text("task1_a\n")
+        for pair in ((tmp_path / "a", tmp_path / "none"), (tmp_path / "none", tmp_path / "a")):
+            with pytest.raises(DataError, match=r"the task list .*none cannot be read: No such file") as error:
+                read_selection(*pair)
+            one_line(error)
+
+    def test_a_list_that_is_not_utf8(self, tmp_path: Path) -> None:
+        """Raises DataError, says the docstring."""
+        (tmp_path / "a").write_bytes(b"task1_caf\xe9\n")
+        with pytest.raises(DataError, match="the task list"):
+            read_selection(tmp_path / "a", tmp_path / "a")

@@ -1,0 +1,51 @@
+"""How much a client may claim: shares of the weight, and policy files. Kinds of evidence: property, contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora.errors import ConfigError
+from fedlora.flower.policy import Policy
+
+
+@pytest.mark.parametrize("share", [0.2, 0.34, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(
+    "claimed", [[1, 1, 1, 1, 1, 1], [1, 2, 3, 1000, 5, 6], [1e9, 1e9, 1, 2, 3, 4], [7, 7, 7, 7, 7, 1e12]]
+)
+def test_no_share_is_larger_than_allowed(share: float, claimed: list[float]) -> None:
+    """Property; and counts that are within bounds are left alone, the order of counts is kept."""
+    counts = Policy({"x": 1}, max_weight_share=share, max_examples=1e15).examples(
+        {str(k): n for k, n in enumerate(claimed)}
+    )
+    total = sum(counts.values())
+    assert max(counts.values()) <= share * total * (1 + 1e-12)
+    assert all(counts[str(k)] <= n for k, n in enumerate(claimed))
+    assert all((counts[str(i)] <= counts[str(j)]) for i in range(6) for j in range(6) if claimed[i] <= claimed[j])
+    if max(claimed) <= share * sum(claimed):
+        assert counts == {str(k): n for k, n in enumerate(claimed)}
+
+
+def test_a_share_that_so_few_cannot_keep_makes_all_alike() -> None:
+    assert Policy({"x": 1}, max_weight_share=0.3).examples({"a": 5, "b": 9, "c": 0}) == {"a": 1, "b": 1, "c": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no table [clients]"),
+        ("[clients]\n", "no clients"),
+        ("[clients]\na = 0\n", "whole numbers from 1"),
+        ("max_rank = 4\n[clients]\na = 8\n", "max_rank = 4"),
+        ("colour = 1\n[clients]\na = 8\n", "unknown field 'colour'"),
+        ("max_weight_share = 0\n[clients]\na = 8\n", "positive number"),
+        ("[clients\n", "cannot be read"),
+    ],
+)
+def test_a_bad_policy_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        Policy.read(tmp_path / "policy.toml")

@@ -1,0 +1,335 @@
+"""Benchmarks dealt out to clients as a configuration says.
+
+Kinds of evidence: *oracle* (small files written here in the schema of the real ones, and what must come out of them,
+by hand), *contract* (nothing lost, nothing leaked, same draw twice; bad input is one line).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.data import TextData, list_tasks, read_glue, select_tasks
+from fedlora.errors import ConfigError, DataError, FedLoRAError
+from fedlora.runs.client_data import Dealt, deal
+from fedlora.runs.config import RunConfig, load_config, parse_config
+from support.benchmark_files import glue_rows, one_line, task_file, write_glue, write_tasks
+from support.stand_in_hub import Hub, HubRows
+
+
+def config_of(data: Mapping[str, Any], *, task: str = "classification", seed: int = 0, **tables: Any) -> RunConfig:
+    raw = {"model": {"path": "m", "task": task}, "data": dict(data), "run": {"seed": seed}}
+    return parse_config({**raw, **{name: dict(table) for name, table in tables.items()}})
+
+
+def everything(parts: Mapping[str, TextData]) -> list[str]:
+    return sorted(text for part in parts.values() for text in part.text)
+
+
+CLIENTS = {"count": 3, "min_size": 2}
+
+
+class TestDealGlue:
+    def test_train_is_dealt_and_the_official_validation_file_is_the_test_set(self, tmp_path: Path) -> None:
+        """60 rows: a share of 0.2 is 12 to choose on, 48 to train on; the test set is untouched and whole."""
+        root = write_glue(tmp_path, "sst2")
+        dealt = deal(config_of({"task": "sst2", "validation": 0.2}, clients=CLIENTS), root)
+        train, tests = read_glue("sst2", root)
+        assert list(dealt.parts) == ["site-1", "site-2", "site-3"]
+        assert (sum(map(len, dealt.parts.values())), len(dealt.validation[""])) == (48, 12)
+        assert sorted([*everything(dealt.parts), *dealt.validation[""].text]) == sorted(train.text)
+        assert dealt.validation[""].labels is not None and sorted(dealt.validation[""].labels) == [0] * 6 + [1] * 6
+        assert dealt.test == {"": tests["validation"]}
+        assert not (dealt.own_validation or dealt.own_test or dealt.probes or dealt.categories)
+
+    def test_the_partition_is_the_configured_one(self, tmp_path: Path) -> None:
+        """iid sizes differ by one at most: 48 over 3 clients is 16 each, and over 5 is 9 or 10."""
+        root = write_glue(tmp_path, "qqp")
+        for count, sizes in ((3, [16, 16, 16]), (5, [10, 10, 10, 9, 9])):
+            clients = {"count": count, "partition": "iid"}
+            dealt = deal(config_of({"task": "qqp", "validation": 0.2}, clients=clients), root)
+            assert [len(part) for part in dealt.parts.values()] == sizes
+            assert all(part.pair is not None for part in dealt.parts.values())
+
+    def test_at_most_so_many_examples(self, tmp_path: Path) -> None:
+        """max_train of all clients together, max_test of the validation and the test set; drawn, in their order."""
+        root = write_glue(tmp_path, "sst2")
+        whole = deal(config_of({"task": "sst2", "validation": 0.2}, clients=CLIENTS), root)
+        limited = {"task": "sst2", "validation": 0.2, "max_train": 20, "max_test": 5}
+        dealt = deal(config_of(limited, clients=CLIENTS), root)
+        assert sum(map(len, dealt.parts.values())) == 20
+        assert set(everything(dealt.parts)) <= set(everything(whole.parts))
+        for less, more in ((dealt.validation[""], whole.validation[""]), (dealt.test[""], whole.test[""])):
+            places = [more.text.index(text) for text in less.text]
+            assert len(places) == 5 and places == sorted(set(places))
+        tests = [deal(config_of(limited, clients=CLIENTS, seed=seed), root).test[""].text for seed in range(6)]
+        assert tests[0] == dealt.test[""].text and len(set(tests)) > 1, "drawn by the seed"
+
+    def test_a_limit_that_is_not_reached_changes_nothing(self, tmp_path: Path) -> None:
+        """At most 20 of 20 is all of them in their order."""
+        root = write_glue(tmp_path, "sst2")
+        config = config_of({"task": "sst2", "validation": 0.2, "max_train": 48, "max_test": 20}, clients=CLIENTS)
+        plain = deal(config_of({"task": "sst2", "validation": 0.2}, clients=CLIENTS), root)
+        dealt = deal(config, root)
+        assert (dealt.parts, dealt.validation, dealt.test) == (plain.parts, plain.validation, plain.test)
+
+    def test_mnlis_second_test_set_is_a_probe(self, hub: Hub) -> None:
+        """methods.md 12.1: MNLI-m and -mm are two validation sets of one training run; matched is the test set."""
+        sizes = {"train": 90, "validation_matched": 12, "validation_mismatched": 9}
+        hub({name: HubRows(glue_rows("mnli", count, name)) for name, count in sizes.items()})
+        dealt = deal(config_of({"task": "mnli", "max_test": 10}, clients=CLIENTS), None)
+        assert list(dealt.probes) == ["validation_mismatched"] and list(dealt.probes["validation_mismatched"]) == [""]
+        mismatched = dealt.probes["validation_mismatched"][""]
+        assert (len(dealt.test[""]), len(mismatched), len(dealt.validation[""])) == (10, 9, 9)
+        assert all(text.startswith("validation_matched ") for text in dealt.test[""].text)
+        assert all(text.startswith("validation_mismatched ") for text in mismatched.text)
+        assert all(text.startswith("train ") for text in (*everything(dealt.parts), *dealt.validation[""].text))
+
+    def test_without_a_root_it_is_the_hub_that_is_asked(self, hub: Hub) -> None:
+        """And what the hub's transport says arrives in one line."""
+        hub(ConnectionError("offline"))
+        with pytest.raises(DataError, match="nyu-mll/glue/sst2, split 'train' cannot be loaded") as error:
+            deal(config_of({"task": "sst2"}, clients=CLIENTS), None)
+        one_line(error)
+
+    @pytest.mark.parametrize(
+        ("data", "model", "says"),
+        [
+            ({"validation": 0}, "classification", "brings its own test set"),
+            ({"validation": "held_out.jsonl"}, "classification", "validation is a share of train"),
+            ({"test": 0.2}, "classification", "leave data.test out"),
+            ({"test": 0}, "classification", "leave data.test out"),
+            ({"test": "test.jsonl"}, "classification", "leave data.test out"),
+            ({}, "causal-lm", "is a classification task; model.task is 'causal-lm'"),
+        ],
+    )
+    def test_impossible_combinations(self, tmp_path: Path, data: dict[str, Any], model: str, says: str) -> None:
+        """What config.py says of GLUE: validation is a share, and the test sets are the official ones."""
+        root = write_glue(tmp_path, "sst2")
+        with pytest.raises(ConfigError, match=re.escape(says)) as error:
+            deal(config_of({"task": "sst2", **data}, task=model, clients=CLIENTS), root)
+        assert "'sst2'" in one_line(error)
+
+    def test_too_little_for_so_many_clients(self, tmp_path: Path) -> None:
+        """20 training examples are not 8 for each of 3."""
+        root = write_glue(tmp_path, "sst2")
+        with pytest.raises(DataError, match="3 clients with at least 8 examples each need 24") as error:
+            deal(config_of({"task": "sst2", "max_train": 20}, clients={"count": 3}), root)
+        one_line(error)
+
+    def test_the_canonical_configuration_is_the_same_run(self, tmp_path: Path) -> None:
+        """test_config.py promises it: "the canonical JSON holds every field and makes the same run again"."""
+        root = write_glue(tmp_path, "sst2")
+        config = config_of({"task": "sst2"}, clients=CLIENTS)
+        again = parse_config(json.loads(config.canonical()))
+        assert again.digest() == config.digest()
+        assert deal(again, root).parts == deal(config, root).parts
+
+
+class TestDealFiles:
+    @pytest.mark.parametrize("source", ["train", "clients"])
+    def test_at_most_so_many_examples(self, tmp_path: Path, source: str) -> None:
+        """config.py says "at most so many examples" of all sources; to ignore it silently would train on more."""
+        rows = "".join(json.dumps({"text": f"t {k}", "label": k % 2}) + "\n" for k in range(60))
+        (tmp_path / "d.jsonl").write_text(rows)
+        sources: dict[str, str] = {"train": 'train = "d.jsonl"', "clients": 'clients = {a = "d.jsonl"}'}
+        path = tmp_path / "config.toml"
+        path.write_text(
+            f'[model]\npath = "m"\n[data]\nmax_train = 20\nmax_test = 3\n{sources[source]}\n'
+            "[clients]\nranks = [2]\ncount = 1\nmin_size = 1\n"
+        )
+        dealt = deal(load_config(path), None)
+        assert sum(map(len, dealt.parts.values())) == 20
+        assert len(dealt.test[""]) == 3
+
+
+SUPERNI = {"task": "superni", "tasks": 3, "unseen": 2}
+
+
+def superni_root(root: Path, instances: int = 100) -> Path:
+    """Six categories, of one or two tasks; every question says which task it is of."""
+    tasks = {}
+    for k in range(9):
+        raw = task_file(category=f"category {k % 6}")
+        raw["Instances"] = [
+            {"id": f"{k}-{j}", "input": f"task {k} asks {j}", "output": [f"{j}", f"number {j}"]}
+            for j in range(instances)
+        ]
+        tasks[f"task{k}_x"] = raw
+    write_tasks(root, tasks)
+    return root
+
+
+def input_of(prompt: str) -> str:
+    return prompt.partition("### Input:\n")[2].partition("\n\n### Response:")[0]
+
+
+def superni(data: Mapping[str, Any], root: Path, seed: int = 0) -> Dealt:
+    return deal(config_of({**SUPERNI, **data}, task="causal-lm", seed=seed), root)
+
+
+class TestDealSuperni:
+    def test_each_task_is_a_client_cut_8_to_1_to_1(self, tmp_path: Path) -> None:
+        """methods.md 12.5: 8:1:1 within a task; and each question says whose it is."""
+        root = superni_root(tmp_path)
+        dealt = superni({}, root)
+        chosen = select_tasks(list_tasks(root / "superni"), 3, 2, seed=0)
+        assert tuple(dealt.parts) == chosen.train
+        for name in chosen.train:
+            number = name.removeprefix("task").removesuffix("_x")
+            parts = (dealt.parts[name], dealt.validation[name], dealt.test[name])
+            assert [len(part) for part in parts] == [80, 10, 10]
+            asked = [input_of(text) for part in parts for text in part.text]
+            assert sorted(asked) == sorted(f"task {number} asks {j}" for j in range(100))
+            for part in parts:
+                for text, said, right in zip(part.text, part.responses or (), part.references or (), strict=True):
+                    j = input_of(text).split()[-1]
+                    assert (said, right) == (j, (j, f"number {j}"))
+
+    def test_what_a_client_is_measured_on_and_what_nobody_trains_on(self, tmp_path: Path) -> None:
+        """Its own held-out sets are the common sets of its task; the unseen tasks are whole, and of other categories.
+
+        tasks 0..8 are of categories 0..5, 0..2: as `superni_root` writes them.
+        """
+        dealt = superni({}, superni_root(tmp_path))
+        assert dealt.own_validation == dealt.validation and dealt.own_test == dealt.test
+        assert set(dealt.validation) == set(dealt.test) == set(dealt.parts)
+        assert list(dealt.probes) == ["unseen"]
+        unseen = dealt.probes["unseen"]
+        assert [len(part) for part in unseen.values()] == [100, 100]
+        assert set(dealt.categories) == {*dealt.parts, *unseen}
+        for name, category in dealt.categories.items():
+            assert category == f"category {int(name[4]) % 6}"
+        theirs = {dealt.categories[name] for name in dealt.parts}
+        assert len(theirs) == 3 and not theirs & {dealt.categories[name] for name in unseen}
+
+    def test_at_most_so_many_of_each_task(self, tmp_path: Path) -> None:
+        """max_train of each client's, max_test of each validation, test and unseen set; the same draw again."""
+        root = superni_root(tmp_path)
+        whole = superni({}, root)
+        dealt = superni({"max_train": 12, "max_test": 4}, root)
+        sets = (
+            (dealt.parts, whole.parts, 12), (dealt.validation, whole.validation, 4), (dealt.test, whole.test, 4),
+            (dealt.probes["unseen"], whole.probes["unseen"], 4),
+        )  # fmt: skip
+        for less, more, limit in sets:
+            assert list(less) == list(more)
+            for name, part in less.items():
+                places = [more[name].text.index(text) for text in part.text]
+                assert len(places) == limit and places == sorted(set(places))
+        assert dealt.own_test == dealt.test and dealt.own_validation == dealt.validation
+        assert superni({"max_train": 12, "max_test": 4}, root).parts == dealt.parts
+        assert len({tuple(input_of(t).split()[-1] for t in part.text) for part in dealt.probes["unseen"].values()}) == 2
+
+    def test_the_seed_draws_the_tasks_and_the_cut(self, tmp_path: Path) -> None:
+        """Over ten seeds more than one choice of clients comes out."""
+        root = superni_root(tmp_path, 100)
+        assert len({tuple(superni({}, root, seed).parts) for seed in range(10)}) > 3
+
+    def test_nothing_unseen_is_no_probe(self, tmp_path: Path) -> None:
+        """data.unseen = 0."""
+        dealt = superni({"unseen": 0}, superni_root(tmp_path))
+        assert dealt.probes == {} and set(dealt.categories) == set(dealt.parts)
+
+    def test_task_lists_name_the_tasks(self, tmp_path: Path) -> None:
+        """In their order, the first `tasks` and `unseen` of them; a short task that a draw would not take goes too."""
+        root = superni_root(tmp_path)
+        write_tasks(root, {"task9_x": task_file(20, "tiny")})
+        (root / "train.txt").write_text("task5_x\ntask9_x\ntask0_x\ntask1_x\n")
+        (root / "unseen.txt").write_text("task8_x\ntask7_x\n")
+        lists = {"task_lists": ["train.txt", "unseen.txt"]}
+        dealt = superni({**lists, "unseen": 1}, root)
+        assert list(dealt.parts) == ["task5_x", "task9_x", "task0_x"]
+        assert [len(part) for part in dealt.parts.values()] == [80, 16, 80]
+        assert list(dealt.probes["unseen"]) == ["task8_x"]
+        assert superni({**lists, "unseen": 0}, root).probes == {}
+
+    def test_no_root(self) -> None:
+        """The tasks are files; the hub is not asked."""
+        with pytest.raises(ConfigError, match="needs --data-root with a folder superni") as error:
+            deal(config_of(SUPERNI, task="causal-lm"), None)
+        one_line(error)
+
+    def test_a_classifier(self, tmp_path: Path) -> None:
+        """Instructions need a language model."""
+        with pytest.raises(ConfigError, match=r"set model\.task = 'causal-lm'") as error:
+            deal(config_of(SUPERNI), superni_root(tmp_path))
+        one_line(error)
+
+    @pytest.mark.parametrize(
+        ("data", "says"),
+        [
+            ({"tasks": 9, "unseen": 1}, "9 tasks in 6 categories cannot give 9 clients and 1 unseen"),
+            ({"task_lists": ["none", "none"]}, "the task list"),
+            ({"task_lists": ["gone.txt", "unseen.txt"]}, r"task99_x\.json cannot be read"),
+        ],
+    )
+    def test_what_cannot_be_dealt(self, tmp_path: Path, data: dict[str, Any], says: str) -> None:
+        """Too many asked for, no such list, no such task: one line each."""
+        root = superni_root(tmp_path)
+        (root / "gone.txt").write_text("task99_x\n")
+        (root / "unseen.txt").write_text("task8_x\n")
+        with pytest.raises(DataError, match=says) as error:
+            superni(data, root)
+        one_line(error)
+
+    def test_a_folder_without_tasks(self, tmp_path: Path) -> None:
+        """The root is there, its folder superni is not."""
+        with pytest.raises(DataError, match="superni holds no task files") as error:
+            superni({}, tmp_path)
+        one_line(error)
+
+    def test_two_lists_or_none(self) -> None:
+        """One list alone does not say what is unseen: refused when the configuration is read."""
+        with pytest.raises(ConfigError, match=r"data\.task_lists names two files") as error:
+            config_of({**SUPERNI, "task_lists": ["a"]}, task="causal-lm")
+        one_line(error)
+
+    @pytest.mark.parametrize("others", [{"train": "a.jsonl"}, {"clients": {"a": "a.jsonl"}}])
+    def test_a_benchmark_and_files_at_once(self, others: dict[str, Any]) -> None:
+        """One source, says config.py."""
+        for task in ("sst2", "superni"):
+            with pytest.raises(ConfigError, match=r"give one of data\.train") as error:
+                config_of({"task": task, **others})
+            one_line(error)
+
+    @pytest.mark.parametrize("data", [{"validation": 0.3}, {"test": 0.3}, {"test": "held_out.jsonl"}])
+    def test_other_shares_are_honoured_or_refused(self, tmp_path: Path, data: dict[str, Any]) -> None:
+        """config.py: "validation, test: a share to hold out (of each file), or a file of its own"."""
+        root = superni_root(tmp_path)
+        try:
+            dealt = superni(data, root)
+        except FedLoRAError:
+            return
+        asked = {"validation": 0.1, "test": 0.1} | data
+        for part in ("validation", "test"):
+            assert all(len(held) == 100 * asked[part] for held in getattr(dealt, part).values())
+
+    def test_a_task_that_is_trained_on_is_not_unseen(self, tmp_path: Path) -> None:
+        """Selection: "those that nobody trains on". A task in both lists would be reported as unseen."""
+        root = superni_root(tmp_path)
+        (root / "train.txt").write_text("task5_x\ntask0_x\n")
+        (root / "unseen.txt").write_text("task0_x\n")
+        with pytest.raises(FedLoRAError):
+            superni({"task_lists": ["train.txt", "unseen.txt"]}, root)
+
+    def test_an_empty_list_of_clients(self, tmp_path: Path) -> None:
+        """Nobody to train: bad input, which is one line and no StopIteration."""
+        root = superni_root(tmp_path)
+        (root / "train.txt").write_text("\n")
+        (root / "unseen.txt").write_text("task0_x\n")
+        with pytest.raises(FedLoRAError):
+            superni({"task_lists": ["train.txt", "unseen.txt"]}, root)
+
+    def test_a_task_that_is_named_twice(self, tmp_path: Path) -> None:
+        """Three clients were asked for and three names are there: two clients would be another run."""
+        root = superni_root(tmp_path)
+        (root / "train.txt").write_text("task5_x\ntask5_x\ntask1_x\n")
+        (root / "unseen.txt").write_text("task8_x\n")
+        with pytest.raises(FedLoRAError):
+            superni({"task_lists": ["train.txt", "unseen.txt"]}, root)

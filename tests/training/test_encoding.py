@@ -1,0 +1,113 @@
+"""Text as token ids: segments, cuts, padding, and which tokens the loss is on. Kind of evidence: oracle (by hand)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from fedlora.data import TextData
+from fedlora.errors import DataError
+from fedlora.training.encoding import IGNORED, collate, encode
+from support.known_warnings import CONV1D, FUTURE_NAMES
+from support.local_training import Loader
+from support.training_data import CLS, EOS, LABELS, PAD, SEP, UNK, classification, tokenizer, word
+
+pytestmark = [FUTURE_NAMES, CONV1D]
+
+
+def test_classification_is_encoded_as_the_tokenizer_does_and_cut() -> None:
+    data = TextData("classification", ("w0 w1", "w2 nonsense w3 w4"), labels=(1, 0), label_names=("no", "yes"))
+    assert encode(data, tokenizer(classifies=True), max_length=5) == [
+        {"input_ids": [CLS, word(0), word(1), SEP], "labels": 1},
+        {"input_ids": [CLS, word(2), UNK, word(3), SEP], "labels": 0},
+    ]
+
+
+def test_a_pair_is_two_segments_and_the_longer_one_is_cut() -> None:
+    data = TextData(
+        "classification", ("w0 w1", "w0"), pair=("w2", "w1 w2 w3 w4 w5"), labels=(0, 1), label_names=("no", "yes")
+    )
+    ids = [e["input_ids"] for e in encode(data, tokenizer(classifies=True), max_length=7)]
+    assert ids == [
+        [CLS, word(0), word(1), SEP, word(2), SEP],
+        [CLS, word(0), SEP, word(1), word(2), word(3), SEP],
+    ]
+
+
+def test_a_model_sees_a_pair_as_transformers_would_show_it(load: Loader, classifier: Path) -> None:
+    """Oracle: tokenizer and model called directly. BERT tells the two sentences apart by their segment ids."""
+    data = TextData("classification", ("w0 w1", "w5"), pair=("w2", "w1 w2 w3"), labels=(0, 1), label_names=LABELS)
+    tok = AutoTokenizer.from_pretrained(classifier)
+    inputs = tok(list(data.text), list(data.pair or ()), padding=True, return_tensors="pt")
+    network = load().network.eval()
+    ours = collate(encode(data, tok, max_length=16), tok, torch.device("cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(network(**ours).logits, network(**inputs).logits)
+
+
+def test_an_instruction_ends_with_an_end_token_and_the_loss_is_on_the_response() -> None:
+    data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
+    assert encode(data, tokenizer(classifies=False), max_length=16) == [
+        {
+            "input_ids": [word(0), word(1), word(2), word(3), word(4), EOS],
+            "labels": [IGNORED, IGNORED, IGNORED, word(3), word(4), EOS],
+        }
+    ]
+
+
+@pytest.mark.parametrize("max_length", [4, 5, 6, 7])
+def test_a_long_prompt_is_cut_from_its_front_and_the_response_never(max_length: int) -> None:
+    data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
+    (example,) = encode(data, tokenizer(classifies=False), max_length=max_length)
+    room = min(3, max_length - 3)
+    prompt = [word(0), word(1), word(2)][3 - room :]
+    assert example["input_ids"] == [*prompt, word(3), word(4), EOS]
+    assert example["labels"] == [*[IGNORED] * room, word(3), word(4), EOS]
+
+
+def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_by_its_place() -> None:
+    data = TextData("instruction", ("w0", "w0 w1"), responses=("w1", "w2 w3"))
+    with pytest.raises(DataError, match=r"example 1: its response has 3 tokens .* max_length = 3"):
+        encode(data, tokenizer(classifies=False), max_length=3)
+
+
+def test_no_examples_are_no_examples() -> None:
+    assert encode(classification(3, 0).select([]), tokenizer(classifies=True), max_length=8) == []
+
+
+def test_a_batch_is_padded_on_the_right_to_its_own_longest() -> None:
+    rows = [{"input_ids": [7, 8], "labels": [IGNORED, 8]}, {"input_ids": [9, 7, 4], "labels": [IGNORED, 7, 4]}]
+    batch = collate(rows, tokenizer(classifies=False), torch.device("cpu"))
+    assert {name: t.tolist() for name, t in batch.items()} == {
+        "input_ids": [[7, 8, PAD], [9, 7, 4]],
+        "attention_mask": [[1, 1, 0], [1, 1, 1]],
+        "labels": [[IGNORED, 8, IGNORED], [IGNORED, 7, 4]],
+    }
+    single = collate([{"input_ids": [7], "labels": 2}], tokenizer(classifies=True), torch.device("cpu"))
+    assert single["labels"].tolist() == [2]
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_token_and_still_learns_to_end(
+    load: Loader, language_model: Path, tmp_path: Path
+) -> None:
+    """GPT-2's case: the end of a response keeps its label, padding has none."""
+    folder = tmp_path / "no-pad"
+    shutil.copytree(language_model, folder)
+    tok = tokenizer(classifies=False)
+    tok.pad_token = None
+    tok.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).pad_token is None
+    model = load(folder, task="causal-lm", labels=(), lora={"targets": ["q_proj"]})
+    assert model.tokenizer.pad_token_id == EOS
+    data = TextData("instruction", ("w0", "w1 w2"), responses=("w3", "w4 w5"))
+    batch = collate(encode(data, model.tokenizer, max_length=16), model.tokenizer, model.device)
+    assert batch["input_ids"].tolist() == [
+        [word(0), word(3), EOS, EOS, EOS],
+        [word(1), word(2), word(4), word(5), EOS],
+    ]
+    assert batch["labels"].tolist()[0] == [IGNORED, word(3), EOS, IGNORED, IGNORED]
+    assert batch["attention_mask"].tolist()[0] == [1, 1, 1, 0, 0]

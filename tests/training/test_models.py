@@ -1,0 +1,112 @@
+"""The shared model as it is loaded: heads, seeds, dropout, and what is refused. Tiny transformers, no network.
+
+Kinds of evidence: *end-to-end* (real transformers and peft on models saved to disk and loaded again), *oracle* (logits
+of a dense copy), *contract* (what cannot be loaded is one line).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from fedlora.errors import ConfigError
+from fedlora.training.local import LocalTrainer, TrainSettings
+from support.known_warnings import CONV1D, FUTURE_NAMES
+from support.local_training import Loader, bits, dense, download, logits
+from support.tiny_models import bert
+from support.training_data import CLS, SEP, classification, word
+
+pytestmark = [FUTURE_NAMES, CONV1D]
+
+
+def test_a_new_head_is_drawn_from_the_seed(load: Loader, encoder: Path) -> None:
+    heads = [load(encoder, seed=s).seed_adapter(4, seed=0)[0].heads["classifier.weight"] for s in (0, 0, 1)]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    assert heads[0].shape == (3, 32)
+
+
+def test_a_seed_adapter_is_a_fresh_lora_of_its_seed(load: Loader, classifier: Path) -> None:
+    """B = 0, so the model says what the plain one does; A from the seed; the heads are the model's own."""
+    adapters = []
+    for seed in (0, 0, 1):
+        model = load()
+        adapter, spec = model.seed_adapter(4, seed=seed)
+        adapters.append(adapter)
+    assert bits(adapters[0]) == bits(adapters[1]) != bits(adapters[2])
+    assert all(bool((x.factors[0] == 0).all()) and bool((x.factors[1] != 0).any()) for x in adapter.modules.values())
+    plain = dense(classifier, bert, {}, {})
+    for name, head in adapter.heads.items():
+        assert torch.equal(head, dict(plain.named_parameters())[name])
+    ids = [CLS, word(1), word(2), SEP]
+    torch.testing.assert_close(logits(model.network, ids), logits(plain, ids), rtol=1e-5, atol=1e-6)
+    assert spec.scaling == 2.0 and spec.base_model == str(classifier)
+
+
+def test_a_seed_adapter_is_fresh_also_when_the_model_has_been_used(load: Loader) -> None:
+    """Asked for again, at a rank that has been trained meanwhile, and from another seed."""
+    model = load()
+    first, _ = model.seed_adapter(4, seed=0)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=4), seed=0)
+    trainer.train(download(first), first, 0)
+    assert bits(model.seed_adapter(4, seed=0)[0]) == bits(first)
+    assert bits(model.seed_adapter(4, seed=1)[0]) == bits(load().seed_adapter(4, seed=1)[0])
+
+
+def test_labels_get_their_names_in_the_models_config(load: Loader, encoder: Path) -> None:
+    config = load(encoder).network.config
+    assert config.id2label == {0: "blue", 1: "green", 2: "red"}
+    assert config.label2id == {"blue": 0, "green": 1, "red": 2}
+
+
+def test_dropout_replaces_every_rate_of_the_model(load: Loader) -> None:
+    rates = {m.p for m in load(dropout=0.25).network.modules() if isinstance(m, nn.Dropout)}
+    assert rates == {0.25}
+    own = {m.p for m in load(dropout=None).network.modules() if isinstance(m, nn.Dropout)}
+    assert own == {0.1}, "BERT's own default"
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    no_weights = tmp_path / "no-weights"
+    shutil.copytree(classifier, no_weights)
+    (no_weights / "model.safetensors").unlink()
+    for path in (tmp_path / "nowhere", no_weights):
+        with pytest.raises(ConfigError, match=rf"the model '{path}' cannot be loaded: ") as caught:
+            load(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_its_tokenizer_is_refused(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    """transformers 5 makes up an empty BERT vocabulary instead, and every word would be [UNK]."""
+    folder = tmp_path / "no-tokenizer"
+    shutil.copytree(classifier, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load(folder)
+
+
+def test_a_pickled_model_is_never_opened(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    """A pickle can run code. Here it holds the very same weights, and would load."""
+    folder = tmp_path / "pickled"
+    shutil.copytree(classifier, folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(folder)
+
+
+def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load: Loader) -> None:
+    """The directory's own head has 3 labels, the data 2: the likeliest mistake with a model fine-tuned before."""
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(labels=("no", "yes"))
+
+
+def test_targets_that_the_model_lacks_are_one_line(load: Loader) -> None:
+    with pytest.raises(ConfigError, match=r"LoRA cannot be put on \['q_proj'\]: ") as caught:
+        load(lora={"targets": ["q_proj"]}).seed_adapter(4, seed=0)
+    assert "\n" not in str(caught.value)
