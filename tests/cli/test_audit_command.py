@@ -527,7 +527,7 @@ def test_an_audit_of_a_run_is_of_its_newest_uploads(run: Kept, undrawn: None) ->
     directories by themselves, and round 1's, give other numbers only where they should."""
     calls = [c for c in run.calls if c.round == 2]
     pairs, p = in_float64([c.trained.adapter for c in calls], 2.0), relative([run.examples[c.client] for c in calls])
-    methods = ("--methods", "padded-average, hetlora, glora, glora rho=0.5", "--conditions", "10")
+    methods = ("--methods", "padded-average, hetlora, glora, glora rho=0.5", "--conditions", "10", "--draws", 1)
     found = audited("--from-run", run.folder.path, *methods)
     true = mean(pairs, p)
     wanted = {
@@ -576,7 +576,7 @@ def test_adapters_whose_a_differs_are_refused_wherever_the_first_one_lacks_the_m
 def test_the_table_shows_the_numbers_of_the_json(mixed: Sites, undrawn: None, wide: None) -> None:
     """usage.md: below 1e-3 as 2.7e-15, else a percentage; the two drifts at condition 10; GLoRA's cut in words; who
     cannot run, with the reason."""
-    args = (*mixed.paths, "--methods", "fedit, glora, glora rho=0.5, hetlora")
+    args = (*mixed.paths, "--methods", "fedit, glora, glora rho=0.5, hetlora", "--draws", 1)
     found = audited(*args)
     said = invoke("audit", *args).stdout
     rows = {cells(line)[0]: cells(line) for line in said.splitlines() if line.startswith("│")}
@@ -625,15 +625,17 @@ def test_the_picture_is_of_the_numbers(
     """Three bars and curves of whole parts (orange) or none (blue, of round-off): other methods and other adapters draw
     other pictures. audit.png in the working directory unless --plot says where, folders included."""
     monkeypatch.chdir(tmp_path)
-    said = invoke("audit", *equal.paths, "--methods", "fedit,glora", "--json")
+    said = invoke("audit", *equal.paths, "--methods", "fedit,glora", "--draws", 1, "--json")
     assert json.loads(said.stdout)["fedit"]["error"] > 0.1 and "plot: audit.png" in said.stderr
-    invoke("audit", *mixed.paths, "--methods", "hetlora,glora", "--plot", "some/where/mixed.png")
+    invoke("audit", *mixed.paths, "--methods", "hetlora,glora", "--draws", 1, "--plot", "some/where/mixed.png")
     assert sorted(str(path) for path in Path().rglob("*.png")) == ["audit.png", "some/where/mixed.png"]
     assert len({is_a_picture(path) for path in Path().rglob("*.png")}) == 2
     orange = [colours(path, (0xD5, 0x5E, 0x00)) for path in (Path("audit.png"), Path("some/where/mixed.png"))]
     blue = [colours(path, (0x00, 0x72, 0xB2)) for path in (Path("audit.png"), Path("some/where/mixed.png"))]
     assert min(orange) > 1000 and min(blue) > 1000
-    invoke("audit", *equal.paths, "--methods", "glora,flexlora", "--plot", "calm.png", "--conditions", "10")
+    invoke(
+        "audit", *equal.paths, "--methods", "glora,flexlora", "--plot", "calm.png", "--conditions", "10", "--draws", 1
+    )
     assert colours(Path("calm.png"), (0xD5, 0x5E, 0x00)) < 1000, "but for the one curve of the second method"
 
 

@@ -7,6 +7,7 @@ against transformers' own `generate`).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -325,6 +326,8 @@ def test_smollm2_is_loaded_kept_and_speaks(cache: Path, monkeypatch: pytest.Monk
         pytest.skip(reason)
     import gguf
 
+    # Its words take gguf's reader many seconds; transformers asks for them three times in a load, and so do we below.
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
     file = smollm2_model()
     before = torch.random.get_rng_state()
     model = AdaptedModel.load(file, "causal-lm", LORA)
