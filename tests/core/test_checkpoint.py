@@ -568,3 +568,21 @@ def test_a_directory_that_cannot_be_made_is_a_checkpoint_error(place: str, tmp_p
 def test_mappings_come_back_read_only(tmp_path: Path) -> None:
     """A state is a value: what was loaded cannot be changed under a server that holds it."""
     assert isinstance(round_trip(tmp_path, {"a": 1}), ReadOnly)
+
+
+def test_a_round_that_is_stored_again_is_the_newer_value(tmp_path: Path) -> None:
+    """A federation stores who was refused in a round that did not count: same round, another value, another digest."""
+    for k in range(8):  # of two digests the larger one would win half of the times
+        folder = tmp_path / str(k)
+        for value in (k, k + 100):
+            save(folder, 3, Box(value))
+        loaded = load_newest(folder, Box)
+        assert loaded is not None and loaded[1].value == k + 100
+        assert len(list(folder.iterdir())) == 1
+
+
+def test_what_was_just_written_is_never_removed(tmp_path: Path) -> None:
+    """Also where rounds of an abandoned trajectory lie there, which are later ones."""
+    for round in (5, 6):
+        save(tmp_path, round, Box(round))
+    assert save(tmp_path, 2, Box(2), keep=1).exists()

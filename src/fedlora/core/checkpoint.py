@@ -69,7 +69,8 @@ _NAME = re.compile(r"round-(\d{5,})\.([0-9a-f]{16})\.safetensors")
 
 
 def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
-    """Write `value` as the checkpoint of `round`, and remove all but the newest `keep` ones.
+    """Write `value` as the checkpoint of `round`, in the place of another one of that round, and remove all but the
+    newest `keep` ones; never the one just written.
 
     Raises:
         CheckpointError: the value holds something that cannot be stored, or the disk refuses; older ones stay.
@@ -89,8 +90,10 @@ def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
             f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
         ) from error
-    for _, _, old in _listed(directory)[keep:]:
-        old.unlink()
+    older = [(other, old) for other, _, old in _listed(directory) if old != path]
+    for k, (other, old) in enumerate(older):
+        if other == round or k >= keep - 1:  # the same round stored again: the newer value stands
+            old.unlink()
     return path
 
 
