@@ -8,7 +8,7 @@ jaxtyping has put its hook in.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,15 @@ pytest.register_assert_rewrite("support")
 def _one_thread() -> None:
     """Bitwise tests need a fixed thread count; small matrices are fastest with one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_fsync() -> Iterator[None]:
+    """Files need not survive a power cut here. Processes of their own do wait for the disk; that one which refuses is
+    heard is asked in test_checkpoint.py and test_federation.py."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture

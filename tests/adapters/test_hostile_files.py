@@ -41,12 +41,6 @@ PREFIX = "base_model.model."
 Header = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files need not survive a power cut here."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 @contextmanager
 def quick(seconds: float = SECONDS) -> Iterator[None]:
     """It may not take longer than this, however it ends."""

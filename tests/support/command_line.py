@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,10 @@ from rich.console import Console
 with warnings.catch_warnings():
     # typer < 0.21 asks click 8.3 for names that click 9 will drop, when it is imported.
     warnings.filterwarnings("ignore", r"'click\..* is deprecated", DeprecationWarning)
+    import typer.main
+
+    # typer builds all commands anew for every call, out of signatures that do not change: longer than most calls take.
+    typer.main.get_command = functools.cache(typer.main.get_command)
     from typer.testing import CliRunner
 
     import fedlora.cli
