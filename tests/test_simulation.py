@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, Upload, build
+from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, ServerState, Upload, build
 from fedlora.analysis.audit import padded_average_error
 from fedlora.core import checkpoint
-from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Workers
+from fedlora.core.trainer import Failed, Job, OneByOne, Together, Trained, Workers
 from fedlora.errors import ClientFailed, ConfigError, HyperparameterError, KeptStateError, QuorumNotMet, UploadRefused
+from fedlora.server.defences import Verdict
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.server.state import RunState
@@ -545,3 +546,48 @@ def test_a_trainer_that_returns_something_else_is_a_client_that_failed() -> None
     server = Server(build("glora"), quorum=1)
     (record,) = simulate(server, clients(EQUAL), Nothing(), start(server, seed_adapter(4)), rounds=1)
     assert record.refused == {"c": "TypeError: train() gave a NoneType; a Trained is needed"}
+
+
+def test_whom_a_defence_refuses_is_refused_in_every_way(caplog: pytest.LogCaptureFixture) -> None:
+    """As one whom the server's own check refuses: not in the uploads, what it kept as it was, named, and logged."""
+
+    def without_b(state: ServerState, uploads: Sequence[Upload], counts: Mapping[str, float]) -> Verdict:
+        left = [u for u in uploads if u.client.id != "b"]
+        return Verdict(left, {u.client.id: counts[u.client.id] for u in left}, {"b": "an outlier"})
+
+    server = Server(build("fedsa-lora"), defences=(without_b,))
+    (record,) = simulate(server, clients(EQUAL), Toy(), start(server, seed_adapter(4)), rounds=1)
+    assert {u.client.id for u in record.uploads} == set(record.weights) == {"a", "c", "d"}
+    assert record.refused == {"b": "an outlier"} and "'b' does not count in round 1: an outlier" in caplog.text
+    memory = record.state.clients["b"]
+    assert memory.kept is None and memory.position == BATCH and record.state.clients["a"].kept is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"form": "subspce"}, "form is one of"),
+        ({"hooks": [lambda upload, round: None]}, "returned None for the upload of 'a'"),
+        ({"trainer": "together"}, "needs a trainer with train_group"),
+        ({"state": "server"}, "state is a RunState"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_what_is_handed_in_wrongly_is_said_at_once(options: dict[str, Any], says: str) -> None:
+    server, more = Server(build("glora")), dict(options)
+    state: Any = start(server, seed_adapter(4))
+    state = state.server if more.pop("state", None) else state
+    with pytest.raises(HyperparameterError, match=says):
+        trainer: Any = Together(Toy(), 2) if more.pop("trainer", None) else Toy()  # type: ignore[arg-type]
+        list(simulate(server, clients(EQUAL), trainer, state, rounds=1, **more))
+
+
+def test_a_server_says_what_it_was_not_given() -> None:
+    with pytest.raises(HyperparameterError, match=r"as build\('glora'\) makes; got 'glora'"):
+        Server("glora")  # type: ignore[arg-type]
+    with pytest.raises(HyperparameterError, match="defences is a tuple of functions"):
+        Server(build("glora"), defences=print)  # type: ignore[arg-type]
+    for wrong, says in ((lambda *_: 1 / 0, "raised ZeroDivisionError"), (lambda *_: None, "returned None; a Verdict")):
+        server = Server(build("glora"), defences=(wrong,))
+        with pytest.raises(HyperparameterError, match=says):
+            list(simulate(server, clients(EQUAL), Toy(), start(server, seed_adapter(4)), rounds=1))

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, get_args
 
 from fedlora.client import begin_round, finish_round
 from fedlora.core.lora import Adapter, LoRA
@@ -65,7 +65,7 @@ class Traffic:
 @dataclass(frozen=True)
 class ClientDone:
     """One client of a round is done. loss: its mean training loss, None where it failed. refused: why it does not
-    count; None: it does, or it abstained."""
+    count; None: it does, as far as its own upload goes, or it abstained. A defence judges later: see the record."""
 
     round: int
     client: str
@@ -153,6 +153,12 @@ def play(
             f"{len(twice)} client ids occur more than once, {twice[0]!r} for one. A client's memory and its part in "
             f"the mean go by its id: give each its own."
         )
+    if form not in get_args(Form):
+        raise HyperparameterError(f"form is one of {get_args(Form)}; got {form!r}.")
+    if not isinstance(state, RunState):
+        raise HyperparameterError(
+            f"state is a RunState, as `start(server, seed_adapter)` or a record has it; got a {type(state).__name__}."
+        )
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     while state.round < rounds:
         chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
@@ -181,6 +187,7 @@ class _Round:
         self._traffic = Traffic()
         self._after: dict[str, ClientMemory] = {}  # of those whose upload is on its way: theirs if it counts
         self._done: list[ClientDone] = []  # not yet told
+        self._begun: dict[str, ClientMemory] = {}  # as it was when the round began for each
         self._at_work: dict[str, Job] = {}  # handed to the workers, and not come back
 
     def play(self, clients: Sequence[Client], workers: Workers) -> Iterator[ClientDone]:
@@ -194,6 +201,11 @@ class _Round:
                 self._closed = self._intake.close()
             except QuorumNotMet as error:
                 raise QuorumNotMet(f"{error} Failed clients: {self._refused or 'none'}.") from error
+        for client, reason in (self._closed.tally.refused if self._closed.tally is not None else {}).items():
+            if client in self._after and client not in self._refused:  # a defence's doing, with all uploads before it
+                log.warning("client %r does not count in round %d: %s", client, self._closed.round, reason)
+                self._uploads.pop(client, None)
+                self._memories[client] = replace(self._begun[client], position=self._after[client].position)
 
     def record(self) -> RoundRecord:
         """What came of it, not evaluated yet."""
@@ -229,7 +241,8 @@ class _Round:
                 download = self._server.download(self._before.server, as_pruned(client, memory))
                 job = begin_round(download, memory)
                 self._traffic = _with_download(self._traffic, pack(download, memory.held))
-                self._memories[client.id] = replace(memory, held=held_after(download, memory.kept))
+                self._begun[client.id] = replace(memory, held=held_after(download, memory.kept))
+                self._memories[client.id] = self._begun[client.id]
             self._at_work[client.id] = job
             yield job
 
@@ -257,6 +270,11 @@ class _Round:
             upload = played.upload
             for hook in self._hooks:
                 upload = hook(upload, self._before.round)
+                if not isinstance(upload, Upload) or upload.client.id != client:
+                    raise HyperparameterError(
+                        f"the hook {hook!r} returned {upload!r:.80} for the upload of {client!r}; it returns that "
+                        f"client's upload, changed or not."
+                    )
             yield upload
         for job in list(self._at_work.values()):
             self._failed(Failed(job, RuntimeError("the workers drew its job and gave no result")))

@@ -14,7 +14,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -384,7 +384,7 @@ def test_all_damaged_is_an_error_after_a_warning_for_each(tmp_path: Path) -> Non
         DAMAGE[damage](path)
     with (
         pytest.warns(UserWarning) as caught,
-        pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* is sound"),
+        pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* can be used"),
     ):
         load_newest(tmp_path, Box)
     assert len(caught) == 3
@@ -568,6 +568,21 @@ def test_a_directory_that_cannot_be_made_is_a_checkpoint_error(place: str, tmp_p
 def test_mappings_come_back_read_only(tmp_path: Path) -> None:
     """A state is a value: what was loaded cannot be changed under a server that holds it."""
     assert isinstance(round_trip(tmp_path, {"a": 1}), ReadOnly)
+
+
+def test_a_class_that_was_renamed_is_told_how_to_keep_its_files(tmp_path: Path) -> None:
+    """Not "damaged, start afresh": the file is sound, and the class has its old name as a tag then."""
+    old = make_dataclass("Old", [("x", int)], frozen=True, namespace={"__module__": "mine"})
+    new = make_dataclass("New", [("x", int)], frozen=True, namespace={"__module__": "mine"})
+    save(tmp_path, 1, Box(old(3)))
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(CheckpointError, match=r"Give it the class attribute TAG = 'mine.Old'"),
+    ):
+        load_newest(tmp_path, Box, new)
+    new.TAG = "mine.Old"  # type: ignore[attr-defined]
+    loaded = load_newest(tmp_path, Box, new)
+    assert loaded is not None and loaded[1].value == new(3)
 
 
 def test_a_round_that_is_stored_again_is_the_newer_value(tmp_path: Path) -> None:

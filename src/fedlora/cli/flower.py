@@ -1,4 +1,4 @@
-"""`fedlora flower init | up`, `fedlora doctor`: a federation on Flower, from a folder."""
+"""`fedlora flower init | up | simulate`, `fedlora doctor`: a federation on Flower, from a folder."""
 
 from __future__ import annotations
 

@@ -108,13 +108,18 @@ def load_newest(directory: Path, kind: type[T], *extra: type, upto: int | None =
         CheckpointError: there are checkpoints, and none is sound.
     """
     listed = [entry for entry in _listed(directory) if upto is None or entry[0] <= upto]
+    why: list[str] = []
     for round, digest, path in listed:
         try:
             return round, _read(path, digest, kind, extra)
         except CheckpointError as error:
+            why.append(str(error))
             warnings.warn(f"{error} Trying the one before it.", stacklevel=2)
     if listed:
-        raise CheckpointError(f"none of the {len(listed)} checkpoints in {directory} is sound; start the run afresh.")
+        raise CheckpointError(
+            f"none of the {len(listed)} checkpoints in {directory} can be used. The newest: {why[0]} Where all are "
+            f"damaged, start the run afresh."
+        )
     return None
 
 
@@ -192,6 +197,11 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type])
             return tensors[path]
         case {"dataclass": name, "fields": inside}:
             name, inside = _upgraded(name, inside)
+            if name not in known:
+                raise ValueError(
+                    f"it holds a {name!r}, and the classes known here are {', '.join(sorted(known))}. Was that class "
+                    f"renamed or moved? Give it the class attribute TAG = {name!r}, its name in this file"
+                )
             return known[name](**{key: _decode(item, tensors, known) for key, item in inside.items()})
         case {"mapping": items}:
             return ReadOnly({key: _decode(item, tensors, known) for key, item in items.items()})

@@ -94,6 +94,11 @@ class Together(Workers):
     def __post_init__(self) -> None:
         if self.size < 1:
             raise HyperparameterError(f"Together: size is a number of clients >= 1; got {self.size}.")
+        if not callable(getattr(self.trainer, "train_group", None)):  # or every group would fail, and go one by one
+            raise HyperparameterError(
+                f"Together needs a trainer with train_group(jobs), and {type(self.trainer).__name__} has none; give "
+                f"the trainer itself, and its clients are trained one by one."
+            )
 
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
         rest = iter(jobs)

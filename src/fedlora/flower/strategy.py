@@ -189,6 +189,9 @@ class FedLoRA(Strategy):
             if isinstance(error, RankMismatch):  # some upload's rank, which only the method can see
                 raise QuorumNotMet(f"round {self.round + 1} cannot be aggregated: {error}") from error
             raise
+        for name, reason in (after.tally.refused if after.tally is not None else {}).items():
+            if losses.pop(name, None) is not None:  # a defence's doing, with all uploads before it
+                self._refuse(name, reason, refusals)
         run_state = RunState(after.round, after, ReadOnly(memories))
         self.memory = FlowerState(self.run, run_state, ReadOnly(refusals))
         self._save()

@@ -1,7 +1,7 @@
 """The server: one method lifted over all modules. It opens a round, takes uploads in, and closes it to a new state.
 
 It knows no method by name, no engine and no network. How uploads are taken in is the round's own affair: kept until
-the end (`server`), folded into bounded memory, or as sums of two exchanges (`sketched_round`).
+the end (`kept_uploads`), folded into bounded memory, or as sums of two exchanges (`sketched_round`).
 """
 
 from fedlora.server.sampling import sample_clients

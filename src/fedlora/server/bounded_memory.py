@@ -208,6 +208,6 @@ def _columns(start: Adapter, memory: float) -> int:
     if columns < largest:
         raise HyperparameterError(
             f"Server: {memory / 2**20:g} MB leave room for {columns} columns in each matrix, and one client "
-            f"of rank {largest} needs {largest}. Give at least {2 * largest * column / 2**20:.1f} MB."
+            f"of rank {largest} needs {largest}. Give at least {2 * largest * column / 2**20:.3g} MB."
         )
     return columns

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fedlora.core.messages import Upload
-from fedlora.errors import HyperparameterError
+from fedlora.errors import FedLoRAError, HyperparameterError
 from fedlora.server.state import ServerState
 
 
@@ -46,7 +46,14 @@ def defended(
     """
     refused: dict[str, str] = {}
     for defence in defences:
-        verdict = defence(state, uploads, counts)
+        try:
+            verdict = defence(state, uploads, counts)
+        except FedLoRAError:
+            raise
+        except Exception as error:
+            raise HyperparameterError(f"the defence {defence!r} raised {type(error).__name__}: {error}.") from error
+        if not isinstance(verdict, Verdict):
+            raise HyperparameterError(f"the defence {defence!r} returned {verdict!r:.80}; a Verdict is needed.")
         named = {u.client.id for u in verdict.uploads}
         if named != set(verdict.counts) or set(counts) - named != set(verdict.refused):
             raise HyperparameterError(

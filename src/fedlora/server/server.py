@@ -64,7 +64,8 @@ class Server:
             folded in as it arrives and dropped (`bounded_memory`): exact while it fits, an approximation beyond, of
             which the diagnostics say what was left out.
         sketch: rounds by two exchanges of sums (`sketched_round`) instead of uploads that the server sees.
-        defences: what looks at a round's uploads together before the method aggregates them (`defences`).
+        defences: what looks at a round's uploads together before the method aggregates them (`defences`). Whom they
+            refuse does not count and is named; the round goes on, if the quorum (None: one) is still met.
         workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
             None: as many as torch has threads.
 
@@ -84,6 +85,10 @@ class Server:
     defences: tuple[Defence, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.method, str | type):
+            raise HyperparameterError(f"Server: method is an object, as build('glora') makes; got {self.method!r}.")
+        if not isinstance(self.defences, tuple) or not all(callable(defence) for defence in self.defences):
+            raise HyperparameterError(f"Server: defences is a tuple of functions; got {self.defences!r}.")
         for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
             value = getattr(self, name)
             if value not in get_args(options) and not (name == "heads" and value is None):
