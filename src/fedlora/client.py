@@ -59,7 +59,14 @@ def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = 
         ranks = made.ranks if made.ranks != job.adapter.ranks else ranks
         client = replace(client, rank=ranks or client.rank)
     kept = keep(made, roles)
+    if form == "subspace":  # its factorisations cannot be made of NaN; all other forms the server looks at
+        for name, tensor in named_tensors(Adapter(made.modules)):
+            if not bool(torch.isfinite(tensor).all()):
+                raise UploadRefused(client.id, f"{name} holds NaN or Inf: training diverged there.")
+    was = dict(named_tensors(job.adapter))
     for name, tensor in named_tensors(kept or Adapter({})):
+        if roles.penalty is None and (name not in was or tensor.shape != was[name].shape):
+            raise UploadRefused(client.id, f"the local {name} has shape {tuple(tensor.shape)} after training.")
         if not bool(torch.isfinite(tensor).all()):
             raise UploadRefused(client.id, f"the local {name} holds NaN or Inf: training diverged there.")
     upload = Upload(client, trained.num_examples, send(made, roles, form), form)

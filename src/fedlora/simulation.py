@@ -155,6 +155,8 @@ def play(
         )
     if form not in get_args(Form):
         raise HyperparameterError(f"form is one of {get_args(Form)}; got {form!r}.")
+    if evaluate_every < 1:
+        raise HyperparameterError(f"evaluate_every is a number of rounds >= 1; got {evaluate_every}.")
     if not isinstance(state, RunState):
         raise HyperparameterError(
             f"state is a RunState, as `start(server, seed_adapter)` or a record has it; got a {type(state).__name__}."
@@ -266,6 +268,11 @@ class _Round:
                 self._refuse(refusal, position=result.position)
                 self._tell(client)
                 continue
+            except HyperparameterError:
+                raise
+            except Exception as error:  # what its trainer made is no adapter of this round
+                self._failed(Failed(job, error))
+                continue
             self._after[client] = played.memory
             upload = played.upload
             for hook in self._hooks:
@@ -345,12 +352,13 @@ class _Clock:
 
     def over(self, phase: str, items: Iterator[X]) -> Iterator[X]:
         """The items, with the time that each takes to come."""
+        end = object()
         while True:
             with self(phase):
-                item = next(items, None)
-            if item is None:
+                item = next(items, end)
+            if item is end:
                 return
-            yield item
+            yield item  # type: ignore[misc]
 
 
 def _size(loras: Mapping[str, LoRA]) -> int:

@@ -534,7 +534,7 @@ class HalfWritten(io.BytesIO):
 
 
 def open_half_written(path: Path, mode: str) -> HalfWritten:
-    assert mode == "wb"
+    assert mode == "xb"
     return HalfWritten(path)
 
 

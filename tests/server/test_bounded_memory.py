@@ -214,7 +214,7 @@ def test_impossible_limits_say_what_would_do() -> None:
     with pytest.raises(HyperparameterError, match="positive number of megabytes"):
         Server(build("glora"), memory=0)
     tight = server(3)
-    with pytest.raises(HyperparameterError, match=r"room for 3 columns .* rank 4 needs 4. Give at least 0.0 MB"):
+    with pytest.raises(HyperparameterError, match=r"room for 3 columns .* rank 4 needs 4. Give at least 0.00684 MB"):
         tight.open(start(tight))
     with pytest.raises(HyperparameterError, match="all uploads at once"):
         server(12, hparams={"weighting": "rank-partition"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         OSError: the disk refuses. The old file is untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")  # one name: what a kill leaves is overwritten by the next attempt
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")  # two writers, two files
     try:
-        with beside.open("wb") as file:
+        beside.unlink(missing_ok=True)
+        with beside.open("xb") as file:
+            if path.is_file():
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
             yield file
             file.flush()
             os.fsync(file.fileno())

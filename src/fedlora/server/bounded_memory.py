@@ -27,6 +27,7 @@ from fedlora.server.closing import closed, shares
 from fedlora.server.heads import HeadSums
 from fedlora.server.intake import Attendance, WholeUpload
 from fedlora.server.kept_uploads import close_whole, updates_of
+from fedlora.server.method_faults import blamed_on, checked_diagnostics, checked_state
 from fedlora.server.state import ServerState
 from fedlora.server.terms import Terms
 
@@ -130,8 +131,10 @@ class BoundedMemory:
                 f"(a flat spectrum), and what is left would stand for few of them. {needed}"
             )
         total = sums.weight if everyone is None or self._pairing.weighting == "uniform" else everyone
-        state = self._method.from_pair(self._terms.state.modules[name], sums.pair(total))
-        dropped = self._terms.method.diagnostics(state).get("dropped")
+        method = self._terms.method
+        with blamed_on(method, "from_pair"):
+            state = self._method.from_pair(self._terms.state.modules[name], sums.pair(total))
+        dropped = checked_diagnostics(method, checked_state(method, "from_pair", state)).get("dropped")
         if isinstance(dropped, float) and dropped > 0.5:
             raise RankMismatch(
                 f"up to {dropped:.0%} of the mean update's energy may be lost in {columns} columns of memory, although "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedlora.core.method import Method
 from fedlora.core.read_only import ReadOnly
-from fedlora.server.method_faults import blamed_on, checked_state
+from fedlora.server.method_faults import checked_diagnostics, checked_state
 from fedlora.server.state import ServerState, Tally
 from fedlora.server.terms import Terms
 
@@ -54,8 +54,7 @@ def shares(counts: Mapping[str, float]) -> dict[str, float]:
 
 def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:
     """Logs a warning where a method says that its result lacks part of the mean update that no budget took."""
-    with blamed_on(method, "diagnostics"):
-        facts = {name: method.diagnostics(state) for name, state in modules.items()}
+    facts = {name: checked_diagnostics(method, state) for name, state in modules.items()}
 
     def worst(key: str, least: float) -> tuple[str, float, int] | None:
         """The module with most of it, how much, and in how many modules there is more than `least`."""

@@ -55,7 +55,8 @@ def defended(
         if not isinstance(verdict, Verdict):
             raise HyperparameterError(f"the defence {defence!r} returned {verdict!r:.80}; a Verdict is needed.")
         named = {u.client.id for u in verdict.uploads}
-        if named != set(verdict.counts) or set(counts) - named != set(verdict.refused):
+        once = len(named) == len(verdict.uploads) and named <= set(counts)
+        if not once or named != set(verdict.counts) or set(counts) - named != set(verdict.refused):
             raise HyperparameterError(
                 f"{defence!r} must name every client once: it was given {sorted(counts)}, lets {sorted(named)} count "
                 f"(with counts for {sorted(verdict.counts)}) and refuses {sorted(verdict.refused)}."

@@ -10,7 +10,7 @@ import torch
 from fedlora.core.lora import LoRA, compute_dtype
 from fedlora.core.messages import Upload
 from fedlora.core.method import Update, aggregate_all
-from fedlora.errors import UploadRefused
+from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.linalg.parallel import workers
 from fedlora.server.closing import closed, shares
 from fedlora.server.defences import defended
@@ -57,6 +57,11 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
     attendance.require_quorum()
     terms, counts = attendance.terms, dict(sorted(attendance.counts.items()))
     verdict = defended(terms.defences, terms.state, [held[client] for client in counts], counts)
+    for upload in verdict.uploads if terms.defences else ():
+        try:
+            terms.check(upload)
+        except UploadRefused as refusal:
+            raise HyperparameterError(f"a defence changed an upload to one that cannot be used: {refusal}") from refusal
     for client, reason in verdict.refused.items():
         attendance.refuse(UploadRefused(client, reason))
     attendance.require_quorum()

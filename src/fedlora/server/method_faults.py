@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from fedlora.core.base_change import BaseChange
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Method, Readout, Role, Roles
 from fedlora.errors import FedLoRAError, MethodFault
@@ -31,11 +32,20 @@ def blamed_on(method: Method[Any], function: str) -> Iterator[None]:
 
 def checked_state(method: Method[Any], function: str, state: Any) -> Any:
     """`state`, if it is one. Raises `MethodFault`."""
-    if not isinstance(state, method.State):
+    if type(state) is not method.State:  # a class that inherits from it is one that no checkpoint could read back
         raise MethodFault(
             f"{method.name}.{function} returned a {type(state).__name__}; its State is {method.State.__name__}."
         )
     return state
+
+
+def checked_diagnostics(method: Method[Any], state: Any) -> Mapping[str, object]:
+    """What the method says of a state, if it is a mapping. Raises `MethodFault`."""
+    with blamed_on(method, "diagnostics"):
+        made = method.diagnostics(state)
+    if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
+        raise MethodFault(f"{method.name}.diagnostics(state) returned {made!r:.80}; names and plain values are needed.")
+    return made
 
 
 def checked_update(method: Method[Any], made: Any, start: LoRA) -> LoRA:
@@ -61,8 +71,8 @@ def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, role
         MethodFault: it is something else.
     """
     what = f"{method.name}.readout(state, client, {rank}) returned"
-    if not isinstance(made, Readout):
-        raise MethodFault(f"{what} a {type(made).__name__}; a Readout is needed.")
+    if not isinstance(made, Readout) or not isinstance(made.lora, LoRA):
+        raise MethodFault(f"{what} {made!r:.80}; a Readout of a LoRA is needed.")
     B, A = start.factors
     parts = made.lora.tensors()
     expected = {"B": (B.shape[0], rank), "A": (rank, A.shape[1])}
@@ -80,6 +90,11 @@ def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, role
     if wanted - set(parts):
         lacks = ", ".join(sorted(wanted - set(parts)))
         raise MethodFault(f"{what} no {lacks}, which its roles do not leave to the client ({roles}).")
+    if set(parts) - wanted:
+        more = ", ".join(sorted(set(parts) - wanted))
+        raise MethodFault(f"{what} {more}, which its roles leave to the client: it would overwrite what that keeps.")
+    if made.base is not None and not isinstance(made.base, BaseChange):
+        raise MethodFault(f"{what} {made.base!r:.80} as a change of the base weight; a BaseChange is needed.")
     if made.base is not None:
         if not roles.moves_base:
             raise MethodFault(f"{what} a change of the base weight, and its roles do not say moves_base.")

@@ -10,6 +10,7 @@ Knows no engine and no network: simulation and Flower are both thin shells aroun
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -30,6 +31,7 @@ from fedlora.server.intake import Intake, take_in
 from fedlora.server.kept_uploads import KeptUploads, promoted
 from fedlora.server.method_faults import (
     blamed_on,
+    checked_diagnostics,
     checked_readout,
     checked_roles,
     checked_state,
@@ -93,14 +95,20 @@ class Server:
             value = getattr(self, name)
             if value not in get_args(options) and not (name == "heads" and value is None):
                 raise HyperparameterError(f"Server: {name} is one of {get_args(options)}; got {value!r}.")
+        for name in ("quorum", "workers"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise HyperparameterError(f"Server: {name} is a whole number, or None; got {value!r}.")
         if self.quorum is not None and self.quorum < 1:
             raise HyperparameterError(f"Server: quorum is at least 1 accepted upload, or None; got {self.quorum}.")
         if self.workers is not None and self.workers < 1:
             raise HyperparameterError(f"Server: workers is a number of threads >= 1, or None; got {self.workers}.")
-        if self.memory is not None and not self.memory > 0:
+        if self.memory is not None and not 0 < self.memory < math.inf:
             raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
         if self.memory is not None:
-            self._pairing("a memory limit", f"{self.memory:g} MB", "Leave memory out, or use glora.").pairing()
+            method = self._pairing("a memory limit", f"{self.memory:g} MB", "Leave memory out, or use glora.")
+            with blamed_on(self.method, "pairing"):
+                method.pairing()
         if self.sketch is not None:
             require_plain(self._pairing("a sketch", f"rank {self.sketch.rank}", "Leave the sketch out, or use glora."))
             if self.missing == "zero" or self.memory is not None:
@@ -176,7 +184,10 @@ class Server:
             if readout.base is not None:
                 base[name] = readout.base
             B, A = state.start.modules[name].factors
-            local = {"B": B[:, :rank] if roles.B == "local" else None, "A": A[:rank] if roles.A == "local" else None}
+            local = {
+                "B": B[:, :rank].clone() if roles.B == "local" else None,
+                "A": A[:rank].clone() if roles.A == "local" else None,
+            }
             if local["B"] is not None or local["A"] is not None:
                 start[name] = LoRA(local["B"], local["A"])
         heads = {name: head.clone() for name, head in state.heads.items()}
@@ -258,8 +269,7 @@ class Server:
 
     def diagnostics(self, state: ServerState) -> Mapping[str, Mapping[str, object]]:
         """Module -> the method's own numbers: rank, server rank R, gap, tied, captured energy, singular values, ..."""
-        with blamed_on(self.method, "diagnostics"):
-            return {name: self.method.diagnostics(s) for name, s in state.modules.items()}
+        return {name: checked_diagnostics(self.method, s) for name, s in state.modules.items()}
 
 
 def start(server: Server, seed_adapter: Adapter) -> RunState:

@@ -31,6 +31,7 @@ from fedlora.seeds import derive_seed
 from fedlora.server.checks import check_count
 from fedlora.server.closing import closed
 from fedlora.server.heads import HeadSums
+from fedlora.server.method_faults import blamed_on
 from fedlora.server.sketch import (
     CoreMessage,
     RangeMessage,
@@ -250,8 +251,10 @@ class SketchedRound:
                 message, self._bases[name], self.plans[name],
                 least_captured=self._sketch.least_captured, most_error=self._sketch.most_error,
             )  # fmt: skip
-            modules[name] = self._method.from_pair(terms.state.modules[name], _pair(result, self.plans[name].rank))
-        return closed(terms, modules, total.heads.mean(terms.state.heads), Tally({}))
+            with blamed_on(terms.method, "from_pair"):
+                modules[name] = self._method.from_pair(terms.state.modules[name], _pair(result, self.plans[name].rank))
+        heads = total.heads.mean(terms.state.heads) if terms.roles.heads == "shared" else {}
+        return closed(terms, modules, heads, Tally({}))
 
 
 def _pair(result: Sketched, rank: int) -> Pair:

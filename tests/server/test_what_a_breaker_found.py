@@ -1,0 +1,129 @@
+"""Inputs that a stranger broke the server with, each a class of failure. Kind: contract; expected values by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fedlora import Adapter, Client, LoRA, Readout, Roles, Server, Upload, build
+from fedlora.core.trainer import Trained
+from fedlora.errors import HyperparameterError, MethodFault
+from fedlora.methods.fedit import FedIT, FedITState
+from fedlora.server.defences import Verdict
+from fedlora.server.server import start
+from fedlora.server.sketched_round import Sketch
+from fedlora.simulation import simulate
+from support.federations import EQUAL, FULL, rounds, seed_adapter
+from support.toy_trainer import Toy, clients, diverging
+
+
+class InPlace:
+    """Adds one to what it was given, in place."""
+
+    def train(self, download: Any, adapter: Adapter, position: int) -> Trained:
+        for lora in adapter.modules.values():
+            for tensor in lora.tensors().values():
+                tensor.add_(1.0)
+        return Trained(adapter, 10, 0.0, position + 1)
+
+
+def test_training_in_place_reaches_no_state_and_no_other_client() -> None:
+    """FedSA-LoRA's B begins as zeros and grows by one a round, for each client by itself."""
+    server = Server(build("fedsa-lora"))
+    begun = server.init(Adapter({"m": LoRA(torch.zeros(3, 2), torch.ones(2, 4))}))
+    state = start(server, begun.start)
+    three = [Client(name, 2) for name in "abc"]
+    *_, last = simulate(server, three, InPlace(), state, rounds=2)
+    for memory in last.state.clients.values():
+        assert memory.kept is not None and torch.equal(memory.kept.modules["m"].tensors()["B"], torch.full((3, 2), 2.0))
+    assert not bool(state.server.start.modules["m"].factors[0].any())
+
+
+@pytest.mark.parametrize("heads", ["local", "frozen", "average"])
+def test_a_sketch_takes_any_role_of_heads(heads: str) -> None:
+    sketch = Sketch(rank=30, oversample=0)
+    server = Server(build("glora"), sketch=sketch, heads=heads)  # type: ignore[arg-type]
+    before = start(server, seed_adapter(4, torch.float32))
+    (record,) = simulate(server, clients(EQUAL), Toy(), before, rounds=1)
+    moved = [not torch.equal(head, before.server.heads[name]) for name, head in record.state.server.heads.items()]
+    assert all(moved) if heads == "average" else not any(moved)
+
+
+def test_a_diverged_client_in_the_subspace_form_costs_the_others_nothing() -> None:
+    server = Server(build("glora"), quorum=2)
+    begun = start(server, seed_adapter(4, torch.float32))
+    (record,) = simulate(server, clients(EQUAL), diverging("b", 0), begun, rounds=1, form="subspace")
+    assert set(record.refused) == {"b"} and "NaN" in record.refused["b"]
+
+
+@dataclass(frozen=True, eq=False)
+class MoreState(FedITState):
+    """A class that no checkpoint could read back as a FedITState."""
+
+
+@dataclass(frozen=True)
+class Mine(FedIT):
+    name: ClassVar[str] = "mine"
+
+
+class Inherits(Mine):
+    def init(self, seed: LoRA, key: int) -> Any:
+        return MoreState(key, 0, seed)
+
+
+class HandsOutLocals(Mine):
+    def roles(self, round: int) -> Roles:
+        return Roles(B="local")
+
+
+class SaysNothing(Mine):
+    def diagnostics(self, state: Any) -> Any:
+        return None
+
+
+class NoAdapter(Mine):
+    def readout(self, state: Any, client: str | None, rank: int) -> Any:
+        return Readout(None)  # type: ignore[arg-type]
+
+
+class TextBase(Mine):
+    def readout(self, state: Any, client: str | None, rank: int) -> Any:
+        return Readout(state.mean, base="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", [Inherits, HandsOutLocals, SaysNothing, NoAdapter, TextBase], ids=lambda c: c.__name__)
+def test_what_a_method_returns_wrongly_is_its_own_fault(cls: type[FedIT]) -> None:
+    server = Server(cls(), quorum=1)
+    with pytest.raises(MethodFault, match=r"^mine"):
+        list(simulate(server, clients(EQUAL), Toy(), start(server, seed_adapter(4)), rounds=1))
+
+
+@pytest.mark.parametrize("count", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_defences_counts_are_weights(count: float) -> None:
+    played = next(rounds(Server(build("fedit")), EQUAL, FULL))
+    server = Server(build("fedit"), defences=(lambda s, us, counts: Verdict(us, dict.fromkeys(counts, count)),))
+    with pytest.raises(HyperparameterError, match="finite and positive"):
+        server.aggregate(played.before, played.uploads)
+
+
+def test_a_defence_adds_nobody_and_breaks_no_upload() -> None:
+    played = next(rounds(Server(build("fedit")), EQUAL, FULL))
+    stranger = Upload(Client("stranger", 4), 1, played.uploads[0].adapter)
+    added = Server(
+        build("fedit"), defences=(lambda s, us, n: Verdict([*us, stranger], {**n, "stranger": 1e9}),)
+    )  # fmt: skip
+    with pytest.raises(HyperparameterError, match="name every client once"):
+        added.aggregate(played.before, played.uploads)
+    poisoned = [Upload(u.client, 1, u.adapter.map(lambda t: t * torch.nan)) for u in played.uploads]
+    broken = Server(build("fedit"), defences=(lambda s, us, n: Verdict(poisoned, n),))
+    with pytest.raises(HyperparameterError, match="a defence changed an upload"):
+        broken.aggregate(played.before, played.uploads)
+
+
+@pytest.mark.parametrize("options", [{"quorum": 1.5}, {"quorum": True}, {"workers": 1.5}, {"memory": float("inf")}])
+def test_options_of_the_server_are_of_their_types(options: dict[str, Any]) -> None:
+    with pytest.raises(HyperparameterError, match=next(iter(options))):
+        Server(build("glora"), **options)
