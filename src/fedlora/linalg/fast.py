@@ -3,7 +3,8 @@
 The same coordinates, by a Cholesky factor of the columns' Gram matrix instead of a QR: [B_1 B_2 ..] D = Q T with
 T^T T their Gram matrix, Q = B D T^-1 never formed. Then the mean is Q (T w A), and U and V^T are one tall product each.
 It answers where that is safe: float32, columns not nearly dependent, every client's rank beyond doubt, no tie at the
-cut. What is not goes to `consensus_mean`, one by one. tests/test_consensus.py compares them on every hard family.
+cut. What is not goes to `consensus_mean`, one by one. `tests/linalg/test_consensus.py` compares them on every hard
+family.
 """
 
 from __future__ import annotations
