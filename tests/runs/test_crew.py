@@ -46,8 +46,12 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         ("method.name=fedex-lora", "clients.ranks=[4,4,4]", "evaluate.clients_at_end=true"),
         ("method.name=fedsa-lora", "clients.ranks=[4]", "clients.count=3", "evaluate.batch_size=4"),
         ("train.together=2", "run.rounds=2", "lora.dropout=0.1"),
+        ("model.checkpointing=true", "model.bf16=true", "run.rounds=1"),
     ],
-    ids=["glora", "base-changes", "clients-are-measured", "together-and-dropout"],
+    ids=["glora", "base-changes", "clients-are-measured", "together-and-dropout", "checkpointing"],
+)
+@pytest.mark.filterwarnings(
+    r"ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning:transformers\.modeling_utils"
 )
 def test_any_number_of_workers_gives_the_same_run(project: Path, tmp_path: Path, sets: tuple[str, ...]) -> None:
     want = facts(ran(configured(project, *sets, "run.workers=1"), tmp_path / "1"))
