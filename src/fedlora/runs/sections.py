@@ -289,7 +289,7 @@ class TrainSection(Section):
     steps: Annotated[int, Field(ge=0)] = 10
     epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive = 16
-    accumulation: Positive = 1
+    accumulation: Positive | Literal["auto"] = "auto"
     together: Positive = 1
     clip: Annotated[float, Field(ge=0)] = 1.0
     schedule: Schedule = "constant"

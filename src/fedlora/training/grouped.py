@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from fedlora.core.trainer import Job, Trained
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.encoding import IGNORED, Example, collate, scored
-from fedlora.training.local import LocalTrainer, optimizer_for
+from fedlora.training.local import LocalTrainer, micro_batch, optimizer_for
 from fedlora.training.models import AdaptedModel, tail_penalty
 
 Stacked = dict[str, nn.Parameter]  # a parameter of all clients: client first
@@ -113,14 +113,14 @@ class _Group:
         return Adapter(modules, {name: own(stack) for name, stack in self._heads.items()})
 
     def forward(
-        self, picked: Sequence[tuple[int, Example]], accumulation: int, *, bf16: bool
+        self, picked: Sequence[tuple[int, Example]], accumulation: int | Literal["auto"], *, bf16: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Micro-batch after micro-batch: whose example each is (n,), and its share of its client's mean loss (n,)."""
         device, counts = self._model.device, [0] * len(self._ranks)
         for k, example in picked:
             counts[k] += scored(example)
         picked = sorted(picked, key=lambda one: len(one[1]["input_ids"]))
-        size = math.ceil(len(picked) / accumulation)
+        size = micro_batch(len(picked), accumulation, device)
         for start in range(0, len(picked), size):
             part = picked[start : start + size]
             self._owner = torch.tensor([k for k, _ in part], device=device)
