@@ -20,7 +20,7 @@ from fedlora.core.trainer import OneByOne, Together, Workers
 from fedlora.data import TextData, demo_model, smollm2_model
 from fedlora.errors import ConfigError
 from fedlora.methods import build
-from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
+from fedlora.runs.rank_profiles import FLEXLORA_TYPES, PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
 from fedlora.runs.tracking import TrackerName
 from fedlora.server.server import Heads, Server
 from fedlora.server.sketched_round import Sketch
@@ -96,15 +96,49 @@ class ModelSection(Section):
 
 
 class LoRASection(Section):
-    """What all clients' LoRA share. scaling: alpha / r, so alpha = scaling * r_i for a client of rank r_i."""
+    """What all clients' LoRA share. A client of rank r trains W0 + s B A.
+
+    scaling: s for every rank, so alpha = scaling * r. alpha: in its place, one alpha for all ranks: s = alpha / r, with
+    rslora alpha / sqrt(r). targets: names or ends of module paths; a string is one regular expression that matches
+    whole paths; "all-linear".
+    """
 
     targets: list[str] | str = ["query", "value"]
-    scaling: Annotated[float, Field(gt=0)] = 2.0
+    scaling: Annotated[float, Field(gt=0)] | None = 2.0
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    rslora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     saved: list[str] = []
 
-    def settings(self) -> LoRASettings:
-        return LoRASettings(self.targets, self.scaling, self.dropout, self.saved)
+    def settings(self, largest: int) -> LoRASettings:
+        """For clients of at most that rank."""
+        return LoRASettings(self.targets, self.unit(largest), self.dropout, self.saved, self.alpha, self.rslora)
+
+    def unit(self, largest: int) -> float:
+        """What adapters travel in: Delta W = unit * B A for everybody. With a fixed alpha it is the largest rank's."""
+        if self.scaling is not None:
+            return self.scaling
+        return LoRASettings(self.targets, alpha=self.alpha, rslora=self.rslora).scale(largest)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alpha_instead(cls, raw: Any) -> Any:
+        """A given alpha takes the place of the scaling that is the default."""
+        alone = isinstance(raw, dict) and raw.get("alpha") is not None and "scaling" not in raw
+        return {**raw, "scaling": None} if alone else raw
+
+    @model_validator(mode="after")
+    def _one_scale(self) -> LoRASection:
+        if self.alpha is not None and self.scaling is not None:
+            raise ValueError(
+                f"lora.alpha = {self.alpha:g} and lora.scaling = {self.scaling:g} contradict each other: scaling is "
+                f"alpha / r for every rank. Keep one of them"
+            )
+        if self.alpha is None and self.scaling is None:
+            raise ValueError("give lora.scaling (alpha / r for every rank) or lora.alpha (the same for every rank)")
+        if self.rslora and self.alpha is None:
+            raise ValueError("lora.rslora divides lora.alpha by sqrt(r): give lora.alpha in place of lora.scaling")
+        return self
 
 
 class MethodSection(Section):
@@ -182,6 +216,11 @@ class ClientsSection(Section):
         if self.ranks is None:
             return [RankType(8, 8)] if self.profile is None else list(PAPER_TYPES)
         return [RankType(r, r) if isinstance(r, int) else RankType(r.attention, r.feed_forward) for r in self.ranks]
+
+    def largest(self) -> int:
+        """The largest rank that any client can have."""
+        types = FLEXLORA_TYPES if self.profile is not None and brings_types(self.profile) else self.types()
+        return max(max(kind.attention, kind.feed_forward) for kind in types)
 
     def assigned(self, names: Sequence[str], seed: int) -> dict[str, RankType]:
         """Client -> its ranks, in the order of the names. Raises `ConfigError` for too few or too many."""
