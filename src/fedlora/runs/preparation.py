@@ -65,6 +65,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     server = config.server.build(config.method.build(), config.run.seed)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
+    config.model.check_targets(config.lora.targets)
     data = deal(config, data_root)
     parts = data.parts
     types = config.clients.assigned(list(parts), config.run.seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedlora.analysis.audit import GaugeStress
 from fedlora.core.messages import Client, Form, Missing
@@ -31,6 +31,7 @@ from fedlora.training.evaluation import Metric, ModelEvaluator, Target
 from fedlora.training.grouped import GroupedTrainer
 from fedlora.training.local import LocalTrainer, Optimizer, Schedule, TrainSettings
 from fedlora.training.models import AdaptedModel, LoRASettings, Task
+from fedlora.training.targets import Targets, check_targets, check_words
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -86,6 +87,12 @@ class ModelSection(Section):
         """Where the model is; packaged models are files of installed packages, and a hub id stays as it is."""
         return PACKAGED[self.path]() if self.path in PACKAGED else self.path
 
+    def check_targets(self, targets: Targets) -> None:
+        """Raises `ConfigError` where LoRA cannot go there, before weights are read. GGUF files say nothing before."""
+        path = self.location()
+        if not str(path).endswith(".gguf"):
+            check_targets(path, self.task, targets)
+
     def load(self, lora: LoRASettings, labels: Sequence[str], seed: int) -> AdaptedModel:
         """The base model in memory, with LoRA in its place."""
         device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
@@ -119,6 +126,15 @@ class LoRASection(Section):
         if self.scaling is not None:
             return self.scaling
         return LoRASettings(self.targets, alpha=self.alpha, rslora=self.rslora).scale(largest)
+
+    @field_validator("targets")
+    @classmethod
+    def _words(cls, targets: Targets) -> Targets:
+        try:
+            check_words(targets)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return targets
 
     @model_validator(mode="before")
     @classmethod

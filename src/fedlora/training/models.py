@@ -25,6 +25,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import TailPenalty
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
+from fedlora.training.hub_models import source
 
 Task = Literal["classification", "causal-lm"]
 
@@ -111,14 +112,15 @@ class AdaptedModel:
         kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
         folder = Path(path)
         if folder.suffix == ".gguf" and folder.is_file():
-            folder = path = _dequantised(folder)
+            folder = path = dequantised(folder)
         if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise ConfigError(  # transformers would make up an empty vocabulary
                 f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
             )
+        where = source(path)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            config = AutoConfig.from_pretrained(path, **extra)
+            tokenizer = AutoTokenizer.from_pretrained(path, **where)
+            config = AutoConfig.from_pretrained(path, **where, **extra)
             if dropout is not None:
                 rates = [k for k in config.to_dict() if "dropout" in k or k.endswith("pdrop")]
                 for name in rates:
@@ -126,7 +128,7 @@ class AdaptedModel:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(seed, "head"))
                 base = kind.from_pretrained(
-                    path, dtype=dtype, use_safetensors=True, config=config, **_quantisation(four_bit, device)
+                    path, dtype=dtype, use_safetensors=True, config=config, **where, **_quantisation(four_bit, device)
                 )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
@@ -329,7 +331,7 @@ def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
     return {"quantization_config": nf4, "device_map": {"": device}}
 
 
-def _dequantised(file: Path) -> Path:
+def dequantised(file: Path) -> Path:
     """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
