@@ -143,12 +143,12 @@ def test_the_server_averages_effective_updates(load: Loader, classifier: Path) -
         torch.testing.assert_close(UNIT * lora.delta().double(), want[name], rtol=1e-3, atol=2e-6)
 
 
-def test_one_alpha_at_one_rank_is_the_scaling_bit_for_bit(load: Loader) -> None:
-    """alpha = 6 at rank 3 is scaling = 2: the unit is the largest rank's scale, so nothing is folded."""
-    lora = parse_config({"model": {"path": "m"}, "data": {"train": "demo"}, "lora": {"alpha": 6}}).lora.settings(3)
-    assert (lora.scaling, lora.scale(3)) == (2.0, 2.0)
+def test_one_alpha_at_one_rank_is_the_scaling(load: Loader) -> None:
+    """alpha = 6 at rank 3 is scaling = 2: in one unit the same bits, for nothing is folded."""
+    lora = configured(alpha=6).lora.settings()
+    assert (lora.scaling, lora.scale(3), lora.scale(6)) == (1.0, 2.0, 1.0)
     trained = []
-    for options in ({"alpha": 6.0, "scaling": lora.scaling}, {"scaling": 2.0}):
+    for options in ({"alpha": 6.0, "scaling": 2.0}, {"scaling": 2.0}):
         model = load(lora=options)
         adapter, _ = model.seed_adapter(3, seed=3)
         trainer = LocalTrainer(model, {"a": classification(16, 1)}, SETTINGS, seed=2)
@@ -191,13 +191,10 @@ def test_alpha_and_scaling_together_are_an_error_that_names_both() -> None:
         configured(rslora=True)
 
 
-def test_the_unit_is_the_scale_of_the_largest_rank_and_configs_read_back() -> None:
-
-    config = parse_config(
-        {"model": {"path": "m"}, "data": {"train": "demo"}, "lora": {"alpha": 16, "rslora": True},
-         "clients": {"ranks": [4, {"attention": 16, "feed_forward": 2}]}}
-    )  # fmt: skip
-    assert config.lora.unit(config.clients.largest()) == 4.0
+def test_the_unit_is_the_scaling_or_one_and_configs_read_back() -> None:
+    """Of [lora] alone: a node that names its own rank must fold by the same unit as its server."""
+    assert (configured(scaling=0.5).lora.unit, configured(alpha=16).lora.unit) == (0.5, 1.0)
+    config = configured(alpha=16, rslora=True)
     again = parse_config(json.loads(config.canonical()))
     assert again == config and again.digest() == config.digest()
     digests = {configured(**lora).digest() for lora in ({}, {"alpha": 16}, {"alpha": 8}, {"alpha": 8, "rslora": True})}

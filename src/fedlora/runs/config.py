@@ -31,6 +31,7 @@ from fedlora.runs.sections import (
     ServerSection,
     TrainSection,
 )
+from fedlora.runs.unused import unused
 
 
 class RunConfig(Section):
@@ -79,7 +80,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """A configuration from nested tables. Raises `ConfigError` with a line for each thing wrong."""
     try:
-        return RunConfig.model_validate(raw)
+        config = RunConfig.model_validate(raw)
     except ValidationError as error:
         lines: dict[str, str] = {}
         for e in sorted(
@@ -88,6 +89,10 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
             key = _key(e["loc"])
             lines.setdefault(key, _line(key, e["loc"], e["type"], e["msg"], e.get("input")))
         raise ConfigError("; ".join(lines.values())) from error
+    idle = unused(config)
+    if idle:
+        raise ConfigError("; ".join(dict.fromkeys(idle)) + ". Leave it out.")
+    return config
 
 
 def _key(location: tuple[int | str, ...]) -> str:
@@ -110,6 +115,9 @@ def _line(key: str, location: tuple[int | str, ...], kind: str, message: str, va
         return f"unknown key {key!r}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
     if kind == "missing":
         return f"key {key!r} is missing"
+    if kind == "value_error":  # of our own words
+        message = message.removeprefix("Value error, ")
+        return message if isinstance(value, dict) else f"{key}: {message}; got {value!r}"
     return f"{key}: {message[0].lower()}{message[1:]}; got {value!r}" if key else message
 
 

@@ -70,7 +70,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     parts = data.parts
     types = config.clients.assigned(list(parts), config.run.seed)
     labels = next(iter(parts.values())).label_names
-    model = config.model.load(config.lora.settings(config.clients.largest()), labels, config.run.seed)
+    model = config.model.load(config.lora.settings(), labels, config.run.seed)
     largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
     clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())

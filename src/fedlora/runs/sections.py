@@ -20,7 +20,7 @@ from fedlora.core.trainer import OneByOne, Together, Workers
 from fedlora.data import TextData, demo_model, smollm2_model
 from fedlora.errors import ConfigError
 from fedlora.methods import build
-from fedlora.runs.rank_profiles import FLEXLORA_TYPES, PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
+from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
 from fedlora.runs.tracking import TrackerName
 from fedlora.server.server import Heads, Server
 from fedlora.server.sketched_round import Sketch
@@ -117,15 +117,13 @@ class LoRASection(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     saved: list[str] = []
 
-    def settings(self, largest: int) -> LoRASettings:
-        """For clients of at most that rank."""
-        return LoRASettings(self.targets, self.unit(largest), self.dropout, self.saved, self.alpha, self.rslora)
+    @property
+    def unit(self) -> float:
+        """What adapters travel in: Delta W = unit * B A for everybody. With a fixed alpha B A is Delta W itself."""
+        return 1.0 if self.scaling is None else self.scaling
 
-    def unit(self, largest: int) -> float:
-        """What adapters travel in: Delta W = unit * B A for everybody. With a fixed alpha it is the largest rank's."""
-        if self.scaling is not None:
-            return self.scaling
-        return LoRASettings(self.targets, alpha=self.alpha, rslora=self.rslora).scale(largest)
+    def settings(self) -> LoRASettings:
+        return LoRASettings(self.targets, self.unit, self.dropout, self.saved, self.alpha, self.rslora)
 
     @field_validator("targets")
     @classmethod
@@ -232,11 +230,6 @@ class ClientsSection(Section):
         if self.ranks is None:
             return [RankType(8, 8)] if self.profile is None else list(PAPER_TYPES)
         return [RankType(r, r) if isinstance(r, int) else RankType(r.attention, r.feed_forward) for r in self.ranks]
-
-    def largest(self) -> int:
-        """The largest rank that any client can have."""
-        types = FLEXLORA_TYPES if self.profile is not None and brings_types(self.profile) else self.types()
-        return max(max(kind.attention, kind.feed_forward) for kind in types)
 
     def assigned(self, names: Sequence[str], seed: int) -> dict[str, RankType]:
         """Client -> its ranks, in the order of the names. Raises `ConfigError` for too few or too many."""
