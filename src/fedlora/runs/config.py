@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fedlora.errors import ConfigError
 from fedlora.runs.sections import (
@@ -32,6 +32,10 @@ from fedlora.runs.sections import (
     TrainSection,
 )
 from fedlora.runs.unused import unused
+
+
+# Defaults as they were when the first runs were stored, where they have changed since: digests are told against these.
+_FORMER_DEFAULTS = {("train", "lr"): 1e-3}
 
 
 class RunConfig(Section):
@@ -54,8 +58,17 @@ class RunConfig(Section):
         return json.dumps(fields)  # in the order of the fields; that of data.clients says who gets which rank
 
     def digest(self) -> str:
-        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone."""
+        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone, and so
+        does a new default of an old key."""
         fields = self.model_dump(mode="json", exclude_defaults=True)
+        for (table, key), former in _FORMER_DEFAULTS.items():
+            section: BaseModel = getattr(self, table)
+            told = {**fields.pop(table, {}), key: getattr(section, key)}
+            if told[key] == former:
+                del told[key]
+            if told:
+                fields[table] = {name: told[name] for name in type(section).model_fields if name in told}
+        fields = {table: fields[table] for table in type(self).model_fields if table in fields}
         fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 

@@ -18,6 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.manifest import manifest
+from fedlora.runs.tracking import check_trackers
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -63,6 +64,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         ConfigError, DataError, HyperparameterError: what cannot be run as written.
     """
     server = config.server.build(config.method.build(), config.run.seed)
+    check_trackers(config.run.track)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     config.model.check_targets(config.lora.targets)
