@@ -1,4 +1,5 @@
-"""A key that would do nothing is refused by name, with the reason. Kind of evidence: contract, key by key of `sections`.
+"""A key that would do nothing is refused by name, with the reason. Kind of evidence: contract, key by key of
+`sections`.
 
 Expected values are what the code that reads a key does with it (`client_data`, `sections`, `training`).
 """

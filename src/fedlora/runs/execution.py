@@ -143,6 +143,7 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
     resuming.check_content(folder, prepared.manifest)
     if changed:
         resuming.settle(folder, prepared.config, prepared.manifest)
+    folder.sweep()
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State)
     return loaded[1] if loaded else fresh
 

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,14 @@ class RunFolder:
             file.write(json.dumps(plain(line), sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def sweep(self) -> None:
+        """Remove what a killed process had half written."""
+        for path in self.path.rglob("*.part"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def rewind(self, round: int) -> list[dict[str, Any]]:
         """Forget what comes after `round`: rounds that were logged, but whose state was lost. Returns what is left."""
