@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shutil
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -16,8 +16,8 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.unused import has_no_effect
 
-# What is stored, shown or measured on the way; no round depends on it. run.rounds has a rule of its own below, and torch's
-# threads are compared as they were, in the manifest.
+# What is stored, shown or measured on the way; no round depends on it. run.rounds has a rule of its own below, and
+# torch's threads are compared as they were, in the manifest.
 HARMLESS = frozenset((
     "run.workers", "run.threads",
     "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads", "run.track",
