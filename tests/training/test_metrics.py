@@ -38,7 +38,7 @@ def test_scores_of_three_classes_by_hand() -> None:
     assert balanced_accuracy(LABELS, SAID) == pytest.approx((4 / 5 + 1 / 3 + 1) / 3)
     assert macro_f1(LABELS, SAID) == pytest.approx((8 / 10 + 2 / 5 + 4 / 5) / 3)
     assert confusion_matrix(LABELS, SAID, 3) == [[4, 1, 0], [1, 1, 1], [0, 0, 2]]
-    # R_K (Gorodkin) = (c s - sum t_k p_k) / sqrt((s^2 - sum p_k^2)(s^2 - sum t_k^2)): c = 7, s = 10, t = 5,3,2, p = 5,2,3
+    # Gorodkin's R_K = (c s - sum t_k p_k) / sqrt((s^2 - sum p_k^2)(s^2 - sum t_k^2)): c = 7, s = 10, t = 532, p = 523
     assert matthews(LABELS, SAID) == pytest.approx((70 - 37) / math.sqrt((100 - 38) * (100 - 38)))
 
 

@@ -26,6 +26,7 @@ from fedlora.server.server import Heads, Server
 from fedlora.server.sketched_round import Sketch
 from fedlora.server.terms import Weighting
 from fedlora.simulation import UploadHook
+from fedlora.training.class_weights import Balanced
 from fedlora.training.encoding import LossOn
 from fedlora.training.evaluation import Metric, ModelEvaluator, Target
 from fedlora.training.grouped import GroupedTrainer
@@ -254,7 +255,11 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once."""
+    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once.
+
+    class_weights: what an example counts in the training loss, by its class: "balanced" (by each client's own counts),
+    or a table {name = weight}, where a class that is not named has 1.
+    """
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
     optimizer: Optimizer = "adam"
@@ -266,6 +271,7 @@ class TrainSection(Section):
     together: Positive = 1
     clip: Annotated[float, Field(ge=0)] = 1.0
     schedule: Schedule = "constant"
+    class_weights: Balanced | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
 
     def settings(self, *, rounds: int, max_length: int, loss_on: LossOn, bf16: bool) -> TrainSettings:
         """These, with what other sections say."""
