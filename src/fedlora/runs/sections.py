@@ -28,9 +28,10 @@ from fedlora.server.terms import Weighting
 from fedlora.simulation import UploadHook
 from fedlora.training.class_weights import Balanced
 from fedlora.training.encoding import LossOn
-from fedlora.training.evaluation import Metric, ModelEvaluator, Target
+from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.grouped import GroupedTrainer
 from fedlora.training.local import LocalTrainer, Optimizer, Schedule, TrainSettings
+from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel, LoRASettings, Task
 
 Positive = Annotated[int, Field(ge=1)]
@@ -298,7 +299,7 @@ class EvaluateSection(Section):
 
     every: Positive = 1
     target: Target | Literal["auto"] = "auto"
-    metric: Metric = "accuracy"
+    metric: MetricName = "accuracy"
     max_new_tokens: Positive = 64
     clients_at_end: bool = False
     batch_size: Positive = 64

@@ -33,8 +33,9 @@ class Metric:
     """One kind of score.
 
     measure: its function. of: what that takes. "labels": (true, predicted), class indices, or the tokens of responses;
-    "losses": (losses,), the cross entropy of each label; "texts": (answer, references), one answer at a time, of which
-    the mean is reported. larger_is_better: which way. tasks: where it can be measured. words: what it is.
+    "losses": (losses, counts), the mean cross entropy of each batch and of how many labels; "texts": (answer,
+    references), one answer at a time, of which the mean is reported. Those of labels and losses are always measured,
+    those of texts where a config asks. larger_is_better: which way. tasks: where it is measured. words: what it is.
     """
 
     measure: Callable[..., float]
@@ -49,7 +50,8 @@ class Metric:
 
 def accuracy(labels: Labels, predicted: Labels) -> float:
     """The share that is right."""
-    return float(_sklearn().accuracy_score(labels, predicted)) if len(labels) else math.nan
+    right = sum(y == said for y, said in zip(labels, predicted, strict=True))  # of tokens too: no need of a library
+    return right / len(labels) if len(labels) else math.nan
 
 
 def balanced_accuracy(labels: Labels, predicted: Labels) -> float:
@@ -94,26 +96,13 @@ def confusion_matrix(labels: Labels, predicted: Labels, classes: int) -> list[li
     return counts
 
 
-def classification_scores(labels: Labels, predicted: Labels, names: Sequence[str]) -> dict[str, float]:
-    """Every score of classes: accuracy, balanced_accuracy, macro_f1, matthews, and "recall/NAME" of each class there.
-
-    Args:
-        labels, predicted: class indices. names: the classes, by index.
-    """
-    scores = {
-        score_name(name): metric.measure(labels, predicted)
-        for name, metric in METRICS.items()
-        if metric.of == "labels" and "classification" in metric.tasks
-    }
-    return scores | {f"recall/{names[k]}": found for k, found in recall(labels, predicted).items()}
-
-
 # ---- losses and texts --------------------------------------------------------------------------------------------
 
 
-def mean_loss(losses: Sequence[float]) -> float:
-    """The mean cross entropy of the labels, never weighted by class."""
-    return math.fsum(losses) / len(losses) if len(losses) else math.nan
+def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
+    """The mean cross entropy of the labels, never weighted by class. losses, counts: of batches."""
+    total = sum(counts)
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / total if total else math.nan
 
 
 def _rouge_l(answer: str, references: Sequence[str]) -> float:
@@ -191,7 +180,7 @@ def _sklearn() -> Any:
 
 
 __all__ = [
-    "METRICS", "Metric", "MetricName", "accuracy", "balanced_accuracy", "best_of", "classification_scores",
+    "METRICS", "Metric", "MetricName", "accuracy", "balanced_accuracy", "best_of",
     "confusion_matrix", "find_metric", "is_better", "macro_f1", "matthews", "mean_loss", "recall", "score_name",
     "worst_of",
 ]  # fmt: skip
