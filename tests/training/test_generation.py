@@ -590,7 +590,7 @@ class TestSeveralSets:
         got = ModelEvaluator(model, sets, []).evaluate(server, state)
         whole = [
             {k: v for k, v in score.items() if "/" not in k} for score in alone.values()
-        ]  # recalls: of one set only
+        ]
         want = mean(whole) | {f"group/{name}": score["accuracy"] for name, score in alone.items()}
         assert got == pytest.approx(want, rel=1e-6)
 
