@@ -53,8 +53,13 @@ class RunConfig(Section):
         return json.dumps(fields)  # in the order of the fields; that of data.clients says who gets which rank
 
     def digest(self) -> str:
-        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone."""
+        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone.
+
+        run.workers does not count: it changes no bit. What its thread does is in the manifest.
+        """
         fields = self.model_dump(mode="json", exclude_defaults=True)
+        if fields.get("run", {}).pop("workers", None) is not None and not fields["run"]:
+            del fields["run"]
         fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 

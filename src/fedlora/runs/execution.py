@@ -24,6 +24,7 @@ from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs.card import model_card
+from fedlora.runs.crew import crewed
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.tracking import make_tracker, numbers
@@ -48,6 +49,11 @@ def execute_events(
     prepared: Prepared, folder: RunFolder, *, resume: bool = False
 ) -> Iterator[ClientDone | RoundRecord]:
     """`execute`, with an event for each client that is done as well: for a progress bar."""
+    with crewed(prepared) as crew:
+        yield from _executed(crew, folder, resume)
+
+
+def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[ClientDone | RoundRecord]:
     config, server = prepared.config, prepared.server
     state = _opened(prepared, folder, resume)
     lines = folder.rewind(state.round)

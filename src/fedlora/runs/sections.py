@@ -33,6 +33,7 @@ from fedlora.training.grouped import GroupedTrainer
 from fedlora.training.local import LocalTrainer, Optimizer, Schedule, TrainSettings
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel, LoRASettings, Task
+from fedlora.workers.processes import available
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -53,7 +54,9 @@ class Section(BaseModel):
 class RunSection(Section):
     """How long, how wide, how reproducible.
 
-    threads: of torch (0: its own default). readouts: write each client's readout at the end. keep_uploads: store what
+    threads: of torch (0: its own default). workers: processes that train a round's clients and evaluate, each with one
+    thread or one GPU; "auto" is the machine's cores or GPUs, but no more than a round has clients. Any number of them
+    gives the same bits on a CPU, 1 included. readouts: write each client's readout at the end. keep_uploads: store what
     clients trained, of the last round or of all, as PEFT directories for `fedlora audit`. track: also log to
     tensorboard, trackio or wandb.
     """
@@ -62,11 +65,31 @@ class RunSection(Section):
     participation: Share = 1.0
     seed: int = 0
     threads: Annotated[int, Field(ge=0)] = 0
+    workers: Positive | Literal["auto"] | None = None
     checkpoint_every: Positive = 1
     keep_checkpoints: Positive = 2
     readouts: bool = False
     keep_uploads: Literal["none", "last", "all"] = "none"
     track: list[TrackerName] = []
+
+    @model_validator(mode="after")
+    def _one_thread_each(self) -> RunSection:
+        if self.workers is not None and self.threads > 1:
+            raise ValueError(
+                f"run.workers = {self.workers!r} gives each worker one thread, and run.threads = {self.threads} asks "
+                f"for more; leave one of them out"
+            )
+        return self
+
+    def processes(self, device: str, clients: int) -> int:
+        """How many worker processes: 1 means that the work is done in this one. clients: of a round."""
+        if self.workers == "auto":
+            return min(available(device), clients)
+        return self.workers or 1
+
+    def torch_threads(self) -> int:
+        """Of each process; 0 leaves torch's own default."""
+        return self.threads if self.workers is None else 1
 
 
 class ModelSection(Section):
@@ -88,9 +111,13 @@ class ModelSection(Section):
         """Where the model is; packaged models are files of installed packages, and a hub id stays as it is."""
         return PACKAGED[self.path]() if self.path in PACKAGED else self.path
 
-    def load(self, lora: LoRASettings, labels: Sequence[str], seed: int) -> AdaptedModel:
-        """The base model in memory, with LoRA in its place."""
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+    def chosen_device(self) -> str:
+        """The configured one; for "auto" a GPU where there is one."""
+        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    def load(self, lora: LoRASettings, labels: Sequence[str], seed: int, *, device: str | None = None) -> AdaptedModel:
+        """The base model in memory, with LoRA in its place. device: in place of the one that is configured."""
+        device = device or self.chosen_device()
         return AdaptedModel.load(
             self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
             four_bit=self.four_bit, checkpointing=self.checkpointing,
