@@ -588,9 +588,7 @@ class TestSeveralSets:
         sets = {"m": classification(30, 0), "mm": classification(7, 1)}
         alone = {name: ModelEvaluator(model, data, []).evaluate(server, state) for name, data in sets.items()}
         got = ModelEvaluator(model, sets, []).evaluate(server, state)
-        whole = [
-            {k: v for k, v in score.items() if "/" not in k} for score in alone.values()
-        ]
+        whole = [{k: v for k, v in score.items() if "/" not in k} for score in alone.values()]
         want = mean(whole) | {f"group/{name}": score["accuracy"] for name, score in alone.items()}
         assert got == pytest.approx(want, rel=1e-6)
 
