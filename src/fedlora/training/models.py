@@ -53,11 +53,14 @@ class AdaptedModel:
     cost three small adapters beside the one base model.
     """
 
-    def __init__(self, base: nn.Module, tokenizer: Any, task: Task, settings: LoRASettings) -> None:
+    def __init__(
+        self, base: nn.Module, tokenizer: Any, task: Task, settings: LoRASettings, *, checkpointing: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.task = task
         self.settings = settings
         self._base = base
+        self._checkpointing = checkpointing
         self._model: Any = None
         self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
         self._pristine: dict[str, Tensor] = {}
@@ -132,16 +135,13 @@ class AdaptedModel:
         if labels:
             base.config.id2label = dict(enumerate(labels))
             base.config.label2id = {name: k for k, name in enumerate(labels)}
-        if checkpointing:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            base.enable_input_require_grads()
         try:
             if not four_bit:  # bitsandbytes has put it there
                 base.to(device)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
-        return cls(base, tokenizer, task, settings)
+        return cls(base, tokenizer, task, settings, checkpointing=checkpointing)
 
     @property
     def device(self) -> torch.device:
@@ -245,6 +245,8 @@ class AdaptedModel:
                 if self._model is None:
                     self._model = get_peft_model(self._base, self._config(rank), adapter_name=name)
                     self._active = name
+                    if self._checkpointing:  # after peft, which would put a hook there that does not pickle
+                        _checkpoint(self._base)
                 else:
                     self._model.add_adapter(name, self._config(rank))
         except ValueError as error:
@@ -312,6 +314,17 @@ class AdaptedModel:
 
     def _base_layer(self, path: str) -> Any:
         return self._model.get_submodule(f"base_model.model.{path}").base_layer
+
+
+def _checkpoint(base: Any) -> None:
+    """Keep few activations; the gradient reaches the adapters although no base weight has one."""
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    base.disable_input_require_grads()  # transformers' own hook, which it may have put there: it does not pickle
+    base.get_input_embeddings().register_forward_hook(_with_gradient)
+
+
+def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
 
 
 def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
