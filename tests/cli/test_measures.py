@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
+import support.command_line  # noqa: F401 - first, for it expects what typer's import warns of
+
+# isort: split
 from fedlora.cli.measures import (
     confusion_table,
     label_cell,
