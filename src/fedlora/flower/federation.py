@@ -49,7 +49,7 @@ def open_federation(
         )
     policy = Policy.read(folder / "policy.toml")
     server = config.server.build(config.method.build(), config.run.seed)
-    seed_adapter, spec = read_adapter(folder / "start", scaling=config.lora.scaling)
+    seed_adapter, spec = read_adapter(folder / "start", scaling=config.lora.unit)
     out = folder / "server"
     if not resume and any((out / "checkpoints").glob("round-*[1-9]*.*.safetensors")):
         raise ConfigError(f"{out} already holds rounds; go on with resume=true, or move it away.")

@@ -18,6 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.manifest import manifest
+from fedlora.runs.tracking import check_trackers
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -66,6 +67,8 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     server = config.server.build(config.method.build(), config.run.seed)
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
+    check_trackers(config.run.track)
+    config.model.check_targets(config.lora.targets)
     data = deal(config, data_root)
     _check_measuring(config, data)
     parts = data.parts

@@ -32,11 +32,12 @@ Schedule = Literal["constant", "linear", "cosine"]
 class TrainSettings:
     """One round of one client.
 
-    steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, halved or less by
-    `accumulation` micro-batches, each of examples of alike length. schedule: of the learning rate over `rounds`,
-    constant within a round. clip: largest gradient norm, 0 for none. class_weights: as `class_weights.weigh_classes`
-    has them; the training loss is then the weighted one, here and where it is reported. The optimiser is new each
-    round, as in all reference codes.
+    steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, cut into
+    `accumulation` micro-batches, each of examples of alike length: the same gradient, up to rounding, from less
+    padding. "auto": four of them, but of no fewer than four examples, on a CPU; one on a GPU, which many small ones
+    leave idle. schedule: of the learning rate over `rounds`, constant within a round. clip: largest gradient norm, 0
+    for none. class_weights: as `class_weights.weigh_classes` has them; the training loss is then the weighted one, here
+    and where it is reported. The optimiser is new each round, as in all reference codes.
     """
 
     lr: float = 1e-3
@@ -45,7 +46,7 @@ class TrainSettings:
     steps: int = 10
     epochs: float = 1.0
     batch_size: int = 16
-    accumulation: int = 1
+    accumulation: int | Literal["auto"] = "auto"
     clip: float = 1.0
     schedule: Schedule = "constant"
     rounds: int = 1
@@ -97,9 +98,9 @@ class LocalTrainer:
             for _ in range(steps):
                 picked = [data[next(order)] for _ in range(batch)]
                 labels = sum(scored(example, weights) for example in picked)
-                if s.accumulation > 1:  # micro-batches of alike length: the same gradient from less padding
+                micro = micro_batch(batch, s.accumulation, device)
+                if micro < batch:
                     picked.sort(key=lambda example: len(example["input_ids"]))
-                micro = math.ceil(batch / s.accumulation)
                 for k in range(0, batch, micro):
                     part = picked[k : k + micro]
                     inputs = collate(part, self._model.tokenizer, device)
@@ -147,6 +148,13 @@ def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
         epoch, offset = epoch + 1, 0
 
 
+def micro_batch(size: int, accumulation: int | Literal["auto"], device: torch.device) -> int:
+    """How many of `size` examples go through the network at once."""
+    if accumulation == "auto":
+        return max(4, math.ceil(size / 4)) if device.type == "cpu" else size
+    return math.ceil(size / accumulation)
+
+
 def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
     """A new optimiser, at the learning rate of `round`."""
     share = round / s.rounds
@@ -159,4 +167,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "TrainSettings", "optimizer_for"]
+__all__ = ["LocalTrainer", "TrainSettings", "micro_batch", "optimizer_for"]
