@@ -45,6 +45,7 @@ def manifest(
             "train": {c: _facts(p) for c, p in parts.items()},
             "validation": _facts(TextData.concat(list(data.validation.values()))),
             "test": _facts(TextData.concat(list(data.test.values()))),
+            **({"own_test": {c: _facts(p) for c, p in data.own_test.items()}} if config.clients.own_test else {}),
             "probes": {name: _facts(TextData.concat(list(sets.values()))) for name, sets in data.probes.items()},
             "categories": dict(data.categories),
             "labels": list(first.label_names),

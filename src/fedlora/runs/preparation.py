@@ -15,7 +15,7 @@ from fedlora.core.messages import Client
 from fedlora.core.trainer import Workers
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
-from fedlora.runs.client_data import deal
+from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.manifest import manifest
 from fedlora.runs.tracking import check_trackers
@@ -24,6 +24,7 @@ from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.local import LocalTrainer
+from fedlora.training.metrics import METRICS, score_name
 from fedlora.training.models import AdaptedModel
 
 
@@ -69,6 +70,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
     data = deal(config, data_root)
+    _check_measuring(config, data)
     parts = data.parts
     types = config.clients.assigned(list(parts), config.run.seed)
     labels = next(iter(parts.values())).label_names
@@ -115,26 +117,54 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         test=evaluator(data.test, data.own_test),
         probes={name: probe for name, probe in probes.items() if probe is not None},
         target=target,
-        metric=config.evaluate.metric.replace("-", "_"),
+        metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
         spec=spec,
         manifest=manifest(config, data, clients, model, server.method) | {"evaluation_target": target},
     )
 
 
+def _check_measuring(config: RunConfig, data: Dealt) -> None:
+    """Raises `ConfigError` for settings of evaluation that ask for data which are not there, or measure none of it."""
+    e = config.evaluate
+    if e.patience is not None and not any(len(part) for part in data.validation.values()):
+        raise ConfigError(
+            f"evaluate.patience = {e.patience} looks at the validation metric, and there are no validation data: "
+            f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
+        )
+    if config.clients.own_test is not None and not any(len(part) for part in data.test.values()):
+        raise ConfigError(
+            f"clients.own_test = {config.clients.own_test:g} comes beside a common test set, and data.test = "
+            f"{config.data.test!r} holds nothing. Give data.test a share or a file."
+        )
+    if config.clients.own_test is not None and not e.clients_at_end and e.target != "clients":
+        raise ConfigError(
+            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would measure: set "
+            f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
+        )
+    if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
+        there = "a common one only" if not data.own_test else "each client's own only"
+        raise ConfigError(
+            f"evaluate.clients_at_end = 'both' is the clients' own test sets and the common one, and there is {there}. "
+            f"Give clients.own_test and data.test, or set it to true."
+        )
+
+
 def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: Target, clients: int) -> None:
     """Raises `ConfigError` for options that can never work with this method or these clients."""
     name, roles = server.method.name, server.roles(initial)
-    if config.evaluate.metric != "accuracy":
-        if config.model.task != "causal-lm":
-            raise ConfigError(
-                f"evaluate.metric = {config.evaluate.metric!r} is of generated text; the task classifies."
-            )
-        if config.evaluate.metric == "rouge-l" and config.evaluate.max_new_tokens >= config.data.max_length:
-            raise ConfigError(
-                f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
-                f"data.max_length = {config.data.max_length}."
-            )
+    if config.model.task not in METRICS[config.evaluate.metric].tasks:
+        wanted = "classes" if config.model.task == "causal-lm" else "generated text"
+        there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
+        raise ConfigError(
+            f"evaluate.metric = {config.evaluate.metric!r} is of {wanted}, and model.task is {config.model.task!r}; "
+            f"there is {there}."
+        )
+    if config.evaluate.metric == "rouge-l" and config.evaluate.max_new_tokens >= config.data.max_length:
+        raise ConfigError(
+            f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
+            f"data.max_length = {config.data.max_length}."
+        )
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
     if target == "server" and not server.has_global_model(initial):
