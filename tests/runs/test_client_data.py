@@ -142,9 +142,7 @@ class TestDealFiles:
             "clients": 'clients = {a = "d.jsonl"}\n[clients]\nranks = [2]\n',
         }
         path = tmp_path / "config.toml"
-        path.write_text(
-            f'[model]\npath = "m"\n[data]\nmax_train = 20\nmax_test = 3\n{sources[source]}'
-        )
+        path.write_text(f'[model]\npath = "m"\n[data]\nmax_train = 20\nmax_test = 3\n{sources[source]}')
         dealt = deal(load_config(path), None)
         assert sum(map(len, dealt.parts.values())) == 20
         assert len(dealt.test[""]) == 3

@@ -1,4 +1,4 @@
-"""A key that would do nothing is refused by name, with the reason. Kind of evidence: contract, key by key of `sections`.
+"""A key that would do nothing is refused by name, with the reason. Kind of evidence: contract, of every key.
 
 Expected values are what the code that reads a key does with it (`client_data`, `sections`, `training`).
 """
@@ -87,7 +87,9 @@ def test_a_key_without_effect_is_refused_and_where_it_has_one_it_is_not(key: str
     for base in works:
         parse_config(changed(base, **{name: value}))
     for base in idle:
-        with pytest.raises(ConfigError, match=rf"^{key.replace('.', '[.]')} = .* has no effect: .*Leave it out") as said:
+        with pytest.raises(
+            ConfigError, match=rf"^{key.replace('.', '[.]')} = .* has no effect: .*Leave it out"
+        ) as said:
             parse_config(changed(base, **{name: value}))
         assert str(said.value).count("has no effect") == 1 and "\n" not in str(said.value)
 

@@ -1,5 +1,5 @@
-"""lora.targets before anything heavy, and hub ids where there is no hub. Kind of evidence: contract; peft's own matching
-as the oracle of which modules are meant."""
+"""lora.targets before anything heavy, and hub ids without a hub. Kind of evidence: contract; what peft adapts as
+the oracle of which modules are meant."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ from fedlora.runs.sections import (
 )
 from fedlora.runs.unused import unused
 
-
 # Defaults as they were when the first runs were stored, where they have changed since: digests are told against these.
 _FORMER_DEFAULTS = {("train", "lr"): 1e-3}
 

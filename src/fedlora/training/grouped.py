@@ -7,8 +7,8 @@ Examples of all clients are sorted by length before they are cut into micro-batc
     x (n, T, d_in), factors A (K, r, d_in), B (K, d_out, r), owner (n,):
     y = base(x) + scale[owner] * (x A[owner]^T) B[owner]^T
 
-Ranks may differ: smaller ones are padded with zeros, which have no gradient. So may the scales (a fixed alpha). `LocalTrainer` is the reference that this
-is tested against; with dropout the two draw different masks.
+Ranks may differ: smaller ones are padded with zeros, which have no gradient. So may the scales (a fixed alpha).
+`LocalTrainer` is the reference that this is tested against; with dropout the two draw different masks.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def _on_hub(model: str) -> bool:
     """Whether the hub has it; False where it cannot be asked, and the cache has it."""
     import httpx
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     nowhere = f"there is no directory {model!r} beside the config file, where relative paths start"
     try:
