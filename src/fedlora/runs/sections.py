@@ -304,7 +304,7 @@ class DataSection(Section):
 class TrainSection(Section):
     """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr: Annotated[float, Field(gt=0)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     steps: Annotated[int, Field(ge=0)] = 10

@@ -37,7 +37,7 @@ class TrainSettings:
     reference codes.
     """
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: float = 0.0
     steps: int = 10
