@@ -443,4 +443,4 @@ def test_a_new_default_leaves_the_digests_of_stored_runs_alone() -> None:
     assert parsed(train={"lr": 1e-3}).digest() == "139d2932c335a528"
     assert parsed(train={"lr": 1e-3, "steps": 3}, run={"rounds": 2}).digest() == "102b2c4673b51149"
     assert parsed().digest() == parsed(train={"lr": 3e-3}).digest() != parsed(train={"lr": 1e-3}).digest()
-    assert parsed(train={"steps": 3}, run={"rounds": 2}).digest() == "5b219227e92c5176", "lr = 0.003 was written out then"
+    assert parsed(train={"steps": 3}, run={"rounds": 2}).digest() == "5b219227e92c5176", "it was written out then"

@@ -95,7 +95,9 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     names = executed(folder, monkeypatch, capsys)
     assert not (folder / LABELS_FILE).exists() and "| classes |" not in (folder / "README.md").read_text()
     model, tokenizer = names["model"], names["tokenizer"]
-    _, _, test = split(read_instructions(tmp_path / "t.csv"), validation=0.2, test=0.3, seed=0)
+    _, _, test = split(
+        read_instructions(tmp_path / "t.csv", prompt="prompt", response="response"), validation=0.2, test=0.3, seed=0
+    )
     right = count = 0
     for prompt, response in zip(test.text, test.responses or (), strict=True):
         asked, answer = (tokenizer(text)["input_ids"] for text in (prompt, response))
