@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fedlora.adapters.io import read_adapter
-from fedlora.data import read_instructions, split
+from fedlora.data import TextData, read_instructions, split
 from fedlora.runs.base_names import base_name
 from fedlora.runs.card import model_card
 from fedlora.runs.config import load_config, parse_config
@@ -45,6 +45,14 @@ def on_the_card(folder: Path, name: str) -> float:
     return float(found[1])
 
 
+def share_right(names: dict[str, Any], test: TextData) -> float:
+    """Accuracy of the snippet's own model and tokenizer."""
+    inputs = names["tokenizer"](list(test.text), padding=True, truncation=True, max_length=128, return_tensors="pt")
+    with torch.no_grad():
+        answers = names["model"](**inputs).logits.argmax(-1).tolist()
+    return sum(a == b for a, b in zip(answers, test.labels or (), strict=True)) / len(test)
+
+
 @pytest.mark.parametrize("which", ["adapter", "best", "clients/site-1", "clients/site-3"])
 def test_a_classifiers_snippet_runs_and_has_the_cards_score(
     finished: Finished, which: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -52,15 +60,24 @@ def test_a_classifiers_snippet_runs_and_has_the_cards_score(
     folder = finished.folder.path / which
     names = executed(folder, monkeypatch, capsys)
     assert all(answer in LABELS for answer in json.loads(names["said"].replace("'", '"')))
-    _, test = held_out(finished.config)
-    inputs = names["tokenizer"](list(test.text), padding=True, truncation=True, max_length=128, return_tensors="pt")
-    with torch.no_grad():
-        answers = names["model"](**inputs).logits.argmax(-1).tolist()
-    right = sum(a == b for a, b in zip(answers, test.labels or (), strict=True)) / len(test)
+    right = share_right(names, held_out(finished.config)[1])
     assert right == pytest.approx(on_the_card(folder, "accuracy"), abs=6e-5)
     assert right > 0.4, "it learnt something"
     config = names["model"].config
     assert config.num_labels == 3 and config.id2label == dict(enumerate(LABELS))
+
+
+def test_with_one_alpha_for_mixed_ranks_the_folders_are_the_models_that_were_measured(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks 2, 4, 4 at alpha = 8 with rsLoRA: three scales in training, one function for stock peft."""
+    more = ("lora.alpha=8", "lora.rslora=true", "run.readouts=true", "evaluate.clients_at_end=true")
+    config = configured(project, *more)
+    folder = ran(config, tmp_path / "run").path
+    for which in ("adapter", "clients/site-1", "clients/site-3"):
+        right = share_right(executed(folder / which, monkeypatch, capsys), held_out(config)[1])
+        assert right == pytest.approx(on_the_card(folder / which, "accuracy"), abs=6e-5)
+        assert right > 0.4, "it learnt something"
 
 
 def test_the_folder_holds_what_a_stranger_needs_and_no_path(finished: Finished, project: Path) -> None:
