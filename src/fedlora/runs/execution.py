@@ -12,9 +12,10 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from fedlora.adapters.io import pad_rank, write_adapter
+from fedlora.adapters.io import pad_rank
 from fedlora.adapters.uploads import write_upload
 from fedlora.analysis.audit import gauge_drift, padded_average_error, storing_drift
 from fedlora.client import receive
@@ -26,6 +27,7 @@ from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs import resuming
 from fedlora.runs.card import model_card
 from fedlora.runs.crew import crewed
+from fedlora.runs.exported import write_export
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.tracking import Tracker, TrackerName, check_trackers, make_tracker, numbers, numbers_of_test
@@ -240,6 +242,14 @@ def _finish(
     measured: dict[str, Measured] = {}
     results: dict[str, dict[str, float]] = {}
     probes: dict[str, dict[str, dict[str, float]]] = {}
+    exported: list[Path] = []
+
+    def export(place: Path, adapter: Adapter, card: str) -> None:
+        """The tokenizer is the same everywhere: the later folders have links to the first one's."""
+        first, labels = exported[0] if exported else None, prepared.manifest["data"]["labels"]
+        write_export(place, adapter, prepared.spec, prepared.tokenizer, labels, card, like=first)
+        exported.append(place)
+
     for name, chosen in states.items():
         if name == "best" and chosen.round == state.round:  # the same state
             measured[name], results[name], probes[name] = measured["adapter"], results["adapter"], probes["adapter"]
@@ -249,17 +259,19 @@ def _finish(
             probes[name] = {probe: evaluator.evaluate(server, chosen) for probe, evaluator in prepared.probes.items()}
         if server.has_global_model(chosen.server):
             adapter = global_adapter(server, chosen)
-            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name], prepared.spec)
-            write_adapter(folder.path / name, adapter, prepared.spec, card=card)
+            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name])
+            export(folder.path / name, adapter, card)
+    asked = prepared.config.evaluate.clients_at_end
+    each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
+    common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
     if prepared.config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
             memory = state.clients.get(client.id, ClientMemory())
             download = server.download(state.server, as_pruned(client, memory))
             mine = receive(download, memory.kept)
-            write_adapter(folder.path / "clients" / client.id, _whole(mine, download.base_delta), prepared.spec)
-    asked = prepared.config.evaluate.clients_at_end
-    each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
-    common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
+            own, scores = _whole(mine, download.base_delta), each.get(client.id, {})
+            card = model_card(prepared.manifest, prepared.config, own, state.round, scores, client=client.id)
+            export(folder.path / "clients" / client.id, own, card)
     for tracker in trackers:  # before the summary: what is lost by a kill here is told again
         for name, chosen in states.items():
             tracker.log(chosen.round, numbers_of_test(results[name], best=name == "best"))

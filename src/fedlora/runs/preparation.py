@@ -15,8 +15,10 @@ from fedlora.core.messages import Client
 from fedlora.core.trainer import Workers
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
+from fedlora.runs.base_names import base_name
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
+from fedlora.runs.exported import named
 from fedlora.runs.manifest import manifest
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.sampling import sample_clients
@@ -52,6 +54,7 @@ class Prepared:
     metric: str
     seed_adapter: Adapter
     spec: AdapterSpec
+    tokenizer: Any
     manifest: Mapping[str, Any]
 
 
@@ -102,6 +105,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
             model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16
         )  # fmt: skip
 
+    facts = manifest(config, data, clients, model, server.method) | {"evaluation_target": target}
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
     trainer = config.train.trainer(model, parts, settings, config.run.seed)
     return Prepared(
@@ -119,8 +123,9 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         target=target,
         metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
-        spec=spec,
-        manifest=manifest(config, data, clients, model, server.method) | {"evaluation_target": target},
+        spec=named(spec, base_name(config.model.path, facts["model"]["sha256"]).name),
+        tokenizer=model.tokenizer,
+        manifest=facts,
     )
 
 

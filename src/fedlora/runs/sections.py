@@ -340,7 +340,7 @@ class TrainSection(Section):
     or a table {name = weight}, where a class that is not named has 1.
     """
 
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr: Annotated[float, Field(gt=0)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     steps: Annotated[int, Field(ge=0)] = 10

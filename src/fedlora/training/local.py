@@ -40,7 +40,7 @@ class TrainSettings:
     and where it is reported. The optimiser is new each round, as in all reference codes.
     """
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: float = 0.0
     steps: int = 10
