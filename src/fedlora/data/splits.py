@@ -14,7 +14,7 @@ from fedlora.seeds import derive_seed
 def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple[TextData, TextData, TextData]:
     """Split into (train, validation, test) at random, without leaks: copies of one input all go to the same part.
 
-    Use it when the data comes without official splits. Two examples are copies if their text (and pair) agree after
+    Use it when the data comes without official splits. Two examples are copies if their text (pair, history) agree after
     case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly) the
     proportions of the whole; a group of copies counts as the class of its first example. Each part is in random order.
 
@@ -39,6 +39,8 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
     groups: dict[tuple[str, str], list[int]] = {}
     for i, text in enumerate(data.text):
         other = "" if data.pair is None else data.pair[i]
+        if data.history is not None:  # an input is all that the model reads before its answer
+            other = " ".join(content for _, content in data.history[i])
         groups.setdefault((_normalised(text), _normalised(other)), []).append(i)
     strata: dict[int, list[list[int]]] = {}
     for members in groups.values():
