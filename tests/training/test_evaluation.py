@@ -60,7 +60,9 @@ def model(classifier: Path) -> AdaptedModel:
 def by_hand(network: nn.Module, data: TextData, *, max_length: int = 128) -> dict[str, float]:
     """Mean accuracy and cross entropy over the labels that count: one each, or the response's tokens."""
     right, losses = [], []
-    for example in encode(data, tokenizer(classifies=data.kind == "classification"), max_length=max_length):
+    for example in encode(
+        data, tokenizer(classifies=data.kind == "classification"), max_length=max_length, template="none"
+    ):
         scores = logits(network, example["input_ids"]).double().log_softmax(-1)
         if data.kind == "classification":
             pairs = [(scores, example["labels"])]
@@ -172,7 +174,7 @@ def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_mo
     updates = {name: SCALING * lora.delta() for name, lora in trained.modules.items()}
     want = by_hand(dense(language_model, llama, updates, {}), data, max_length=16)
     for batch_size in (1, 8):
-        evaluator = ModelEvaluator(model, data, [], max_length=16, batch_size=batch_size)
+        evaluator = ModelEvaluator(model, data, [], max_length=16, batch_size=batch_size, template="none")
         assert evaluator.evaluate(server, state) == pytest.approx(want, rel=1e-3)
 
 

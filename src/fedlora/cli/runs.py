@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fedlora.cli.method_names import folder_name, parse_methods
-from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json
+from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json, tell_cut
 from fedlora.errors import CheckpointError, FedLoRAError
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
@@ -117,6 +117,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root)
+    tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     with _progress(label, config.run.rounds * per_round, prepared.metric) as watch:
         for event in execute_events(prepared, folder, resume=resume):

@@ -21,8 +21,8 @@ ROLES = ("system", "user", "assistant")
 def read_chat(path: str | os.PathLike[str], *, messages: str = "messages") -> TextData:
     """Read conversations, one a row, from JSONL (.jsonl, .json) or Parquet.
 
-    Each is a list of {"role", "content"}: a system message or none, then a user's, and in the end an assistant's answer.
-    Nothing is guessed or skipped. Two messages of a user may follow each other (whether the model's template takes them
+    Each is a list of {"role", "content"}: a system message or none, then a user's, and in the end an assistant's
+    answer. Nothing is guessed or skipped. Two messages of a user may follow each other (whether the model's template takes them
     is said when it is applied); an assistant's may not.
 
     Args:

@@ -152,8 +152,7 @@ def hub_source(address: str) -> dict[str, Any]:
     if odd or not name or len(dict(pairs)) < len(pairs):
         raise DataError(
             f"{address!r} is no address of a data set: write hf://owner/name, and behind it, where needed, "
-            f"?config=...&split=...&revision=..."
-            + (f"; {odd[0]!r} is none of these, or has no value." if odd else ".")
+            f"?config=...&split=...&revision=..." + (f"; {odd[0]!r} is none of these, or has no value." if odd else ".")
         )
     return {"name": name, "config": None, "split": "train", "revision": None, **dict(pairs)}
 
@@ -164,8 +163,7 @@ def _shown(name: str, config: str | None, split: str) -> str:
 
 def _reach_the_hub() -> None:
     """One question, once: without a network `datasets` would go on asking for half a minute."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     if not constants.HF_HUB_OFFLINE:
         get_session().head(constants.ENDPOINT, timeout=5)

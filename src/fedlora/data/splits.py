@@ -14,8 +14,8 @@ from fedlora.seeds import derive_seed
 def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple[TextData, TextData, TextData]:
     """Split into (train, validation, test) at random, without leaks: copies of one input all go to the same part.
 
-    Use it when the data comes without official splits. Two examples are copies if their text (pair, history) agree after
-    case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly) the
+    Use it when the data comes without official splits. Two examples are copies if their text (pair, history) agree
+    after case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly) the
     proportions of the whole; a group of copies counts as the class of its first example. Each part is in random order.
 
     The shuffled groups are dealt class by class, each to the part that is furthest behind its share. Without copies

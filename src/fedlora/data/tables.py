@@ -1,4 +1,4 @@
-"""Rows of JSONL, CSV and Parquet files, each with its place for error messages. Strict: nothing is guessed or skipped."""
+"""Rows of JSONL, CSV and Parquet files, each with its place for error messages. Nothing is guessed or skipped."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from fedlora.errors import DataError
 
 Rows = list[tuple[str, dict[str, object]]]  # (where, {column: value})
+
 
 def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> Rows:
     """The rows of a JSONL, CSV or Parquet file as (where, {column: value}), with no value of `columns` missing.
@@ -81,7 +82,7 @@ def class_names(path: str | os.PathLike[str], column: str) -> tuple[str, ...] | 
 
 def _parquet(file: Path) -> Any:
     try:
-        import pyarrow.parquet
+        import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(f"{file}: Parquet needs the library pyarrow: pip install 'fedlora[hub]'.") from error
     try:
@@ -103,15 +104,15 @@ def _parquet_rows(file: Path) -> Rows:
     return rows
 
 
-def _class_name(file: Path, where: str, column: str, value: Any, names: tuple[str, ...]) -> str | None:
+def _class_name(file: Path, where: str, column: str, value: object, names: tuple[str, ...]) -> str | None:
     if value is None:
         return None
-    if not 0 <= value < len(names):
+    if not (isinstance(value, int) and 0 <= value < len(names)):
         raise DataError(
             f"{file}, {where}: {column!r} is {value}, and its classes are 0..{len(names) - 1} ({', '.join(names[:5])}"
             f"{', ...' if len(names) > 5 else ''}). Is it an unlabelled split?"
         )
-    return names[value]
+    return names[int(value)]
 
 
 def _class_labels(schema: Any) -> dict[str, tuple[str, ...]]:

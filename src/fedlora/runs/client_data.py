@@ -13,9 +13,9 @@ from fedlora.data import (
     dirichlet,
     iid,
     list_tasks,
-    read_classification,
+    read_answers,
+    read_classes,
     read_glue,
-    read_instructions,
     read_selection,
     read_tasks,
     select_tasks,
@@ -53,6 +53,12 @@ def deal(config: RunConfig, data_root: Path | None) -> Dealt:
     Raises:
         ConfigError, DataError: what cannot be read or dealt out as asked.
     """
+    if config.model.task == "classification":
+        ignored = [name for name in ("template", "messages") if getattr(config.data, name) is not None]
+        if ignored:
+            raise ConfigError(
+                f"data.{ignored[0]} is of language models, and model.task is 'classification': leave one of them out."
+            )
     if config.data.task == "superni":
         return _superni(config, data_root)
     if config.data.task is not None:
@@ -176,8 +182,8 @@ def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
         if path == "demo":
             return demo_data()
         if config.model.task == "classification":
-            return read_classification(Path(path), text=d.text, label=d.label, pair=d.pair, label_names=names)
-        return read_instructions(Path(path), prompt=d.prompt, response=d.response)
+            return read_classes(path, text=d.text, label=d.label, pair=d.pair, label_names=names)
+        return read_answers(path, prompt=d.prompt, response=d.response, messages=d.messages)
 
     found = {path: read(path) for path in paths}
     if len({data.label_names for data in found.values()}) == 1:

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
 from fedlora.runs.sections import (
     PACKAGED,
@@ -31,6 +32,7 @@ from fedlora.runs.sections import (
     ServerSection,
     TrainSection,
 )
+from fedlora.training.prompting import RAW
 
 
 class RunConfig(Section):
@@ -53,8 +55,14 @@ class RunConfig(Section):
         return json.dumps(fields)  # in the order of the fields; that of data.clients says who gets which rank
 
     def digest(self) -> str:
-        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone."""
+        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone.
+
+        A language model's template is in it unless it is "none": so were all runs prompted before there was the key.
+        """
         fields = self.model_dump(mode="json", exclude_defaults=True)
+        fields["data"].pop("template", None)
+        if self.model.task == "causal-lm" and self.data.prompting() != RAW:
+            fields["data"]["template"] = self.data.prompting()
         fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
@@ -148,11 +156,11 @@ def _located(config: RunConfig, folder: Path) -> RunConfig:
         return str((folder / path).resolve())
 
     data, model = config.data, config.model
-    changes: dict[str, Any] = {"clients": {c: absolute(p) for c, p in data.clients.items()}}
-    if data.train and data.train != "demo":
+    changes: dict[str, Any] = {"clients": {c: p if is_hub(p) else absolute(p) for c, p in data.clients.items()}}
+    if data.train and data.train != "demo" and not is_hub(data.train):
         changes["train"] = absolute(data.train)
     for part in ("validation", "test"):
-        if isinstance(getattr(data, part), str):
+        if isinstance(getattr(data, part), str) and not is_hub(getattr(data, part)):
             changes[part] = absolute(getattr(data, part))
     local = model.path not in PACKAGED and (folder / model.path).exists()
     return config.model_copy(

@@ -25,6 +25,7 @@ from fedlora.errors import CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs.card import model_card
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.manifest import prompted
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.tracking import make_tracker, numbers
 from fedlora.server.server import Server, start
@@ -132,6 +133,14 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
             f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out."
         )
     theirs, ours = folder.read_json("manifest.json"), prepared.manifest
+    theirs["data"] = prompted(theirs["data"], ours["data"])
+    was, now = (side["data"].get("template") for side in (theirs, ours))
+    if was != now:
+        raise CheckpointError(
+            f"{folder.path} was begun with the prompts' template {was!r}, and now it is {now!r}. "
+            + ("Set data.template = 'none' to go on with it" if was == "raw" else "Set data.template as it was")
+            + ", or choose another --out."
+        )
     for what in ("config_digest", "data", "model", "threads"):
         if theirs.get(what) != ours[what]:
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +82,24 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         target = "server" if server.has_global_model(initial) else "clients"
     _check_fit(config, server, initial, target, len(clients))
     bf16, max_length = config.model.bf16, config.data.max_length
+    template = config.data.prompting() if config.model.task == "causal-lm" else None
     settings = config.train.settings(
-        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16
+        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16, template=template
     )
 
     def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
         return config.evaluate.evaluator(
-            model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16
+            model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16, template=template
         )  # fmt: skip
 
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
+    trainer = config.train.trainer(model, parts, settings, config.run.seed)
     return Prepared(
         config=config,
         server=server,
         clients=clients,
         parts=parts,
-        trainer=config.train.trainer(model, parts, settings, config.run.seed),
+        trainer=trainer,
         validation=evaluator(data.validation, data.own_validation),
         test=evaluator(data.test, data.own_test),
         probes={name: probe for name, probe in probes.items() if probe is not None},
@@ -105,7 +107,11 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         metric=config.evaluate.metric.replace("-", "_"),
         seed_adapter=seed_adapter,
         spec=spec,
-        manifest=manifest(config, data, clients, model, server.method) | {"evaluation_target": target},
+        manifest={
+            **manifest(config, data, clients, model, server.method),
+            "evaluation_target": target,
+            "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
+        },
     )
 
 

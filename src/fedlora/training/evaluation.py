@@ -25,6 +25,7 @@ from fedlora.server.state import RunState, ServerState
 from fedlora.training.encoding import IGNORED, Encoded, collate, encode, encode_prompts
 from fedlora.training.generation import greedy, rouge_l, teacher_forced
 from fedlora.training.models import AdaptedModel
+from fedlora.training.prompting import end_tokens, find_template
 
 Target = Literal["server", "clients"]
 Metric = Literal["accuracy", "rouge-l", "rouge-l-teacher-forced"]
@@ -45,6 +46,7 @@ class ModelEvaluator:
         bf16: compute in bfloat16 autocast, as training does where it is asked to.
         metric: what a better model is better at. "accuracy" is of classes, and for a language model of response tokens
             (teacher-forced). "rouge-l" generates; see `generation` for the other one.
+        template: of a language model's prompts, as `encoding.encode` takes it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class ModelEvaluator:
         max_new_tokens: int = 64,
         batch_size: int = 64,
         bf16: bool = False,
+        template: str | None = None,
     ) -> None:
         self._model = model
         self._clients = clients
@@ -67,6 +70,10 @@ class ModelEvaluator:
         self._metric = metric
         self._bf16 = bf16
         self._limits = max_length, max_new_tokens, batch_size
+        self._template = template
+        self._ends: tuple[int, ...] = ()
+        if metric == "rouge-l":
+            self._ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
         groups = {"": data} if isinstance(data, TextData) else data
         self._groups = {name: self._prepared(part) for name, part in groups.items()}
         self._own = {c: {"": self._prepared(part)} for c, part in (own or {}).items()}
@@ -135,8 +142,9 @@ class ModelEvaluator:
             return Seen(dict(zip(piece.batches, seen, strict=True)), {})
         if held.prompts is not None:
             texts = greedy(
-                self._model, [held.prompts[i] for i in flat], max_new_tokens=max_new_tokens, batch_size=batch_size
-            )
+                self._model, [held.prompts[i] for i in flat], max_new_tokens=max_new_tokens, batch_size=batch_size,
+                ends=self._ends,
+            )  # fmt: skip
         else:
             texts = teacher_forced(self._model, [held.examples[i] for i in flat], batch_size=batch_size)
         return Seen({}, dict(zip(flat, texts, strict=True)))
@@ -182,9 +190,9 @@ class ModelEvaluator:
         tokenizer = self._model.tokenizer
         prompts = None
         if self._metric == "rouge-l":
-            prompts = encode_prompts(data, tokenizer, max_length=max_length - max_new_tokens)
+            prompts = encode_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
         references = data.references or tuple((response,) for response in data.responses or ())
-        examples = encode(data, tokenizer, max_length=max_length)
+        examples = encode(data, tokenizer, max_length=max_length, template=self._template)
         # Batches of alike length waste little padding.
         reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
         answering = reading if prompts is None else sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

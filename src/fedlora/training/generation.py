@@ -18,13 +18,23 @@ from fedlora.training.models import AdaptedModel
 
 
 @torch.no_grad()
-def greedy(model: AdaptedModel, prompts: Sequence[list[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
-    """The most likely continuation of each prompt, token by token up to the end token, as text.
+def greedy(
+    model: AdaptedModel,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    ends: Sequence[int] = (),
+) -> list[str]:
+    """The most likely continuation of each prompt, token by token up to an end token, as text.
+
+    ends: the tokens that end an answer, as `prompting.end_tokens` finds them; by default the tokenizer's own.
 
     Prompts are padded on the left, so that every continuation starts right behind its prompt; prompts of alike length
     share a batch.
     """
     network, tokenizer, device = model.network, model.tokenizer, model.device
+    stops = list(ends) or [tokenizer.eos_token_id]
     network.eval()
     answers = [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda k: len(prompts[k]))
@@ -40,10 +50,10 @@ def greedy(model: AdaptedModel, prompts: Sequence[list[int]], *, max_new_tokens:
             max_new_tokens=max_new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=stops,
         )
         for k, ids in zip(batch, made[:, longest:].tolist(), strict=True):
-            end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+            end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
             answers[k] = tokenizer.decode(ids[:end], skip_special_tokens=True)
     return answers
 

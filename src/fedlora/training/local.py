@@ -20,7 +20,7 @@ from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.encoding import Encoded, LossOn, collate, encode, scored
+from fedlora.training.encoding import Cut, Encoded, LossOn, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -33,8 +33,8 @@ class TrainSettings:
 
     steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, halved or less by
     `accumulation` micro-batches, each of examples of alike length. schedule: of the learning rate over `rounds`,
-    constant within a round. clip: largest gradient norm, 0 for none. The optimiser is new each round, as in all
-    reference codes.
+    constant within a round. clip: largest gradient norm, 0 for none. template: of a language model's prompts, as
+    `encoding.encode` takes it. The optimiser is new each round, as in all reference codes.
     """
 
     lr: float = 1e-3
@@ -50,6 +50,7 @@ class TrainSettings:
     max_length: int = 128
     loss_on: LossOn = "response"
     bf16: bool = False
+    template: str | None = None
 
 
 class LocalTrainer:
@@ -62,9 +63,12 @@ class LocalTrainer:
         self._settings = settings
         self._seed = seed
         self._data: dict[str, Encoded] = {
-            client: encode(part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on)
+            client: encode(
+                part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on,
+                template=settings.template,
+            )
             for client, part in data.items()
-        }
+        }  # fmt: skip
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
         """Train `adapter` from where the client's data stream stands at `position` examples.
@@ -110,6 +114,10 @@ class LocalTrainer:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         return Trained(self._model.read(), len(data), total / seen, position + seen)
+
+    def cut(self) -> dict[str, Cut]:
+        """Client -> how much of its data did not fit into max_length."""
+        return {client: cut_of(data) for client, data in self._data.items()}
 
     def examples(self, client: str) -> Encoded:
         """A client's encoded examples. Raises `ConfigError` where it has none."""
