@@ -23,7 +23,7 @@ def test_classification_is_encoded_as_the_tokenizer_does_and_cut() -> None:
     data = TextData("classification", ("w0 w1", "w2 nonsense w3 w4"), labels=(1, 0), label_names=("no", "yes"))
     assert encode(data, tokenizer(classifies=True), max_length=5) == [
         {"input_ids": [CLS, word(0), word(1), SEP], "labels": 1},
-        {"input_ids": [CLS, word(2), UNK, word(3), SEP], "labels": 0},
+        {"input_ids": [CLS, word(2), UNK, word(3), SEP], "labels": 0, "cut": 1},
     ]
 
 

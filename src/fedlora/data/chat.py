@@ -22,8 +22,8 @@ def read_chat(path: str | os.PathLike[str], *, messages: str = "messages") -> Te
     """Read conversations, one a row, from JSONL (.jsonl, .json) or Parquet.
 
     Each is a list of {"role", "content"}: a system message or none, then a user's, and in the end an assistant's
-    answer. Nothing is guessed or skipped. Two messages of a user may follow each other (whether the model's template takes them
-    is said when it is applied); an assistant's may not.
+    answer. Nothing is guessed or skipped. Two messages of a user may follow each other (whether the model's template
+    takes them is said when it is applied); an assistant's may not.
 
     Args:
         path: a file, as for `read_classification`; CSV cannot hold lists.

@@ -15,8 +15,9 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
     """Split into (train, validation, test) at random, without leaks: copies of one input all go to the same part.
 
     Use it when the data comes without official splits. Two examples are copies if their text (pair, history) agree
-    after case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly) the
-    proportions of the whole; a group of copies counts as the class of its first example. Each part is in random order.
+    after case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly)
+    the proportions of the whole; a group of copies counts as the class of its first example. Each part is in random
+    order.
 
     The shuffled groups are dealt class by class, each to the part that is furthest behind its share. Without copies
     every size is then within 4/3 of its share, and within 2 for each class; groups of copies cannot be cut.

@@ -9,6 +9,7 @@ is refused.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,6 +21,8 @@ from fedlora.errors import ConfigError, DataError
 RAW = "none"  # data.template: prompt and response as they stand, one behind the other
 CHAT = "chat"  # data.template: the tokenizer's own
 _TODAY = datetime(2024, 7, 26)  # for templates that ask for the date (Llama 3): every site and every day the same
+_DAY = "%d %b %Y"
+_ASKS_THE_DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     if wanted == RAW:
         return Template("raw")
     if wanted is not None and wanted != CHAT:
-        return Template("chat" if _is_jinja(wanted) else "text", wanted)
+        return _chat(wanted) if _is_jinja(wanted) else Template("text", wanted)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             "the model's tokenizer has no chat template, so it is not known how a prompt and its answer are told "
@@ -87,7 +90,7 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
             "stands with the response right behind it."
         )
     try:
-        return Template("chat", tokenizer.get_chat_template())
+        return _chat(tokenizer.get_chat_template())
     except ValueError as error:  # several by name, and none is the default
         raise ConfigError(f"the tokenizer's chat template cannot be chosen: {str(error).splitlines()[0]}") from error
 
@@ -104,9 +107,9 @@ def render(template: Template, tokenizer: Any, messages: Sequence[Message], *, a
     try:
         text: str = tokenizer.apply_chat_template(
             turns, chat_template=template.text, tokenize=False, add_generation_prompt=ask,
-            strftime_now=_TODAY.strftime,
+            date_string=_TODAY.strftime(_DAY),
         )  # fmt: skip
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         said = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
             f"the chat template refuses a conversation of {', '.join(role for role, _ in messages)}: {said}"
@@ -185,6 +188,11 @@ def _markers(tokenizer: Any) -> set[int]:
     """Tokens that were added to the vocabulary as signs: not text, and not a name for white space."""
     added = {k for k, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
     return (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+
+
+def _chat(text: str) -> Template:
+    """A chat template that does not look at the clock."""
+    return Template("chat", _ASKS_THE_DATE.sub(lambda found: repr(_TODAY.strftime(found[2])), text))
 
 
 def _is_jinja(text: str) -> bool:
