@@ -82,3 +82,7 @@ class ClientFailed(FedLoRAError):
         super().__init__(f"client {client!r} failed in round {round}: {why}")
         self.client = client
         self.round = round
+
+
+class WorkerDied(FedLoRAError, RuntimeError):
+    """A worker process died with work in its hands, and died again when that was tried alone."""

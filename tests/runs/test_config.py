@@ -290,7 +290,7 @@ def other(key: str, value: Any) -> Any:
         "weighting": "uniform", "heads": "local", "missing": "zero", "upload": "subspace", "target": "clients",
         "name": "fedit", "preset": "paper", "keep_uploads": "last", "metric": "rouge-l", "loss_on": "all",
         "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
-        "track": ["wandb"],
+        "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2,
         "quorum": 2, "memory": 8.0, "workers": 2, "sketch_rank": 4, "count": 3, "pair": "second", "dropout": 0.25,
     }  # fmt: skip
     if key in words:
@@ -320,6 +320,8 @@ def test_the_digest_sees_every_key() -> None:
                 continue  # instead of data.train: below
             if (table, key) == ("data", "task"):
                 continue  # likewise
+            if (table, key) == ("evaluate", "min_delta"):
+                continue  # with patience: below
             digests.add(parsed(**{table: {key: other(key, getattr(section, key))}}).digest())
             changed += 1
     assert len(digests) == changed + 1
@@ -328,6 +330,8 @@ def test_the_digest_sees_every_key() -> None:
     assert own[0] != own[1]
     tasks = [parse_config({"model": {"path": "m"}, "data": {"task": name}}).digest() for name in ("sst2", "superni")]
     assert tasks[0] != tasks[1]
+    deltas = [parsed(evaluate={"patience": 2, "min_delta": delta}).digest() for delta in (0.0, 0.5)]
+    assert deltas[0] != deltas[1]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,8 @@ def test_metrics_jsonl_has_a_line_for_each_round(finished: Finished) -> None:
     for line in lines:
         assert set(line["losses"]) == set(line["weights"]) == {"site-1", "site-2", "site-3"}
         assert sum(line["weights"].values()) == pytest.approx(1)
-        assert set(line["metrics"]) == {"accuracy", "loss"}
+        recalls = {f"recall/{name}" for name in LABELS}
+        assert set(line["metrics"]) == {"accuracy", "balanced_accuracy", "macro_f1", "matthews", "loss"} | recalls
         assert line["bytes"]["total"] == sum(v for k, v in line["bytes"].items() if k != "total")
         assert line["refused"] == {}
     assert [line["gauge_drift"] is None for line in lines] == [True, True, False], "the check is on the last round"

@@ -60,6 +60,11 @@ class GroupTrainer(Trainer, Protocol):
 class Workers(ABC):
     """Who does a round's jobs, and how many at a time. A trainer of one's own is put into `OneByOne`."""
 
+    @property
+    def at_once(self) -> int:
+        """How many jobs make one piece of work, which stays in one place."""
+        return 1
+
     @abstractmethod
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
         """Each job and its result, in the order of the jobs; jobs are drawn no earlier than they are needed.
@@ -99,6 +104,10 @@ class Together(Workers):
                 f"Together needs a trainer with train_group(jobs), and {type(self.trainer).__name__} has none; give "
                 f"the trainer itself, and its clients are trained one by one."
             )
+
+    @property
+    def at_once(self) -> int:
+        return self.size
 
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
         rest = iter(jobs)

@@ -38,11 +38,8 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
             f"validation={validation}, test={test}. For 10 % write 0.1."
         )
     groups: dict[tuple[str, str], list[int]] = {}
-    for i, text in enumerate(data.text):
-        other = "" if data.pair is None else data.pair[i]
-        if data.history is not None:  # an input is all that the model reads before its answer
-            other = " ".join(content for _, content in data.history[i])
-        groups.setdefault((_normalised(text), _normalised(other)), []).append(i)
+    for i, one in enumerate(inputs(data)):
+        groups.setdefault(one, []).append(i)
     strata: dict[int, list[list[int]]] = {}
     for members in groups.values():
         strata.setdefault(0 if data.labels is None else data.labels[members[0]], []).append(members)
@@ -65,6 +62,14 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
             )
     train, val, tst = (data.select(rng.permutation(np.array(part, dtype=np.int64))) for part in parts)
     return train, val, tst
+
+
+def inputs(data: TextData) -> list[tuple[str, str]]:
+    """Each example's text, and its pair or history ("" without), as `split` compares them: equal for two copies."""
+    pairs = data.pair or ("",) * len(data)
+    if data.history is not None:  # an input is all that the model reads before its answer
+        pairs = tuple(" ".join(content for _, content in before) for before in data.history)
+    return [(_normalised(text), _normalised(pair)) for text, pair in zip(data.text, pairs, strict=True)]
 
 
 def _normalised(text: str) -> str:

@@ -31,7 +31,7 @@ Trained by {clients} clients that kept their data, combined by `{method_repr}`.
 | training examples | {examples} over {clients} clients |
 | local round | {local} |
 | held-out test ({target}) | {metrics} |
-| configuration | digest {digest} |
+{classes}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
 
 ```python
@@ -42,6 +42,8 @@ model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 Sharing an adapter is not sharing nothing: training text can leak from it. Check it as you would check a model trained
 on that text in one place.
 """
+
+_MOST_CLASSES = 20  # that a card's rows name
 
 
 def model_card(
@@ -73,7 +75,22 @@ def model_card(
         local=f"{length} of {t.batch_size}, {t.optimizer}, learning rate {t.lr:g}",
         target=manifest["evaluation_target"],
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
+        classes=_classes(manifest, metrics),
         digest=manifest["config_digest"],
         version=manifest["versions"]["fedlora"],
         commit=(commit["id"][:12] + ("" if commit["clean"] else " with local changes")) if commit else "unknown",
     )
+
+
+def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+    """Rows with the classes by name: how many examples were trained on, and which share of the test's was found."""
+    names = [name.replace("|", r"\|") for name in manifest["data"]["labels"]]  # a table's cells
+    counts = (manifest["data"]["label_counts"] or {}).values()
+    if not 0 < len(names) <= _MOST_CLASSES:
+        return ""
+    total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
+    rows = f"| training examples by class | {', '.join(f'{n} {c}' for n, c in zip(names, total, strict=True))} |\n"
+    found = {k.removeprefix("recall/").replace("|", r"\|"): v for k, v in metrics.items() if k.startswith("recall/")}
+    if found:
+        rows += f"| recall on the test set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
+    return rows

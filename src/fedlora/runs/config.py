@@ -58,11 +58,14 @@ class RunConfig(Section):
         """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone.
 
         A language model's template is in it unless it is "none": so were all runs prompted before there was the key.
+        run.workers does not count: it changes no bit. What its thread does is in the manifest.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
         fields["data"].pop("template", None)
         if self.model.task == "causal-lm" and self.data.prompting() != RAW:
             fields["data"]["template"] = self.data.prompting()
+        if fields.get("run", {}).pop("workers", None) is not None and not fields["run"]:
+            del fields["run"]
         fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 

@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,17 +24,24 @@ from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs.card import model_card
-from fedlora.runs.folder import RunFolder
+from fedlora.runs.crew import crewed
+from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.manifest import prompted
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.tracking import make_tracker, numbers
+from fedlora.runs.tracking import Tracker, TrackerName, make_tracker, numbers, numbers_of_test
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
+from fedlora.training.evaluation import Measured
+from fedlora.training.metrics import best_of, is_better
+
+MOST_CLASSES = 100  # in a stored confusion matrix, whose size grows with their square
 
 
 def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> Iterator[RoundRecord]:
     """Run all rounds that are still to do, storing each; then write the adapters, the test result and the summary.
+
+    Where `evaluate.patience` ends the run early, the round that it ends with is the last in every respect.
 
     Raises:
         CheckpointError: the folder holds a run and `resume` is off, or holds another configuration.
@@ -49,18 +56,26 @@ def execute_events(
     prepared: Prepared, folder: RunFolder, *, resume: bool = False
 ) -> Iterator[ClientDone | RoundRecord]:
     """`execute`, with an event for each client that is done as well: for a progress bar."""
+    with crewed(prepared) as crew:
+        yield from _executed(crew, folder, resume)
+
+
+def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[ClientDone | RoundRecord]:
     config, server = prepared.config, prepared.server
+    resumed = folder.exists()
     state = _opened(prepared, folder, resume)
     lines = folder.rewind(state.round)
-    trackers = [make_tracker(name, folder.path, json.loads(config.canonical())) for name in config.run.track]
-    metric = prepared.metric
-    best = max((line["metrics"][metric] for line in lines if line["metrics"]), default=-1.0)
+    trackers = [_tracker(name, prepared, folder, lines, resumed) for name in config.run.track]
+    metric, patience = prepared.metric, config.evaluate.stopping()
+    best_line = best_of(metric, [line for line in lines if line["metrics"]], lambda line: line["metrics"][metric])
+    best = best_line["metrics"][metric] if best_line else None
+    stopped = patience.stop(lines, config.run.rounds) if patience else None
     events = play(
         server,
         prepared.clients,
         prepared.workers,
         state,
-        rounds=config.run.rounds,
+        rounds=config.run.rounds if stopped is None else state.round,
         participation=config.run.participation,
         seed=config.run.seed,
         evaluator=prepared.validation,
@@ -74,7 +89,10 @@ def execute_events(
             continue
         record = event
         before, state = state, record.state
-        last = state.round == config.run.rounds
+        if patience:
+            seen = [*lines, plain({"round": record.round, "metrics": record.metrics})]
+            stopped = patience.stop(seen, config.run.rounds)
+        last = state.round == config.run.rounds or stopped is not None
         if config.run.keep_uploads == "all" or (last and config.run.keep_uploads == "last"):
             _keep_uploads(prepared, folder, before, record)
         began = time.perf_counter()
@@ -83,17 +101,28 @@ def execute_events(
             record = replace(record, seconds={**record.seconds, "diagnose": time.perf_counter() - began})
         line = describe(record, padded_error=padded, gauge=_gauge(prepared, record) if last else None)
         folder.append_metrics(line)
+        lines.append(plain(line))
         for tracker in trackers:
             tracker.log(record.round, numbers(line))
-        if record.metrics and record.metrics[metric] > best:
+        if record.metrics and is_better(metric, record.metrics[metric], best):
             best = record.metrics[metric]
             checkpoint.save(folder.best_checkpoint, state.round, state, keep=1)
         if last or state.round % config.run.checkpoint_every == 0:
             checkpoint.save(folder.checkpoints, state.round, state, keep=config.run.keep_checkpoints)
         yield record
-    for tracker in trackers:
-        tracker.close()
-    _finish(prepared, folder, state)
+        if last:
+            break
+    _finish(prepared, folder, state, stopped, trackers)
+
+
+def _tracker(
+    name: TrackerName, prepared: Prepared, folder: RunFolder, lines: Sequence[Mapping[str, Any]], resumed: bool
+) -> Tracker:
+    """A tracker that knows all rounds before: after a resume it is told them again."""
+    tracker = make_tracker(name, folder.path, json.loads(prepared.config.canonical()), anew=resumed)
+    for line in lines:
+        tracker.log(line["round"], numbers(line))
+    return tracker
 
 
 def describe(
@@ -204,20 +233,28 @@ def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, dict[str, float
     return found
 
 
-def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
+def _finish(
+    prepared: Prepared,
+    folder: RunFolder,
+    state: RunState,
+    stopped: Mapping[str, Any] | None,
+    trackers: Sequence[Tracker],
+) -> None:
     """Adapters, the test result and the summary. The summary comes last: where it is, the run is complete."""
     server, lines = prepared.server, folder.metrics()
     scored = [line for line in lines if line["metrics"]]
-    best_line = max(scored, key=lambda line: line["metrics"][prepared.metric], default=None)
+    best_line = best_of(prepared.metric, scored, lambda line: line["metrics"][prepared.metric])
     loaded = _best_state(prepared, folder) if best_line else None
     states = {"adapter": state} | ({"best": loaded[1]} if loaded else {})
+    measured: dict[str, Measured] = {}
     results: dict[str, dict[str, float]] = {}
     probes: dict[str, dict[str, dict[str, float]]] = {}
     for name, chosen in states.items():
         if name == "best" and chosen.round == state.round:  # the same state
-            results[name], probes[name] = results["adapter"], probes["adapter"]
+            measured[name], results[name], probes[name] = measured["adapter"], results["adapter"], probes["adapter"]
         else:
-            results[name] = prepared.test.evaluate(server, chosen) if prepared.test else {}
+            measured[name] = prepared.test.measure(server, chosen) if prepared.test else Measured({}, None)
+            results[name] = measured[name].scores
             probes[name] = {probe: evaluator.evaluate(server, chosen) for probe, evaluator in prepared.probes.items()}
         if server.has_global_model(chosen.server):
             adapter = global_adapter(server, chosen)
@@ -229,11 +266,13 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
             download = server.download(state.server, as_pruned(client, memory))
             mine = receive(download, memory.kept)
             write_adapter(folder.path / "clients" / client.id, _whole(mine, download.base_delta), prepared.spec)
-    each = (
-        prepared.test.measure_clients(server, state)
-        if prepared.test and prepared.config.evaluate.clients_at_end
-        else {}
-    )
+    asked = prepared.config.evaluate.clients_at_end
+    each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
+    common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
+    for tracker in trackers:  # before the summary: what is lost by a kill here is told again
+        for name, chosen in states.items():
+            tracker.log(chosen.round, numbers_of_test(results[name], best=name == "best"))
+        tracker.close()
     folder.write_json(
         "summary.json",
         {
@@ -247,9 +286,12 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
                 "best": best_line["metrics"] if best_line else {},
             },
             "best_round": best_line["round"] if best_line else None,
+            "stopped_early": stopped,
             "test": {"last": results["adapter"], "best": results.get("best", {})},
+            "confusion": _confusion(prepared, measured),
             "probes": {"last": probes["adapter"], "best": probes.get("best", {})},
             "clients_at_end": each,
+            "clients_at_end_common": common,
             "seconds": {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) for phase in _phases(lines)},
             "bytes": {key: sum(line["bytes"][key] for line in lines) for key in (lines[0]["bytes"] if lines else ())},
             "server_rank": lines[-1]["server_rank"] if lines else None,
@@ -260,6 +302,16 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
             "diagnostics": server.diagnostics(state.server),
         },
     )
+
+
+def _confusion(prepared: Prepared, measured: Mapping[str, Measured]) -> dict[str, Any] | None:
+    """The test set's confusion matrices with the classes' names: a row is a true class, a column what it was taken for.
+    None for a language model, without a test set, and of more than 100 classes."""
+    classes = prepared.manifest["data"]["labels"]
+    if measured["adapter"].confusion is None or len(classes) > MOST_CLASSES:
+        return None
+    best = measured.get("best")
+    return {"classes": classes, "last": measured["adapter"].confusion, "best": best.confusion if best else None}
 
 
 def _phases(lines: list[dict[str, Any]]) -> list[str]:

@@ -15,7 +15,7 @@ from fedlora.core.messages import Client
 from fedlora.core.trainer import Workers
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
-from fedlora.runs.client_data import deal
+from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.manifest import manifest
 from fedlora.server.sampling import sample_clients
@@ -23,13 +23,16 @@ from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.local import LocalTrainer
+from fedlora.training.metrics import METRICS, score_name
+from fedlora.training.models import AdaptedModel
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """All parts of a run, loaded and checked.
 
-    parts: client -> its training data. test: on the test data; probes: further test sets by name ("unseen",
+    parts: client -> its training data. workers: who trains, and how many clients at a time. processes: how many do the
+    work, see `crew`. test: on the test data; probes: further test sets by name ("unseen",
     "validation_mismatched"), measured at the end only.
     """
 
@@ -37,7 +40,10 @@ class Prepared:
     server: Server
     clients: tuple[Client, ...]
     parts: Mapping[str, TextData]
+    model: AdaptedModel
     trainer: LocalTrainer
+    workers: Workers
+    processes: int
     validation: ModelEvaluator | None
     test: ModelEvaluator | None
     probes: Mapping[str, ModelEvaluator]
@@ -46,11 +52,6 @@ class Prepared:
     seed_adapter: Adapter
     spec: AdapterSpec
     manifest: Mapping[str, Any]
-
-    @property
-    def workers(self) -> Workers:
-        """Who trains, and how many clients at a time."""
-        return self.config.train.workers(self.trainer)
 
 
 def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
@@ -63,13 +64,20 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         ConfigError, DataError, HyperparameterError: what cannot be run as written.
     """
     server = config.server.build(config.method.build(), config.run.seed)
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+    if threads := config.run.torch_threads():
+        torch.set_num_threads(threads)
     data = deal(config, data_root)
+    _check_measuring(config, data)
     parts = data.parts
     types = config.clients.assigned(list(parts), config.run.seed)
     labels = next(iter(parts.values())).label_names
-    model = config.model.load(config.lora.settings(), labels, config.run.seed)
+    a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
+    processes = config.run.processes(config.model.chosen_device(), a_round)
+    if processes > 1 and config.model.four_bit:
+        raise ConfigError(f"model.four_bit cannot be shared by run.workers = {config.run.workers!r}; leave one out.")
+    model = config.model.load(
+        config.lora.settings(), labels, config.run.seed, device="cpu" if processes > 1 else None
+    )  # with several processes, each moves its own to its device
     largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
     clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
@@ -99,12 +107,15 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         server=server,
         clients=clients,
         parts=parts,
+        model=model,
         trainer=trainer,
+        workers=config.train.workers(trainer),
+        processes=processes,
         validation=evaluator(data.validation, data.own_validation),
         test=evaluator(data.test, data.own_test),
         probes={name: probe for name, probe in probes.items() if probe is not None},
         target=target,
-        metric=config.evaluate.metric.replace("-", "_"),
+        metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
         spec=spec,
         manifest={
@@ -115,19 +126,47 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     )
 
 
+def _check_measuring(config: RunConfig, data: Dealt) -> None:
+    """Raises `ConfigError` for settings of evaluation that ask for data which are not there, or measure none of it."""
+    e = config.evaluate
+    if e.patience is not None and not any(len(part) for part in data.validation.values()):
+        raise ConfigError(
+            f"evaluate.patience = {e.patience} looks at the validation metric, and there are no validation data: "
+            f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
+        )
+    if config.clients.own_test is not None and not any(len(part) for part in data.test.values()):
+        raise ConfigError(
+            f"clients.own_test = {config.clients.own_test:g} comes beside a common test set, and data.test = "
+            f"{config.data.test!r} holds nothing. Give data.test a share or a file."
+        )
+    if config.clients.own_test is not None and not e.clients_at_end and e.target != "clients":
+        raise ConfigError(
+            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would measure: set "
+            f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
+        )
+    if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
+        there = "a common one only" if not data.own_test else "each client's own only"
+        raise ConfigError(
+            f"evaluate.clients_at_end = 'both' is the clients' own test sets and the common one, and there is {there}. "
+            f"Give clients.own_test and data.test, or set it to true."
+        )
+
+
 def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: Target, clients: int) -> None:
     """Raises `ConfigError` for options that can never work with this method or these clients."""
     name, roles = server.method.name, server.roles(initial)
-    if config.evaluate.metric != "accuracy":
-        if config.model.task != "causal-lm":
-            raise ConfigError(
-                f"evaluate.metric = {config.evaluate.metric!r} is of generated text; the task classifies."
-            )
-        if config.evaluate.metric == "rouge-l" and config.evaluate.max_new_tokens >= config.data.max_length:
-            raise ConfigError(
-                f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
-                f"data.max_length = {config.data.max_length}."
-            )
+    if config.model.task not in METRICS[config.evaluate.metric].tasks:
+        wanted = "classes" if config.model.task == "causal-lm" else "generated text"
+        there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
+        raise ConfigError(
+            f"evaluate.metric = {config.evaluate.metric!r} is of {wanted}, and model.task is {config.model.task!r}; "
+            f"there is {there}."
+        )
+    if config.evaluate.metric == "rouge-l" and config.evaluate.max_new_tokens >= config.data.max_length:
+        raise ConfigError(
+            f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
+            f"data.max_length = {config.data.max_length}."
+        )
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
     if target == "server" and not server.has_global_model(initial):

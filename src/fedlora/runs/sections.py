@@ -21,17 +21,21 @@ from fedlora.data import TextData, demo_model, smollm2_model
 from fedlora.errors import ConfigError
 from fedlora.methods import build
 from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
+from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import TrackerName
 from fedlora.server.server import Heads, Server
 from fedlora.server.sketched_round import Sketch
 from fedlora.server.terms import Weighting
 from fedlora.simulation import UploadHook
+from fedlora.training.class_weights import Balanced
 from fedlora.training.encoding import LossOn
-from fedlora.training.evaluation import Metric, ModelEvaluator, Target
+from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.grouped import GroupedTrainer
 from fedlora.training.local import LocalTrainer, Optimizer, Schedule, TrainSettings
+from fedlora.training.metrics import MetricName, score_name
 from fedlora.training.models import AdaptedModel, LoRASettings, Task
 from fedlora.training.prompting import CHAT, RAW, check_template
+from fedlora.workers.processes import available
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -52,7 +56,9 @@ class Section(BaseModel):
 class RunSection(Section):
     """How long, how wide, how reproducible.
 
-    threads: of torch (0: its own default). readouts: write each client's readout at the end. keep_uploads: store what
+    threads: of torch (0: its own default). workers: processes that train a round's clients and evaluate, each with one
+    thread or one GPU; "auto" is the machine's cores or GPUs, but no more than a round has clients. Any number of them
+    gives the same bits on a CPU, 1 included. readouts: write each client's readout at the end. keep_uploads: store what
     clients trained, of the last round or of all, as PEFT directories for `fedlora audit`. track: also log to
     tensorboard, trackio or wandb.
     """
@@ -61,11 +67,31 @@ class RunSection(Section):
     participation: Share = 1.0
     seed: int = 0
     threads: Annotated[int, Field(ge=0)] = 0
+    workers: Positive | Literal["auto"] | None = None
     checkpoint_every: Positive = 1
     keep_checkpoints: Positive = 2
     readouts: bool = False
     keep_uploads: Literal["none", "last", "all"] = "none"
     track: list[TrackerName] = []
+
+    @model_validator(mode="after")
+    def _one_thread_each(self) -> RunSection:
+        if self.workers is not None and self.threads > 1:
+            raise ValueError(
+                f"run.workers = {self.workers!r} gives each worker one thread, and run.threads = {self.threads} asks "
+                f"for more; leave one of them out"
+            )
+        return self
+
+    def processes(self, device: str, clients: int) -> int:
+        """How many worker processes: 1 means that the work is done in this one. clients: of a round."""
+        if self.workers == "auto":
+            return min(available(device), clients)
+        return self.workers or 1
+
+    def torch_threads(self) -> int:
+        """Of each process; 0 leaves torch's own default."""
+        return self.threads if self.workers is None else 1
 
 
 class ModelSection(Section):
@@ -87,9 +113,13 @@ class ModelSection(Section):
         """Where the model is; packaged models are files of installed packages, and a hub id stays as it is."""
         return PACKAGED[self.path]() if self.path in PACKAGED else self.path
 
-    def load(self, lora: LoRASettings, labels: Sequence[str], seed: int) -> AdaptedModel:
-        """The base model in memory, with LoRA in its place."""
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+    def chosen_device(self) -> str:
+        """The configured one; for "auto" a GPU where there is one."""
+        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    def load(self, lora: LoRASettings, labels: Sequence[str], seed: int, *, device: str | None = None) -> AdaptedModel:
+        """The base model in memory, with LoRA in its place. device: in place of the one that is configured."""
+        device = device or self.chosen_device()
         return AdaptedModel.load(
             self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
             four_bit=self.four_bit, checkpointing=self.checkpointing,
@@ -168,7 +198,8 @@ class ClientsSection(Section):
     in that order, or, with `profile`, the values that the profile distributes; one value serves everybody. An entry is
     a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring ranks of their own.
     Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet" label skew of
-    `alpha` (default 1) with at least `min_size` examples each, or "iid".
+    `alpha` (default 1) with at least `min_size` examples each, or "iid". own_test: a share of what each client was
+    dealt that it never trains on and is measured on (evaluate.clients_at_end), beside the common test set.
     """
 
     count: Positive | None = None
@@ -177,6 +208,7 @@ class ClientsSection(Section):
     partition: Literal["dirichlet", "iid"] = "dirichlet"
     alpha: Annotated[float, Field(gt=0)] | None = None
     min_size: Positive = 8
+    own_test: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     def types(self) -> list[RankType]:
         """`ranks` as types of clients; without them rank 8 for all, or the paper's five for a profile."""
@@ -276,7 +308,11 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once."""
+    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once.
+
+    class_weights: what an example counts in the training loss, by its class: "balanced" (by each client's own counts),
+    or a table {name = weight}, where a class that is not named has 1.
+    """
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
     optimizer: Optimizer = "adam"
@@ -288,6 +324,7 @@ class TrainSection(Section):
     together: Positive = 1
     clip: Annotated[float, Field(ge=0)] = 1.0
     schedule: Schedule = "constant"
+    class_weights: Balanced | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
 
     def settings(
         self, *, rounds: int, max_length: int, loss_on: LossOn, bf16: bool, template: str | None = None
@@ -310,16 +347,35 @@ class TrainSection(Section):
 class EvaluateSection(Section):
     """target: what is measured, the "server" model or the "clients"; "auto" is the server where it has a model.
 
-    metric: what is reported and chosen by: "accuracy", or for generated text "rouge-l" (greedy, up to max_new_tokens)
-    and "rouge-l-teacher-forced". clients_at_end: also measure each client's own readout on the test set, once.
+    metric: what is reported and chosen by: "accuracy", "loss" (the lower the better), of classes also
+    "balanced-accuracy", "macro-f1" and "matthews", or for generated text "rouge-l" (greedy, up to max_new_tokens) and
+    "rouge-l-teacher-forced". clients_at_end: also measure each client's own readout, once: on its own test set where it
+    has one, else on the common one; "both": on both. patience: stop after so many evaluations in a row whose metric on
+    validation is not better, by more than min_delta, than the best before; schedules of the learning rate stay those
+    of all run.rounds.
     """
 
     every: Positive = 1
     target: Target | Literal["auto"] = "auto"
-    metric: Metric = "accuracy"
+    metric: MetricName = "accuracy"
     max_new_tokens: Positive = 64
-    clients_at_end: bool = False
+    clients_at_end: bool | Literal["both"] = False
     batch_size: Positive = 64
+    patience: Positive | None = None
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _delta_of_patience(self) -> EvaluateSection:
+        if self.min_delta and self.patience is None:
+            raise ValueError(
+                f"evaluate.min_delta = {self.min_delta} is a part of evaluate.patience, which is not set; set it too, "
+                f"or leave min_delta out"
+            )
+        return self
+
+    def stopping(self) -> Patience | None:
+        """When to stop early."""
+        return None if self.patience is None else Patience(score_name(self.metric), self.patience, self.min_delta)
 
     def evaluator(
         self,

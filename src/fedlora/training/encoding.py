@@ -153,7 +153,12 @@ def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -
     }
 
 
-def scored(example: Example) -> int:
-    """How many labels of an example the loss counts: one for a class, the response's tokens for a language model."""
+def scored(example: Example, weights: Sequence[float] | None = None) -> float:
+    """How many labels of an example the loss counts: one for a class, the response's tokens for a language model.
+
+    weights: of the classes; then what the example's class weighs.
+    """
     labels = example["labels"]
-    return sum(label != IGNORED for label in labels[1:]) if isinstance(labels, list) else 1
+    if isinstance(labels, list):
+        return float(sum(label != IGNORED for label in labels[1:]))
+    return 1.0 if weights is None else weights[int(labels)]

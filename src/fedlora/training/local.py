@@ -7,12 +7,12 @@ data), so running one client alone reproduces its round, and nothing else has to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
@@ -20,6 +20,7 @@ from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
+from fedlora.training.class_weights import ClassWeights, weigh_classes
 from fedlora.training.encoding import Cut, Encoded, LossOn, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
 
@@ -33,8 +34,9 @@ class TrainSettings:
 
     steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, halved or less by
     `accumulation` micro-batches, each of examples of alike length. schedule: of the learning rate over `rounds`,
-    constant within a round. clip: largest gradient norm, 0 for none. template: of a language model's prompts, as
-    `encoding.encode` takes it. The optimiser is new each round, as in all reference codes.
+    constant within a round. clip: largest gradient norm, 0 for none. class_weights: as `class_weights.weigh_classes`
+    has them; the training loss is then the weighted one, here and where it is reported. template: of a language model's
+    prompts, as `encoding.encode` takes it. The optimiser is new each round, as in all reference codes.
     """
 
     lr: float = 1e-3
@@ -50,6 +52,7 @@ class TrainSettings:
     max_length: int = 128
     loss_on: LossOn = "response"
     bf16: bool = False
+    class_weights: ClassWeights | None = None
     template: str | None = None
 
 
@@ -69,6 +72,7 @@ class LocalTrainer:
             )
             for client, part in data.items()
         }  # fmt: skip
+        self._class_weights = {client: weigh_classes(part, settings.class_weights) for client, part in data.items()}
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
         """Train `adapter` from where the client's data stream stands at `position` examples.
@@ -88,6 +92,7 @@ class LocalTrainer:
         batch = min(s.batch_size, len(data))
         steps = s.steps or math.ceil(s.epochs * len(data) / batch)
         order = self.order(client, position)
+        weights = self._class_weights[client]
         optimizer = optimizer_for(parameters, s, download.round)
         total, seen = 0.0, 0
         cuda = [device] if device.type == "cuda" else []
@@ -95,7 +100,7 @@ class LocalTrainer:
             torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
             for _ in range(steps):
                 picked = [data[next(order)] for _ in range(batch)]
-                labels = sum(scored(example) for example in picked)
+                labels = sum(scored(example, weights) for example in picked)
                 if s.accumulation > 1:  # micro-batches of alike length: the same gradient from less padding
                     picked.sort(key=lambda example: len(example["input_ids"]))
                 micro = math.ceil(batch / s.accumulation)
@@ -103,8 +108,8 @@ class LocalTrainer:
                     part = picked[k : k + micro]
                     inputs = collate(part, self._model.tokenizer, device)
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
-                        loss = network(**inputs).loss * (sum(scored(example) for example in part) / labels)
-                    loss.backward()
+                        loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
+                    loss.backward()  # type: ignore[no-untyped-call]
                     total += float(loss.detach()) * batch
                 if roles.penalty is not None:
                     self._model.tail_penalty(roles.penalty).backward()  # type: ignore[no-untyped-call]
@@ -129,6 +134,16 @@ class LocalTrainer:
     def order(self, client: str, position: int) -> Iterator[int]:
         """Indices of a client's examples from `position` on, without end."""
         return _stream(len(self._data[client]), position, self._seed, client)
+
+
+def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:
+    """The batch's mean cross entropy; with class weights the weighted mean, as torch's CrossEntropyLoss(weight)."""
+    if weights is None:
+        loss: Tensor = network(**inputs).loss
+        return loss
+    logits = network(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+    weight = torch.tensor(weights, device=logits.device)
+    return nn.functional.cross_entropy(logits.float(), inputs["labels"], weight)
 
 
 def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:

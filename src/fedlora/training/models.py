@@ -271,10 +271,13 @@ class AdaptedModel:
         )
 
     def _set_base(self, delta: Mapping[str, LoRA]) -> None:
-        """The base weights as pre-trained, plus scaling * delta. The only place that changes them."""
+        """The base weights as pre-trained, plus scaling * delta. The only place that changes them.
+
+        A changed weight is a new tensor: the pre-trained ones are never written to, for processes may share them.
+        """
         for path, weight in self._pristine.items():
             if path not in delta:
-                self._base_layer(path).weight.data.copy_(weight)
+                self._base_layer(path).weight.data = weight
         for path, lora in delta.items():
             layer = self._base_layer(path)
             if not layer.weight.is_floating_point():
@@ -282,10 +285,22 @@ class AdaptedModel:
                     f"the base weight of {path!r} is quantised ({layer.weight.dtype}), so no update can be added to "
                     f"it: fedex-lora and flora cannot run on it. Take another method, or a base of 16 bits."
                 )
-            weight = self._pristine.setdefault(path, layer.weight.detach().clone())
+            weight = self._pristine.setdefault(path, layer.weight.detach())
             dense = self.settings.scaling * lora.map(_to(weight.device)).delta()
             transposed = self._model.get_submodule(f"base_model.model.{path}").fan_in_fan_out
-            layer.weight.data.copy_(weight + (dense.T if transposed else dense).to(weight.dtype))
+            layer.weight.data = weight + (dense.T if transposed else dense).to(weight.dtype)
+
+    def frozen(self) -> list[nn.Parameter]:
+        """The base weights, that no client trains: what processes can share."""
+        return [
+            parameter
+            for path, parameter in self.network.named_parameters()
+            if ".lora_" not in path and ".modules_to_save." not in path and parameter.is_contiguous()
+        ]
+
+    def to(self, device: str) -> None:
+        """Move to a device. Nothing may have been added to the base weights."""
+        self.network.to(device)
 
     def _adapted(self) -> list[str]:
         """The paths of the adapted modules."""
