@@ -76,7 +76,7 @@ def by_hand(network: nn.Module, data: TextData, *, max_length: int = 128) -> dic
             right.append(said[-1] == label)
     scores = {"accuracy": sum(right) / len(right), "loss": math.fsum(losses) / len(losses)}
     if data.kind != "classification":
-        return scores
+        return scores | {"perplexity": math.exp(scores["loss"])}
     there = sorted(set(data.labels or ()))
     recalls = sklearn.metrics.recall_score(data.labels, said, labels=there, average=None)
     return scores | {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import random
 import sys
 import warnings
@@ -495,6 +496,7 @@ def scored(network: nn.Module, data: TextData, metric: str, max_length: int, new
         answer = said(continued(network, prompts[k], new)) if metric == "rouge-l" else said(best)
         fits.append(fit(answer, references[k]))
     scores = {"accuracy": sum(right) / len(right), "loss": sum(losses) / len(losses)}
+    scores["perplexity"] = math.exp(scores["loss"])
     return scores if metric == "accuracy" else scores | {metric.replace("-", "_"): sum(fits) / len(fits)}
 
 
@@ -760,7 +762,13 @@ class TestFederationOfTasks:
         best = max(lines, key=lambda line: line["metrics"]["rouge_l"])
         assert summary["best_round"] == best["round"]
         assert summary["validation"]["best"] == best["metrics"]
-        assert set(best["metrics"]) == {"accuracy", "loss", "rouge_l", *(f"group/{t}" for t in finished.data.parts)}
+        assert set(best["metrics"]) == {
+            "accuracy",
+            "loss",
+            "perplexity",
+            "rouge_l",
+            *(f"group/{t}" for t in finished.data.parts),
+        }
         network = written_model(project, finished.folder.path / "best")
         assert best["metrics"] == pytest.approx(of_sets(network, finished.data.validation), rel=1e-3)
 
@@ -866,7 +874,7 @@ class TestFederationOfTasks:
         code, out, err = main("run", tmp_path / "config.toml", "--out", tmp_path / "run")
         lines = [line for line in err.splitlines() if line.strip()]
         assert (code, out, len(lines)) == (2, "", 1)
-        assert f"evaluate.metric = '{metric}' is of generated text; the task classifies." in lines[0]
+        assert f"evaluate.metric = '{metric}' is of generated text, and model.task is 'classification'" in lines[0]
         assert not (tmp_path / "run").exists()
 
 
@@ -892,5 +900,7 @@ def test_clients_are_measured_on_their_own_task(project: Path, tmp_path: Path) -
         for network in networks.values()
     ]
     got = summary["probes"]["last"]["unseen"]
-    assert {key: got[key] for key in ("accuracy", "loss", "rouge_l")} == pytest.approx(mean(unseen), rel=1e-3)
+    assert {key: got[key] for key in ("accuracy", "loss", "perplexity", "rouge_l")} == pytest.approx(
+        mean(unseen), rel=1e-3
+    )
     assert [got[f"client/{name}"] for name in networks] == pytest.approx([s["rouge_l"] for s in unseen], rel=1e-3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.data.chat import chat_of
@@ -61,7 +61,7 @@ def from_dataset(
         raise DataError(f"{name}: pair and label_names belong to text and label; {given[0]} have none.")
     if isinstance(dataset, Mapping):
         raise DataError(f"{name} is a dictionary of the splits {sorted(dataset)}; take one of them, as data['train'].")
-    if not hasattr(dataset, "column_names") or not isinstance(dataset, Sized):
+    if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
         raise DataError(
             f"{name} is a {type(dataset).__name__}, and not a datasets.Dataset: a stream has no rows to count and "
             f"deal out. Load it without streaming=True."

@@ -61,9 +61,10 @@ class RunConfig(Section):
         run.workers does not count: it changes no bit. What its thread does is in the manifest.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
-        fields["data"].pop("template", None)
-        if self.model.task == "causal-lm" and self.data.prompting() != RAW:
+        if self.model.task == "causal-lm":
             fields["data"]["template"] = self.data.prompting()
+            if self.data.prompting() == RAW:
+                del fields["data"]["template"]
         if fields.get("run", {}).pop("workers", None) is not None and not fields["run"]:
             del fields["run"]
         fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}

@@ -23,7 +23,7 @@ from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.local import LocalTrainer
-from fedlora.training.metrics import METRICS, score_name
+from fedlora.training.metrics import METRICS, generates, score_name
 from fedlora.training.models import AdaptedModel
 
 
@@ -162,7 +162,7 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
             f"evaluate.metric = {config.evaluate.metric!r} is of {wanted}, and model.task is {config.model.task!r}; "
             f"there is {there}."
         )
-    if config.evaluate.metric == "rouge-l" and config.evaluate.max_new_tokens >= config.data.max_length:
+    if generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
         raise ConfigError(
             f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
             f"data.max_length = {config.data.max_length}."

@@ -281,7 +281,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _one_kind_of_rows(self) -> DataSection:
-        given = sorted({"prompt", "response"} & self.model_fields_set)
+        given = [name for name in ("prompt", "response") if getattr(self, name) != name]
         if self.messages is not None and given:
             raise ValueError(
                 f"data.messages = {self.messages!r} reads conversations, and data.{given[0]} is of instructions: leave "
@@ -348,11 +348,11 @@ class EvaluateSection(Section):
     """target: what is measured, the "server" model or the "clients"; "auto" is the server where it has a model.
 
     metric: what is reported and chosen by: "accuracy", "loss" (the lower the better), of classes also
-    "balanced-accuracy", "macro-f1" and "matthews", or for generated text "rouge-l" (greedy, up to max_new_tokens) and
-    "rouge-l-teacher-forced". clients_at_end: also measure each client's own readout, once: on its own test set where it
-    has one, else on the common one; "both": on both. patience: stop after so many evaluations in a row whose metric on
-    validation is not better, by more than min_delta, than the best before; schedules of the learning rate stay those
-    of all run.rounds.
+    "balanced-accuracy", "macro-f1" and "matthews"; of a language model "perplexity" (the lower the better), or of its
+    answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match", and "rouge-l-teacher-forced". clients_at_end:
+    also measure each client's own readout, once: on its own test set where it has one, else on the common one; "both":
+    on both. patience: stop after so many evaluations in a row whose metric on validation is not better, by more than
+    min_delta, than the best before; schedules of the learning rate stay those of all run.rounds.
     """
 
     every: Positive = 1
