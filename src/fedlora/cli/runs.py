@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
+from json import loads as json_of
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -250,8 +251,22 @@ def _show(folder: RunFolder) -> None:
         console.print(f"least recall on test, last: {least}", markup=False)
     if s["gauge_drift"]:
         console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
-    made = [name for name in ("adapter", "best", "clients", "plots") if (folder.path / name).exists()]
+    _show_samples(folder)
+    made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
+
+
+def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
+    """The first answers of a language model, each on one line; all of them are in samples.md."""
+    path = folder.path / "samples.jsonl"
+    if not path.is_file():
+        return
+    for row in [json_of(line) for line in path.read_text(encoding="utf-8").splitlines()[:most]]:
+        for name in ("prompt", "wanted", "before", "after"):
+            said = " ".join(row[name].split())
+            shown = said if len(said) <= width else said[: width - 3] + "..."
+            console.print(f"{name + ':':8} {shown or '(nothing)'}", soft_wrap=True, markup=False, highlight=False)
+        console.print()
 
 
 def _comparison_table(done: dict[str, RunFolder]) -> Table:

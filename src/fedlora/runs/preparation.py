@@ -18,6 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.manifest import manifest
+from fedlora.runs.samples import draw_samples
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -33,7 +34,8 @@ class Prepared:
 
     parts: client -> its training data. workers: who trains, and how many clients at a time. processes: how many do the
     work, see `crew`. test: on the test data; probes: further test sets by name ("unseen",
-    "validation_mismatched"), measured at the end only.
+    "validation_mismatched"), measured at the end only. samples: held-out prompts of a language model whose answers are
+    kept, before and after.
     """
 
     config: RunConfig
@@ -47,6 +49,7 @@ class Prepared:
     validation: ModelEvaluator | None
     test: ModelEvaluator | None
     probes: Mapping[str, ModelEvaluator]
+    samples: TextData | None
     target: Target
     metric: str
     seed_adapter: Adapter
@@ -114,6 +117,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         validation=evaluator(data.validation, data.own_validation),
         test=evaluator(data.test, data.own_test),
         probes={name: probe for name, probe in probes.items() if probe is not None},
+        samples=_samples(config, data),
         target=target,
         metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
@@ -150,6 +154,20 @@ def _check_measuring(config: RunConfig, data: Dealt) -> None:
             f"evaluate.clients_at_end = 'both' is the clients' own test sets and the common one, and there is {there}. "
             f"Give clients.own_test and data.test, or set it to true."
         )
+
+
+def _samples(config: RunConfig, data: Dealt) -> TextData | None:
+    """Held-out prompts whose answers are kept: of the test data, or of validation where there are none."""
+    if config.model.task != "causal-lm":
+        if config.evaluate.samples != type(config.evaluate).model_fields["samples"].default:
+            raise ConfigError(
+                f"evaluate.samples = {config.evaluate.samples} keeps a language model's answers, and model.task is "
+                f"{config.model.task!r}: leave it out."
+            )
+        return None
+    held = [list(sets.values()) for sets in (data.test, data.validation)]
+    chosen = next((sets for sets in held if any(len(part) for part in sets)), [])
+    return draw_samples(chosen, config.evaluate.samples, config.run.seed)
 
 
 def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: Target, clients: int) -> None:

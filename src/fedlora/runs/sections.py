@@ -353,6 +353,8 @@ class EvaluateSection(Section):
     also measure each client's own readout, once: on its own test set where it has one, else on the common one; "both":
     on both. patience: stop after so many evaluations in a row whose metric on validation is not better, by more than
     min_delta, than the best before; schedules of the learning rate stay those of all run.rounds.
+    samples: so many held-out prompts of a language model, whose greedy answers before and after training are kept in
+    samples.jsonl and samples.md.
     """
 
     every: Positive = 1
@@ -363,6 +365,7 @@ class EvaluateSection(Section):
     batch_size: Positive = 64
     patience: Positive | None = None
     min_delta: Annotated[float, Field(ge=0)] = 0.0
+    samples: Annotated[int, Field(ge=0)] = 5
 
     @model_validator(mode="after")
     def _delta_of_patience(self) -> EvaluateSection:
