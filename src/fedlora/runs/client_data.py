@@ -55,12 +55,6 @@ def deal(config: RunConfig, data_root: Path | None) -> Dealt:
     Raises:
         ConfigError, DataError: what cannot be read or dealt out as asked.
     """
-    if config.model.task == "classification":
-        ignored = [name for name in ("template", "messages") if getattr(config.data, name) is not None]
-        if ignored:
-            raise ConfigError(
-                f"data.{ignored[0]} is of language models, and model.task is 'classification': leave one of them out."
-            )
     share = config.clients.own_test
     if share is not None and (config.data.clients or config.data.task == "superni"):
         own = "data.clients" if config.data.clients else "data.task = 'superni'"

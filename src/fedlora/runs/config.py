@@ -62,9 +62,9 @@ class RunConfig(Section):
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
         if self.model.task == "causal-lm":
-            fields["data"]["template"] = self.data.prompting()
-            if self.data.prompting() == RAW:
-                del fields["data"]["template"]
+            fields["data"].pop("template", None)
+            if self.data.prompting() != RAW:
+                fields["data"]["template"] = self.data.prompting()
         if fields.get("run", {}).pop("workers", None) is not None and not fields["run"]:
             del fields["run"]
         fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}

@@ -69,6 +69,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     server = config.server.build(config.method.build(), config.run.seed)
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
+    _check_task(config)
     data = deal(config, data_root)
     _check_measuring(config, data)
     parts = data.parts
@@ -156,14 +157,22 @@ def _check_measuring(config: RunConfig, data: Dealt) -> None:
         )
 
 
+def _check_task(config: RunConfig) -> None:
+    """Raises `ConfigError` where something is set for a language model, and the task is another one."""
+    if config.model.task == "causal-lm":
+        return
+    for section, key in (("data", "template"), ("data", "messages"), ("evaluate", "samples")):
+        table = getattr(config, section)
+        if getattr(table, key) != type(table).model_fields[key].default:
+            raise ConfigError(
+                f"{section}.{key} = {getattr(table, key)!r} is of language models, and model.task is "
+                f"{config.model.task!r}: leave one of them out."
+            )
+
+
 def _samples(config: RunConfig, data: Dealt) -> TextData | None:
     """Held-out prompts whose answers are kept: of the test data, or of validation where there are none."""
     if config.model.task != "causal-lm":
-        if config.evaluate.samples != type(config.evaluate).model_fields["samples"].default:
-            raise ConfigError(
-                f"evaluate.samples = {config.evaluate.samples} keeps a language model's answers, and model.task is "
-                f"{config.model.task!r}: leave it out."
-            )
         return None
     held = [list(sets.values()) for sets in (data.test, data.validation)]
     chosen = next((sets for sets in held if any(len(part) for part in sets)), [])
