@@ -291,6 +291,8 @@ def other(key: str, value: Any) -> Any:
         "name": "fedit", "preset": "paper", "keep_uploads": "last", "metric": "rouge-l", "loss_on": "all",
         "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
         "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2, "accumulation": 2,
+        "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2,
+        "messages": "talk", "template": "Q: {prompt} A:",
         "quorum": 2, "memory": 8.0, "workers": 2, "sketch_rank": 4, "count": 3, "pair": "second", "dropout": 0.25,
     }  # fmt: skip
     if key in words:
@@ -433,7 +435,9 @@ def test_the_train_table_is_the_trainers_settings() -> None:
     ours, theirs = TrainSection().model_dump(), TrainSettings()
     assert ours.pop("together") == 1  # how many at a time is no client's business
     assert {key: getattr(theirs, key) for key in ours} == ours
-    assert set(TrainSettings.__dataclass_fields__) - set(ours) == {"rounds", "max_length", "loss_on", "bf16"}
+    assert set(TrainSettings.__dataclass_fields__) - set(ours) == {
+        "rounds", "max_length", "loss_on", "bf16", "template",
+    }  # fmt: skip
 
 
 def test_the_demo_config_is_toml_with_known_keys_only() -> None:

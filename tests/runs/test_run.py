@@ -405,7 +405,9 @@ def test_a_language_model_on_instructions(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(
         CONFIG.replace("dropout = 0.0", 'task = "causal-lm"')
         .replace(
-            "[clients]", 'prompt = "ask"\nresponse = "say"\nmax_length = 16\n[lora]\ntargets = ["q_proj"]\n[clients]'
+            "[clients]",
+            'prompt = "ask"\nresponse = "say"\nmax_length = 16\ntemplate = "none"\n'
+            '[lora]\ntargets = ["q_proj"]\n[clients]',
         )
         .replace("min_size = 4", "")
     )

@@ -67,7 +67,10 @@ def test_wrong_weights_are_refused(weights: Any, says: str) -> None:
 def test_a_language_model_has_no_classes_to_weigh(load_language_model: Loader) -> None:
     with pytest.raises(ConfigError, match="instruction data has none"):
         LocalTrainer(
-            load_language_model(), {"a": instructions(4, 0)}, replace(SETTINGS, class_weights="balanced"), seed=0
+            load_language_model(),
+            {"a": instructions(4, 0)},
+            replace(SETTINGS, class_weights="balanced", template="none"),
+            seed=0,
         )
 
 

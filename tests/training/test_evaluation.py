@@ -62,7 +62,9 @@ def by_hand(network: nn.Module, data: TextData, *, max_length: int = 128) -> dic
     """Mean accuracy and cross entropy over the labels that count: one each, or the response's tokens. Of classes also
     what scikit-learn makes of the answers."""
     right, losses, said = [], [], []
-    for example in encode(data, tokenizer(classifies=data.kind == "classification"), max_length=max_length):
+    for example in encode(
+        data, tokenizer(classifies=data.kind == "classification"), max_length=max_length, template="none"
+    ):
         scores = logits(network, example["input_ids"]).double().log_softmax(-1)
         if data.kind == "classification":
             pairs = [(scores, example["labels"])]
@@ -74,7 +76,7 @@ def by_hand(network: nn.Module, data: TextData, *, max_length: int = 128) -> dic
             right.append(said[-1] == label)
     scores = {"accuracy": sum(right) / len(right), "loss": math.fsum(losses) / len(losses)}
     if data.kind != "classification":
-        return scores
+        return scores | {"perplexity": math.exp(scores["loss"])}
     there = sorted(set(data.labels or ()))
     recalls = sklearn.metrics.recall_score(data.labels, said, labels=there, average=None)
     return scores | {
@@ -186,7 +188,7 @@ def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_mo
     updates = {name: SCALING * lora.delta() for name, lora in trained.modules.items()}
     want = by_hand(dense(language_model, llama, updates, {}), data, max_length=16)
     for batch_size in (1, 8):
-        evaluator = ModelEvaluator(model, data, [], max_length=16, batch_size=batch_size)
+        evaluator = ModelEvaluator(model, data, [], max_length=16, batch_size=batch_size, template="none")
         assert evaluator.evaluate(server, state) == pytest.approx(want, rel=1e-3)
 
 

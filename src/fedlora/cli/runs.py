@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
+from json import loads as json_of
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from fedlora.cli.measures import (
     worst_client,
 )
 from fedlora.cli.method_names import folder_name, parse_methods
-from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json
+from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json, tell_cut
 from fedlora.errors import FedLoRAError
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
@@ -125,6 +126,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root)
+    tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     with _progress(label, config.run.rounds * per_round, prepared.metric) as watch:
         for event in execute_events(prepared, folder, resume=resume):
@@ -239,8 +241,22 @@ def _show(folder: RunFolder) -> None:
         console.print(f"least recall on test, last: {least}", markup=False)
     if s["gauge_drift"]:
         console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
-    made = [name for name in ("adapter", "best", "clients", "plots") if (folder.path / name).exists()]
+    _show_samples(folder)
+    made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
+
+
+def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
+    """The first answers of a language model, each on one line; all of them are in samples.md."""
+    path = folder.path / "samples.jsonl"
+    if not path.is_file():
+        return
+    for row in [json_of(line) for line in path.read_text(encoding="utf-8").splitlines()[:most]]:
+        for name in ("prompt", "wanted", "before", "after"):
+            said = " ".join(row[name].split())
+            shown = said if len(said) <= width else said[: width - 3] + "..."
+            console.print(f"{name + ':':8} {shown or '(nothing)'}", soft_wrap=True, markup=False, highlight=False)
+        console.print()
 
 
 def _comparison_table(done: dict[str, RunFolder]) -> Table:

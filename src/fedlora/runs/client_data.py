@@ -14,9 +14,9 @@ from fedlora.data import (
     dirichlet,
     iid,
     list_tasks,
-    read_classification,
+    read_answers,
+    read_classes,
     read_glue,
-    read_instructions,
     read_selection,
     read_tasks,
     select_tasks,
@@ -215,8 +215,8 @@ def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
         if path == "demo":
             return demo_data()
         if config.model.task == "classification":
-            return read_classification(Path(path), text=d.text, label=d.label, pair=d.pair, label_names=names)
-        return read_instructions(Path(path), prompt=d.prompt, response=d.response)
+            return read_classes(path, text=d.text, label=d.label, pair=d.pair, label_names=names)
+        return read_answers(path, prompt=d.prompt, response=d.response, messages=d.messages)
 
     found = {path: read(path) for path in paths}
     if len({data.label_names for data in found.values()}) == 1:

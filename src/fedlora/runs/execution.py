@@ -20,7 +20,7 @@ from fedlora.adapters.uploads import write_upload
 from fedlora.analysis.audit import gauge_drift, padded_average_error, storing_drift
 from fedlora.client import receive
 from fedlora.core import checkpoint
-from fedlora.core.lora import Adapter, LoRA, stack
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
@@ -30,6 +30,8 @@ from fedlora.runs.crew import crewed
 from fedlora.runs.exported import write_export
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.preparation import Prepared
+from fedlora.runs.readouts import global_adapter, with_base_change
+from fedlora.runs.samples import write_samples
 from fedlora.runs.tracking import Tracker, TrackerName, check_trackers, make_tracker, numbers, numbers_of_test
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
@@ -269,13 +271,14 @@ def _finish(
             memory = state.clients.get(client.id, ClientMemory())
             download = server.download(state.server, as_pruned(client, memory))
             mine = receive(download, memory.kept)
-            own, scores = _whole(mine, download.base_delta), each.get(client.id, {})
+            own, scores = with_base_change(mine, download.base_delta), each.get(client.id, {})
             card = model_card(prepared.manifest, prepared.config, own, state.round, scores, client=client.id)
             export(folder.path / "clients" / client.id, own, card)
     for tracker in trackers:  # before the summary: what is lost by a kill here is told again
         for name, chosen in states.items():
             tracker.log(chosen.round, numbers_of_test(results[name], best=name == "best"))
         tracker.close()
+    write_samples(prepared, folder, state)
     folder.write_json(
         "summary.json",
         {
@@ -327,17 +330,3 @@ def _best_state(prepared: Prepared, folder: RunFolder) -> tuple[int, RunState] |
     except CheckpointError as error:  # the run itself is whole
         warnings.warn(f"best/ is not written: {error}", stacklevel=2)
         return None
-
-
-def _whole(adapter: Adapter, base: Mapping[str, LoRA]) -> Adapter:
-    """The adapter with the change of the base weight in it: a directory is loaded on the pre-trained base."""
-    modules = {
-        name: stack([base[name], lora], [1.0, 1.0]) if name in base else lora for name, lora in adapter.modules.items()
-    }
-    return Adapter(modules, adapter.heads)
-
-
-def global_adapter(server: Server, state: RunState) -> Adapter:
-    """The server's model as one adapter: its whole update at full rank, base change included, and the heads."""
-    update = server.global_update(state.server)
-    return Adapter({name: pad_rank(lora, 1) for name, lora in update.items()}, state.server.heads)

@@ -3,6 +3,7 @@
 config.json        the resolved configuration          metrics.jsonl     one line a round
 manifest.json      versions, commit, device, hashes    checkpoints/      the newest states; best/ the best one's
 summary.json       the result; written last            adapter/          the final server model, a PEFT directory
+samples.jsonl, samples.md  a language model's answers to held-out prompts, before and after
 plots/*.png                                            best/             the best one by validation, likewise
 uploads/           what clients sent, on request (run.keep_uploads)
 clients/ID/        each client's readout, on request (run.readouts), or where there is no server model

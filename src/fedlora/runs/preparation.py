@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import named
 from fedlora.runs.manifest import manifest
+from fedlora.runs.samples import draw_samples
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.local import LocalTrainer
-from fedlora.training.metrics import METRICS, score_name
+from fedlora.training.metrics import METRICS, generates, score_name
 from fedlora.training.models import AdaptedModel
 
 
@@ -36,7 +37,8 @@ class Prepared:
 
     parts: client -> its training data. workers: who trains, and how many clients at a time. processes: how many do the
     work, see `crew`. test: on the test data; probes: further test sets by name ("unseen",
-    "validation_mismatched"), measured at the end only.
+    "validation_mismatched"), measured at the end only. samples: held-out prompts of a language model whose answers are
+    kept, before and after.
     """
 
     config: RunConfig
@@ -50,6 +52,7 @@ class Prepared:
     validation: ModelEvaluator | None
     test: ModelEvaluator | None
     probes: Mapping[str, ModelEvaluator]
+    samples: TextData | None
     target: Target
     metric: str
     seed_adapter: Adapter
@@ -72,6 +75,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         torch.set_num_threads(threads)
     check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
+    _check_task(config)
     data = deal(config, data_root)
     _check_measuring(config, data)
     parts = data.parts
@@ -96,18 +100,23 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         target = "server" if server.has_global_model(initial) else "clients"
     _check_fit(config, server, initial, target, len(clients))
     bf16, max_length = config.model.bf16, config.data.max_length
+    template = config.data.prompting() if config.model.task == "causal-lm" else None
     settings = config.train.settings(
-        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16
+        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16, template=template
     )
 
     def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
         return config.evaluate.evaluator(
-            model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16
+            model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16, template=template
         )  # fmt: skip
 
-    facts = manifest(config, data, clients, model, server.method) | {"evaluation_target": target}
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
     trainer = config.train.trainer(model, parts, settings, config.run.seed)
+    facts = {
+        **manifest(config, data, clients, model, server.method),
+        "evaluation_target": target,
+        "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
+    }
     return Prepared(
         config=config,
         server=server,
@@ -120,6 +129,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         validation=evaluator(data.validation, data.own_validation),
         test=evaluator(data.test, data.own_test),
         probes={name: probe for name, probe in probes.items() if probe is not None},
+        samples=_samples(config, data),
         target=target,
         metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
@@ -155,6 +165,28 @@ def _check_measuring(config: RunConfig, data: Dealt) -> None:
         )
 
 
+def _check_task(config: RunConfig) -> None:
+    """Raises `ConfigError` where something is set for a language model, and the task is another one."""
+    if config.model.task == "causal-lm":
+        return
+    for section, key in (("data", "template"), ("data", "messages"), ("evaluate", "samples")):
+        table = getattr(config, section)
+        if getattr(table, key) != type(table).model_fields[key].default:
+            raise ConfigError(
+                f"{section}.{key} = {getattr(table, key)!r} is of language models, and model.task is "
+                f"{config.model.task!r}: leave one of them out."
+            )
+
+
+def _samples(config: RunConfig, data: Dealt) -> TextData | None:
+    """Held-out prompts whose answers are kept: of the test data, or of validation where there are none."""
+    if config.model.task != "causal-lm":
+        return None
+    held = [list(sets.values()) for sets in (data.test, data.validation)]
+    chosen = next((sets for sets in held if any(len(part) for part in sets)), [])
+    return draw_samples(chosen, config.evaluate.samples, config.run.seed)
+
+
 def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: Target, clients: int) -> None:
     """Raises `ConfigError` for options that can never work with this method or these clients."""
     name, roles = server.method.name, server.roles(initial)
@@ -165,7 +197,7 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
             f"evaluate.metric = {config.evaluate.metric!r} is of {wanted}, and model.task is {config.model.task!r}; "
             f"there is {there}."
         )
-    if config.evaluate.metric == "rouge-l" and config.evaluate.max_new_tokens >= config.data.max_length:
+    if generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
         raise ConfigError(
             f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
             f"data.max_length = {config.data.max_length}."

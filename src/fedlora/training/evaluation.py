@@ -24,8 +24,9 @@ from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 from fedlora.training.encoding import IGNORED, Encoded, collate, encode, encode_prompts
 from fedlora.training.generation import greedy, teacher_forced
-from fedlora.training.metrics import METRICS, MetricName, confusion_matrix, recall, score_name, worst_of
+from fedlora.training.metrics import METRICS, MetricName, confusion_matrix, generates, recall, score_name, worst_of
 from fedlora.training.models import AdaptedModel
+from fedlora.training.prompting import end_tokens, find_template
 
 Target = Literal["server", "clients"]
 Scores = dict[str, float]
@@ -45,7 +46,7 @@ class ModelEvaluator:
     """The scores of `training.metrics` on held-out text. Implements `simulation.Evaluator`.
 
     Whatever the metric, those that cost nothing are always there: for classes accuracy, balanced_accuracy, macro_f1,
-    matthews, loss and "recall/NAME", for a language model accuracy (of tokens) and loss.
+    matthews, loss and "recall/NAME", for a language model accuracy (of tokens), loss and perplexity.
 
     Args:
         data: the common held-out sets by name; metrics are means over examples within each, then over the sets, and
@@ -55,8 +56,9 @@ class ModelEvaluator:
         target: "server": W0 + the server's whole update, with averaged heads. "clients": each client's readout at its
             own rank, completed by what it kept, not trained further; the mean, the worst, and each by itself.
         bf16: compute in bfloat16 autocast, as training does where it is asked to.
-        metric: what a better model is better at, a name of `metrics.METRICS`. "rouge-l" generates; see `generation`
-            for the other one.
+        metric: what a better model is better at, a name of `metrics.METRICS`. "rouge-l" and "exact-match" generate; see
+            `generation` for "rouge-l-teacher-forced".
+        template: of a language model's prompts, as `encoding.encode` takes it.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ModelEvaluator:
         max_new_tokens: int = 64,
         batch_size: int = 64,
         bf16: bool = False,
+        template: str | None = None,
     ) -> None:
         self._model = model
         self._clients = clients
@@ -79,6 +82,10 @@ class ModelEvaluator:
         self._metric = metric
         self._bf16 = bf16
         self._limits = max_length, max_new_tokens, batch_size
+        self._template = template
+        self._ends: tuple[int, ...] = ()
+        if generates(metric):
+            self._ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
         groups = {"": data} if isinstance(data, TextData) else data
         self._groups = {name: self._prepared(part) for name, part in groups.items()}
         self._own = {c: {"": self._prepared(part)} for c, part in (own or {}).items()}
@@ -167,8 +174,9 @@ class ModelEvaluator:
             return Seen(dict(zip(piece.batches, seen, strict=True)), {})
         if held.prompts is not None:
             texts = greedy(
-                self._model, [held.prompts[i] for i in flat], max_new_tokens=max_new_tokens, batch_size=batch_size
-            )
+                self._model, [held.prompts[i] for i in flat], max_new_tokens=max_new_tokens, batch_size=batch_size,
+                ends=self._ends,
+            )  # fmt: skip
         else:
             texts = teacher_forced(self._model, [held.examples[i] for i in flat], batch_size=batch_size)
         return Seen({}, dict(zip(flat, texts, strict=True)))
@@ -215,10 +223,10 @@ class ModelEvaluator:
         max_length, max_new_tokens, _ = self._limits
         tokenizer = self._model.tokenizer
         prompts = None
-        if self._metric == "rouge-l":
-            prompts = encode_prompts(data, tokenizer, max_length=max_length - max_new_tokens)
+        if generates(self._metric):
+            prompts = encode_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
         references = data.references or tuple((response,) for response in data.responses or ())
-        examples = encode(data, tokenizer, max_length=max_length)
+        examples = encode(data, tokenizer, max_length=max_length, template=self._template)
         # Batches of alike length waste little padding.
         reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
         answering = reading if prompts is None else sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

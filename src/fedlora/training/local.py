@@ -21,7 +21,7 @@ from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.class_weights import ClassWeights, weigh_classes
-from fedlora.training.encoding import Encoded, LossOn, collate, encode, scored
+from fedlora.training.encoding import Cut, Encoded, LossOn, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -37,7 +37,8 @@ class TrainSettings:
     padding. "auto": four of them, but of no fewer than four examples, on a CPU; one on a GPU, which many small ones
     leave idle. schedule: of the learning rate over `rounds`, constant within a round. clip: largest gradient norm, 0
     for none. class_weights: as `class_weights.weigh_classes` has them; the training loss is then the weighted one, here
-    and where it is reported. The optimiser is new each round, as in all reference codes.
+    and where it is reported. template: of a language model's prompts, as `encoding.encode` takes it. The optimiser is
+    new each round, as in all reference codes.
     """
 
     lr: float = 3e-3
@@ -54,6 +55,7 @@ class TrainSettings:
     loss_on: LossOn = "response"
     bf16: bool = False
     class_weights: ClassWeights | None = None
+    template: str | None = None
 
 
 class LocalTrainer:
@@ -66,9 +68,12 @@ class LocalTrainer:
         self._settings = settings
         self._seed = seed
         self._data: dict[str, Encoded] = {
-            client: encode(part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on)
+            client: encode(
+                part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on,
+                template=settings.template,
+            )
             for client, part in data.items()
-        }
+        }  # fmt: skip
         self._class_weights = {client: weigh_classes(part, settings.class_weights) for client, part in data.items()}
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
@@ -116,6 +121,10 @@ class LocalTrainer:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         return Trained(self._model.read(), len(data), total / seen, position + seen)
+
+    def cut(self) -> dict[str, Cut]:
+        """Client -> how much of its data did not fit into max_length."""
+        return {client: cut_of(data) for client, data in self._data.items()}
 
     def examples(self, client: str) -> Encoded:
         """A client's encoded examples. Raises `ConfigError` where it has none."""

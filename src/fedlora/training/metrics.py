@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from fedlora.training.models import Task
 
 MetricName = Literal[
-    "accuracy", "balanced-accuracy", "macro-f1", "matthews", "loss", "rouge-l", "rouge-l-teacher-forced"
+    "accuracy", "balanced-accuracy", "macro-f1", "matthews", "loss", "perplexity", "rouge-l", "exact-match",
+    "rouge-l-teacher-forced",
 ]  # fmt: skip
 Labels = Sequence[int]
 Item = TypeVar("Item")
@@ -105,6 +106,23 @@ def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / total if total else math.nan
 
 
+def perplexity(means: Sequence[float], counts: Sequence[int]) -> float:
+    """exp of `mean_loss`: among how many equally likely tokens a model that is as unsure would choose."""
+    loss = mean_loss(means, counts)
+    return math.exp(loss) if not loss > 700 else math.inf  # NaN stays NaN
+
+
+def generates(metric: MetricName) -> bool:
+    """Whether a metric is of answers that the model gives by itself, token after token."""
+    return METRICS[metric].of == "texts" and metric != "rouge-l-teacher-forced"
+
+
+def _exact_match(answer: str, references: Sequence[str]) -> float:
+    from fedlora.training.generation import exact_match
+
+    return exact_match(answer, references)
+
+
 def _rouge_l(answer: str, references: Sequence[str]) -> float:
     from fedlora.training.generation import rouge_l
 
@@ -121,6 +139,12 @@ METRICS: Mapping[str, Metric] = {
     "macro-f1": Metric(macro_f1, "labels", True, ("classification",), "the mean F1 of the classes"),
     "matthews": Metric(matthews, "labels", True, ("classification",), "Matthews correlation of labels and answers"),
     "loss": Metric(mean_loss, "losses", False, _BOTH, "the mean cross entropy, without class weights"),
+    "perplexity": Metric(
+        perplexity, "losses", False, ("causal-lm",), "exp of the mean cross entropy of the response tokens"
+    ),
+    "exact-match": Metric(
+        _exact_match, "texts", True, ("causal-lm",), "the share of generated answers that are a reference, normalised"
+    ),
     "rouge-l": Metric(_rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of generated answers"),
     "rouge-l-teacher-forced": Metric(
         _rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of the likeliest token at each place of the response"
@@ -181,6 +205,6 @@ def _sklearn() -> Any:
 
 __all__ = [
     "METRICS", "Metric", "MetricName", "accuracy", "balanced_accuracy", "best_of",
-    "confusion_matrix", "find_metric", "is_better", "macro_f1", "matthews", "mean_loss", "recall", "score_name",
-    "worst_of",
+    "confusion_matrix", "find_metric", "generates", "is_better", "macro_f1", "matthews", "mean_loss", "perplexity",
+    "recall", "score_name", "worst_of",
 ]  # fmt: skip
