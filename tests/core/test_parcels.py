@@ -29,11 +29,12 @@ from fedlora.core.messages import as_pruned
 from fedlora.core.method import TailPenalty
 from fedlora.core.parcels import Cache, Parcel, held_after, pack, remember, unpack
 from fedlora.core.trainer import Trained
+from fedlora.data import TextData
 from fedlora.errors import KeptStateError
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord, Traffic, simulate
-from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.evaluation import Batch, ModelEvaluator, _HeldOut
 from support.federations import EQUAL, EXAMPLES, FULL, HEADS, MIXED, PARTIAL, SHAPES, noise, pushed, seed_adapter
 
 AWAY = (("a", "b"), ("a", "b", "c"), ("b", "c"), ("b", "c"), ("a", "b", "c", "d"), ("a", "b", "c", "d"))
@@ -408,9 +409,10 @@ def pruned(trainer: RealClients, state: RunState | None = None, **options: Any) 
 
 def looking(monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, ...]]) -> ModelEvaluator:
     """The real evaluator of clients, with a model that only notes the ranks of q and v that it is given."""
-    monkeypatch.setattr(ModelEvaluator, "_measure", lambda *_: {"accuracy": 0.0, "loss": 0.0})
+    monkeypatch.setattr(ModelEvaluator, "_prepared", lambda *_: _HeldOut([{}], None, [], [0], [0]))
+    monkeypatch.setattr(ModelEvaluator, "_predictions", lambda *_: Batch([0], [0], 0.0))
     model: Any = SimpleNamespace(tokenizer=None, activate=lambda a, _: seen.append(tuple(a.ranks.values())))
-    return ModelEvaluator(model, {}, CLIENTS, target="clients")
+    return ModelEvaluator(model, {"": TextData("instruction", ("p",), responses=("r",))}, CLIENTS, target="clients")
 
 
 def test_a_pruned_rank_stays_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

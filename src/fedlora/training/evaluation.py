@@ -6,9 +6,12 @@ A FedSA-LoRA run has no server model, so what was evaluated is a named choice (`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from itertools import islice
+from typing import Literal, Protocol
 
 import torch
 
@@ -26,6 +29,7 @@ from fedlora.training.models import AdaptedModel
 Target = Literal["server", "clients"]
 Metric = Literal["accuracy", "rouge-l", "rouge-l-teacher-forced"]
 Scores = dict[str, float]
+GENERATED = ("rouge-l", "rouge-l-teacher-forced")  # measured on answers
 
 
 class ModelEvaluator:
@@ -66,6 +70,17 @@ class ModelEvaluator:
         groups = {"": data} if isinstance(data, TextData) else data
         self._groups = {name: self._prepared(part) for name, part in groups.items()}
         self._own = {c: {"": self._prepared(part)} for c, part in (own or {}).items()}
+        self._through: Through | None = None
+        self._parts = 1
+
+    def spread(self, through: Through, parts: int) -> ModelEvaluator:
+        """The same evaluator, whose work is cut into about `parts` pieces for each set and done by `through`.
+
+        The scores are the same bits for any number of parts: batches stay whole, and are added up in one order.
+        """
+        other = copy(self)
+        other._through, other._parts = through, parts
+        return other
 
     @property
     def metric(self) -> str:
@@ -90,27 +105,77 @@ class ModelEvaluator:
         update = server.global_update(state)
         if self._model.quantised:  # nothing can be added to the base: the whole update as an adapter
             rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # few different ones
-            self._model.activate(Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads))
-            return self._measure(self._groups)
+            adapter = Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads)
+            return next(self._measured([_Look(adapter, {}, None, self._groups)]))
         nothing = {
             name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
             for name, lora in state.start.modules.items()
         }
-        self._model.activate(Adapter(nothing, state.heads), update)
-        return self._measure(self._groups)
+        return next(self._measured([_Look(Adapter(nothing, state.heads), update, None, self._groups)]))
 
     def measure_clients(self, server: Server, state: RunState) -> dict[str, Scores]:
         """Client -> scores of what it would start its next round with."""
-        return {
-            c.id: self.measure_client(server, state.server, c, state.clients.get(c.id, ClientMemory()))
-            for c in self._clients
-        }
+        looks = (self._at(server, state.server, c, state.clients.get(c.id, ClientMemory())) for c in self._clients)
+        return dict(zip((c.id for c in self._clients), self._measured(looks), strict=True))
 
     def measure_client(self, server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Scores:
         """What `client` would start its next round with, on its own held-out text where it has some."""
+        return next(self._measured([self._at(server, state, client, memory)]))
+
+    def look(self, piece: Piece) -> Seen:
+        """What a model does with its piece of a held-out set."""
+        _, max_new_tokens, batch_size = self._limits
+        held = (self._groups if piece.client is None else self._own[piece.client])[piece.group]
+        self._model.activate(piece.adapter, piece.base_delta)
+        order = held.answering if piece.answers else held.reading
+        chosen = [order[k * batch_size : (k + 1) * batch_size] for k in piece.batches]
+        flat = [i for batch in chosen for i in batch]  # sorted by length: it falls into the same batches again
+        if not piece.answers:
+            seen = [self._predictions([held.examples[i] for i in batch]) for batch in chosen]
+            return Seen(dict(zip(piece.batches, seen, strict=True)), {})
+        if held.prompts is not None:
+            texts = greedy(
+                self._model, [held.prompts[i] for i in flat], max_new_tokens=max_new_tokens, batch_size=batch_size
+            )
+        else:
+            texts = teacher_forced(self._model, [held.examples[i] for i in flat], batch_size=batch_size)
+        return Seen({}, dict(zip(flat, texts, strict=True)))
+
+    def _at(self, server: Server, state: ServerState, client: Client, memory: ClientMemory) -> _Look:
         download = server.download(state, as_pruned(client, memory))
-        self._model.activate(receive(download, memory.kept), download.base_delta)
-        return self._measure(self._own.get(client.id, self._groups))
+        own = self._own.get(client.id)
+        adapter = receive(download, memory.kept)
+        return _Look(adapter, download.base_delta, client.id if own else None, own or self._groups)
+
+    def _measured(self, looks: Iterable[_Look]) -> Iterator[Scores]:
+        """Each model's scores on its sets, from pieces that somebody else may do. A model is made when its turn comes,
+        so that there are few at a time."""
+        drawn: deque[tuple[Mapping[str, _HeldOut], list[str]]] = deque()  # its sets, and which set each piece is of
+
+        def pieces() -> Iterator[Piece]:
+            for look in looks:
+                of_it = self._pieces(look)
+                drawn.append((look.groups, [piece.group for piece in of_it]))
+                yield from of_it
+
+        seen = iter(self._through(self.look, pieces()) if self._through is not None else map(self.look, pieces()))
+        for first in seen:
+            groups, names = drawn.popleft()
+            parts: dict[str, list[Seen]] = {name: [] for name in groups}
+            for name, part in zip(names, [first, *islice(seen, len(names) - 1)], strict=True):
+                parts[name].append(part)
+            yield self._scores(groups, parts)
+
+    def _pieces(self, look: _Look) -> list[Piece]:
+        batch_size = self._limits[2]
+        pieces = []
+        for name, held in look.groups.items():
+            count = math.ceil(len(held.examples) / batch_size)
+            for answers in (False, True) if self._metric in GENERATED else (False,):
+                for k in range(parts := min(self._parts, count)):  # every parts-th batch: long and short ones
+                    batches = range(k, count, parts)
+                    pieces.append(Piece(look.adapter, look.base_delta, look.client, name, answers, batches))
+        return pieces
 
     def _prepared(self, data: TextData) -> _HeldOut:
         max_length, max_new_tokens, _ = self._limits
@@ -119,56 +184,106 @@ class ModelEvaluator:
         if self._metric == "rouge-l":
             prompts = encode_prompts(data, tokenizer, max_length=max_length - max_new_tokens)
         references = data.references or tuple((response,) for response in data.responses or ())
-        return _HeldOut(encode(data, tokenizer, max_length=max_length), prompts, references)
+        examples = encode(data, tokenizer, max_length=max_length)
+        # Batches of alike length waste little padding.
+        reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
+        answering = reading if prompts is None else sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        return _HeldOut(examples, prompts, references, reading, answering)
 
-    def _measure(self, groups: Mapping[str, _HeldOut]) -> Scores:
+    def _scores(self, groups: Mapping[str, _HeldOut], seen: Mapping[str, Sequence[Seen]]) -> Scores:
         """Means over the sets; and each set's own where there are several."""
-        each = {name: self._measure_one(part) for name, part in groups.items()}
+        each = {name: self._scores_of(held, seen[name]) for name, held in groups.items()}
         names = next(iter(each.values()))
         means = {name: math.fsum(scores[name] for scores in each.values()) / len(each) for name in names}
         if len(each) == 1:
             return means
         return means | {f"group/{name}": scores[self.metric] for name, scores in each.items()}
 
-    def _measure_one(self, part: _HeldOut) -> Scores:
-        _, max_new_tokens, batch_size = self._limits
-        scores = self._predictions(part.examples)
-        if self._metric == "accuracy":
+    def _scores_of(self, held: _HeldOut, seen: Sequence[Seen]) -> Scores:
+        """One set's scores: accuracy and mean loss, of examples, or for a causal LM of response tokens (the next one,
+        teacher-forced); and of answers where the metric asks for them."""
+        batches = dict(sorted((k, batch) for part in seen for k, batch in part.batches.items())).values()
+        count = sum(len(batch.labels) for batch in batches)
+        right = sum(y == guess for batch in batches for y, guess in zip(batch.labels, batch.predicted, strict=True))
+        scores = {"accuracy": right / count, "loss": sum(batch.loss * len(batch.labels) for batch in batches) / count}
+        if self._metric not in GENERATED:
             return scores
-        if part.prompts is not None:
-            answers = greedy(self._model, part.prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
-        else:
-            answers = teacher_forced(self._model, part.examples, batch_size=batch_size)
-        fits = [rouge_l(answer, right) for answer, right in zip(answers, part.references, strict=True)]
+        answers = {i: text for part in seen for i, text in part.answers.items()}
+        fits = [rouge_l(answers[i], right) for i, right in enumerate(held.references)]
         return scores | {self.metric: math.fsum(fits) / len(fits)}
 
     @torch.no_grad()
-    def _predictions(self, data: Encoded) -> Scores:
-        """Mean loss and accuracy: of examples; of response tokens for a causal LM (the next one, teacher-forced)."""
+    def _predictions(self, examples: Encoded) -> Batch:
+        """One batch through the model."""
         network, device = self._model.network, self._model.device
-        batch_size = self._limits[2]
         network.eval()
-        loss, right, count = 0.0, 0, 0
-        # Batches of alike length waste little padding; the sums do not depend on the order.
-        order = sorted(range(len(data)), key=lambda i: len(data[i]["input_ids"]))
-        for k in range(0, len(order), batch_size):
-            inputs = collate([data[i] for i in order[k : k + batch_size]], self._model.tokenizer, device)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16):
-                output = network(**inputs)
-            labels, logits = inputs["labels"], output.logits
-            if labels.ndim == 2:
-                labels, logits = labels[:, 1:], logits[:, :-1]
-            scored = labels != IGNORED
-            right += int((logits.argmax(dim=-1)[scored] == labels[scored]).sum())
-            count += int(scored.sum())
-            loss += float(output.loss) * int(scored.sum())
-        return {"accuracy": right / count, "loss": loss / count}
+        inputs = collate(examples, self._model.tokenizer, device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            output = network(**inputs)
+        labels, logits = inputs["labels"], output.logits
+        if labels.ndim == 2:
+            labels, logits = labels[:, 1:], logits[:, :-1]
+        scored = labels != IGNORED
+        return Batch(labels[scored].tolist(), logits.argmax(dim=-1)[scored].tolist(), float(output.loss))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model said to one batch. labels, predicted: class by class, or scored token by scored token, as numbers.
+    loss: the mean over them."""
+
+    labels: list[int]
+    predicted: list[int]
+    loss: float
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One model, and some batches of one held-out set: what can be measured by itself, anywhere.
+
+    client: whose own sets; None: the common ones. answers: generate them, in place of reading the wanted ones.
+    """
+
+    adapter: Adapter
+    base_delta: Mapping[str, LoRA]
+    client: str | None
+    group: str
+    answers: bool
+    batches: range
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What came of a piece. batches: by their place in the set. answers: by example."""
+
+    batches: Mapping[int, Batch]
+    answers: Mapping[int, str]
+
+
+class Through(Protocol):
+    """Does the pieces somewhere: `map`, or a pool of processes."""
+
+    def __call__(self, look: Callable[[Piece], Seen], pieces: Iterable[Piece]) -> Iterable[Seen]:
+        """What `look` gives for each piece, in their order. Pieces are drawn no earlier than they are needed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Look:
+    """One model and the held-out sets that it is measured on. client: whose own sets they are, or None."""
+
+    adapter: Adapter
+    base_delta: Mapping[str, LoRA]
+    client: str | None
+    groups: Mapping[str, _HeldOut]
 
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """One held-out set, encoded. prompts: for generation, or None."""
+    """One held-out set, encoded. prompts: for generation, or None. reading, answering: its examples by length, the
+    order in which batches are cut."""
 
     examples: Encoded
     prompts: list[list[int]] | None
     references: Sequence[Sequence[str]]
+    reading: list[int]
+    answering: list[int]
