@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 from fedlora.client import begin_round, finish_round
 from fedlora.core.lora import Adapter, LoRA
@@ -119,7 +120,7 @@ def simulate(
             after the other: experiments such as `analysis.audit.GaugeStress`.
 
     Raises:
-        HyperparameterError: two clients of one id.
+        HyperparameterError: two clients of one id; an evaluator that gives no numbers by name.
         ClientFailed: a client's work raised, and the server has no quorum. With one, the round goes on without it.
         UploadRefused, QuorumNotMet: as `Server.aggregate`. The records yielded so far are unaffected.
     """
@@ -161,6 +162,14 @@ def play(
         raise HyperparameterError(
             f"state is a RunState, as `start(server, seed_adapter)` or a record has it; got a {type(state).__name__}."
         )
+    if not isinstance(trainer, Workers) and not callable(getattr(trainer, "train", None)):
+        raise HyperparameterError(
+            f"trainer has a method train(download, adapter, position) -> Trained; {trainer!r:.80} has none."
+        )
+    if evaluator is not None and not callable(getattr(evaluator, "evaluate", None)):
+        raise HyperparameterError(
+            f"evaluator has a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
+        )
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     while state.round < rounds:
         chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
@@ -170,7 +179,7 @@ def play(
         state = record.state
         if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
             with round.clock("evaluate"):
-                metrics = evaluator.evaluate(server, state)
+                metrics = _checked_metrics(evaluator.evaluate(server, state))
             record = replace(record, metrics=metrics, seconds=dict(round.clock.seconds))
         yield record
 
@@ -359,6 +368,21 @@ class _Clock:
             if item is end:
                 return
             yield item  # type: ignore[misc]
+
+
+def _checked_metrics(metrics: Any) -> Mapping[str, float]:
+    """What an evaluator gave, if it is numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise HyperparameterError(
+            f"evaluate() returns metrics by name, as {{'accuracy': 0.9}}; got a {type(metrics).__name__}."
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise HyperparameterError(
+                f"evaluate() returns one plain number for each metric; got {value!r:.80} for {name!r}. Of a tensor "
+                f"that is .item()."
+            )
+    return metrics
 
 
 def _size(loras: Mapping[str, LoRA]) -> int:

@@ -34,8 +34,8 @@ def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
             self, ctx: click.Context, args: list[str]
         ) -> tuple[str | None, click.Command | None, list[str]]:
             name, command, rest = super().resolve_command(ctx, args)
-            if command is not None and command.name in commands:
-                command = loaded(command.name, commands[command.name][0])
+            if name in commands:
+                command = loaded(name, commands[name][0])
             return name, command, rest
 
     return Lazy

@@ -15,15 +15,14 @@ from typing import Literal, Protocol
 
 import torch
 
-from fedlora.adapters.io import pad_rank
-from fedlora.client import receive
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client, ClientMemory, as_pruned
+from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 from fedlora.training.encoding import IGNORED, Encoded, collate, encode, encode_prompts
 from fedlora.training.generation import greedy, rouge_l, teacher_forced
+from fedlora.training.looks import client_model, server_model
 from fedlora.training.models import AdaptedModel
 
 Target = Literal["server", "clients"]
@@ -102,16 +101,8 @@ class ModelEvaluator:
 
     def measure_server(self, server: Server, state: ServerState) -> Scores:
         """The server's model. Raises `NoGlobalModel` where the method has none."""
-        update = server.global_update(state)
-        if self._model.quantised:  # nothing can be added to the base: the whole update as an adapter
-            rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # few different ones
-            adapter = Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads)
-            return next(self._measured([_Look(adapter, {}, None, self._groups)]))
-        nothing = {
-            name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
-            for name, lora in state.start.modules.items()
-        }
-        return next(self._measured([_Look(Adapter(nothing, state.heads), update, None, self._groups)]))
+        adapter, base_delta = server_model(server, state, quantised=self._model.quantised)
+        return next(self._measured([_Look(adapter, base_delta, None, self._groups)]))
 
     def measure_clients(self, server: Server, state: RunState) -> dict[str, Scores]:
         """Client -> scores of what it would start its next round with."""
@@ -142,10 +133,9 @@ class ModelEvaluator:
         return Seen({}, dict(zip(flat, texts, strict=True)))
 
     def _at(self, server: Server, state: ServerState, client: Client, memory: ClientMemory) -> _Look:
-        download = server.download(state, as_pruned(client, memory))
         own = self._own.get(client.id)
-        adapter = receive(download, memory.kept)
-        return _Look(adapter, download.base_delta, client.id if own else None, own or self._groups)
+        adapter, base_delta = client_model(server, state, client, memory)
+        return _Look(adapter, base_delta, client.id if own else None, own or self._groups)
 
     def _measured(self, looks: Iterable[_Look]) -> Iterator[Scores]:
         """Each model's scores on its sets, from pieces that somebody else may do. A model is made when its turn comes,

@@ -7,12 +7,13 @@ data), so running one client alone reproduces its round, and nothing else has to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
@@ -20,7 +21,7 @@ from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.encoding import Encoded, LossOn, collate, encode, scored
+from fedlora.training.encoding import Encoded, Example, LossOn, collate, encode, scored
 from fedlora.training.models import AdaptedModel
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -52,19 +53,28 @@ class TrainSettings:
     bf16: bool = False
 
 
-class LocalTrainer:
-    """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`."""
+class RoundTrainer(ABC):
+    """What is alike for all that train one shared model: the data stream, the seeds, the steps, what may move.
 
-    def __init__(
-        self, model: AdaptedModel, data: Mapping[str, TextData], settings: TrainSettings, *, seed: int
-    ) -> None:
+    A subclass says which examples a client has and what the loss is.
+    """
+
+    def __init__(self, model: AdaptedModel, settings: TrainSettings, *, seed: int) -> None:
         self._model = model
         self._settings = settings
         self._seed = seed
-        self._data: dict[str, Encoded] = {
-            client: encode(part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on)
-            for client, part in data.items()
-        }
+
+    @abstractmethod
+    def examples(self, client: str) -> Sequence[Any]:
+        """A client's examples. Raises `ConfigError` where it has none."""
+
+    @abstractmethod
+    def losses(self, client: str, picked: list[Any]) -> Iterator[Tensor]:
+        """The mean loss over the examples `picked`, in parts that add up to it: one for each micro-batch."""
+
+    def ready(self) -> nn.Module:
+        """The network, ready to be trained: called once a round, after its adapter is in place."""
+        return self._model.network.train()
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
         """Train `adapter` from where the client's data stream stands at `position` examples.
@@ -79,8 +89,8 @@ class LocalTrainer:
         roles = download.roles
         self._model.activate(adapter, download.base_delta)
         parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
-        network, device = self._model.network, self._model.device
-        network.train()
+        device = self._model.device
+        self.ready()
         batch = min(s.batch_size, len(data))
         steps = s.steps or math.ceil(s.epochs * len(data) / batch)
         order = self.order(client, position)
@@ -90,17 +100,8 @@ class LocalTrainer:
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
             for _ in range(steps):
-                picked = [data[next(order)] for _ in range(batch)]
-                labels = sum(scored(example) for example in picked)
-                if s.accumulation > 1:  # micro-batches of alike length: the same gradient from less padding
-                    picked.sort(key=lambda example: len(example["input_ids"]))
-                micro = math.ceil(batch / s.accumulation)
-                for k in range(0, batch, micro):
-                    part = picked[k : k + micro]
-                    inputs = collate(part, self._model.tokenizer, device)
-                    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
-                        loss = network(**inputs).loss * (sum(scored(example) for example in part) / labels)
-                    loss.backward()
+                for loss in self.losses(client, [data[next(order)] for _ in range(batch)]):
+                    loss.backward()  # type: ignore[no-untyped-call]
                     total += float(loss.detach()) * batch
                 if roles.penalty is not None:
                     self._model.tail_penalty(roles.penalty).backward()  # type: ignore[no-untyped-call]
@@ -111,6 +112,23 @@ class LocalTrainer:
                 optimizer.zero_grad(set_to_none=True)
         return Trained(self._model.read(), len(data), total / seen, position + seen)
 
+    def order(self, client: str, position: int) -> Iterator[int]:
+        """Indices of a client's examples from `position` on, without end."""
+        return _stream(len(self.examples(client)), position, self._seed, client)
+
+
+class LocalTrainer(RoundTrainer):
+    """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`."""
+
+    def __init__(
+        self, model: AdaptedModel, data: Mapping[str, TextData], settings: TrainSettings, *, seed: int
+    ) -> None:
+        super().__init__(model, settings, seed=seed)
+        self._data: dict[str, Encoded] = {
+            client: encode(part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on)
+            for client, part in data.items()
+        }
+
     def examples(self, client: str) -> Encoded:
         """A client's encoded examples. Raises `ConfigError` where it has none."""
         data = self._data.get(client)
@@ -118,9 +136,18 @@ class LocalTrainer:
             raise ConfigError(f"client {client!r} has no training data; the data are of {sorted(self._data)[:5]}, ...")
         return data
 
-    def order(self, client: str, position: int) -> Iterator[int]:
-        """Indices of a client's examples from `position` on, without end."""
-        return _stream(len(self._data[client]), position, self._seed, client)
+    def losses(self, client: str, picked: list[Example]) -> Iterator[Tensor]:
+        s, network, device = self._settings, self._model.network, self._model.device
+        labels = sum(scored(example) for example in picked)
+        if s.accumulation > 1:  # micro-batches of alike length: the same gradient from less padding
+            picked.sort(key=lambda example: len(example["input_ids"]))
+        micro = math.ceil(len(picked) / s.accumulation)
+        for k in range(0, len(picked), micro):
+            part = picked[k : k + micro]
+            inputs = collate(part, self._model.tokenizer, device)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
+                loss = network(**inputs).loss * (sum(scored(example) for example in part) / labels)
+            yield loss
 
 
 def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
@@ -144,4 +171,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "TrainSettings", "optimizer_for"]
+__all__ = ["LocalTrainer", "RoundTrainer", "TrainSettings", "optimizer_for"]

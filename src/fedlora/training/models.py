@@ -53,7 +53,7 @@ class AdaptedModel:
     cost three small adapters beside the one base model.
     """
 
-    def __init__(self, base: nn.Module, tokenizer: Any, task: Task, settings: LoRASettings) -> None:
+    def __init__(self, base: nn.Module, tokenizer: Any, task: Task | None, settings: LoRASettings) -> None:
         self.tokenizer = tokenizer
         self.task = task
         self.settings = settings
@@ -267,7 +267,7 @@ class AdaptedModel:
             lora_dropout=self.settings.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
             modules_to_save=list(self.settings.saved) or None,
-            task_type="SEQ_CLS" if self.task == "classification" else "CAUSAL_LM",
+            task_type={"classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", None: None}[self.task],
         )
 
     def _set_base(self, delta: Mapping[str, LoRA]) -> None:
