@@ -7,7 +7,15 @@ from __future__ import annotations
 
 
 class FedLoRAError(Exception):
-    """Base of every error that fedlora raises on purpose."""
+    """Base of every error that fedlora raises on purpose.
+
+    Example:
+        >>> try:
+        ...     build("gloras")
+        ... except FedLoRAError as error:
+        ...     print(str(error).partition(";")[0])
+        no method is called 'gloras'
+    """
 
 
 class ShapeError(FedLoRAError, ValueError):

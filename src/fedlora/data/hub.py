@@ -28,6 +28,9 @@ def read_hub(
 
     Raises:
         DataError: `datasets` is not installed, the hub cannot be reached, or a column is missing.
+
+    Example:
+        >>> read_hub("fancyzhx/ag_news", None, "train", text="text", label="label")  # doctest: +SKIP
     """
     try:
         from datasets import load_dataset

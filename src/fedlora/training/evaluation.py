@@ -44,6 +44,14 @@ class ModelEvaluator:
         bf16: compute in bfloat16 autocast, as training does where it is asked to.
         metric: what a better model is better at. "accuracy" is of classes, and for a language model of response tokens
             (teacher-forced). "rouge-l" generates; see `generation` for the other one.
+
+    Example:
+        >>> data = read_classification("train.jsonl", text="text", label="label")
+        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=data.label_names)
+        >>> server = Server(build("glora"))
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> 0 <= ModelEvaluator(model, data, [Client("site-1", 4)]).evaluate(server, begun)["accuracy"] <= 1
+        True
     """
 
     def __init__(

@@ -36,6 +36,10 @@ class TrainSettings:
     `accumulation` micro-batches, each of examples of alike length. schedule: of the learning rate over `rounds`,
     constant within a round. clip: largest gradient norm, 0 for none. The optimiser is new each round, as in all
     reference codes.
+
+    Example:
+        >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
+        'adam'
     """
 
     lr: float = 1e-3
@@ -118,7 +122,17 @@ class RoundTrainer(ABC):
 
 
 class LocalTrainer(RoundTrainer):
-    """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`."""
+    """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`.
+
+    Example:
+        >>> data = read_classification("train.jsonl", text="text", label="label")
+        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=data.label_names)
+        >>> trainer = LocalTrainer(model, {"site-1": data}, TrainSettings(steps=1), seed=0)
+        >>> server = Server(build("glora"))
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> next(simulate(server, [Client("site-1", 4)], trainer, begun, rounds=1)).round
+        1
+    """
 
     def __init__(
         self, model: AdaptedModel, data: Mapping[str, TextData], settings: TrainSettings, *, seed: int

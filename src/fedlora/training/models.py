@@ -34,6 +34,10 @@ class LoRASettings:
 
     targets: module names or suffixes, or "all-linear". scaling: alpha / r, the same for all ranks. dropout: on LoRA's
     input. saved: further modules to train in full; a classification head is added by peft itself.
+
+    Example:
+        >>> LoRASettings(targets=["query", "value"], scaling=2.0)  # doctest: +ELLIPSIS
+        LoRASettings(targets=['query', 'value'], scaling=2.0, ...
     """
 
     targets: Sequence[str] | str
@@ -51,6 +55,13 @@ class AdaptedModel:
 
     One peft adapter is made for each distinct set of ranks that is asked for, and reused: fifty clients of three ranks
     cost three small adapters beside the one base model.
+
+    Example:
+        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=["no", "yes"])
+        >>> adapter, spec = model.seed_adapter(4, seed=0)
+        >>> model.activate(adapter)
+        >>> sorted({lora.rank for lora in model.read().modules.values()})
+        [4]
     """
 
     def __init__(self, base: nn.Module, tokenizer: Any, task: Task | None, settings: LoRASettings) -> None:

@@ -61,12 +61,12 @@ class LoRAModule(AdaptedModel):
     Raises:
         ConfigError: a name that is not there, a target that LoRA cannot be put on, a head that cannot be averaged.
 
-    Example::
-
-        model = LoRAModule(network, targets=["qkv", "proj"], heads=["head"])
-        seed_adapter, spec = model.seed_adapter(8, seed=0)      # spec: for write_adapter
-        model.activate(seed_adapter)
-        logits = model.network(images)
+    Example:
+        >>> model = LoRAModule(network, targets=["first"], heads=["head"])
+        >>> seed_adapter, spec = model.seed_adapter(2, seed=0)  # spec: for write_adapter
+        >>> model.activate(seed_adapter)
+        >>> tuple(model.network(images).shape)
+        (40, 3)
     """
 
     def __init__(
@@ -102,13 +102,16 @@ class ModuleTrainer(RoundTrainer):
     Raises:
         ConfigError: a client without data, a setting that only text has, or a loss that cannot be trained on.
 
-    Example::
-
-        def loss(network, batch):
-            images, labels = batch
-            return nn.functional.cross_entropy(network(images), labels)
-
-        trainer = ModuleTrainer(model, {"site-1": dataset}, loss, TrainSettings(lr=1e-3, steps=20), seed=0)
+    Example:
+        >>> def loss(network, batch):
+        ...     images, labels = batch
+        ...     return nn.functional.cross_entropy(network(images), labels)
+        >>> model = LoRAModule(network, targets=["first"], heads=["head"])
+        >>> data = {"site-1": dataset, "site-2": dataset}  # a torch Dataset, or a list of examples
+        >>> trainer = ModuleTrainer(model, data, loss, TrainSettings(lr=1e-2, steps=2), seed=0)
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> next(simulate(server, clients, trainer, begun, rounds=1)).round
+        1
     """
 
     def __init__(
@@ -204,12 +207,13 @@ class ModuleEvaluator:
             metric, and each client's as "client/ID/metric".
         own: client -> its own measure, where it has one; target="clients" only.
 
-    Example::
-
-        def measure(network):
-            return {"accuracy": float((network(images).argmax(dim=1) == labels).float().mean())}
-
-        evaluator = ModuleEvaluator(model, measure)
+    Example:
+        >>> def measure(network):
+        ...     return {"accuracy": float((network(images).argmax(dim=1) == labels).float().mean())}
+        >>> model = LoRAModule(network, targets=["first"], heads=["head"])
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> sorted(ModuleEvaluator(model, measure).evaluate(server, begun))
+        ['accuracy']
     """
 
     def __init__(
