@@ -34,7 +34,7 @@ def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
             self, ctx: click.Context, args: list[str]
         ) -> tuple[str | None, click.Command | None, list[str]]:
             name, command, rest = super().resolve_command(ctx, args)
-            if name in commands:
+            if name is not None and name in commands:
                 command = loaded(name, commands[name][0])
             return name, command, rest
 
