@@ -104,6 +104,11 @@ class Workers(ABC):
         1
     """
 
+    @property
+    def at_once(self) -> int:
+        """How many jobs make one piece of work, which stays in one place."""
+        return 1
+
     @abstractmethod
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
         """Each job and its result, in the order of the jobs; jobs are drawn no earlier than they are needed.
@@ -153,6 +158,10 @@ class Together(Workers):
                 f"Together needs a trainer with train_group(jobs), and {type(self.trainer).__name__} has none; give "
                 f"the trainer itself, and its clients are trained one by one."
             )
+
+    @property
+    def at_once(self) -> int:
+        return self.size
 
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
         rest = iter(jobs)

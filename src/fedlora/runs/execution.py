@@ -23,10 +23,12 @@ from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
+from fedlora.runs import resuming
 from fedlora.runs.card import model_card
+from fedlora.runs.crew import crewed
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.tracking import make_tracker, numbers
+from fedlora.runs.tracking import check_trackers, make_tracker, numbers
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
@@ -53,7 +55,13 @@ def execute_events(
     prepared: Prepared, folder: RunFolder, *, resume: bool = False
 ) -> Iterator[ClientDone | RoundRecord]:
     """`execute`, with an event for each client that is done as well: for a progress bar."""
+    with crewed(prepared) as crew:
+        yield from _executed(crew, folder, resume)
+
+
+def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[ClientDone | RoundRecord]:
     config, server = prepared.config, prepared.server
+    check_trackers(config.run.track)
     state = _opened(prepared, folder, resume)
     lines = folder.rewind(state.round)
     trackers = [make_tracker(name, folder.path, json.loads(config.canonical())) for name in config.run.track]
@@ -136,13 +144,10 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
         raise CheckpointError(
             f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out."
         )
-    theirs, ours = folder.read_json("manifest.json"), prepared.manifest
-    for what in ("config_digest", "data", "model", "threads"):
-        if theirs.get(what) != ours[what]:
-            raise CheckpointError(
-                f"{folder.path} holds a run with another {what.replace('_', ' ')}, so it cannot go on with this one. "
-                f"Resume with the same configuration, data and threads, or choose another --out."
-            )
+    changed = resuming.changes(folder, prepared.config)
+    resuming.check_content(folder, prepared.manifest)
+    if changed:
+        resuming.settle(folder, prepared.config, prepared.manifest)
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State)
     return loaded[1] if loaded else fresh
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,11 @@ class RunFolder:
             raise CheckpointError(f"the run folder {self.path} cannot be made: {error.strerror}.") from error
         files.write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
         self.write_json("manifest.json", manifest)
+
+    def reopen(self) -> None:
+        """A finished run becomes an unfinished one: what was drawn and summed up at its end goes."""
+        (self.path / "summary.json").unlink(missing_ok=True)
+        shutil.rmtree(self.plots, ignore_errors=True)
 
     def read_json(self, name: str) -> Any:
         """The content of one of the folder's JSON files. Raises `CheckpointError` where it is missing or damaged."""

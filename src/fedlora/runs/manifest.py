@@ -37,7 +37,7 @@ def manifest(
         "versions": {name: _version(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
         "python": platform.python_version(),
         "commit": _commit(),
-        "device": str(model.device),
+        "device": str(torch.device(config.model.chosen_device())),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
         "model": {"path": config.model.path, "sha256": model_digests(path)},

@@ -18,18 +18,21 @@ from fedlora.errors import ConfigError
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.manifest import manifest
+from fedlora.runs.tracking import check_trackers
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """All parts of a run, loaded and checked.
 
-    parts: client -> its training data. test: on the test data; probes: further test sets by name ("unseen",
+    parts: client -> its training data. workers: who trains, and how many clients at a time. processes: how many do the
+    work, see `crew`. test: on the test data; probes: further test sets by name ("unseen",
     "validation_mismatched"), measured at the end only.
 
     Example:
@@ -42,7 +45,10 @@ class Prepared:
     server: Server
     clients: tuple[Client, ...]
     parts: Mapping[str, TextData]
+    model: AdaptedModel
     trainer: LocalTrainer
+    workers: Workers
+    processes: int
     validation: ModelEvaluator | None
     test: ModelEvaluator | None
     probes: Mapping[str, ModelEvaluator]
@@ -51,11 +57,6 @@ class Prepared:
     seed_adapter: Adapter
     spec: AdapterSpec
     manifest: Mapping[str, Any]
-
-    @property
-    def workers(self) -> Workers:
-        """Who trains, and how many clients at a time."""
-        return self.config.train.workers(self.trainer)
 
 
 def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
@@ -73,13 +74,21 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         ['site-1', 'site-2', 'site-3']
     """
     server = config.server.build(config.method.build(), config.run.seed)
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+    if threads := config.run.torch_threads():
+        torch.set_num_threads(threads)
+    check_trackers(config.run.track)
+    config.model.check_targets(config.lora.targets)
     data = deal(config, data_root)
     parts = data.parts
     types = config.clients.assigned(list(parts), config.run.seed)
     labels = next(iter(parts.values())).label_names
-    model = config.model.load(config.lora.settings(), labels, config.run.seed)
+    a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
+    processes = config.run.processes(config.model.chosen_device(), a_round)
+    if processes > 1 and config.model.four_bit:
+        raise ConfigError(f"model.four_bit cannot be shared by run.workers = {config.run.workers!r}; leave one out.")
+    model = config.model.load(
+        config.lora.settings(), labels, config.run.seed, device="cpu" if processes > 1 else None
+    )  # with several processes, each moves its own to its device
     largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
     clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
@@ -102,12 +111,16 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         )  # fmt: skip
 
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
+    trainer = config.train.trainer(model, parts, settings, config.run.seed)
     return Prepared(
         config=config,
         server=server,
         clients=clients,
         parts=parts,
-        trainer=config.train.trainer(model, parts, settings, config.run.seed),
+        model=model,
+        trainer=trainer,
+        workers=config.train.workers(trainer),
+        processes=processes,
         validation=evaluator(data.validation, data.own_validation),
         test=evaluator(data.test, data.own_test),
         probes={name: probe for name, probe in probes.items() if probe is not None},

@@ -6,7 +6,7 @@ Each is an optional library: named in a config (`run.track`) and missing here, t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,11 +25,16 @@ class Tracker(Protocol):
         """Nothing follows."""
 
 
+_MODULES: Mapping[TrackerName, str] = {
+    "tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb",
+}  # fmt: skip
+
+
 class TensorBoard:
     """Event files in the run folder."""
 
     def __init__(self, folder: Path) -> None:
-        writer = _library("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        writer = _library("tensorboard").SummaryWriter
         self._writer: Any = writer(str(folder / "tensorboard"))
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -43,8 +48,8 @@ class TensorBoard:
 class Logger:
     """trackio and wandb, which share init, log and finish."""
 
-    def __init__(self, library: str, folder: Path, config: Mapping[str, Any]) -> None:
-        self._library: Any = _library(library, library)
+    def __init__(self, name: TrackerName, folder: Path, config: Mapping[str, Any]) -> None:
+        self._library: Any = _library(name)
         self._library.init(project="fedlora", name=folder.name, config=dict(config))
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -52,6 +57,12 @@ class Logger:
 
     def close(self) -> None:
         self._library.finish()
+
+
+def check_trackers(names: Sequence[TrackerName]) -> None:
+    """Raises `ConfigError` where the library of one of them is missing: before a run has a folder."""
+    for name in names:
+        _library(name)
 
 
 def make_tracker(name: TrackerName, folder: Path, config: Mapping[str, Any]) -> Tracker:
@@ -69,10 +80,10 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def _library(module: str, package: str) -> Any:
+def _library(name: TrackerName) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(_MODULES[name])
     except ImportError as error:
         raise ConfigError(
-            f"run.track names {package}, which is not installed: pip install {package}, or leave it out."
+            f"run.track names {name}, which is not installed: pip install {name}, or leave it out."
         ) from error

@@ -32,8 +32,10 @@ Schedule = Literal["constant", "linear", "cosine"]
 class TrainSettings:
     """One round of one client.
 
-    steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, halved or less by
-    `accumulation` micro-batches, each of examples of alike length. schedule: of the learning rate over `rounds`,
+    steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, cut into
+    `accumulation` micro-batches, each of examples of alike length: the same gradient, up to rounding, from less
+    padding. "auto": four of them, but of no fewer than four examples, on a CPU; one on a GPU, which many small ones
+    leave idle. schedule: of the learning rate over `rounds`,
     constant within a round. clip: largest gradient norm, 0 for none. The optimiser is new each round, as in all
     reference codes.
 
@@ -48,7 +50,7 @@ class TrainSettings:
     steps: int = 10
     epochs: float = 1.0
     batch_size: int = 16
-    accumulation: int = 1
+    accumulation: int | Literal["auto"] = "auto"
     clip: float = 1.0
     schedule: Schedule = "constant"
     rounds: int = 1
@@ -153,9 +155,9 @@ class LocalTrainer(RoundTrainer):
     def losses(self, client: str, picked: list[Example]) -> Iterator[Tensor]:
         s, network, device = self._settings, self._model.network, self._model.device
         labels = sum(scored(example) for example in picked)
-        if s.accumulation > 1:  # micro-batches of alike length: the same gradient from less padding
+        micro = micro_batch(len(picked), s.accumulation, device)
+        if micro < len(picked):
             picked.sort(key=lambda example: len(example["input_ids"]))
-        micro = math.ceil(len(picked) / s.accumulation)
         for k in range(0, len(picked), micro):
             part = picked[k : k + micro]
             inputs = collate(part, self._model.tokenizer, device)
@@ -173,6 +175,13 @@ def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
         epoch, offset = epoch + 1, 0
 
 
+def micro_batch(size: int, accumulation: int | Literal["auto"], device: torch.device) -> int:
+    """How many of `size` examples go through the network at once."""
+    if accumulation == "auto":
+        return max(4, math.ceil(size / 4)) if device.type == "cpu" else size
+    return math.ceil(size / accumulation)
+
+
 def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
     """A new optimiser, at the learning rate of `round`."""
     share = round / s.rounds
@@ -185,4 +194,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "RoundTrainer", "TrainSettings", "optimizer_for"]
+__all__ = ["LocalTrainer", "RoundTrainer", "TrainSettings", "micro_batch", "optimizer_for"]

@@ -93,7 +93,8 @@ class ModuleTrainer(RoundTrainer):
 
     Args:
         data: client -> its examples. loss: of the network and a batch, the mean over the batch; it calls the network.
-        settings: steps or epochs, optimiser, batch size. seed: of data order, dropout and what else torch draws.
+        settings: steps or epochs, optimiser, batch size; accumulation="auto" leaves a batch whole. seed: of the data
+            order, dropout and what else torch draws.
         collate: a list of examples -> a batch; torch's `default_collate` unless given. What it makes is moved to the
             network's device.
 
@@ -165,7 +166,8 @@ class ModuleTrainer(RoundTrainer):
 
     def losses(self, client: str, picked: list[Any]) -> Iterator[Tensor]:
         s, network, device = self._settings, self._model.network, self._model.device
-        micro = math.ceil(len(picked) / s.accumulation)
+        parts = 1 if s.accumulation == "auto" else s.accumulation  # there is no padding to save
+        micro = math.ceil(len(picked) / parts)
         for k in range(0, len(picked), micro):
             part = picked[k : k + micro]
             batch = _moved(self._collate(part), device)

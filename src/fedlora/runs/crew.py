@@ -1,0 +1,103 @@
+"""A run's training and evaluation in several processes, where its configuration asks for them (`run.workers`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from fedlora.core.trainer import Failed, Job, Trained, Workers
+from fedlora.errors import WorkerDied
+from fedlora.runs.preparation import Prepared
+from fedlora.training.evaluation import ModelEvaluator, Piece, Seen
+from fedlora.training.models import AdaptedModel
+from fedlora.workers.pool import train_group, train_in
+from fedlora.workers.processes import Died, Processes
+
+
+@contextmanager
+def crewed(prepared: Prepared) -> Iterator[Prepared]:
+    """The same run, whose work is done by `prepared.processes` processes; they are gone when this ends, however."""
+    if prepared.processes == 1:
+        yield prepared
+        return
+    evaluators = {"validation": prepared.validation, "test": prepared.test, **_named(prepared.probes)}
+    there = {name: evaluator for name, evaluator in evaluators.items() if evaluator is not None}
+    device = prepared.config.model.chosen_device()
+    resident = _Aboard(prepared.model, prepared.workers, there)
+    with Processes(
+        resident, prepared.processes, shared=prepared.model.frozen(), begin=partial(_board, device=device),
+        preload=[__name__, "peft", type(prepared.model.network).__module__],
+    ) as processes:  # fmt: skip
+
+        def spread(name: str) -> ModelEvaluator | None:
+            evaluator = there.get(name)
+            return evaluator and evaluator.spread(_Through(name, processes), 2 * processes.size)
+
+        probes = {name: evaluator for name in prepared.probes if (evaluator := spread(f"probe/{name}")) is not None}
+        yield replace(
+            prepared, workers=_Crew(processes, prepared.workers), validation=spread("validation"),
+            test=spread("test"), probes=probes,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Aboard:
+    """What each process holds: one model, and those who work with it."""
+
+    model: AdaptedModel
+    workers: Workers
+    evaluators: Mapping[str, ModelEvaluator]
+
+
+@dataclass(frozen=True, eq=False)
+class _Crew(Workers):
+    """`Workers` whose work is done by the processes."""
+
+    processes: Processes[_Aboard]
+    inside: Workers
+
+    @property
+    def at_once(self) -> int:
+        return self.inside.at_once
+
+    def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
+        return train_in(self.processes, _train, self.at_once, jobs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Through:
+    """Has an evaluator's pieces looked at by the processes. Implements `evaluation.Through`."""
+
+    name: str
+    processes: Processes[_Aboard]
+
+    def __call__(self, look: Callable[[Piece], Seen], pieces: Iterable[Piece]) -> Iterator[Seen]:
+        for seen in self.processes.map(partial(_look, self.name), pieces):
+            if isinstance(seen, Died):
+                raise WorkerDied(f"the evaluation on {self.name} cannot be done: {seen.reason}")
+            yield seen
+
+
+def _named(probes: Mapping[str, ModelEvaluator]) -> dict[str, ModelEvaluator]:
+    return {f"probe/{name}": evaluator for name, evaluator in probes.items()}
+
+
+# --------------------------------------------------------------------------------------------- inside the processes
+
+
+def _board(aboard: _Aboard, number: int, *, device: str) -> None:
+    """One GPU for each process, where the run is on GPUs that nobody chose among."""
+    if device != "cpu":
+        aboard.model.to(f"cuda:{number % torch.cuda.device_count()}" if device == "cuda" else device)
+
+
+def _train(aboard: _Aboard, jobs: list[Job]) -> list[Trained | Exception]:
+    return train_group(aboard.workers, jobs)
+
+
+def _look(name: str, aboard: _Aboard, piece: Piece) -> Seen:
+    return aboard.evaluators[name].look(piece)

@@ -1,0 +1,94 @@
+"""A trainer in several processes: `Workers` that train clients of a round at the same time.
+
+The results are the bits of one worker at one thread, whatever the number of processes: a client's work is a function of
+what it received and of its own data, and nothing is added up across clients before the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Trainer, Workers
+from fedlora.errors import WorkerDied
+from fedlora.workers.processes import Died, Processes
+
+
+class Pool(Workers):
+    """`size` processes that each train with a copy of `trainer`. They start with the first round; close them, or use
+    `with`.
+
+    Args:
+        trainer: a trainer, or workers such as `Together`, whose groups stay together in one process. It must pickle.
+            A copy's own changes to itself stay in its process, and are lost with it: `train` is a function of its
+            arguments.
+        size: how many processes. shared, begin: as of `Processes`; begin is given the workers.
+
+    Raises:
+        HyperparameterError: as `Processes`.
+
+    Example:
+        with Pool(trainer, 2) as workers:
+            for record in simulate(server, clients, workers, state, rounds=10):
+                print(record.round, record.metrics)
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer | Workers,
+        size: int,
+        *,
+        shared: Sequence[Tensor] = (),
+        begin: Callable[[Workers, int], None] | None = None,
+    ) -> None:
+        inner = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
+        self._processes = Processes(inner, size, shared=shared, begin=begin)
+        self._inner = inner
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._processes.__exit__(*exception)
+
+    @property
+    def at_once(self) -> int:
+        return self._inner.at_once
+
+    def close(self) -> None:
+        """End the processes."""
+        self._processes.close()
+
+    def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
+        return train_in(self._processes, train_group, self.at_once, jobs)
+
+
+def train_in(
+    processes: Processes[Any],
+    work: Callable[[Any, list[Job]], list[Trained | Exception]],
+    at_once: int,
+    jobs: Iterable[Job],
+) -> Iterator[tuple[Job, Trained | Failed]]:
+    """Each job with its result, in their order, trained `at_once` at a time by `work` in one of the processes."""
+    drawn: list[list[Job]] = []
+
+    def groups() -> Iterator[list[Job]]:
+        rest = iter(jobs)
+        while group := list(islice(rest, at_once)):
+            drawn.append(group)
+            yield group
+
+    for results in processes.map(work, groups()):
+        group = drawn.pop(0)
+        if isinstance(results, Died):
+            results = [WorkerDied(results.reason)] * len(group)
+        for job, result in zip(group, results, strict=True):
+            yield job, Failed(job, result) if isinstance(result, Exception) else result
+
+
+def train_group(workers: Workers, jobs: list[Job]) -> list[Trained | Exception]:
+    """The jobs' results by these workers, in this process."""
+    return [result.error if isinstance(result, Failed) else result for _, result in workers.train_all(jobs)]

@@ -1,0 +1,352 @@
+"""Processes that each hold a copy of one object, the resident, and do pieces of work on it; their tensors, if it says
+so, lie in memory once.
+
+The pool itself is `concurrent.futures.ProcessPoolExecutor`. What stands here is what it leaves open: how big tensors
+are shared, what becomes of work whose process died, and that nothing is left running when this process ends, however it
+ends. It knows nothing of federation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from traceback import format_exception
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.multiprocessing  # its reductions put a tensor that is handed to a process into shared memory
+from torch import Tensor
+
+from fedlora.errors import FedLoRAError, HyperparameterError
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+T = TypeVar("T")
+U = TypeVar("U")
+
+_SHARED_MEMORY = Path("/dev/shm")
+_ALIGNED = 64  # numbers: as far apart as torch's own allocator puts tensors, so that kernels see them alike
+_PATIENCE = 2  # how often work may be in a dying process's hands before it is tried alone
+
+
+def available(device: str = "cpu") -> int:
+    """How many workers use the machine well: its GPUs for a device "cuda", else the cores this process may use."""
+    if device.startswith("cuda"):
+        return max(1, torch.cuda.device_count())
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Died:
+    """Work that has no result: the process that did it died, twice among others and once alone."""
+
+    reason: str
+
+
+class Processes(Generic[R]):
+    """`size` processes, each with a copy of `resident`. They start with the first work; close them, or use `with`.
+
+    Args:
+        resident: what the work is done on. It must pickle. Each process has its own copy, so that work may change it.
+        size: how many processes.
+        shared: tensors of `resident` that are in memory once for all processes, this one included: contiguous, on the
+            CPU. Nobody may write to them.
+        threads: of torch, in each process.
+        begin: called in each process with its copy and its number, 0 to size - 1, before any work.
+        preload: modules that take long to import: they are imported once, by the process that the others are forked
+            from (where processes are forked, and these are the first).
+
+    Raises:
+        HyperparameterError: a size or threads below 1, a resident that does not pickle, too little shared memory, or
+            processes that die as they start.
+
+    Example:
+        with Processes({"base": 10}, 2) as processes:
+            list(processes.map(add_to_base, [1, 2, 3]))  # [11, 12, 13], with def add_to_base(resident, x): ...
+    """
+
+    def __init__(
+        self,
+        resident: R,
+        size: int,
+        *,
+        shared: Sequence[Tensor] = (),
+        threads: int = 1,
+        begin: Callable[[R, int], None] | None = None,
+        preload: Sequence[str] = ("fedlora.core.trainer",),
+    ) -> None:
+        for name, value in (("size", size), ("threads", threads)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise HyperparameterError(f"Processes: {name} is a whole number >= 1; got {value!r}.")
+        self.size = size
+        self._shared = list(shared)
+        self._packed = _pickled((resident, begin), self._shared)
+        self._threads = threads
+        self._context = _context(preload)
+        self._executor: ProcessPoolExecutor | None = None
+        self._lifeline: Connection | None = None
+        self._proved = False  # some work came back
+
+    def __enter__(self) -> Processes[R]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(at_once=kind is not None)
+
+    def map(self, work: Callable[[R, T], U], items: Iterable[T]) -> Iterator[U | Died]:
+        """What `work(resident, item)` gives for each item, in their order; it must be a function of its arguments.
+
+        A few items more than there are processes are drawn ahead. What the work raises is raised here. Where a process
+        dies, all are started anew and the unfinished work is done again; what kills its process every time is `Died`.
+        """
+        rest = iter(items)
+        tasks: deque[_Task] = deque()
+        self._draw(rest, work, tasks)
+        while tasks:
+            task = tasks[0]
+            try:
+                if task.future is None:
+                    self._submit(task)
+                assert task.future is not None
+                outcome = pickle.loads(task.future.result())
+            except BrokenProcessPool as broken:
+                dead = self._recover(tasks, broken)
+                if dead is not None:
+                    tasks.popleft()
+                    yield dead
+                self._draw(rest, work, tasks)
+                continue
+            self._proved = True
+            tasks.popleft()
+            if isinstance(outcome, _Raised):
+                raise outcome.error
+            self._draw(rest, work, tasks)
+            yield outcome
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the processes, when their work is done or at once. They start again with the next work."""
+        executor, self._executor = self._executor, None
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None and at_once:
+            lifeline.close()
+        if executor is not None:
+            executor.shutdown(wait=True, cancel_futures=True)
+        if lifeline is not None:
+            lifeline.close()
+
+    def _draw(self, rest: Iterator[T], work: Callable[[R, T], U], tasks: deque[_Task]) -> None:
+        """Keep every process busy, and a little ahead; but while some work is suspected to kill, `map` goes on with one
+        thing at a time."""
+        while len(tasks) < 2 * self.size:
+            for item in rest:
+                tasks.append(_Task(pickle.dumps((work, item), protocol=5)))
+                break
+            else:
+                break
+        if any(task.breaks >= _PATIENCE for task in tasks):
+            return
+        with contextlib.suppress(BrokenProcessPool):  # meanwhile: `map` finds out at the first of them
+            for task in tasks:
+                if task.future is None:
+                    self._submit(task)
+
+    def _submit(self, task: _Task) -> None:
+        if self._executor is None:
+            self._start()
+        assert self._executor is not None
+        task.future = self._executor.submit(_do, task.packed)
+
+    def _start(self) -> None:
+        _share(self._shared)
+        reader, self._lifeline = self._context.Pipe(duplex=False)
+        number = self._context.Value("i", 0)
+        self._executor = ProcessPoolExecutor(
+            self.size,
+            mp_context=self._context,
+            initializer=_begin,
+            initargs=(self._packed, self._shared, self._threads, number, reader),
+        )
+
+    def _recover(self, tasks: deque[_Task], broken: BrokenProcessPool) -> Died | None:
+        """Start afresh after a death, and have the unfinished work done again. Returns what the first work is, if it
+        has killed its process alone."""
+        first = tasks[0]
+        alone = first.breaks >= _PATIENCE
+        self.close(at_once=True)
+        if alone and not self._proved:
+            raise HyperparameterError(
+                f"the {self.size} worker processes die as they start; their own words are above, if they had any. A "
+                f"script that uses them must do its work below `if __name__ == '__main__':`, for they import it, and "
+                f"what they hold must be importable by its name. Is there memory for {self.size} of them? {broken}"
+            )
+        if alone:
+            return Died(f"the process that did this work died, {first.breaks + 1} times: out of memory? ({broken})")
+        unfinished = 0
+        for task in tasks:
+            if task.future is None or task.future.cancelled() or not task.future.done() or task.future.exception():
+                task.future, task.breaks = None, task.breaks + 1
+                unfinished += 1
+        log.warning("a worker process died; %d pieces of work are done again", unfinished)
+        return None
+
+
+@dataclass(eq=False)
+class _Task:
+    """Work that was handed out. breaks: how often processes died while it was under way."""
+
+    packed: bytes
+    future: Future[bytes] | None = None
+    breaks: int = 0
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """What work raised, on its way back."""
+
+    error: Exception
+
+
+def _context(preload: Sequence[str]) -> Any:
+    """Processes are forked from a clean server process that has imported torch once, where there is such a thing: fast
+    to start, and the code is in memory once. A fork of this process itself would copy its threads' locks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*preload, __name__])
+    return context
+
+
+# ------------------------------------------------------------------------------------------- what travels, and how
+
+
+class _Pickler(pickle.Pickler):
+    """Shared tensors travel as their number."""
+
+    def __init__(self, file: io.BytesIO, shared: Sequence[Tensor]) -> None:
+        super().__init__(file, protocol=5)
+        self._number = {_place(tensor): k for k, tensor in enumerate(shared)}
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._number.get(_place(value)) if type(value) is Tensor else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, number: Any) -> Tensor:
+        tensor: Tensor = self._shared[number]
+        return tensor
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies: two objects that show the same numbers in the same memory agree."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _pickled(value: Any, shared: Sequence[Tensor]) -> bytes:
+    file = io.BytesIO()
+    try:
+        _Pickler(file, shared).dump(value)
+    except Exception as error:  # pickle raises whatever the object's own code does
+        raise HyperparameterError(
+            f"a {type(value[0]).__name__} cannot travel to worker processes, for it does not pickle: {error} The usual "
+            f"cause is a function or class that is made inside another function: put it at the top of a module."
+        ) from error
+    return file.getvalue()
+
+
+def _share(tensors: Sequence[Tensor]) -> None:
+    """Move tensors into shared memory, in place: one piece for each dtype, for every piece costs an open file."""
+    moving: dict[torch.dtype, dict[tuple[Any, ...], list[Tensor]]] = {}
+    for tensor in tensors:
+        if not tensor.is_shared():  # type: ignore[no-untyped-call]
+            moving.setdefault(tensor.dtype, {}).setdefault(_place(tensor), []).append(tensor)
+    _check_room(sum(same[0].numel() * same[0].element_size() for places in moving.values() for same in places.values()))
+    for dtype, places in moving.items():
+        sizes = [-(-same[0].numel() // _ALIGNED) * _ALIGNED for same in places.values()]
+        whole, start = torch.empty(sum(sizes), dtype=dtype).share_memory_(), 0  # type: ignore[no-untyped-call]
+        for same, size in zip(places.values(), sizes, strict=True):
+            inside = whole[start : start + same[0].numel()].view(same[0].shape)
+            inside.copy_(same[0].detach())
+            for tensor in same:
+                tensor.data = inside
+            start += size
+
+
+def _check_room(needed: int) -> None:
+    """Raises `HyperparameterError`: writing beyond the end of shared memory would end a process without a word."""
+    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else needed
+    if needed > free:
+        raise HyperparameterError(
+            f"the model's weights take {needed / 1e6:.0f} MB of shared memory, and {_SHARED_MEMORY} has "
+            f"{free / 1e6:.0f} MB left. In a container raise it (docker run --shm-size=...), or use one worker."
+        )
+
+
+# --------------------------------------------------------------------------------------------- inside the processes
+
+_resident: Any = None
+_failed: Exception | None = None
+
+
+def _begin(packed: bytes, shared: list[Tensor], threads: int, number: Any, lifeline: Connection) -> None:
+    """A process's start. What goes wrong is told with the first work: an initialiser that raises would only kill."""
+    global _resident, _failed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked for the work
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    with number.get_lock():
+        mine, number.value = number.value, number.value + 1
+    try:
+        torch.set_num_threads(threads)
+        _resident, begin = _Unpickler(io.BytesIO(packed), shared).load()
+        if begin is not None:
+            begin(_resident, mine)
+    except Exception as error:
+        _failed = error
+
+
+def _end_with(lifeline: Connection) -> None:
+    """Nobody writes into this pipe: it ends when the process at its other end closes it, or is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    os._exit(1)
+
+
+def _do(packed: bytes) -> bytes:
+    try:
+        if _failed is not None:
+            raise HyperparameterError(f"a worker process could not start: {type(_failed).__name__}: {_failed}")
+        work, item = pickle.loads(packed)
+        return pickle.dumps(work(_resident, item), protocol=5)
+    except Exception as error:
+        return pickle.dumps(_Raised(_portable(error)), protocol=5)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as it can travel, with where it was raised as a note."""
+    where = "".join(format_exception(error))
+    try:
+        error = pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    if not isinstance(error, FedLoRAError):
+        error.add_note(f"in a worker process:\n{where}")
+    return error
