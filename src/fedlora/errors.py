@@ -7,7 +7,15 @@ from __future__ import annotations
 
 
 class FedLoRAError(Exception):
-    """Base of every error that fedlora raises on purpose. Errors pickle, for they travel between processes."""
+    """Base of every error that fedlora raises on purpose. Errors pickle, for they travel between processes.
+
+    Example:
+        >>> try:
+        ...     build("gloras")
+        ... except FedLoRAError as error:
+        ...     print(str(error).partition(";")[0])
+        no method is called 'gloras'
+    """
 
     def __reduce__(self) -> tuple[object, ...]:
         return _again, (type(self), self.args, self.__dict__)

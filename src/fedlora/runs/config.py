@@ -40,7 +40,13 @@ _FORMER_DEFAULTS = {("train", "lr"): 1e-3, ("train", "accumulation"): 1}
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """A whole run.
+
+    Example:
+        >>> config = load_config(Path("config.toml"))
+        >>> config.method.name, config.run.rounds
+        ('glora', 3)
+    """
 
     model: ModelSection
     data: DataSection
@@ -88,6 +94,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a wrong type or an impossible value: one line each.
+
+    Example:
+        >>> load_config(Path("config.toml"), ["run.rounds=1", "method.name=svd"]).method.name
+        'svd'
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -50,6 +50,11 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
     Raises:
         CheckpointError: the folder holds a run and `resume` is off, or holds another configuration.
         Whatever `simulate` raises; all finished rounds are stored by then.
+
+    Example:
+        >>> prepared = prepare(load_config(Path("config.toml"), ["run.rounds=1"]))
+        >>> [record.round for record in execute(prepared, RunFolder(Path("runs/one")))]
+        [1]
     """
     for event in execute_events(prepared, folder, resume=resume):
         if isinstance(event, RoundRecord):

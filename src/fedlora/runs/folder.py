@@ -26,7 +26,13 @@ from fedlora.errors import CheckpointError
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's directory."""
+    """A run's directory.
+
+    Example:
+        >>> folder = RunFolder(Path("runs/first"))
+        >>> folder.exists(), folder.finished(), folder.metrics()
+        (False, False, [])
+    """
 
     path: Path
 

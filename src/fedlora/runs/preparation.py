@@ -39,6 +39,11 @@ class Prepared:
     work, see `crew`. test: on the test data; probes: further test sets by name ("unseen",
     "validation_mismatched"), measured at the end only. samples: held-out prompts of a language model whose answers are
     kept, before and after.
+
+    Example:
+        >>> prepared = prepare(load_config(Path("config.toml")))
+        >>> [client.rank for client in prepared.clients], prepared.target
+        ([2, 4, 4], 'server')
     """
 
     config: RunConfig
@@ -69,6 +74,11 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
 
     Raises:
         ConfigError, DataError, HyperparameterError: what cannot be run as written.
+
+    Example:
+        >>> prepared = prepare(load_config(Path("config.toml")))
+        >>> sorted(prepared.parts)
+        ['site-1', 'site-2', 'site-3']
     """
     server = config.server.build(config.method.build(), config.run.seed)
     if threads := config.run.torch_threads():

@@ -35,7 +35,12 @@ Stacked = dict[str, nn.Parameter]  # a parameter of all clients: client first
 
 
 class GroupedTrainer(LocalTrainer):
-    """A `LocalTrainer` that can train several clients of one round at once. Implements `core.trainer.GroupTrainer`."""
+    """A `LocalTrainer` that can train several clients of one round at once. Implements `core.trainer.GroupTrainer`.
+
+    Example:
+        >>> def workers(model, data):  # four clients at a time, in one batch
+        ...     return Together(GroupedTrainer(model, data, TrainSettings(steps=20), seed=0), size=4)
+    """
 
     def train_group(self, jobs: Sequence[Job]) -> list[Trained]:
         """What `train` gives for each of `jobs`, which are of one round: in their order.

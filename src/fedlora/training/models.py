@@ -39,6 +39,10 @@ class LoRASettings:
     fixed one for all ranks, so that a client of rank r trains W0 + (alpha / r) B A as peft does, or with `rslora`
     W0 + (alpha / sqrt(r)) B A. dropout: on LoRA's input. saved: further modules to train in full; a classification head
     is added by peft itself.
+
+    Example:
+        >>> LoRASettings(targets=["query", "value"], scaling=2.0)  # doctest: +ELLIPSIS
+        LoRASettings(targets=['query', 'value'], scaling=2.0, ...
     """
 
     targets: Sequence[str] | str
@@ -64,10 +68,17 @@ class AdaptedModel:
 
     One peft adapter is made for each distinct set of ranks that is asked for, and reused: fifty clients of three ranks
     cost three small adapters beside the one base model.
+
+    Example:
+        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=["no", "yes"])
+        >>> adapter, spec = model.seed_adapter(4, seed=0)
+        >>> model.activate(adapter)
+        >>> sorted({lora.rank for lora in model.read().modules.values()})
+        [4]
     """
 
     def __init__(
-        self, base: nn.Module, tokenizer: Any, task: Task, settings: LoRASettings, *, checkpointing: bool = False
+        self, base: nn.Module, tokenizer: Any, task: Task | None, settings: LoRASettings, *, checkpointing: bool = False
     ) -> None:
         self.tokenizer = tokenizer
         self.task = task
@@ -284,7 +295,7 @@ class AdaptedModel:
             lora_dropout=self.settings.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
             modules_to_save=list(self.settings.saved) or None,
-            task_type="SEQ_CLS" if self.task == "classification" else "CAUSAL_LM",
+            task_type={"classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", None: None}[self.task],
         )
 
     def _set_base(self, delta: Mapping[str, LoRA]) -> None:
