@@ -7,7 +7,7 @@ import sys
 import click
 import typer
 
-from fedlora.cli import adapters, audit, experiment, flower, merge, methods, runs, train
+from fedlora.cli import adapters, audit, compare, experiment, flower, merge, methods, runs, train
 from fedlora.cli.screen import complain, notes
 from fedlora.errors import FedLoRAError
 
@@ -20,7 +20,7 @@ app = typer.Typer(
 _INTERRUPTED = 130
 
 for command in (
-    runs.run, runs.demo, runs.compare, methods.ranks, audit.audit,
+    runs.run, runs.demo, compare.compare, methods.ranks, audit.audit,
     merge.merge, train.train, adapters.inspect, adapters.diff, adapters.validate, adapters.apply,
     flower.doctor,
 ):  # fmt: skip

@@ -1,8 +1,7 @@
-"""`fedlora run`, `demo`, `compare`: federations from config files, behind a progress bar, with a table at the end."""
+"""`fedlora run` and `demo`: federations from config files, behind a progress bar, with a table at the end."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -13,13 +12,13 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedlora.cli.method_names import folder_name, parse_methods
 from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json
-from fedlora.errors import CheckpointError, FedLoRAError
+from fedlora.errors import CheckpointError
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
+from fedlora.runs.quiet import quiet_libraries
 from fedlora.simulation import ClientDone
 
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
@@ -49,47 +48,6 @@ def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson
     """GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores."""
     config = load_config(Path(str(files("fedlora") / "demo.toml")), set or [])
     _run(config, RunFolder(out or Path("runs") / "demo"), resume, json)
-
-
-def compare(
-    config: Config,
-    methods: Annotated[
-        str, typer.Option(help="names, separated by commas, as 'glora, glora gamma=1'; all")
-    ] = "glora,flexlora,padded-average",
-    set: Sets = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the runs (default: runs/<config name>-compare)")] = None,
-    resume: Resume = False,
-    data_root: DataRoot = None,
-    json: AsJson = False,
-) -> None:
-    """Run several methods on the same clients, data and seeds: one table, one plot."""
-    base = load_config(config, set or [])
-    chosen = parse_methods(methods)
-    root = out or Path("runs") / f"{config.stem}-compare"
-    done: dict[str, RunFolder] = {}
-    refused: dict[str, str] = {}
-    for name, section in chosen.items():
-        changed = base if name == base.method.name else base.model_copy(update={"method": section})
-        folder = RunFolder(root / folder_name(name))
-        try:
-            if resume and folder.finished():
-                _same_config(changed, folder)
-            else:
-                _rounds(changed, folder, resume, name, data_root)
-        except FedLoRAError as error:
-            refused[name] = str(error)
-            continue
-        done[name] = folder
-    if not done:
-        raise typer.Exit(complain("no method could run: " + "; ".join(f"{n}: {why}" for n, why in refused.items())))
-    if json:
-        results: dict[str, Any] = {name: folder.read_json("summary.json") for name, folder in done.items()}
-        print_json({"methods": results, "refused": refused})
-    else:
-        console.print(_comparison_table(done))
-        for name, reason in refused.items():
-            console.print(f"{name} not run: {reason}", style="yellow", markup=False)
-    plotted(lambda: [import_plots().plot_comparison(done, root / "comparison.png")])
 
 
 # ------------------------------------------------------------------------------------------------------- running
@@ -164,15 +122,6 @@ def _progress(label: str, total: int, metric: str) -> Iterator[_Watch]:
         yield _Watch(progress, task, metric)
 
 
-def quiet_libraries() -> None:
-    """transformers' own progress bars and reports would run through ours."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-
-
 # ------------------------------------------------------------------------------------------------------- showing
 
 
@@ -230,25 +179,3 @@ def _show(folder: RunFolder) -> None:
         console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
     made = [name for name in ("adapter", "best", "clients", "plots") if (folder.path / name).exists()]
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
-
-
-def _comparison_table(done: dict[str, RunFolder]) -> Table:
-    table = Table(title="Same clients, data and seeds")
-    table.add_column("method", no_wrap=True)
-    for column in ("target", "val., best", "test, at best", "test, last", "MB up", "MB down", "aggregate s", "gauge"):
-        table.add_column(column)
-    for name, folder in done.items():
-        s = folder.read_json("summary.json")
-        up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
-        drift = (s["gauge_drift"] or {}).get(s["method"])
-        table.add_row(
-            name, s["target"],
-            *(_score(x, s["metric"]) for x in (s["validation"]["best"], s["test"]["best"], s["test"]["last"])),
-            f"{up / 1e6:.1f}", f"{(s['bytes']['total'] - up) / 1e6:.1f}", f"{s['seconds'].get('aggregate', 0):.2f}",
-            "" if drift is None else f"{drift:.1e}",
-        )  # fmt: skip
-    return table
-
-
-def _score(metrics: dict[str, float], metric: str) -> str:
-    return f"{metrics[metric]:.3f}" if metrics else ""
