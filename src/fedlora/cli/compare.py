@@ -64,6 +64,7 @@ def compare(
 ) -> None:
     """Run several methods on the same clients, data and seeds: means, paired intervals, one plot."""
     form = chosen(format, json)
+    worker_count(workers, 1)  # what is no number is said before anything else
     base = load_config(config, set or [])
     if seeds is not None and any(override.startswith("run.seed=") for override in set or []):
         raise ConfigError("--seeds and --set run.seed=... both say which seeds; give one.")

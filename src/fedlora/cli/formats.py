@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from fedlora.cli.screen import console, print_json
@@ -69,19 +70,39 @@ def show(printed: Printed, format: Format) -> None:
         print("\n\n".join([*parts, *printed.remarks]))
     else:
         for sheet in printed.sheets:
-            console.print(_table(sheet))
+            for part in fitting(sheet, console.width):
+                console.print(_table(part))
         for remark in printed.remarks:
             console.print(remark, markup=False, highlight=False)
 
 
+def fitting(sheet: Sheet, width: int) -> list[Sheet]:
+    """The sheet, or where it is wider than so many characters its columns in several, each with the names."""
+    lines = [sheet.columns, *sheet.rows]
+    widths = [max(len(line[k]) for line in lines) + len(" │ ") for k in range(len(sheet.columns))]
+    names = list(range(sheet.names))
+    parts, used = [names], 1 + sum(widths[: sheet.names])
+    for k in range(sheet.names, len(widths)):
+        if len(parts[-1]) > sheet.names and used + widths[k] > width:
+            parts.append(names)
+            used = 1 + sum(widths[: sheet.names])
+        parts[-1] = [*parts[-1], k]
+        used += widths[k]
+    titles = [sheet.title, *[f"{sheet.title} (continued)"] * (len(parts) - 1)]
+    return [
+        Sheet(title, [sheet.columns[k] for k in part], [[row[k] for k in part] for row in sheet.rows], sheet.names)
+        for title, part in zip(titles, parts, strict=True)
+    ]
+
+
 def _table(sheet: Sheet) -> Table:
-    """Numbers stand in one line and are never cut; where it is too narrow the names are folded."""
+    """Numbers stand whole; where even one column of them does not fit beside the names, these are folded."""
     table = Table(title=sheet.title, title_justify="left")
     for k, column in enumerate(sheet.columns):
         name = k < sheet.names
         table.add_column(column, no_wrap=not name, overflow="fold", justify="left" if name else "right")
     for row in sheet.rows:
-        table.add_row(*row)
+        table.add_row(*(escape(cell) for cell in row))
     return table
 
 

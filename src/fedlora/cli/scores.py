@@ -12,14 +12,14 @@ from fedlora.experiments.tables import CellScore, Difference
 def score_sheet(title: str, scores: Mapping[str, Sequence[CellScore]], axes: Sequence[str]) -> Sheet:
     """A row a cell. scores: heading -> the cells with that number; the first one's decide what n is."""
     first = next(iter(scores.values()))
-    columns = [*axes, "n", *scores]
     tuned = any(cell.tuned is not None for cell in first)
+    columns = [*axes, "n", *(["tuned"] if tuned else []), *scores]
     rows = []
     for k, cell in enumerate(first):
         n = str(len(cell.scores)) if len(cell.scores) == cell.planned else f"{len(cell.scores)} of {cell.planned}"
         value = [] if not tuned else ["" if cell.tuned is None else f"{cell.tuned:g}"]
-        rows.append([*cell.cell.values(), n, *(_spread(cells[k]) for cells in scores.values()), *value])
-    return Sheet(title, [*columns, "tuned"] if tuned else columns, rows, names=len(axes))
+        rows.append([*cell.cell.values(), n, *value, *(_spread(cells[k]) for cells in scores.values())])
+    return Sheet(title, columns, rows, names=len(axes))
 
 
 def difference_sheet(title: str, differences: Sequence[Difference]) -> Sheet:

@@ -42,7 +42,7 @@ def comparison(
     """The methods by label, on the configuration; with one thread a run, so that more processes change no bit.
 
     Args:
-        methods: label -> its section. The configuration's own method comes as any other.
+        methods: label -> its section. The bare name of the configuration's own method is the configuration's.
         metric: what is compared, as `Result.score` takes it.
         reference: the label that the others are compared with.
         tune: searched for each method. Its seeds are none of the compared ones.
@@ -51,6 +51,7 @@ def comparison(
         ConfigError: methods that are none or take no such settings, all of them in one line; a reference that is no
             label; a search on compared seeds, or without validation data.
     """
+    methods = {label: base.method if label == base.method.name else section for label, section in methods.items()}
     wrong = {label: why for label, section in methods.items() if (why := _wrong(section)) is not None}
     if wrong:
         raise ConfigError("; ".join(f"{label}: {why}" for label, why in wrong.items()))

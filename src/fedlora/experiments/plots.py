@@ -74,39 +74,44 @@ def plot_comparison(
     for run in mains(experiment, profile, results):
         if run.digest in results:
             found.setdefault(run.cell[axis_name], []).append(results[run.digest])
-    metric = next(iter(found.values()))[0].metric
+    colours = {label: COLOURS[k % len(COLOURS)] for k, label in enumerate(found)}
+    styles = {label: ("-", "--", ":")[k // len(COLOURS) % 3] for k, label in enumerate(found)}
+    metric = words(next(iter(found.values()))[0].metric)
     seeds = max(len(runs) for runs in found.values())
     figure: Figure
-    height = max(4.0, 1.6 + 0.3 * len(found))
-    if differences:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(12, height), layout="constrained", width_ratios=(1.15, 1))
-    else:
-        figure, left = plt.subplots(figsize=(7, height), layout="constrained")
-    for k, (label, runs) in enumerate(found.items()):
-        style = ("-", "--", ":")[k // len(COLOURS) % 3]
-        _curve(left, runs, COLOURS[k % len(COLOURS)], style, f"{label} ({runs[0].raw['target']})")
-    shown = "one seed" if seeds == 1 else f"mean over {seeds} seeds, shaded from the worst to the best"
-    left.set(xlabel="round", ylabel=f"validation {words(metric)}")
-    left.set_title(shown, fontsize=11)
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.grid(alpha=0.3)
-    left.legend(fontsize=10)
-    if differences:
-        colours = {label: COLOURS[k % len(COLOURS)] for k, label in enumerate(found)}
-        for place, d in enumerate(differences):
-            right.errorbar(
-                d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o" if d.decided else "s",
-                color=colours[d.other], markerfacecolor=colours[d.other] if d.decided else "white", markersize=8,
-                capsize=5, linewidth=2,
-            )  # fmt: skip
-        right.axvline(0, color="#444444", linewidth=1.2)
-        names = [d.other if d.decided else f"{d.other}\n{d.verdict}" for d in differences]
-        right.set_yticks(range(len(differences)), names, fontsize=10)
-        right.set_ylim(len(differences) - 0.5, -0.5)
-        right.set_xlabel(f"{words(metric)} ({which}): method minus {differences[0].reference}")
-        right.set_title(f"paired difference to {differences[0].reference}, 95 % interval", fontsize=11)
-        right.grid(alpha=0.3, axis="x")
-    return saved(figure, path)
+    with plt.rc_context({"font.size": 13}):  # to be read at half its size
+        height = max(4.6, 1.6 + 0.5 * len(found))
+        panels, width = (2, 13.0) if differences else (1, 7.5)
+        figure, axes = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
+        left, right = axes[0][0], axes[0][-1]
+        for label, runs in found.items():
+            _curve(left, runs, colours[label], styles[label], f"{label} ({runs[0].raw['target']})")
+        left.set(xlabel="round", ylabel=f"validation {metric}")
+        left.set_title("one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: lowest to highest")
+        left.xaxis.set_major_locator(MaxNLocator(integer=True))
+        left.grid(alpha=0.3)
+        left.legend(fontsize=11)
+        if differences:
+            _intervals(right, differences, colours)
+            right.set_xlabel(f"{metric} ({which}), method minus {differences[0].reference}")
+        saved(figure, path)
+    return path
+
+
+def _intervals(axis: Any, differences: Sequence[Difference], colours: Mapping[str, str]) -> None:
+    """A line a method with its 95 % interval around the mean difference; hollow where zero is inside."""
+    for place, d in enumerate(differences):
+        colour = colours[d.other]
+        axis.errorbar(
+            d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=colour, capsize=6, linewidth=2.5,
+            markersize=10, markeredgewidth=2.5, markerfacecolor=colour if d.decided else "white",
+        )  # fmt: skip
+    axis.axvline(0, color="#444444", linewidth=1.5)
+    axis.set_yticks(range(len(differences)), [f"{d.other}\n{d.verdict}".strip() for d in differences])
+    axis.set_ylim(len(differences) - 0.5, -0.5)
+    axis.set_title("difference paired by seed, 95 % interval")
+    axis.xaxis.set_major_locator(MaxNLocator(5))
+    axis.grid(alpha=0.3, axis="x")
 
 
 def _curve(axis: Any, found: Sequence[Result], colour: str, style: str, label: str) -> None:

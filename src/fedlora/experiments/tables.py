@@ -54,7 +54,7 @@ class Difference:
     def verdict(self) -> str:
         """ "undecided" where the interval holds zero; where all gaps are alike there is none."""
         if self.low == self.high:
-            return "alike on all seeds"
+            return "no spread"
         return "" if self.decided else "undecided"
 
 
