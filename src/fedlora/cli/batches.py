@@ -6,8 +6,17 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
+import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
@@ -29,39 +38,41 @@ def run_batch(
         return
     quiet_libraries()
     columns = (
-        TextColumn("[bold]{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("runs"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[now]}", markup=False),
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
-    shares: dict[str, tuple[str, float]] = {}  # digest -> label and share of its rounds, of what is running
+    rows: dict[str, TaskID] = {}  # digest -> the line of a run that is running
     finished = 0
     with Progress(*columns, console=notes) as progress:
-        task = progress.add_task(title, total=len(todo), now="")
-
-        def draw() -> None:
-            done = finished + sum(share for _, share in shares.values())
-            progress.update(task, completed=done, now="; ".join(label for label, _ in shares.values()))
+        whole = progress.add_task(title, total=len(todo), unit="runs")
 
         def tick(run: PlannedRun, round: int) -> None:
             rounds = run.config.run.rounds
-            shares[run.digest] = f"{run.label}: round {round} of {rounds}", min(1.0, round / rounds)
-            draw()
+            if run.digest not in rows:
+                rows[run.digest] = progress.add_task(run.label, total=rounds, unit="rounds")
+            progress.update(rows[run.digest], completed=round)
+            shares = (task.percentage / 100 for task in progress.tasks if task.id != whole)
+            progress.update(whole, completed=finished + sum(shares))
 
         with closing(run_all(todo, places, workers=workers, tick=tick, wanted=wanted)) as outcomes:
             for outcome in outcomes:
                 finished += 1
-                shares.pop(outcome.run.digest, None)
-                draw()
+                if outcome.run.digest in rows:
+                    progress.remove_task(rows.pop(outcome.run.digest))
+                progress.update(whole, completed=finished)
                 heard(outcome)
 
 
-def worker_count(text: str, runs: int) -> int:
-    """`--workers` as a number: N, or "auto", which is one for each core that this process may use.
+def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
+    """`--workers` as a number: N, or "auto", which is one for each core that this process may use; one on a GPU, whose
+    memory nobody has measured.
 
     Raises:
         ConfigError: neither.
     """
     if text == "auto":
-        return max(1, min(runs, cores()))
+        on_gpu = any(run.config.model.device != "cpu" for run in todo) and torch.cuda.is_available()
+        return 1 if on_gpu else max(1, min(len(todo), cores()))
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--workers is a whole number of at least 1, or auto; got {text!r}.")
     return int(text)

@@ -64,7 +64,7 @@ def compare(
 ) -> None:
     """Run several methods on the same clients, data and seeds: means, paired intervals, one plot."""
     form = chosen(format, json)
-    worker_count(workers, 1)  # what is no number is said before anything else
+    worker_count(workers, [])  # what is no number is said before anything else
     base = load_config(config, set or [])
     if seeds is not None and any(override.startswith("run.seed=") for override in set or []):
         raise ConfigError("--seeds and --set run.seed=... both say which seeds; give one.")
@@ -165,7 +165,7 @@ def _run(experiment: Experiment, kept: ComparedRuns, workers: str) -> list[_Fail
         todo.sort(key=lambda run: run.seed)  # seed by seed, so that what an interrupt leaves can be paired
         stage = stage if any(run.searching for run in todo) else "comparing"
         tried |= {run.digest for run in todo}
-        run_batch(stage, todo, kept, worker_count(workers, len(todo)), wanted, heard)
+        run_batch(stage, todo, kept, worker_count(workers, todo), wanted, heard)
     return _grouped(failed, unfit)
 
 

@@ -61,7 +61,7 @@ def run(
     for experiment in loaded:
         for _ in range(2):  # the search, then what it decides
             todo = [r for r in missing(experiment, profile, places, only) if not places.failure(r.digest).exists()]
-            run_batch(experiment.name, todo, places, worker_count(workers, len(todo)), wanted, outcomes.append)
+            run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, outcomes.append)
     if until is not None and time.monotonic() > until:
         notes.print("the budget is used up; run again to go on", style="yellow")
     failed = [outcome for outcome in outcomes if outcome.error is not None]

@@ -157,6 +157,8 @@ def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
     from fedlora.runs.preparation import prepare  # transformers: only the processes that run need it
 
     began, prepared = time.perf_counter(), None
+    if tick is not None:
+        tick(run, 0)
     try:
         prepared = prepare(run.config, places.data_root)
         for record in execute(prepared, places.folder(run), resume=True):
