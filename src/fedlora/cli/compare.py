@@ -225,7 +225,8 @@ def _print(
         if run.digest in results:
             runs.setdefault(run.cell[AXIS], {})[run.seed] = results[run.digest]
     if not runs:
-        why = "; ".join(f"{f.label}: {f.why}" for f in failures)
+        first = {f.label: f.why.rstrip(".") for f in reversed(failures)}  # one reason a method is enough
+        why = "; ".join(f"{label}: {first[label]}" for label in dict.fromkeys(f.label for f in failures))
         raise typer.Exit(complain(f"no method could run: {why}"))
     found = _found(experiment, results, runs)
     sheets = [_scores(found), *_against(found), *_placings(found), _costs(found)]
