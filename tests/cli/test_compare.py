@@ -34,43 +34,37 @@ def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 def test_compare_runs_all_that_can_and_names_those_that_cannot(compared: tuple[Path, Any]) -> None:
     out, result = compared
     assert {path.name for path in out.iterdir()} == {"glora", "padded-average", "comparison.png"}
-    words = " ".join(result.stdout.replace("│", " ").split())
-    assert "fedit not" in words and "run:" in words
+    assert result.stdout.count("fedit not run: FedIT averages factors entry by entry") == 1
+    assert "one seed: there will be no interval; add --seeds 0:8" in result.stderr
+    assert "One seed: no interval and no verdict." in result.stdout and "undecided" not in result.stdout
 
 
-def test_compare_names_every_method_in_full_on_a_narrow_screen(compared: tuple[Path, Any]) -> None:
-    """80 columns are what a pipe, a log and many terminals have."""
-    _, result = compared
-    for name in ("glora", "padded-average", "fedit"):
-        assert name in result.stdout
-
-
-def test_compare_shows_each_methods_numbers(compared: tuple[Path, Any], project: Path, wide: None) -> None:
+def test_compare_shows_each_methods_numbers(compared: tuple[Path, Any], project: Path) -> None:
+    """Whole, though stdout is no terminal and says nothing of its width; by each run's own summary.json."""
     out, _ = compared
     before = contents(out / "glora")
     args = ("compare", project / "config.toml", "--methods", "glora,fedit,padded-average", "--out", out)
     result = invoke(*args, "--set", "run.rounds=2", "--resume")
     assert contents(out / "glora") == before, "what is finished is not run again"
+    assert "…" not in result.stdout
     for name in ("glora", "padded-average"):
-        s = RunFolder(out / name).read_json("summary.json")
-        (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"│ {name} ")]
-        cells = [cell.strip() for cell in line.strip("│").split("│")]
-        assert cells[:5] == [
-            name, "server", f"{s['validation']['best']['accuracy']:.3f}", f"{s['test']['best']['accuracy']:.3f}",
-            f"{s['test']['last']['accuracy']:.3f}",
+        s = RunFolder(out / name / "seed-0").read_json("summary.json")
+        scores, costs = (cells(line) for line in result.stdout.splitlines() if line.startswith(f"│ {name} "))
+        assert scores == [
+            name, "1", f"{s['test']['best']['accuracy']:.4f}", f"{s['validation']['best']['accuracy']:.4f}",
+            f"{s['test']['last']['accuracy']:.4f}",
         ]  # fmt: skip
-        assert cells[-1] == f"{s['gauge_drift'][name]:.1e}"
-    assert "not run: FedIT averages factors entry by entry, so all clients need one rank" in " ".join(
-        result.stdout.replace("│", " ").split()
-    )
+        up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
+        assert costs[:4] == [name, "server", f"{up / 1e6:.1f}", f"{(s['bytes']['total'] - up) / 1e6:.1f}"]
+        assert costs[-1] == f"{s['gauge_drift'][name]:.1e}"
 
 
 def test_compare_gives_every_method_the_same_clients_data_and_start(compared: tuple[Path, Any]) -> None:
     out, _ = compared
-    manifests = [RunFolder(out / name).read_json("manifest.json") for name in ("glora", "padded-average")]
+    manifests = [RunFolder(out / name / "seed-0").read_json("manifest.json") for name in ("glora", "padded-average")]
     for key in ("data", "clients", "model", "seed"):
         assert manifests[0][key] == manifests[1][key]
-    first = [RunFolder(out / name).metrics()[0]["losses"] for name in ("glora", "padded-average")]
+    first = [RunFolder(out / name / "seed-0").metrics()[0]["losses"] for name in ("glora", "padded-average")]
     assert first[0] == first[1], "in the first round all methods hand out the same start"
 
 
@@ -85,8 +79,13 @@ def test_compare_as_json(compared: tuple[Path, Any], project: Path) -> None:
     out, _ = compared
     args = ("compare", project / "config.toml", "--methods", "glora,fedit,padded-average", "--out", out)
     said = json.loads(invoke(*args, "--set", "run.rounds=2", "--resume", "--json").stdout)
-    assert set(said) == {"methods", "refused"}
-    assert said["methods"] == {n: RunFolder(out / n).read_json("summary.json") for n in ("glora", "padded-average")}
+    assert said["seeds"] == [0] and said["metric"] == "test, best" and said["reference"] == "glora"
+    assert set(said["methods"]) == {"glora", "padded-average"} and said["differences"] == []
+    for name, found in said["methods"].items():
+        summary = RunFolder(out / name / "seed-0").read_json("summary.json")
+        del summary["diagnostics"]
+        assert found["runs"] == {"0": summary}
+        assert found["mean"] == summary["test"]["best"]["accuracy"] and (found["n"], found["sd"]) == (1, None)
     assert list(said["refused"]) == ["fedit"] and "all clients need one rank" in said["refused"]["fedit"]
 
 
@@ -101,9 +100,15 @@ def test_compare_without_resume_leaves_old_runs_alone(
 
 
 def test_compare_in_which_nothing_can_run_is_an_error(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
-    said = main("compare", project / "config.toml", "--methods", "fedit,glroa", "--out", tmp_path / "runs")
+    said = main("compare", project / "config.toml", "--methods", "fedit,fedrot-lora", "--out", tmp_path / "runs")
+    assert "no method could run: fedit: FedIT averages" in said.error() and "fedrot-lora: " in said.error()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_compare_checks_all_names_before_it_runs(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    said = main("compare", project / "config.toml", "--methods", "glora,glroa,svd rho=1", "--out", tmp_path / "runs")
     complaint = said.complaint()
-    assert "fedit: " in complaint and "glroa: " in complaint and "did you mean 'glora'" in complaint
+    assert "glroa: no method is called 'glroa'; did you mean 'glora'" in complaint and "svd rho=1: " in complaint
     assert not (tmp_path / "runs").exists()
 
 
@@ -122,22 +127,24 @@ def with_settings(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 def test_each_entry_has_its_own_label_and_folder(with_settings: tuple[Path, dict[str, Any]]) -> None:
-    """usage.md: `runs/my-compare/glora_gamma=1`, and comparison.png beside them."""
+    """usage.md: `runs/my-compare/glora_gamma=1/seed-0`, and comparison.png beside them."""
     out, said = with_settings
     assert {path.name for path in out.iterdir()} == {
         "glora", "glora_gamma=1", "flexlora_preset=raflora", "comparison.png",
     }  # fmt: skip
     assert list(said["methods"]) == sorted(["glora", "glora gamma=1", "flexlora preset=raflora"])
     assert list(said["refused"]) == ["fedit"]
-    for label, summary in said["methods"].items():
-        assert summary == RunFolder(out / label.replace(" ", "_")).read_json("summary.json")
+    for label, found in said["methods"].items():
+        summary = RunFolder(out / label.replace(" ", "_") / "seed-0").read_json("summary.json")
+        assert found["runs"]["0"]["test"] == summary["test"]
 
 
 def test_each_entry_runs_what_its_label_says(with_settings: tuple[Path, dict[str, Any]]) -> None:
     """The manifest's method, by `build`: the bare name of the config's own method is the config's, with rho = 0.75; all
     others start from the method's defaults."""
     out, _ = with_settings
-    made = {path.name: RunFolder(path).read_json("manifest.json")["method"] for path in out.iterdir() if path.is_dir()}
+    folders = {path.name: RunFolder(path / "seed-0") for path in out.iterdir() if path.is_dir()}
+    made = {name: folder.read_json("manifest.json")["method"] for name, folder in folders.items()}
     assert made == {
         "glora": repr(build("glora", rho=0.75)),
         "glora_gamma=1": repr(build("glora", gamma=1)),
@@ -146,7 +153,7 @@ def test_each_entry_runs_what_its_label_says(with_settings: tuple[Path, dict[str
 
 
 def test_the_comparison_names_labels_in_full_and_resumes(
-    with_settings: tuple[Path, dict[str, Any]], project: Path, undrawn: None, wide: None
+    with_settings: tuple[Path, dict[str, Any]], project: Path, undrawn: None
 ) -> None:
     """What is finished is not run again; a row for each label, with its own drift."""
     out, said = with_settings
@@ -154,12 +161,13 @@ def test_the_comparison_names_labels_in_full_and_resumes(
     methods = "glora, glora gamma=1, flexlora preset=raflora"
     result = invoke("compare", project / "config.toml", "--methods", methods, "--out", out, "--resume", *options(QUICK))
     assert contents(out) == before
-    rows = {cells(line)[0]: cells(line) for line in result.stdout.splitlines() if line.startswith("│")}
-    assert list(rows) == ["glora", "glora gamma=1", "flexlora preset=raflora"]
-    for label, row in rows.items():
-        s = said["methods"][label]
-        assert row[-1] == f"{s['gauge_drift'][s['method']]:.1e}"
-        assert row[4] == f"{s['test']['last']['accuracy']:.3f}"
+    rows = [cells(line) for line in result.stdout.splitlines() if line.startswith("│")]
+    labels = ["glora", "glora gamma=1", "flexlora preset=raflora"]
+    assert [row[0] for row in rows] == labels * 2, "scores, then costs"
+    for label, scores, costs in zip(labels, rows[:3], rows[3:], strict=True):
+        s = said["methods"][label]["runs"]["0"]
+        assert costs[-1] == f"{s['gauge_drift'][s['method']]:.1e}"
+        assert scores[4] == f"{s['test']['last']['accuracy']:.4f}"
 
 
 @pytest.mark.parametrize(

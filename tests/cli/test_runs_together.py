@@ -41,4 +41,4 @@ def test_compare_trains_clients_together(project: Path, tmp_path: Path, main: Ca
     done = main("compare", project / "config.toml", "--methods", "glora,fedsvd", "--out", tmp_path / "c", *SETS)
     assert done.code == 0, done.err
     assert "not run" not in done.out
-    assert (tmp_path / "c" / "fedsvd" / "summary.json").is_file()
+    assert (tmp_path / "c" / "fedsvd" / "seed-0" / "summary.json").is_file()

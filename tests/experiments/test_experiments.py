@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import shutil
@@ -352,6 +354,53 @@ def test_status_table_and_plan_from_the_command_line(finished: Path) -> None:
     assert "FedIT" in call(finished, "table", "tiny", "--profile", "one").stdout
     assert "tiny" in call(finished, "run", "tiny", "--plan").stdout
     assert call(finished, "run", "tiny", "--profile", "one").exit_code == 0, "nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("changes", "clients"),
+    [
+        ({"data": {"clients": {"a": "a.csv", "b": "b.csv", "c": "c.csv"}}}, 3),
+        ({"data": {"train": "x.csv"}, "clients": {"ranks": [2, 4, 4, 8]}}, 4),
+        ({"data": {"train": "x.csv"}, "clients": {"count": 7}}, 7),
+        ({"data": {"task": "superni", "tasks": 5}}, 5),
+    ],
+)
+def test_a_plan_counts_the_clients_that_there_are(tmp_path: Path, changes: dict[str, Any], clients: int) -> None:
+    """By hand: clients x 2 rounds x 3 steps x 4 examples, once."""
+    (tmp_path / "mine.toml").write_text(
+        'title = "t"\nquestion = "q"\n'
+        '[axes.method]\nglora = { "method.name" = "glora" }\n[profiles.mini]\nseeds = [0]\n'
+        '[run.model]\npath = "m"\n[run.train]\nsteps = 3\nbatch_size = 4\n[run.run]\nrounds = 2\n'
+        + "".join(
+            f"[run.{table}]\n" + "".join(f"{key} = {inline(value)}\n" for key, value in keys.items())
+            for table, keys in changes.items()
+        )
+    )
+    where = ["--results", tmp_path / "results", "--work", tmp_path / "work"]
+    said = invoke("experiment", "run", tmp_path / "mine.toml", "--plan", *where).stdout
+    assert f"│ {clients * 2 * 3 * 4} " in said
+
+
+def inline(value: Any) -> str:
+    """A value as TOML has it."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {json.dumps(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value)
+
+
+def test_a_table_in_four_formats(finished: Path) -> None:
+    """The same mean in each; CSV parses; --json is --format json."""
+    show = ("table", "tiny", "--profile", "one")
+    value = json.loads(call(finished, *show, "--json").stdout)
+    assert value == json.loads(call(finished, *show, "--format", "json").stdout)
+    read = list(csv.DictReader(io.StringIO(call(finished, *show, "--format", "csv").stdout)))
+    assert [float(row["mean"]) for row in read] == [c["mean"] for c in value["cells"]]
+    assert [row["method"] for row in read] == ["FedIT", "GLoRA"]
+    words = f"{value['cells'][0]['mean']:.4f}"
+    markdown = call(finished, *show, "--format", "markdown").stdout
+    assert f"| skewed | FedIT | 1 | 0.01 | {words} |" in markdown
+    table = call(finished, *show).stdout
+    assert words in table and "…" not in table
 
 
 def test_a_plot_is_drawn(finished: Path, tmp_path: Path) -> None:

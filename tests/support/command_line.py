@@ -78,7 +78,7 @@ def entry_point(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 def widen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal as wide as it takes. The fixture `wide`."""
-    for module in (fedlora.cli.runs, fedlora.cli.methods, fedlora.cli.audit):
+    for module in (fedlora.cli.runs, fedlora.cli.formats, fedlora.cli.methods, fedlora.cli.audit):
         monkeypatch.setattr(module, "console", Console(width=300))
 
 
@@ -89,7 +89,7 @@ def process(*args: object) -> subprocess.CompletedProcess[str]:
 
 def undraw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures cost more than most runs of tiny models: none are drawn."""
-    for module in (fedlora.cli.audit, fedlora.cli.runs):
+    for module in (fedlora.cli.audit, fedlora.cli.compare, fedlora.cli.runs):
         monkeypatch.setattr(module, "plotted", lambda draw: None)
 
 

@@ -17,7 +17,10 @@ COMMANDS = {
         "runs:demo",
         "GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores.",
     ),
-    "compare": ("runs:compare", "Run several methods on the same clients, data and seeds: one table, one plot."),
+    "compare": (
+        "compare:compare",
+        "Run several methods on the same clients, data and seeds: means and paired intervals.",
+    ),
     "ranks": ("methods:ranks", "Show how many clients of which rank a profile (clients.profile) makes."),
     "audit": (
         "audit:audit",

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fedlora.cli.batches import WorkersHelp, run_batch, worker_count
+from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, chosen, show
+from fedlora.cli.scores import cell_value, difference_sheet, records, score_sheet
 from fedlora.cli.screen import complain, console, notes, plotted, print_json
 from fedlora.errors import ConfigError
 from fedlora.experiments.plan import PlannedRun, mains, searches
 from fedlora.experiments.report import write_report
-from fedlora.experiments.runner import Outcome, Places, missing, run_all
+from fedlora.experiments.runner import Outcome, Places, missing
 from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.tables import CellScore, paired, score_cells
-from fedlora.runs.folder import plain
+from fedlora.experiments.tables import paired, score_cells
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and what came of them.", no_args_is_help=True)
 
@@ -36,7 +37,7 @@ def run(
     names: Names,
     profile: ProfileName = "mini",
     seeds: Annotated[str | None, typer.Option(help="only these seeds, separated by commas")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="processes")] = 1,
+    workers: Annotated[str, WorkersHelp] = "1",
     data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what would be run, and run nothing")] = False,
     budget: Annotated[float | None, typer.Option(help="hours after which no further run is started")] = None,
@@ -46,18 +47,24 @@ def run(
 ) -> None:
     """Run what is missing: finished runs are skipped, interrupted ones resumed, failures kept apart."""
     places = Places(results, work, data_root)
-    chosen = [_load(name, experiments) for name in names]
+    loaded = [_load(name, experiments) for name in names]
     only = _seeds(seeds)
     if plan:
-        _show_plan(chosen, profile, places, only)
+        _show_plan(loaded, profile, places, only)
         return
-    _quiet()
-    failed: list[Outcome] = []
+    outcomes: list[Outcome] = []
     until = time.monotonic() + budget * 3600 if budget is not None else None
-    for experiment in chosen:
+
+    def wanted(run: PlannedRun) -> bool:
+        return until is None or time.monotonic() < until
+
+    for experiment in loaded:
         for _ in range(2):  # the search, then what it decides
             todo = [r for r in missing(experiment, profile, places, only) if not places.failure(r.digest).exists()]
-            failed += _run_batch(experiment, todo, places, workers, until)
+            run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, outcomes.append)
+    if until is not None and time.monotonic() > until:
+        notes.print("the budget is used up; run again to go on", style="yellow")
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
     for outcome in failed:
         notes.print(f"failed: {outcome.run.label}: {outcome.error}", style="red", markup=False)
     if failed:
@@ -114,32 +121,20 @@ def show_table(
     experiments: Directory = _EXPERIMENTS,
     results: Results = _RESULTS,
     work: Work = _WORK,
-    json: AsJson = False,
+    format: FormatOption = Format.table,
+    json: JsonAlias = False,
 ) -> None:
     """Means and spreads over seeds, and paired differences with 95 % intervals."""
     experiment = _load(name, experiments)
-    cells = score_cells(experiment, profile, Places(results, work, None).finished(), metric)
-    differences = paired(cells, experiment.rows[0], experiment.reference) if experiment.reference else []
-    if json:
-        print_json(plain({"cells": [_cell(c) for c in cells], "differences": [vars(d) for d in differences]}))
-        return
     which = metric or experiment.profile(profile).metric or experiment.metric
-    table = Table(*experiment.axes, "mean", "± over seeds", "seeds", "tuned", title=f"{experiment.title} ({which})")
-    for cell in cells:
-        mean = "not run" if cell.mean is None else f"{cell.mean:.4f}"
-        spread = "" if cell.spread is None else f"{cell.spread:.4f}"
-        tuned = "" if cell.tuned is None else f"{cell.tuned:g}"
-        table.add_row(*cell.cell.values(), mean, spread, f"{len(cell.scores)} of {cell.planned}", tuned)
-    console.print(table)
+    cells = score_cells(experiment, profile, Places(results, work, None).finished(), metric)
+    reference, axis = experiment.reference, experiment.rows[0]
+    differences = paired(cells, axis, reference) if reference else []
+    sheets = [score_sheet(f"{experiment.title} ({which}: mean ± sd)", {which: cells}, list(experiment.axes))]
     if differences:
-        against = Table("", "where", "difference", "95 % interval", "pairs", title=f"Against {experiment.reference}")
-        for d in differences:
-            verdict = "" if d.decided else " (undecided)"
-            against.add_row(
-                d.other, ", ".join(d.where.values()), f"{d.mean:+.4f}{verdict}", f"{d.low:+.4f} .. {d.high:+.4f}",
-                str(d.pairs),
-            )  # fmt: skip
-        console.print(against)
+        sheets.append(difference_sheet(f"Against {reference}, paired by seed", differences))
+    value = {"cells": [cell_value(c) for c in cells], "differences": [vars(d) for d in differences]}
+    show(Printed(sheets, records(which, cells, differences, axis), value), chosen(format, json))
 
 
 @app.command("plot")
@@ -202,39 +197,6 @@ def _seeds(text: str | None) -> list[int] | None:
         raise ConfigError(f"--seeds takes whole numbers separated by commas; got {text!r}.") from error
 
 
-def _run_batch(
-    experiment: Experiment, todo: Sequence[PlannedRun], places: Places, workers: int, until: float | None
-) -> list[Outcome]:
-    """Run them behind a progress bar, in pieces, so that a budget can stop it between two."""
-    if not todo:
-        return []
-    failed: list[Outcome] = []
-    columns = (
-        TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"), TextColumn("{task.fields[now]}"),
-    )  # fmt: skip
-    began, seconds = time.monotonic(), 0.0
-    with Progress(*columns, console=notes) as progress:
-        task = progress.add_task(experiment.name, total=len(todo), left="", now="")
-
-        def tick(label: str, round: int) -> None:
-            progress.update(task, now=f"{label}: round {round}")
-
-        finished, piece = 0, 4 * workers
-        for first in range(0, len(todo), piece):
-            if until is not None and time.monotonic() > until:
-                progress.console.print("the budget is used up; run again to go on", style="yellow")
-                break
-            for outcome in run_all(todo[first : first + piece], places, workers=workers, tick=tick):
-                finished += 1
-                seconds += outcome.seconds
-                left = (time.monotonic() - began) / finished * (len(todo) - finished)
-                progress.update(task, advance=1, left=f"about {left / 60:.0f} min left", now=outcome.run.label)
-                if outcome.error is not None:
-                    failed.append(outcome)
-    return failed
-
-
 def _show_plan(chosen: Sequence[Experiment], profile: str, places: Places, only: list[int] | None) -> None:
     done = places.finished(unclean=True)
     rates = [r.raw["wall_seconds"] / max(1, _examples(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
@@ -260,21 +222,18 @@ def _show_plan(chosen: Sequence[Experiment], profile: str, places: Places, only:
     console.print("hours by the mean rate of the results at hand, in one process, whatever machine made them")
 
 
-def _examples(config: dict[str, Any], clients: int | None) -> int:
+def _examples(config: Mapping[str, Any], clients: int | None) -> int:
     """How many examples a run trains on, where it counts steps."""
-    count = clients or config["clients"]["count"] or config["data"]["tasks"]
-    a_round = max(1, round(config["run"]["participation"] * count))
+    a_round = max(1, round(config["run"]["participation"] * (clients or _clients(config))))
     return int(a_round * config["run"]["rounds"] * max(1, config["train"]["steps"]) * config["train"]["batch_size"])
 
 
-def _cell(cell: CellScore) -> dict[str, Any]:
-    return {
-        "cell": dict(cell.cell), "scores": dict(cell.scores), "mean": cell.mean, "spread": cell.spread,
-        "planned": cell.planned, "tuned": cell.tuned,
-    }  # fmt: skip
-
-
-def _quiet() -> None:
-    from fedlora.cli.runs import quiet_libraries
-
-    quiet_libraries()
+def _clients(config: Mapping[str, Any]) -> int:
+    """How many there are: the files of data.clients, the tasks of superni, or clients.count, else one for each rank."""
+    clients, data = config["clients"], config["data"]
+    if data["clients"]:
+        return len(data["clients"])
+    if data["task"] == "superni":
+        return int(data["tasks"])
+    ranks = [] if clients["profile"] else clients["ranks"] or []
+    return int(clients["count"] or len(ranks))

@@ -51,8 +51,3 @@ def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
 def _split(label: str) -> tuple[str, list[str]]:
     name, *settings = label.split()
     return name, settings
-
-
-def folder_name(label: str) -> str:
-    """A label as the name of a folder."""
-    return label.replace(" ", "_").replace(":", ".").replace("/", "-")

@@ -1,8 +1,7 @@
-"""`fedlora run`, `demo`, `compare`: federations from config files, behind a progress bar, with a table at the end."""
+"""`fedlora run` and `demo`: federations from config files, behind a progress bar, with a table at the end."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -23,13 +22,12 @@ from fedlora.cli.measures import (
     other_scores,
     worst_client,
 )
-from fedlora.cli.method_names import folder_name, parse_methods
 from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json, tell_cut
-from fedlora.errors import FedLoRAError
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
+from fedlora.runs.quiet import quiet_libraries
 from fedlora.runs.resuming import changes
 from fedlora.simulation import ClientDone
 
@@ -60,45 +58,6 @@ def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson
     """GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores."""
     config = load_config(Path(str(files("fedlora") / "demo.toml")), set or [])
     _run(config, RunFolder(out or Path("runs") / "demo"), resume, json)
-
-
-def compare(
-    config: Config,
-    methods: Annotated[
-        str, typer.Option(help="names, separated by commas, as 'glora, glora gamma=1'; all")
-    ] = "glora,flexlora,padded-average",
-    set: Sets = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the runs (default: runs/<config name>-compare)")] = None,
-    resume: Resume = False,
-    data_root: DataRoot = None,
-    json: AsJson = False,
-) -> None:
-    """Run several methods on the same clients, data and seeds: one table, one plot."""
-    base = load_config(config, set or [])
-    chosen = parse_methods(methods)
-    root = out or Path("runs") / f"{config.stem}-compare"
-    done: dict[str, RunFolder] = {}
-    refused: dict[str, str] = {}
-    for name, section in chosen.items():
-        changed = base if name == base.method.name else base.model_copy(update={"method": section})
-        folder = RunFolder(root / folder_name(name))
-        try:
-            if not (resume and folder.finished()) or changes(folder, changed):
-                _rounds(changed, folder, resume, name, data_root)
-        except FedLoRAError as error:
-            refused[name] = str(error)
-            continue
-        done[name] = folder
-    if not done:
-        raise typer.Exit(complain("no method could run: " + "; ".join(f"{n}: {why}" for n, why in refused.items())))
-    if json:
-        results: dict[str, Any] = {name: folder.read_json("summary.json") for name, folder in done.items()}
-        print_json({"methods": results, "refused": refused})
-    else:
-        console.print(_comparison_table(done))
-        for name, reason in refused.items():
-            console.print(f"{name} not run: {reason}", style="yellow", markup=False)
-    plotted(lambda: [import_plots().plot_comparison(done, root / "comparison.png")])
 
 
 # ------------------------------------------------------------------------------------------------------- running
@@ -163,15 +122,6 @@ def _progress(label: str, total: int, metric: str) -> Iterator[_Watch]:
     with Progress(*columns, console=notes) as progress:
         task = progress.add_task(label, total=total, round="round 0", loss="", metric="")
         yield _Watch(progress, task, metric)
-
-
-def quiet_libraries() -> None:
-    """transformers' own progress bars and reports would run through ours."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 # ------------------------------------------------------------------------------------------------------- showing
@@ -259,27 +209,5 @@ def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
         console.print()
 
 
-def _comparison_table(done: dict[str, RunFolder]) -> Table:
-    table = Table(title="Same clients, data and seeds")
-    table.add_column("method", no_wrap=True)
-    for column in ("target", "val., best", "test, at best", "test, last", "MB up", "MB down", "aggregate s", "gauge"):
-        table.add_column(column)
-    for name, folder in done.items():
-        s = folder.read_json("summary.json")
-        up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
-        drift = (s["gauge_drift"] or {}).get(s["method"])
-        table.add_row(
-            name, s["target"],
-            *(_score(x, s["metric"]) for x in (s["validation"]["best"], s["test"]["best"], s["test"]["last"])),
-            f"{up / 1e6:.1f}", f"{(s['bytes']['total'] - up) / 1e6:.1f}", f"{s['seconds'].get('aggregate', 0):.2f}",
-            "" if drift is None else f"{drift:.1e}",
-        )  # fmt: skip
-    return table
-
-
 def _of(part: dict[str, Any] | None) -> str:
     return f" of {part['examples']}" if part else ""
-
-
-def _score(metrics: dict[str, float], metric: str) -> str:
-    return number(metrics[metric]) if metrics else ""

@@ -7,14 +7,30 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.progress import track
 
 from fedlora.errors import ConfigError
 
 T = TypeVar("T")
-console = Console()
-notes = Console(stderr=True)
+_WIDE = 10_000  # characters: no table of ours is as wide
+
+
+class Screen(Console):
+    """As wide as the terminal; off a terminal, in a pipe or a file, as wide as it takes, so that nothing is cut."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        found = super().size
+        return found if self.file.isatty() else ConsoleDimensions(_WIDE, found.height)
+
+    @size.setter
+    def size(self, new: tuple[int, int]) -> None:
+        self.width, self.height = new
+
+
+console = Screen()
+notes = Screen(stderr=True)
 
 
 def print_json(value: Any) -> None:

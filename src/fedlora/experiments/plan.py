@@ -94,6 +94,14 @@ def chosen_value(experiment: Experiment, profile: str, cell: Cell, results: Mapp
     return best[0]
 
 
+def at_the_edge(experiment: Experiment, profile: str, value: float | None) -> str | None:
+    """ "largest" or "smallest" where the searched value is that one of those tried: the best may lie beyond."""
+    values = _values(experiment, profile)
+    if value is None or len(values) < 2 or values[0] < value < values[-1]:
+        return None
+    return "largest" if value == values[-1] else "smallest"
+
+
 def _searched(experiment: Experiment, profile: str) -> list[Cell]:
     """The cells on which the search is run."""
     at = experiment.tune.at if experiment.tune else {}

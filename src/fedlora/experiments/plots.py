@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
+from fedlora.experiments.tables import Difference
 from fedlora.runs.plots import COLOURS, saved, words
 
 
@@ -37,15 +38,8 @@ def plot_curves(
     for axis, (panel, lines) in zip(axes.flat, panels.items(), strict=False):
         for label, found in lines.items():
             k = labels.index(label)
-            curves = [
-                {line["round"]: line["metrics"][r.metric] for line in r.raw["history"] if line["metrics"]}
-                for r in found
-            ]
-            rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
-            values = [[curve[t] for curve in curves] for t in rounds]
             colour, style = COLOURS[k % len(COLOURS)], ("-", "--", ":")[k // len(COLOURS) % 3]
-            axis.plot(rounds, [sum(v) / len(v) for v in values], style, color=colour, label=f"{label} ({len(found)})")
-            axis.fill_between(rounds, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.08)
+            _curve(axis, found, colour, style, f"{label} ({len(found)})")
         axis.set(xlabel="round", ylabel=f"validation {words(runs[0].config.evaluate.metric)}", title=panel or None)
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -63,3 +57,68 @@ def plot_curves(
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
+
+
+def plot_comparison(
+    experiment: Experiment,
+    profile: str,
+    results: Mapping[str, Result],
+    differences: Sequence[Difference],
+    which: str,
+    path: Path,
+) -> Path:
+    """Left: the validation metric by round, a line a method with the range of its seeds. Right, where there are several
+    seeds: the paired differences of `which` to the reference with their 95 % intervals."""
+    axis_name = experiment.rows[0]
+    found: dict[str, list[Result]] = {}
+    for run in mains(experiment, profile, results):
+        if run.digest in results:
+            found.setdefault(run.cell[axis_name], []).append(results[run.digest])
+    colours = {label: COLOURS[k % len(COLOURS)] for k, label in enumerate(found)}
+    styles = {label: ("-", "--", ":")[k // len(COLOURS) % 3] for k, label in enumerate(found)}
+    metric = words(next(iter(found.values()))[0].metric)
+    seeds = max(len(runs) for runs in found.values())
+    figure: Figure
+    with plt.rc_context({"font.size": 13}):  # to be read at half its size
+        height = max(4.6, 1.6 + 0.5 * len(found))
+        panels, width = (2, 13.0) if differences else (1, 7.5)
+        figure, axes = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
+        left, right = axes[0][0], axes[0][-1]
+        for label, runs in found.items():
+            _curve(left, runs, colours[label], styles[label], f"{label} ({runs[0].raw['target']})")
+        left.set(xlabel="round", ylabel=f"validation {metric}")
+        left.set_title("one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: lowest to highest")
+        left.xaxis.set_major_locator(MaxNLocator(integer=True))
+        left.grid(alpha=0.3)
+        left.legend(fontsize=11)
+        if differences:
+            _intervals(right, differences, colours)
+            right.set_xlabel(f"{metric} ({which}), method minus {differences[0].reference}")
+        saved(figure, path)
+    return path
+
+
+def _intervals(axis: Any, differences: Sequence[Difference], colours: Mapping[str, str]) -> None:
+    """A line a method with its 95 % interval around the mean difference; hollow where zero is inside."""
+    for place, d in enumerate(differences):
+        colour = colours[d.other]
+        axis.errorbar(
+            d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=colour, capsize=6, linewidth=2.5,
+            markersize=10, markeredgewidth=2.5, markerfacecolor=colour if d.decided else "white",
+        )  # fmt: skip
+    axis.axvline(0, color="#444444", linewidth=1.5)
+    axis.set_yticks(range(len(differences)), [f"{d.other}\n{d.verdict}".strip() for d in differences])
+    axis.set_ylim(len(differences) - 0.5, -0.5)
+    axis.set_title("difference paired by seed, 95 % interval")
+    axis.xaxis.set_major_locator(MaxNLocator(5))
+    axis.grid(alpha=0.3, axis="x")
+
+
+def _curve(axis: Any, found: Sequence[Result], colour: str, style: str, label: str) -> None:
+    """The mean over runs by round, and the range around it; of the rounds that all have evaluated."""
+    curves = [{line["round"]: line["metrics"][r.metric] for line in r.raw["history"] if line["metrics"]} for r in found]
+    rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
+    values = [[curve[t] for curve in curves] for t in rounds]
+    axis.plot(rounds, [sum(v) / len(v) for v in values], style, color=colour, label=label, linewidth=2)
+    if len(found) > 1:
+        axis.fill_between(rounds, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.1)

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from fedlora.core import files
+from fedlora.errors import DataError, FedLoRAError
 from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.pool import run_in_processes
 from fedlora.experiments.results import Result, read_results, summarise, write_result
 from fedlora.experiments.spec import Experiment
-from fedlora.runs.config import RunConfig, parse_config
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.quiet import quiet_libraries
+
+Tick = Callable[[PlannedRun, int], None]
+
+
+class Keeper(Protocol):
+    """Knows where runs and their results are. `Places` is one for experiments, `comparison.Comparison` another."""
+
+    @property
+    def data_root(self) -> Path | None: ...
+
+    def folder(self, run: PlannedRun) -> RunFolder:
+        """Where the run is, or will be."""
+
+    def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
+        """Digest -> result; with `unclean`, also those of a changed checkout."""
+
+    def keep(self, run: PlannedRun, wall_seconds: float) -> None:
+        """Note a finished run."""
+
+    def failed(self, run: PlannedRun, error: Exception) -> None:
+        """Note a failed run."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +56,8 @@ class Places:
         """Results of code that no commit describes: they never stand beside the others."""
         return self.work / "unclean"
 
-    def folder(self, digest: str) -> RunFolder:
-        return RunFolder(self.work / "runs" / digest)
+    def folder(self, run: PlannedRun) -> RunFolder:
+        return RunFolder(self.work / "runs" / run.digest)
 
     def failure(self, digest: str) -> Path:
         return self.work / "failures" / f"{digest}.json"
@@ -44,18 +67,28 @@ class Places:
         found = read_results(self.unclean) if unclean else {}
         return found | read_results(self.results)
 
+    def keep(self, run: PlannedRun, wall_seconds: float) -> None:
+        result = summarise(self.folder(run), wall_seconds)
+        commit = result["commit"]
+        write_result(self.results if commit and commit["clean"] else self.unclean, result)
+        self.failure(run.digest).unlink(missing_ok=True)
+
+    def failed(self, run: PlannedRun, error: Exception) -> None:
+        files.write(self.failure(run.digest), failure_report(run, error))
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run. error: one line, or None."""
+    """What became of one run. error: one line, or None. unfit: the configuration cannot be run, with any seed."""
 
     run: PlannedRun
     seconds: float
     error: str | None
+    unfit: bool = False
 
 
 def missing(
-    experiment: Experiment, profile: str, places: Places, seeds: Sequence[int] | None = None
+    experiment: Experiment, profile: str, places: Keeper, seeds: Sequence[int] | None = None
 ) -> list[PlannedRun]:
     """The runs that can be started now: of the search, or, where it is done for a cell, of the cell."""
     done = places.finished(unclean=True)
@@ -68,61 +101,73 @@ def missing(
 
 
 def run_all(
-    runs: Sequence[PlannedRun], places: Places, *, workers: int = 1, tick: Callable[[str, int], None] | None = None
-) -> Iterator[Outcome]:
-    """Run them, yielding each outcome as it comes.
+    runs: Sequence[PlannedRun],
+    places: Keeper,
+    *,
+    workers: int = 1,
+    tick: Tick | None = None,
+    wanted: Callable[[PlannedRun], bool] = lambda run: True,
+) -> Generator[Outcome, None, None]:
+    """Run them, yielding each outcome as it comes. Close the iterator to end what still runs.
 
     Args:
-        workers: processes; each uses the threads that a run's configuration names.
-        tick: called with a run's label and round after each round (with one worker only).
+        workers: processes; each uses the threads that a run's configuration names. With 1, all is in this process.
+        tick: called with a run and its newest round.
+        wanted: asked before a run is started; one that is not wanted is left out.
     """
     if workers == 1:
         for run in runs:
-            yield _outcome(run, *_one(run.config.canonical(), run.label, places, tick))
+            if wanted(run):
+                yield _one(places, run, tick)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        waiting: Mapping[Future[tuple[float, str | None]], PlannedRun] = {
-            pool.submit(_one, run.config.canonical(), run.label, places, None): run for run in runs
-        }
-        for done in as_completed(waiting):
-            yield _outcome(waiting[done], *done.result())
+
+    def watch(running: Sequence[PlannedRun]) -> None:
+        if tick is not None:
+            for run in running:
+                tick(run, len(places.folder(run).metrics()))
+
+    function = partial(_one, places)
+    for run, result in run_in_processes(function, runs, workers, begin=quiet_libraries, wanted=wanted, watch=watch):
+        yield result if isinstance(result, Outcome) else _lost(run, places, result)
 
 
-def _outcome(run: PlannedRun, seconds: float, error: str | None) -> Outcome:
-    return Outcome(run, seconds, error)
+def failure_report(run: PlannedRun, error: Exception) -> str:
+    """What went wrong, with the traceback, as JSON."""
+    report = {
+        "digest": run.digest,
+        "label": run.label,
+        "error": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    return json.dumps(report, indent=2) + "\n"
 
 
-def _one(
-    canonical: str, label: str, places: Places, tick: Callable[[str, int], None] | None
-) -> tuple[float, str | None]:
-    """One run in this process: (seconds, what went wrong)."""
-    config = parse_config(json.loads(canonical))
-    began, digest = time.perf_counter(), config.digest()
-    try:
-        _run(config, label, places, tick)
-    except Exception as error:  # one failing run must not end the others
-        report = {"digest": digest, "label": label, "error": f"{type(error).__name__}: {error}"}
-        report["traceback"] = traceback.format_exc()
-        path = places.failure(digest)
-        files.write(path, json.dumps(report, indent=2) + "\n")
-        return time.perf_counter() - began, report["error"].splitlines()[0]
-    return time.perf_counter() - began, None
+def _lost(run: PlannedRun, places: Keeper, error: object) -> Outcome:
+    """A run that never came back from its process."""
+    why = f"{type(error).__name__}: {error}"
+    if isinstance(error, BrokenProcessPool):
+        why = "its process was killed twice, perhaps for want of memory (try fewer --workers)"
+    places.failed(run, RuntimeError(why))
+    return Outcome(run, 0.0, why)
 
 
-def _run(config: RunConfig, label: str, places: Places, tick: Callable[[str, int], None] | None) -> None:
+def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
+    """One run in this process."""
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare  # transformers: only the processes that run need it
 
-    began = time.perf_counter()
-    folder = places.folder(config.digest())
-    prepared = prepare(config, places.data_root)
-    for record in execute(prepared, folder, resume=True):
-        if tick is not None:
-            tick(label, record.round)
-        elif multiprocessing.parent_process() is not None and os.getppid() == 1:
-            raise SystemExit("the process that asked for this run is gone")  # what is done is stored
-    result = summarise(folder, time.perf_counter() - began)
-    commit = result["commit"]
-    write_result(places.results if commit and commit["clean"] else places.unclean, result)
-    places.failure(config.digest()).unlink(missing_ok=True)
+    began, prepared = time.perf_counter(), None
+    if tick is not None:
+        tick(run, 0)
+    try:
+        prepared = prepare(run.config, places.data_root)
+        for record in execute(prepared, places.folder(run), resume=True):
+            if tick is not None:
+                tick(run, record.round)
+        places.keep(run, time.perf_counter() - began)
+    except Exception as error:  # one failing run must not end the others
+        places.failed(run, error)
+        unfit = prepared is None and isinstance(error, FedLoRAError) and not isinstance(error, DataError)
+        kind = "" if isinstance(error, FedLoRAError) else f"{type(error).__name__}: "
+        return Outcome(run, time.perf_counter() - began, f"{kind}{error}".splitlines()[0], unfit)
+    return Outcome(run, time.perf_counter() - began, None)

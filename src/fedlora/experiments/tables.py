@@ -50,6 +50,26 @@ class Difference:
         """Whether the interval leaves out zero."""
         return self.low > 0 or self.high < 0
 
+    @property
+    def verdict(self) -> str:
+        """ "undecided" where the interval holds zero; where all gaps are alike there is none."""
+        if self.low == self.high:
+            return "no spread"
+        return "" if self.decided else "undecided"
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Which places a label took among the others. counts: of the first place, the second, ..., over the seeds that all
+    have. Labels of one score share the better place."""
+
+    label: str
+    counts: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        return sum(place * count for place, count in enumerate(self.counts, start=1)) / sum(self.counts)
+
 
 def score_cells(
     experiment: Experiment, profile: str, results: Mapping[str, Result], which: str | None = None
@@ -84,6 +104,39 @@ def score_categories(
             category = result.raw["categories"].get(task, task) if result else task
             found.setdefault(run.cell[axis], {}).setdefault(category, []).append(score)
     return {label: {c: fmean(x) for c, x in sorted(by.items())} for label, by in found.items()}
+
+
+def placings(cells: Sequence[CellScore], axis: str, *, smaller_is_better: bool = False) -> list[Placing]:
+    """The places of the axis's labels, seed by seed; cells differ in that axis only. None where no seed is in all."""
+    seeds = set.intersection(*(set(cell.scores) for cell in cells)) if cells else set()
+    if not seeds:
+        return []
+    sign = 1 if smaller_is_better else -1
+    counts = [[0] * len(cells) for _ in cells]
+    for seed in seeds:
+        scores = [sign * cell.scores[seed] for cell in cells]
+        for k, score in enumerate(scores):
+            counts[k][sum(other < score for other in scores)] += 1
+    return [Placing(cell.cell[axis], tuple(count)) for cell, count in zip(cells, counts, strict=True)]
+
+
+def orders(cells: Sequence[CellScore], *, smaller_is_better: bool = False) -> tuple[int, int]:
+    """How many different orders of the cells there are over the seeds that all have, and how many seeds these are."""
+    seeds = set.intersection(*(set(cell.scores) for cell in cells)) if cells else set()
+    sign = 1 if smaller_is_better else -1
+    found = {
+        tuple(sum(sign * o.scores[seed] < sign * cell.scores[seed] for o in cells) for cell in cells) for seed in seeds
+    }
+    return len(found), len(seeds)
+
+
+def smaller_is_better(which: str, metric: str) -> bool:
+    """Whether of a number, as `Result.score` takes its name, less is better."""
+    return (
+        which.startswith("rounds to ")
+        or which in ("validation, largest drop", "validation, jitter")
+        or metric in ("loss", "perplexity")
+    )
 
 
 def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Difference]:

@@ -33,28 +33,6 @@ def plot_run(folder: RunFolder) -> list[Path]:
     return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
 
 
-def plot_comparison(runs: Mapping[str, RunFolder], path: Path) -> Path:
-    """The validation metric by round of several methods, over the same clients and seeds."""
-    metric = next(iter(runs.values())).read_json("summary.json")["metric"]
-    figure: Figure
-    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for colour, (name, folder) in zip(COLOURS * len(runs), runs.items(), strict=False):
-        scored = [line for line in folder.metrics() if line["metrics"]]
-        axis.plot(
-            [line["round"] for line in scored],
-            [line["metrics"][metric] for line in scored],
-            marker="o",
-            markersize=3.5,
-            color=colour,
-            label=f"{name} ({folder.read_json('summary.json')['target']})",
-        )
-    axis.set(xlabel="round", ylabel=f"validation {words(metric)}", title="Same clients, data and seeds")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    return saved(figure, path)
-
-
 def plot_ranks(profiles: Mapping[str, Mapping[RankType, int]], path: Path) -> Path:
     """How many clients of which rank, a panel for each profile."""
     columns = min(4, len(profiles))

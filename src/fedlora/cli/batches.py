@@ -1,0 +1,86 @@
+"""Many runs behind one progress bar: how many are done, which are running, how much time is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+import torch
+import typer
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedlora.cli.screen import notes
+from fedlora.errors import ConfigError
+from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.runner import Keeper, Outcome, run_all
+from fedlora.runs.quiet import quiet_libraries
+
+
+def run_batch(
+    title: str,
+    todo: Sequence[PlannedRun],
+    places: Keeper,
+    workers: int,
+    wanted: Callable[[PlannedRun], bool],
+    heard: Callable[[Outcome], None],
+) -> None:
+    """Run them; each outcome is heard as it comes. An interrupt ends them at once."""
+    if not todo:
+        return
+    quiet_libraries()
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    rows: dict[str, TaskID] = {}  # digest -> the line of a run that is running
+    finished = 0
+    with Progress(*columns, console=notes) as progress:
+        whole = progress.add_task(title, total=len(todo), unit="runs")
+
+        def tick(run: PlannedRun, round: int) -> None:
+            rounds = run.config.run.rounds
+            if run.digest not in rows:
+                rows[run.digest] = progress.add_task(run.label, total=rounds, unit="rounds")
+            progress.update(rows[run.digest], completed=round)
+            shares = (task.percentage / 100 for task in progress.tasks if task.id != whole)
+            progress.update(whole, completed=finished + sum(shares))
+
+        with closing(run_all(todo, places, workers=workers, tick=tick, wanted=wanted)) as outcomes:
+            for outcome in outcomes:
+                finished += 1
+                if outcome.run.digest in rows:
+                    progress.remove_task(rows.pop(outcome.run.digest))
+                progress.update(whole, completed=finished)
+                heard(outcome)
+
+
+def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
+    """`--workers` as a number: N, or "auto", which is one for each core that this process may use; one on a GPU, whose
+    memory nobody has measured.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if text == "auto":
+        on_gpu = any(run.config.model.device != "cpu" for run in todo) and torch.cuda.is_available()
+        return 1 if on_gpu else max(1, min(len(todo), cores()))
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--workers is a whole number of at least 1, or auto; got {text!r}.")
+    return int(text)
+
+
+def cores() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+WorkersHelp = typer.Option(metavar="N|auto", help="processes, one run each at a time; auto: one a core")

@@ -1,0 +1,70 @@
+"""Scores over seeds in words and as records: what `fedlora experiment table` and `fedlora compare` both print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedlora.cli.formats import Sheet
+from fedlora.experiments.tables import CellScore, Difference
+
+
+def score_sheet(title: str, scores: Mapping[str, Sequence[CellScore]], axes: Sequence[str]) -> Sheet:
+    """A row a cell. scores: heading -> the cells with that number; the first one's decide what n is."""
+    first = next(iter(scores.values()))
+    tuned = any(cell.tuned is not None for cell in first)
+    columns = [*axes, "n", *(["tuned"] if tuned else []), *scores]
+    rows = []
+    for k, cell in enumerate(first):
+        n = str(len(cell.scores)) if len(cell.scores) == cell.planned else f"{len(cell.scores)} of {cell.planned}"
+        value = [] if not tuned else ["" if cell.tuned is None else f"{cell.tuned:g}"]
+        rows.append([*cell.cell.values(), n, *value, *(_spread(cells[k]) for cells in scores.values())])
+    return Sheet(title, columns, rows, names=len(axes))
+
+
+def difference_sheet(title: str, differences: Sequence[Difference]) -> Sheet:
+    """A row a difference, with its 95 % interval."""
+    rows = [
+        [
+            d.other, *([", ".join(d.where.values())] if d.where else []), f"{d.mean:+.4f}",
+            f"{d.low:+.4f} .. {d.high:+.4f}", str(d.pairs), d.verdict,
+        ]
+        for d in differences
+    ]  # fmt: skip
+    where = ["where"] if any(d.where for d in differences) else []
+    return Sheet(title, ["", *where, "difference", "95 % interval", "pairs", "verdict"], rows, names=1 + len(where))
+
+
+def records(which: str, cells: Sequence[CellScore], differences: Sequence[Difference], axis: str) -> list[Any]:
+    """A record a cell, with its difference to the reference where there is one."""
+    found = []
+    for cell in cells:
+        where = {name: label for name, label in cell.cell.items() if name != axis}
+        ours = [d for d in differences if d.other == cell.cell[axis] and dict(d.where) == where]
+        record: dict[str, Any] = {
+            **cell.cell, "metric": which, "n": len(cell.scores), "planned": cell.planned, "mean": cell.mean,
+            "sd": cell.spread, "tuned": cell.tuned, "reference": None, "pairs": None, "difference": None,
+            "low": None, "high": None, "p": None, "decided": None,
+        }  # fmt: skip
+        for d in ours:
+            record |= {
+                "reference": d.reference, "pairs": d.pairs, "difference": d.mean, "low": d.low, "high": d.high,
+                "p": d.p, "decided": d.decided,
+            }  # fmt: skip
+        found.append(record)
+    return found
+
+
+def cell_value(cell: CellScore) -> dict[str, Any]:
+    """A cell for JSON."""
+    return {
+        "cell": dict(cell.cell), "scores": dict(cell.scores), "mean": cell.mean, "spread": cell.spread,
+        "planned": cell.planned, "tuned": cell.tuned,
+    }  # fmt: skip
+
+
+def _spread(cell: CellScore) -> str:
+    """Mean and standard deviation."""
+    if cell.mean is None:
+        return "none"
+    return f"{cell.mean:.4f}" if cell.spread is None else f"{cell.mean:.4f} ± {cell.spread:.4f}"

@@ -1,0 +1,144 @@
+"""A comparison: methods on one configuration over seeds, as an experiment of one axis, its runs named for people.
+
+OUT/METHOD/seed-0                       with a search: OUT/METHOD/train.lr=0.003/seed-0
+OUT/METHOD/search/train.lr=0.003/seed-1000
+
+A run is found by its configuration's digest, wherever in OUT it lies; where it has to be made, it gets these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import files
+from fedlora.errors import CheckpointError, ConfigError, FedLoRAError
+from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.results import Result, summarise
+from fedlora.experiments.runner import failure_report
+from fedlora.experiments.spec import Experiment, Profile, Tune
+from fedlora.runs.config import RunConfig
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.sections import MethodSection
+
+PROFILE = "comparison"  # the one that a comparison's experiment has
+AXIS = "method"
+SEARCH_SEED = 1000
+_DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
+
+
+def comparison(
+    base: RunConfig,
+    methods: Mapping[str, MethodSection],
+    seeds: Sequence[int],
+    *,
+    name: str,
+    metric: str,
+    reference: str | None = None,
+    tune: Tune | None = None,
+) -> Experiment:
+    """The methods by label, on the configuration; with one thread a run, so that more processes change no bit.
+
+    Args:
+        methods: label -> its section. The bare name of the configuration's own method is the configuration's.
+        metric: what is compared, as `Result.score` takes it.
+        reference: the label that the others are compared with.
+        tune: searched for each method. Its seeds are none of the compared ones.
+
+    Raises:
+        ConfigError: methods that are none or take no such settings, all of them in one line; a reference that is no
+            label; a search on compared seeds, or without validation data.
+    """
+    methods = {label: base.method if label == base.method.name else section for label, section in methods.items()}
+    wrong = {label: why for label, section in methods.items() if (why := _wrong(section)) is not None}
+    if wrong:
+        raise ConfigError("; ".join(f"{label}: {why}" for label, why in wrong.items()))
+    if reference is not None and reference not in methods:
+        raise ConfigError(f"the reference {reference!r} is none of the methods: {', '.join(methods)}.")
+    if tune is not None and (shared := sorted(set(tune.seeds) & set(seeds))):
+        raise ConfigError(f"seed {shared[0]} is both searched on and compared on; keep the two apart.")
+    if tune is not None and len(set(tune.values)) > 1 and base.data.validation == 0:
+        raise ConfigError("a search chooses on validation data, and data.validation = 0 leaves none.")
+    one_thread = base.model_copy(update={"run": base.run.model_copy(update={"threads": 1})})
+    run = one_thread.model_dump(mode="json", exclude_defaults=True)
+    axis = {
+        label: {"method": {"name": section.name, **section.model_dump(mode="json", exclude_defaults=True)}}
+        for label, section in methods.items()
+    }
+    return Experiment(
+        name=name, title=name, question="", metric=metric, reference=reference, run=run,
+        axes={AXIS: axis}, tune=tune, profiles={PROFILE: Profile(seeds=list(seeds))},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ComparedRuns:
+    """The folder of a comparison: keeps runs for `runner.run_all`. tuned_key: what is searched, for the names."""
+
+    root: Path
+    data_root: Path | None = None
+    tuned_key: str | None = None
+
+    def folder(self, run: PlannedRun) -> RunFolder:
+        named = RunFolder(self.root / self._name(run))
+        if _digest(named) == run.digest:
+            return named
+        return next((folder for folder in self.folders() if _digest(folder) == run.digest), named)
+
+    def folders(self) -> Iterator[RunFolder]:
+        """Every run that is there, finished or not."""
+        for depth in _DEPTHS:
+            for path in sorted(self.root.glob(f"{depth}/manifest.json")):
+                yield RunFolder(path.parent)
+
+    def finished(self, *, unclean: bool = False) -> dict[str, Result]:
+        """Digest -> result of every finished run. `unclean` makes no difference: they are all of one folder."""
+        done: dict[str, Result] = {}
+        for folder in self.folders():
+            digest = _digest(folder)
+            if folder.finished() and digest is not None:
+                done.setdefault(digest, Result(digest, summarise(folder, 0.0)))
+        return done
+
+    def keep(self, run: PlannedRun, wall_seconds: float) -> None:
+        """The run's folder is its result."""
+        self._failure(run).unlink(missing_ok=True)
+
+    def failed(self, run: PlannedRun, error: Exception) -> None:
+        """A failure that is no refusal of ours is kept with its traceback; that of a refusal helps nobody."""
+        if not isinstance(error, FedLoRAError):
+            path = self._failure(run)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write(path, failure_report(run, error))
+
+    def _failure(self, run: PlannedRun) -> Path:
+        return self.root / "failures" / f"{'_'.join(self._name(run).parts)}.json"
+
+    def _name(self, run: PlannedRun) -> Path:
+        search = ["search"] if run.searching else []
+        value = [] if run.tuned is None else [f"{self.tuned_key}={run.tuned:g}"]
+        return Path(folder_name(run.cell[AXIS]), *search, *value, f"seed-{run.seed}")
+
+
+def folder_name(label: str) -> str:
+    """A label as the name of a folder."""
+    return label.replace(" ", "_").replace(":", ".").replace("/", "-")
+
+
+def _digest(folder: RunFolder) -> str | None:
+    """Of the configuration of the run there; None where there is none, or it cannot be read."""
+    try:
+        found: Any = folder.read_json("manifest.json").get("config_digest")
+    except CheckpointError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _wrong(section: MethodSection) -> str | None:
+    try:
+        section.build()
+    except FedLoRAError as error:
+        return str(error)
+    return None

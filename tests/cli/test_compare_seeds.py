@@ -1,0 +1,283 @@
+"""`fedlora compare --seeds`: intervals, two workers, searches, formats, kills. Kinds: oracle (scipy), end-to-end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from scipy import stats
+
+import fedlora.runs.preparation
+from fedlora.errors import ConfigError, DataError
+from fedlora.runs.folder import RunFolder
+from support.command_line import Said, cells, invoke
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import contents, pixels, written
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+METHODS = ("glora", "svd", "padded-average")
+SETS = ("--set", "run.rounds=2")
+
+
+def compare(project: Path, out: Path, *more: object, methods: str = ",".join(METHODS)) -> Any:
+    return invoke("compare", project / "config.toml", "--methods", methods, "--out", out, *SETS, *more)
+
+
+@pytest.fixture(scope="module")
+def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Three methods on three seeds, with one worker; and FedIT, which cannot serve ranks 2, 4, 4."""
+    out = tmp_path_factory.mktemp("compared") / "runs"
+    return out, compare(project, out, "--seeds", "0:3", methods="glora,fedit,svd,padded-average")
+
+
+def stored(out: Path, method: str, seeds: Any, where: str = "test", which: str = "best") -> list[float]:
+    summaries = [RunFolder(out / method / f"seed-{seed}").read_json("summary.json") for seed in seeds]
+    return [s[where][which]["accuracy"] for s in summaries]
+
+
+def test_means_and_paired_intervals_are_scipys(compared: tuple[Path, Any], project: Path, undrawn: None) -> None:
+    """Of the runs' own summary.json; p of the paired t test; the reference is the first, or the one that is named."""
+    out, _ = compared
+    for reference in ("glora", "svd"):
+        said = json.loads(
+            compare(project, out, "--seeds", "0:3", "--resume", "--json", "--reference", reference).stdout
+        )
+        for label, found in said["methods"].items():
+            scores = stored(out, label, range(3))
+            assert found["scores"] == {str(seed): pytest.approx(x, abs=1e-12) for seed, x in enumerate(scores)}
+            assert (found["n"], found["mean"]) == (3, pytest.approx(statistics.fmean(scores)))
+            assert found["sd"] == pytest.approx(statistics.stdev(scores))
+        assert said["reference"] == reference
+        assert [d["other"] for d in said["differences"]] == [m for m in METHODS if m != reference]
+        for d in said["differences"]:
+            test = stats.ttest_rel(stored(out, d["other"], range(3)), stored(out, reference, range(3)))
+            interval = test.confidence_interval(0.95)
+            if d["low"] < d["high"]:
+                assert (d["low"], d["high"]) == pytest.approx((interval.low, interval.high))
+                assert d["p"] == pytest.approx(test.pvalue) and d["decided"] == (test.pvalue < 0.05)
+
+
+def test_what_people_see(compared: tuple[Path, Any]) -> None:
+    """Every number whole off a terminal; the reference, undecided and the number of comparisons in words; a method that
+    cannot run once, not once a seed."""
+    out, result = compared
+    said = result.stdout
+    assert "…" not in said and said.count("fedit not run:") == 1
+    assert "standard deviation over 3 seeds" in said and "test, best: difference to glora, paired by seed" in said
+    scores = stored(out, "svd", range(3))
+    shown = f"{statistics.fmean(scores):.4f} ± {statistics.stdev(scores):.4f}"
+    rows = [cells(line) for line in said.splitlines() if line.startswith("│ svd ")]
+    assert rows[0][:3] == ["svd", "3", shown]
+    assert len(rows) == 4, "scores, difference, places, costs"
+    assert "With 2 of them the chance that one or more leave out zero" in said
+    assert "places by seed" in said and sum(int(n) for n in rows[2][1:4]) == 3
+    assert min(pixels(out / "comparison.png").shape[:2]) > 500
+    assert sorted(path.name for path in (out / "svd").iterdir()) == ["seed-0", "seed-1", "seed-2"]
+
+
+def test_csv_parses_and_markdown_is_whole(compared: tuple[Path, Any], project: Path, undrawn: None) -> None:
+    out, _ = compared
+    again = ("--seeds", "0:3", "--resume", "--format")
+    value = json.loads(compare(project, out, *again, "json").stdout)
+    read = list(csv.DictReader(io.StringIO(compare(project, out, *again, "csv").stdout)))
+    assert [row["method"] for row in read] == list(METHODS)
+    for row in read:
+        assert float(row["mean"]) == value["methods"][row["method"]]["mean"] and int(row["n"]) == 3
+    assert read[0]["difference"] == "" and float(read[1]["difference"]) == value["differences"][0]["mean"]
+    markdown = compare(project, out, *again, "markdown").stdout
+    table = [line for line in markdown.splitlines() if line.startswith("| svd |")]
+    assert len(table) == 4 and f"| {value['methods']['svd']['mean']:.4f} ± " in table[0]
+    assert "| :--- | ---: |" in markdown
+
+
+def test_two_workers_give_the_same_numbers_and_bits(compared: tuple[Path, Any], project: Path, tmp_path: Path) -> None:
+    """Whatever threads the config names: each run has one, and says so in its manifest."""
+    one, _ = compared
+    two = tmp_path / "two"
+    done = compare(project, two, "--seeds", "0:2", "--workers", "2", "--set", "run.threads=2", methods="glora,svd")
+    assert "one thread in place of run.threads = 2" in done.stderr
+    for method in ("glora", "svd"):
+        for seed in range(2):
+            ours, theirs = (RunFolder(out / method / f"seed-{seed}") for out in (one, two))
+            assert written(ours) == written(theirs) != {}
+            assert theirs.read_json("manifest.json")["threads"] == 1
+            assert ours.read_json("summary.json")["test"] == theirs.read_json("summary.json")["test"]
+
+
+def test_more_seeds_extend_a_comparison(compared: tuple[Path, Any], project: Path, undrawn: None) -> None:
+    """Only seed 3 is run; without --resume nothing is."""
+    out, _ = compared
+    before = contents(out)
+    said = json.loads(compare(project, out, "--seeds", "0:4", "--resume", "--json", methods="glora,svd").stdout)
+    after = contents(out)
+    assert {name: after[name] for name in before} == before
+    assert {name.rsplit("/", 1)[0].split("/")[1] for name in set(after) - set(before)} == {"seed-3"}
+    assert said["seeds"] == [0, 1, 2, 3] and said["methods"]["svd"]["n"] == 4
+
+
+def test_a_run_of_one_seed_by_an_earlier_layout_is_found_by_its_digest(
+    compared: tuple[Path, Any], project: Path, tmp_path: Path, undrawn: None
+) -> None:
+    """OUT/METHOD was its place; no run is made again."""
+    out, _ = compared
+    (tmp_path / "old").mkdir()
+    (out / "glora" / "seed-0").rename(tmp_path / "old" / "glora")
+    try:
+        said = json.loads(compare(project, tmp_path / "old", "--resume", "--json", methods="glora").stdout)
+        assert not (tmp_path / "old" / "glora" / "seed-0").exists() and said["methods"]["glora"]["n"] == 1
+    finally:
+        (tmp_path / "old" / "glora").rename(out / "glora" / "seed-0")
+
+
+def test_a_search_chooses_on_validation_and_on_seeds_of_its_own(project: Path, tmp_path: Path, undrawn: None) -> None:
+    """By the search's own summaries; the best at an end of the grid is said."""
+    out = tmp_path / "runs"
+    result = compare(project, out, "--tune", "train.lr=1e-5,2e-2", "--seeds", "0,1", methods="glora,svd")
+    for method in ("glora", "svd"):
+        found = {
+            value: stored(out, f"{method}/search/train.lr={value}", [1000], "validation")[0]
+            for value in ("1e-05", "0.02")
+        }
+        best = max(found, key=lambda value: (found[value], -float(value)))
+        assert sorted(path.name for path in (out / method).iterdir()) == ["search", f"train.lr={best}"]
+        assert sorted(path.name for path in (out / method / f"train.lr={best}").iterdir()) == ["seed-0", "seed-1"]
+        end = "largest" if best == "0.02" else "smallest"
+        assert f"{method}: train.lr = {best} is the {end} tried: widen the grid." in result.stdout
+    assert "the best on validation, on seed 1000, which is not compared" in result.stdout
+
+
+def test_a_failing_run_is_named_and_the_others_go_on(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    """A refusal of ours in one line; anything else kept with its traceback. --resume tries again."""
+    real = fedlora.runs.preparation.prepare
+
+    def prepare(config: Any, data_root: Path | None = None) -> Any:
+        if (config.method.name, config.run.seed) == ("svd", 1):
+            raise DataError("site-2 would have 3 examples.")
+        if (config.method.name, config.run.seed) == ("glora", 0):
+            raise RuntimeError("out of paper")
+        return real(config, data_root)
+
+    out = tmp_path / "runs"
+    with monkeypatch.context() as patched:
+        patched.setattr("fedlora.runs.preparation.prepare", prepare)
+        said = compare(project, out, "--seeds", "0:3", "--reference", "svd", methods="glora,svd").stdout
+    assert "svd failed on seed 1: site-2 would have 3 examples." in said
+    assert "glora failed on seed 0: RuntimeError: out of paper" in said
+    rows = [cells(line) for line in said.splitlines() if line.startswith("│ glora ")]
+    assert rows[0][1] == "2 of 3" and len(rows) == 3, "one common seed is no interval"
+    assert [path.name for path in (out / "failures").iterdir()] == ["glora_seed-0.json"]
+    assert "out of paper" in (out / "failures" / "glora_seed-0.json").read_text()
+    again = json.loads(compare(project, out, "--seeds", "0:3", "--resume", "--json", methods="glora,svd").stdout)
+    assert [found["n"] for found in again["methods"].values()] == [3, 3] and again["failed"] == []
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------------
+
+
+def workers(parent: int) -> list[int]:
+    """The processes that `parent` started to work."""
+    found = Path(f"/proc/{parent}/task/{parent}/children")
+    children = [int(child) for child in found.read_text().split()] if found.exists() else []
+    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def until(child: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not ready():
+        assert child.poll() is None and time.monotonic() < end, "nothing happened"
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_a_killed_worker_loses_nothing_and_an_interrupt_leaves_what_is_finished(project: Path, tmp_path: Path) -> None:
+    """kill -9 on a worker in the middle of its run: it is replaced and the run goes on. Ctrl-C: code 130, one line, no
+    worker is left. --resume ends it, with the numbers of a comparison that nobody disturbed."""
+    sets = ("--set", "run.rounds=12", "--set", "evaluate.every=12")
+    args = ("compare", project / "config.toml", "--methods", "glora,svd", "--seeds", "0:2", *sets)
+    out = tmp_path / "runs"
+    command = [sys.executable, "-m", "fedlora.cli", *map(str, args), "--workers", "2", "--out", str(out)]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    until(child, lambda: len(list(out.glob("*/seed-0/metrics.jsonl"))) == 2)
+    (first, second) = workers(child.pid)
+    os.kill(first, signal.SIGKILL)
+    until(child, lambda: len(list(out.glob("*/seed-0/summary.json"))) == 2)
+    assert second in workers(child.pid) and first not in workers(child.pid)
+    left = workers(child.pid)
+    os.killpg(child.pid, signal.SIGINT)  # as a terminal does it: to all of them
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 130 and "Traceback" not in err, err
+    assert "go on with --resume" in err
+    assert not [process for process in left if Path(f"/proc/{process}").exists()]
+    resumed = json.loads(invoke(*args, "--out", out, "--resume", "--json").stdout)
+    whole = json.loads(invoke(*args, "--out", tmp_path / "whole", "--json").stdout)
+    assert {m: f["scores"] for m, f in resumed["methods"].items()} == {
+        m: f["scores"] for m, f in whole["methods"].items()
+    }
+    for name in ("glora/seed-0", "svd/seed-0", "svd/seed-1"):
+        assert written(RunFolder(out / name)) == written(RunFolder(tmp_path / "whole" / name)) != {}
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_as_they_are_typed() -> None:
+    """By hand; half-open as Python's ranges."""
+    parse = fedlora.cli.compare.parse_seeds
+    assert [parse(text, "--seeds") for text in ("0:3", "0,3,5", "7")] == [[0, 1, 2], [0, 3, 5], [7]]
+    for text, says in (("3:3", "names no seed"), ("1,1", "a seed twice"), ("a", "takes seeds as"), ("0:4:2", "takes")):
+        with pytest.raises(ConfigError, match=says):
+            parse(text, "--seeds")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--seeds", "0:x"), "--seeds takes seeds as 0:8, 0,3,5 or 7; got '0:x'"),
+        (("--seeds", "0:2", "--set", "run.seed=1"), "--seeds and --set run.seed=... both say"),
+        (("--workers", "0"), "--workers is a whole number of at least 1, or auto; got '0'"),
+        (("--reference", "svd"), "the reference 'svd' is none of the methods: glora, flexlora"),
+        (("--tune", "train.lr"), "--tune takes KEY=NUMBERS"),
+        (("--tune", "train.rl=1,2"), "unknown key 'train.rl'; known: lr"),
+        (("--tune", "train.lr=1e-3,1e-2", "--tune-seeds", "0"), "seed 0 is both searched on and compared on"),
+        (("--tune", "train.lr=1e-3,1e-2", "--set", "data.validation=0"), "data.validation = 0 leaves none"),
+        (("--json", "--format", "csv"), "two formats"),
+    ],
+)
+def test_what_contradicts_itself_is_one_line_and_runs_nothing(
+    project: Path, tmp_path: Path, main: Callable[..., Said], args: tuple[str, ...], says: str
+) -> None:
+    command = ("compare", project / "config.toml", "--methods", "glora,flexlora", "--out", tmp_path / "runs")
+    assert says in main(*command, *args).complaint() and not (tmp_path / "runs").exists()
+
+
+def test_on_a_terminal_of_80_columns_no_number_is_cut(
+    compared: tuple[Path, Any], project: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    """A table that is too wide goes on in a second one, with the names again."""
+    out, whole = compared
+    file = io.StringIO()
+    monkeypatch.setattr(fedlora.cli.formats, "console", Console(file=file, width=80))
+    compare(project, out, "--seeds", "0:3", "--resume", methods="glora,svd,padded-average")
+    said = file.getvalue()
+    assert "…" not in said and max(len(line) for line in said.splitlines()) <= 80
+    numbers = {cell for line in whole.stdout.splitlines() if line.startswith("│") for cell in cells(line)}
+    assert {cell for cell in numbers if "±" in cell} <= {
+        cell for line in said.splitlines() if line.startswith("│") for cell in cells(line)
+    }

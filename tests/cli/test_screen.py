@@ -1,0 +1,62 @@
+"""What commands print with: whole in a pipe, as wide as the terminal on one. Kinds: contract, end-to-end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import termios
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+import fedlora
+from support.command_line import invoke  # imports fedlora.cli, without click's warnings
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import Finished
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+
+def wide_table() -> Table:
+    table = Table(*(f"column {k}" for k in range(40)))
+    table.add_row(*(f"{k}.123456789" for k in range(40)))
+    return table
+
+
+def test_a_file_gets_the_whole_table_whatever_the_terminal_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rich would take the width of stdin's terminal, of COLUMNS, or 80; and colours do not make a pipe a terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with (tmp_path / "out.txt").open("w") as file:
+        fedlora.cli.screen.Screen(file=file, no_color=True).print(wide_table())
+    said = (tmp_path / "out.txt").read_text()
+    assert all(f"{k}.123456789" in said for k in range(40)) and "…" not in said
+
+
+def test_on_a_terminal_its_width_counts() -> None:
+    """A pseudo-terminal of 72 columns."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 72, 0, 0))
+    with os.fdopen(theirs, "w") as file, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", "72")  # rich asks the standard streams, which are pytest's here
+        assert fedlora.cli.screen.Screen(file=file, _environ=os.environ).width == 72
+    os.close(ours)
+
+
+def test_the_tables_of_commands_are_whole_in_a_pipe(finished: Finished) -> None:
+    for said in (invoke("methods").stdout, invoke("ranks").stdout, finished.out):
+        assert "…" not in said and "│" in said
+
+
+def test_a_sheet_that_is_too_wide_goes_on_below_with_its_names() -> None:
+    """By hand: a name of 4 and three numbers of 6 are 1 + 7 + 3 x 9 = 35 characters with their borders."""
+    sheet = fedlora.cli.formats.Sheet("t", ["name", "a", "b", "c"], [["x", "1.0000", "2.0000", "3.0000"]])
+    fitting = fedlora.cli.formats.fitting
+    assert fitting(sheet, 35) == [sheet]
+    assert [part.columns for part in fitting(sheet, 34)] == [["name", "a", "b"], ["name", "c"]]
+    assert [part.rows for part in fitting(sheet, 17)] == [[["x", f"{k}.0000"]] for k in (1, 2, 3)]
+    assert [part.title for part in fitting(sheet, 1)] == ["t", "t (continued)", "t (continued)"]

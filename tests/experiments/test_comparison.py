@@ -1,0 +1,103 @@
+"""A comparison as an experiment: its plan, the places of its methods, where its runs lie. Kind: oracle (by hand)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedlora.errors import ConfigError
+from fedlora.experiments.comparison import PROFILE, ComparedRuns, comparison
+from fedlora.experiments.plan import at_the_edge, mains, searches
+from fedlora.experiments.spec import Experiment, Tune
+from fedlora.experiments.tables import CellScore, difference, orders, placings, smaller_is_better
+from fedlora.runs.config import RunConfig, parse_config
+from fedlora.runs.sections import MethodSection
+
+BASE = parse_config(
+    {
+        "model": {"path": "m"},
+        "data": {"clients": {"b": "b.jsonl", "a": "a.jsonl"}},
+        "method": {"name": "glora", "rho": 0.75},
+        "train": {"lr": 0.01},
+        "run": {"threads": 2},
+    }
+)
+METHODS = {
+    "glora": MethodSection(name="glora"),
+    "svd energy=0.9": MethodSection.model_validate({"name": "svd", "energy": 0.9}),
+}
+
+
+def compared(base: RunConfig = BASE, seeds: tuple[int, ...] = (0, 3), tune: Tune | None = None) -> Experiment:
+    return comparison(base, METHODS, seeds, name="c", metric="test, last", tune=tune)
+
+
+def test_the_runs_are_the_configuration_with_method_seed_and_one_thread() -> None:
+    """The digests of configurations changed by hand: the bare name of its method is the configuration's own,
+    rho and all; the order of the clients, which says who has which rank, stays."""
+    planned = mains(compared(), PROFILE, {})
+    assert [(run.cell["method"], run.seed) for run in planned] == [(m, s) for m in METHODS for s in (0, 3)]
+    for run in planned:
+        section = METHODS[run.cell["method"]] if run.cell["method"] != "glora" else BASE.method
+        changes = {"method": section, "run": BASE.run.model_copy(update={"seed": run.seed, "threads": 1})}
+        assert run.digest == BASE.model_copy(update=changes).digest()
+        assert list(run.config.data.clients) == ["b", "a"]
+
+
+def test_runs_are_named_for_people_and_found_by_digest(tmp_path: Path) -> None:
+    kept = ComparedRuns(tmp_path, tuned_key="train.lr")
+    tune = Tune(values=[0.001, 0.02], seeds=[1000])
+    names = [str(kept.folder(run).path.relative_to(tmp_path)) for run in searches(compared(tune=tune), PROFILE)]
+    assert names == [f"{m}/search/train.lr={v}/seed-1000" for m in ("glora", "svd_energy=0.9") for v in (0.001, 0.02)]
+    one = mains(compared(tune=Tune(values=[0.02])), PROFILE, {})[1]
+    assert kept.folder(one).path == tmp_path / "glora" / "train.lr=0.02" / "seed-3"
+    elsewhere = tmp_path / "glora" / "renamed"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "manifest.json").write_text(json.dumps({"config_digest": one.digest}))
+    assert kept.folder(one).path == elsewhere and kept.finished() == {}
+
+
+def test_a_search_on_compared_seeds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="seed 3 is both searched on and compared on"):
+        compared(tune=Tune(values=[0.1, 0.2], seeds=[3]))
+
+
+def test_the_edge_of_the_grid() -> None:
+    e = compared(tune=Tune(values=[0.1, 0.01, 1.0]))
+    assert [at_the_edge(e, PROFILE, v) for v in (0.01, 0.1, 1.0, None)] == ["smallest", None, "largest", None]
+    assert at_the_edge(compared(tune=Tune(values=[0.1])), PROFILE, 0.1) is None, "one value is no search"
+
+
+CELLS = [
+    CellScore({"method": "a"}, {0: 0.5, 1: 0.7, 2: 0.5}, 3, None),
+    CellScore({"method": "b"}, {0: 0.6, 1: 0.6, 2: 0.5, 3: 0.9}, 4, None),
+    CellScore({"method": "c"}, {0: 0.4, 1: 0.7, 2: 0.4}, 3, None),
+]
+
+
+def test_places_by_seed() -> None:
+    """By hand: seed 0 b a c; seed 1 a and c share the first place, b is third; seed 2 a and b first, c third; seed 3 is
+    not in all. Means (2+1+1)/3, (1+3+1)/3, (3+1+3)/3. Where less is better: c a b; b first, a and c second; c first, a
+    and b second."""
+    found = placings(CELLS, "method")
+    assert [(p.label, p.counts) for p in found] == [("a", (2, 1, 0)), ("b", (2, 0, 1)), ("c", (1, 0, 2))]
+    assert [p.mean for p in found] == pytest.approx([4 / 3, 5 / 3, 7 / 3])
+    assert orders(CELLS) == (3, 3) and orders(CELLS[:1]) == (1, 3)
+    less = placings(CELLS, "method", smaller_is_better=True)
+    assert [p.counts for p in less] == [(0, 3, 0), (1, 1, 1), (2, 1, 0)]
+    assert placings([CELLS[0], CellScore({"method": "d"}, {9: 1.0}, 1, None)], "method") == []
+
+
+def test_of_which_numbers_less_is_better() -> None:
+    less = ["rounds to 0.9", "validation, jitter", "validation, largest drop"]
+    assert all(smaller_is_better(which, "accuracy") for which in less) and smaller_is_better("test, last", "perplexity")
+    assert not any(smaller_is_better(which, "accuracy") for which in ("test, last", "test, best", "unseen, last"))
+
+
+def test_a_verdict_is_of_the_interval() -> None:
+    """By hand with t(0.975, 2) = 4.3027: gaps 1, 2, 3 are 2 +- 2.48; gaps 5, 6, 7 are 6 +- 2.48; alike: none."""
+    assert difference("a", "b", {}, [(1.0, 0.0), (2.0, 0.0), (3.0, 0.0)]).verdict == "undecided"
+    assert difference("a", "b", {}, [(5.0, 0.0), (6.0, 0.0), (7.0, 0.0)]).verdict == ""
+    assert difference("a", "b", {}, [(1.0, 0.0)] * 3).verdict == "no spread"

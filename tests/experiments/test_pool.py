@@ -1,0 +1,85 @@
+"""Tasks in processes that may die. Kind: end-to-end, on real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.experiments.pool import run_in_processes
+from support.pool_tasks import die_so_often, lives, nothing, sleep_long, square
+
+TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
+
+
+def played(function: Callable[[Any], Any], tasks: list[Any], **options: Any) -> Generator[Any, None, None]:
+    settings = {"begin": nothing, "wanted": lambda task: True, "watch": lambda running: None} | options
+    return run_in_processes(function, tasks, 2, **settings)  # type: ignore[return-value]
+
+
+def until(ready: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)
+
+
+def test_every_wanted_task_is_run_once_and_an_exception_is_a_result() -> None:
+    """By hand: the squares of 1, 2 and 4; 3 is not wanted; -1 raises."""
+    seen: list[int] = []
+    found = dict(played(square, [1, 2, -1, 3, 4], wanted=lambda x: x != 3, watch=seen.extend))
+    error = found.pop(-1)
+    assert isinstance(error, ValueError) and str(error) == "-1 is below zero"
+    assert found == {1: 1, 2: 4, 4: 16} and 3 not in seen
+
+
+def test_a_task_whose_process_dies_is_run_again_and_a_second_time_is_a_failure(tmp_path: Path) -> None:
+    """As often as each says: the files hold a letter for each try. The neighbours lose nothing."""
+    tasks = [(tmp_path / name, times) for name, times in (("a", 0), ("once", 1), ("twice", 2), ("b", 0))]
+    found = {path.name: result for (path, _), result in played(die_so_often, tasks)}
+    assert isinstance(found.pop("twice"), BrokenProcessPool)
+    assert found == {name: name for name in ("a", "once", "b")}
+    assert {path.name: len(path.read_text()) for path, _ in tasks} == {"a": 1, "once": 2, "twice": 2, "b": 1}
+
+
+def test_closing_ends_what_runs_at_once(tmp_path: Path) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+
+    def stop(running: Any) -> None:
+        if all(path.exists() for path in files):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(played(sleep_long, files, watch=stop))
+    assert not [path for path in files if lives(int(path.read_text()))]
+
+
+def test_the_processes_end_when_the_one_that_asked_is_killed(tmp_path: Path) -> None:
+    """kill -9 in the middle of a task: nobody can clean up, and nobody has to."""
+    code = f"""
+from pathlib import Path
+from fedlora.experiments.pool import run_in_processes
+from support.pool_tasks import nothing, sleep_long
+if __name__ == "__main__":
+    tasks = [Path({str(tmp_path)!r}) / name for name in "ab"]
+    yes = lambda task: True
+    list(run_in_processes(sleep_long, tasks, 2, begin=nothing, wanted=yes, watch=lambda running: None))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    files = [tmp_path / "a", tmp_path / "b"]
+    until(lambda: all(path.exists() for path in files))
+    processes = [int(path.read_text()) for path in files]
+    assert all(lives(process) for process in processes)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    until(lambda: not any(lives(process) for process in processes), seconds=10)
