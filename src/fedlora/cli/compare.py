@@ -110,7 +110,7 @@ def parse_tune(text: str, seeds: Sequence[int]) -> Tune:
         numbers = [float(value) for value in values.split(",")]
     except ValueError as error:
         raise ConfigError(f"--tune takes KEY=NUMBERS, as train.lr=1e-3,3e-3,1e-2; got {text!r}.") from error
-    if key.strip() in ("run.seed", "run.threads"):
+    if key.strip() in ("run.seed", "run.threads", "run.workers"):
         raise ConfigError(f"--tune {key.strip()}: that is no setting to search.")
     return Tune(key=key.strip(), values=numbers, over=[AXIS], seeds=list(seeds))
 
@@ -186,9 +186,10 @@ def _grouped(failed: Sequence[Outcome], unfit: set[str]) -> list[_Failure]:
 
 def _say_before(base: RunConfig, seeds: Sequence[int], by_default: bool, workers: str) -> None:
     """What a comparison does that its config does not say."""
-    threads = f" in place of run.threads = {base.run.threads}" if base.run.threads > 1 else ""
+    asked = {"run.threads": base.run.threads > 1, "run.workers": base.run.workers not in (None, 1)}
+    threads = "".join(f" in place of {key}" for key, more in asked.items() if more)
     more = "" if workers != "1" or cores() == 1 else f"; --workers auto uses all {cores()} cores"
-    notes.print(f"each run has one thread{threads}, so that --workers changes no number{more}", markup=False)
+    notes.print(f"each run has one process and thread{threads}, so that --workers changes no number{more}", markup=False)
     if len(seeds) == 1 and by_default:
         notes.print("one seed: there will be no interval; add --seeds 0:8", style="yellow", markup=False)
 

@@ -39,7 +39,8 @@ def comparison(
     reference: str | None = None,
     tune: Tune | None = None,
 ) -> Experiment:
-    """The methods by label, on the configuration; with one thread a run, so that more processes change no bit.
+    """The methods by label, on the configuration; with one process and one thread a run, so that more runs at a time
+    change no bit, and no process stands in another's way.
 
     Args:
         methods: label -> its section. The bare name of the configuration's own method is the configuration's.
@@ -61,7 +62,7 @@ def comparison(
         raise ConfigError(f"seed {shared[0]} is both searched on and compared on; keep the two apart.")
     if tune is not None and len(set(tune.values)) > 1 and base.data.validation == 0:
         raise ConfigError("a search chooses on validation data, and data.validation = 0 leaves none.")
-    one_thread = base.model_copy(update={"run": base.run.model_copy(update={"threads": 1})})
+    one_thread = base.model_copy(update={"run": base.run.model_copy(update={"threads": 1, "workers": None})})
     run = one_thread.model_dump(mode="json", exclude_defaults=True)
     axis = {
         label: {"method": {"name": section.name, **section.model_dump(mode="json", exclude_defaults=True)}}
