@@ -362,7 +362,8 @@ def test_client_files_of_different_labels_are_refused(tmp_path: Path) -> None:
         data = replace(classification(30, 1).select(range(20)), labels=(0, 1) * 10, label_names=labels)
         (project / f"{name}.jsonl").write_text(rows(data))
     (project / "own.toml").write_text(
-        CONFIG.replace('train = "train.jsonl"\n', "") + '\n[data.clients]\na = "a.jsonl"\nb = "b.jsonl"\n'
+        CONFIG.replace('train = "train.jsonl"\n', "").replace("min_size = 4", "")
+        + '\n[data.clients]\na = "a.jsonl"\nb = "b.jsonl"\n'
     )
     with pytest.raises(ConfigError, match="different label names"):
         prepare(load_config(project / "own.toml", ["clients.ranks=[2]"]))
