@@ -243,7 +243,7 @@ class TestReaders:
         with pytest.raises(DataError, match="is a folder"):
             read_instructions(tmp_path / "f.csv", prompt="p", response="r")
 
-    @pytest.mark.parametrize("name", ["d.parquet", "d"])
+    @pytest.mark.parametrize("name", ["d.xlsx", "d"])
     def test_unknown_suffix(self, write, name):
         with pytest.raises(DataError, match=r"suffix .* is not known"):
             read_instructions(write(name, "x"), prompt="p", response="r")

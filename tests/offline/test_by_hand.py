@@ -129,6 +129,7 @@ def test_a_federation_by_files_only(tmp_path: Path, main: Callable[..., Said], k
     classifies = kind == "classification"
     base = save_model(tmp_path / "base", bert() if classifies else llama(), classifies=classifies)
     options = ["--base", base, "--targets", "query,value" if classifies else "q_proj,v_proj", "--lr", "0.01"]
+    options += [] if classifies else ["--template", "none"]
     for k, site in enumerate("ab"):
         data = classification(40, k) if classifies else instructions(20, k)
         with (tmp_path / f"{site}.jsonl").open("w") as file:
@@ -149,6 +150,8 @@ def test_a_federation_by_files_only(tmp_path: Path, main: Callable[..., Said], k
             assert done.code == 0, done.err
             facts = json.loads((out / "upload.json").read_text())
             assert facts["client"] == site and facts["num_examples"] == (40 if classifies else 20)
+            assert facts["template"] == (None if classifies else "raw")
+            assert "1 training examples of 1 clients are longer than --max-length = 16 and were cut" in done.err
             assert facts["round"] == number and len(facts["data_sha256"]) == 64
             losses.append(facts["mean_loss"])
             uploads.append(out)
@@ -169,4 +172,4 @@ def test_class_names_need_an_order_that_all_sites_share(tmp_path: Path, main: Ca
     assert done.code == 2 and "--client is letters" in done.err
     (tmp_path / "e.csv").write_text("a,b\n1,2\n")
     done = main("train", "--base", base, "--data", tmp_path / "e.csv", "--client", "a", "-o", tmp_path / "o")
-    assert done.code == 2 and "neither a column" in done.err
+    assert done.code == 2 and "e.csv has no column 'label' (classes), 'response' (answers) or 'messages'" in done.err

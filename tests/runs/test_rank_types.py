@@ -326,7 +326,9 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     (folder / "config.toml").write_text(
         CONFIG.replace("dropout = 0.0", 'task = "causal-lm"').replace("min_size = 4", "")
     )
-    config = configured(folder, ALL_LINEAR, TYPES, "run.rounds=1", "run.keep_uploads=last", "data.max_length=16")
+    config = configured(
+        folder, ALL_LINEAR, TYPES, "run.rounds=1", "run.keep_uploads=last", "data.max_length=16", "data.template=none"
+    )
     return ran(config, folder / "run")
 
 

@@ -64,7 +64,8 @@ def test_a_run_folder_holds_what_it_says_and_nothing_else(finished: Finished) ->
         "config.json", "manifest.json", "metrics.jsonl", "summary.json",
         "adapter", "best", "clients", "plots", "checkpoints",
     }  # fmt: skip
-    files = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    files = {"README.md", "adapter_config.json", "adapter_model.safetensors", "labels.json"}
+    files |= {"tokenizer.json", "tokenizer_config.json"}
     adapters = [finished.folder.path / "adapter", finished.folder.path / "best"]
     adapters += sorted((finished.folder.path / "clients").iterdir())
     assert [path.name for path in adapters] == ["adapter", "best", "site-1", "site-2", "site-3"]
@@ -108,7 +109,8 @@ def test_metrics_jsonl_has_a_line_for_each_round(finished: Finished) -> None:
     for line in lines:
         assert set(line["losses"]) == set(line["weights"]) == {"site-1", "site-2", "site-3"}
         assert sum(line["weights"].values()) == pytest.approx(1)
-        assert set(line["metrics"]) == {"accuracy", "loss"}
+        recalls = {f"recall/{name}" for name in LABELS}
+        assert set(line["metrics"]) == {"accuracy", "balanced_accuracy", "macro_f1", "matthews", "loss"} | recalls
         assert line["bytes"]["total"] == sum(v for k, v in line["bytes"].items() if k != "total")
         assert line["refused"] == {}
     assert [line["gauge_drift"] is None for line in lines] == [True, True, False], "the check is on the last round"
@@ -403,7 +405,9 @@ def test_a_language_model_on_instructions(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(
         CONFIG.replace("dropout = 0.0", 'task = "causal-lm"')
         .replace(
-            "[clients]", 'prompt = "ask"\nresponse = "say"\nmax_length = 16\n[lora]\ntargets = ["q_proj"]\n[clients]'
+            "[clients]",
+            'prompt = "ask"\nresponse = "say"\nmax_length = 16\ntemplate = "none"\n'
+            '[lora]\ntargets = ["q_proj"]\n[clients]',
         )
         .replace("min_size = 4", "")
     )

@@ -1,4 +1,4 @@
-"""A key that would do nothing is refused by name, with the reason. Kind of evidence: contract, key by key of `sections`.
+"""A key that would do nothing is refused by name, with the reason. Kind of evidence: contract, of every key.
 
 Expected values are what the code that reads a key does with it (`client_data`, `sections`, `training`).
 """

@@ -24,6 +24,9 @@ class HubRows:
             for column in self.column_names
         }
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
     def __getitem__(self, column: str) -> list[Any]:
         return [row[column] for row in self._rows]
 

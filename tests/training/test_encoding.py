@@ -23,7 +23,7 @@ def test_classification_is_encoded_as_the_tokenizer_does_and_cut() -> None:
     data = TextData("classification", ("w0 w1", "w2 nonsense w3 w4"), labels=(1, 0), label_names=("no", "yes"))
     assert encode(data, tokenizer(classifies=True), max_length=5) == [
         {"input_ids": [CLS, word(0), word(1), SEP], "labels": 1},
-        {"input_ids": [CLS, word(2), UNK, word(3), SEP], "labels": 0},
+        {"input_ids": [CLS, word(2), UNK, word(3), SEP], "labels": 0, "cut": 1},
     ]
 
 
@@ -51,7 +51,7 @@ def test_a_model_sees_a_pair_as_transformers_would_show_it(load: Loader, classif
 
 def test_an_instruction_ends_with_an_end_token_and_the_loss_is_on_the_response() -> None:
     data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
-    assert encode(data, tokenizer(classifies=False), max_length=16) == [
+    assert encode(data, tokenizer(classifies=False), max_length=16, template="none") == [
         {
             "input_ids": [word(0), word(1), word(2), word(3), word(4), EOS],
             "labels": [IGNORED, IGNORED, IGNORED, word(3), word(4), EOS],
@@ -62,7 +62,7 @@ def test_an_instruction_ends_with_an_end_token_and_the_loss_is_on_the_response()
 @pytest.mark.parametrize("max_length", [4, 5, 6, 7])
 def test_a_long_prompt_is_cut_from_its_front_and_the_response_never(max_length: int) -> None:
     data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
-    (example,) = encode(data, tokenizer(classifies=False), max_length=max_length)
+    (example,) = encode(data, tokenizer(classifies=False), max_length=max_length, template="none")
     room = min(3, max_length - 3)
     prompt = [word(0), word(1), word(2)][3 - room :]
     assert example["input_ids"] == [*prompt, word(3), word(4), EOS]
@@ -72,7 +72,7 @@ def test_a_long_prompt_is_cut_from_its_front_and_the_response_never(max_length: 
 def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_by_its_place() -> None:
     data = TextData("instruction", ("w0", "w0 w1"), responses=("w1", "w2 w3"))
     with pytest.raises(DataError, match=r"example 1: its response has 3 tokens .* max_length = 3"):
-        encode(data, tokenizer(classifies=False), max_length=3)
+        encode(data, tokenizer(classifies=False), max_length=3, template="none")
 
 
 def test_no_examples_are_no_examples() -> None:
@@ -104,7 +104,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token_and_still_learns_to
     model = load(folder, task="causal-lm", labels=(), lora={"targets": ["q_proj"]})
     assert model.tokenizer.pad_token_id == EOS
     data = TextData("instruction", ("w0", "w1 w2"), responses=("w3", "w4 w5"))
-    batch = collate(encode(data, model.tokenizer, max_length=16), model.tokenizer, model.device)
+    batch = collate(encode(data, model.tokenizer, max_length=16, template="none"), model.tokenizer, model.device)
     assert batch["input_ids"].tolist() == [
         [word(0), word(3), EOS, EOS, EOS],
         [word(1), word(2), word(4), word(5), EOS],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import random
 import sys
 import warnings
@@ -185,24 +186,26 @@ class TestCuts:
     ) -> None:
         """By hand: w4, w3, w2 of the input in that order; only when it is gone the instruction, from the front."""
         data = chat(ASK, "w6 w7", INPUT)
-        (example,) = encode(data, READER, max_length=room + 3)
+        (example,) = encode(data, READER, max_length=room + 3, template="none")
         assert example["input_ids"] == [*words(*left), *words(6, 7), EOS]
         assert example["labels"] == [IGNORED] * len(left) + [*words(6, 7), EOS]
-        assert encode_prompts(data, READER, max_length=room) == [words(*left)], "for generation it is the same prompt"
+        assert encode_prompts(data, READER, max_length=room, template="none") == [words(*left)], (
+            "for generation it is the same prompt"
+        )
 
     @pytest.mark.parametrize("span", [None, (0, 0), (5, 5)])
     def test_without_an_input_the_front_goes(self, span: tuple[int, int] | None) -> None:
         """What stands nearest to the answer stays: w3 w4 w5 of six words in three places."""
         data = chat(ASK, "w6 w7", span)
-        assert encode_prompts(data, READER, max_length=3) == [words(3, 4, 5)]
-        assert encode(data, READER, max_length=6)[0]["input_ids"] == [*words(3, 4, 5, 6, 7), EOS]
+        assert encode_prompts(data, READER, max_length=3, template="none") == [words(3, 4, 5)]
+        assert encode(data, READER, max_length=6, template="none")[0]["input_ids"] == [*words(3, 4, 5, 6, 7), EOS]
 
     def test_a_word_that_lies_half_inside_the_input_stays(self) -> None:
         """Only whole tokens of the input may go: of "w10 w11" the span holds "10 w1"."""
         data = chat("w10 w11 w12", "w6", (1, 6))
-        assert encode_prompts(data, READER, max_length=2) == [words(11, 12)]
+        assert encode_prompts(data, READER, max_length=2, template="none") == [words(11, 12)]
         data = chat("w10 w11 w12", "w6", (1, 7))
-        assert encode_prompts(data, READER, max_length=2) == [words(10, 12)]
+        assert encode_prompts(data, READER, max_length=2, template="none") == [words(10, 12)]
 
     def test_a_start_token_stays(self) -> None:
         """A tokenizer that opens each text with one: the front is cut behind it; with one place left it goes too."""
@@ -213,17 +216,17 @@ class TestCuts:
         )
         data = chat(ASK, "w6", INPUT)
         for room, left in ((7, [0, 1, 2, 3, 4, 5]), (5, [0, 1, 2, 5]), (4, [0, 1, 5]), (3, [1, 5]), (2, [5])):
-            assert encode_prompts(data, opening, max_length=room) == [[CLS, *words(*left)]]
-            (example,) = encode(data, opening, max_length=room + 2)
+            assert encode_prompts(data, opening, max_length=room, template="none") == [[CLS, *words(*left)]]
+            (example,) = encode(data, opening, max_length=room + 2, template="none")
             assert example["input_ids"] == [CLS, *words(*left), *words(6), EOS], "and none before the response"
-        assert encode_prompts(data, opening, max_length=1) == [words(5)]
+        assert encode_prompts(data, opening, max_length=1, template="none") == [words(5)]
 
     def test_a_response_that_leaves_no_room_is_refused(self) -> None:
         """Two words and the end token are three places; a prompt needs one more."""
         data = TextData.concat([chat("w0", "w1", (0, 2)), chat("w0", "w1 w2", (0, 2))])
-        assert len(encode(data, READER, max_length=4)) == 2
+        assert len(encode(data, READER, max_length=4, template="none")) == 2
         with pytest.raises(DataError, match="example 1: its response has 3 tokens and leaves no room") as error:
-            encode(data, READER, max_length=3)
+            encode(data, READER, max_length=3, template="none")
         assert "\n" not in str(error.value)
 
     def test_an_alpaca_prompt_keeps_its_instruction(self, tmp_path: Path) -> None:
@@ -234,9 +237,9 @@ class TestCuts:
         }  # fmt: skip
         (tmp_path / "task1_a.json").write_text(json.dumps(raw))
         data = read_tasks(tmp_path, ["task1_a"])["task1_a"].data
-        whole = encode_prompts(data, READER, max_length=10**6)[0]
+        whole = encode_prompts(data, READER, max_length=10**6, template="none")[0]
         assert whole == READER(data.text[0])["input_ids"]
-        (short,) = encode_prompts(data, READER, max_length=len(whole) - 3)
+        (short,) = encode_prompts(data, READER, max_length=len(whole) - 3, template="none")
         place = whole.index(word(12))
         assert short == whole[:place] + whole[place + 3 :]
 
@@ -258,7 +261,7 @@ class TestCuts:
         kept = min(inside, max(0, room - before - behind))
         left = [*range(before + kept), *range(before + inside, total)][-room:]
         (example,) = encode(
-            chat(text, " ".join(WORDS[20 : 20 + answer]), span), READER, max_length=room + answer + 1
+            chat(text, " ".join(WORDS[20 : 20 + answer]), span), READER, max_length=room + answer + 1, template="none"
         )  # fmt: skip
         assert example["input_ids"] == [*words(*left), *words(*range(20, 20 + answer)), EOS]
         assert [y for y in example["labels"] if y != IGNORED] == example["input_ids"][len(left) :]
@@ -269,8 +272,8 @@ class TestLossOn:
         """The same tokens, cut alike; the labels are the tokens themselves."""
         for max_length in (20, 7):
             data = chat(ASK, "w6 w7", INPUT)
-            (plain,) = encode(data, READER, max_length=max_length)
-            (everything,) = encode(data, READER, max_length=max_length, loss_on="all")
+            (plain,) = encode(data, READER, max_length=max_length, template="none")
+            (everything,) = encode(data, READER, max_length=max_length, loss_on="all", template="none")
             assert everything["input_ids"] == everything["labels"] == plain["input_ids"]
 
     @pytest.mark.parametrize("loss_on", ["response", "all"])
@@ -279,7 +282,7 @@ class TestLossOn:
         data = instructions(6, 3)
         model = loaded(talking)
         adapter, _ = model.seed_adapter(2, seed=0)
-        settings = TrainSettings(steps=1, batch_size=6, loss_on=loss_on)
+        settings = TrainSettings(steps=1, batch_size=6, loss_on=loss_on, template="none")
         trained = LocalTrainer(model, {"a": data}, settings, seed=0).train(download(adapter), adapter, 0)
         network = dense(talking, llama, {}, {})
         losses = []
@@ -403,14 +406,16 @@ class TestTeacherForced:
             best = logits(network, [*asked, *wanted, EOS]).argmax(-1).tolist()
             want.append(said([best[k - 1] for k in range(len(asked), len(asked) + len(wanted) + 1)]))
         assert len(set(want)) > 15
-        examples = encode(data, READER, max_length=64)
+        examples = encode(data, READER, max_length=64, template="none")
         assert teacher_forced(model, examples, batch_size=batch_size) == want
 
     def test_it_is_not_generation(self, model: AdaptedModel) -> None:
         """Why it is another measure: given a response that the model would not say, both differ."""
         data = instructions(25, 5)
-        forced = teacher_forced(model, encode(data, READER, max_length=64), batch_size=8)
-        free = greedy(model, encode_prompts(data, READER, max_length=64), max_new_tokens=5, batch_size=8)
+        forced = teacher_forced(model, encode(data, READER, max_length=64, template="none"), batch_size=8)
+        free = greedy(
+            model, encode_prompts(data, READER, max_length=64, template="none"), max_new_tokens=5, batch_size=8
+        )
         assert sum(a != b for a, b in zip(forced, free, strict=True)) > 10
 
 
@@ -481,8 +486,8 @@ def scored(network: nn.Module, data: TextData, metric: str, max_length: int, new
     """Accuracy and loss of the response's tokens, and ROUGE-L, example by example."""
     right, losses, fits = [], [], []
     references = data.references or tuple((response,) for response in data.responses or ())
-    prompts = encode_prompts(data, READER, max_length=max_length - new)
-    for k, example in enumerate(encode(data, READER, max_length=max_length)):
+    prompts = encode_prompts(data, READER, max_length=max_length - new, template="none")
+    for k, example in enumerate(encode(data, READER, max_length=max_length, template="none")):
         rows = logits(network, example["input_ids"]).double().log_softmax(-1)
         places = [place for place, y in enumerate(example["labels"]) if y != IGNORED]
         best = [int(rows[place - 1].argmax()) for place in places]
@@ -491,6 +496,7 @@ def scored(network: nn.Module, data: TextData, metric: str, max_length: int, new
         answer = said(continued(network, prompts[k], new)) if metric == "rouge-l" else said(best)
         fits.append(fit(answer, references[k]))
     scores = {"accuracy": sum(right) / len(right), "loss": sum(losses) / len(losses)}
+    scores["perplexity"] = math.exp(scores["loss"])
     return scores if metric == "accuracy" else scores | {metric.replace("-", "_"): sum(fits) / len(fits)}
 
 
@@ -542,7 +548,7 @@ class TestSeveralSets:
         key = metric.replace("-", "_")
         want = mean(list(each.values())) | {f"group/{name}": scores[key] for name, scores in each.items()}
         assert len(set(want.values())) == len(want), "all of them differ"
-        evaluator = ModelEvaluator(model, SETS, [], metric=metric, batch_size=4, **LIMITS)
+        evaluator = ModelEvaluator(model, SETS, [], metric=metric, batch_size=4, template="none", **LIMITS)
         assert evaluator.metric == key
         assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
 
@@ -552,7 +558,7 @@ class TestSeveralSets:
         played = federation(model, "glora")
         want = scored(updated(talking, played.adapters["a"]), SETS["one"], metric, 9, 5)
         for sets in (SETS["one"], {"": SETS["one"]}, {"one": SETS["one"]}):
-            evaluator = ModelEvaluator(model, sets, [], metric=metric, **LIMITS)
+            evaluator = ModelEvaluator(model, sets, [], metric=metric, template="none", **LIMITS)
             assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
 
     @pytest.mark.parametrize("metric", ["rouge-l", "rouge-l-teacher-forced"])
@@ -572,7 +578,14 @@ class TestSeveralSets:
         mine = {name: score[key] for name, score in scores.items()}
         assert len(set(mine.values())) == 3
         evaluator = ModelEvaluator(
-            model, SETS, [Client(name, 3) for name in "abc"], target="clients", metric=metric, own=own, **LIMITS
+            model,
+            SETS,
+            [Client(name, 3) for name in "abc"],
+            target="clients",
+            metric=metric,
+            own=own,
+            template="none",
+            **LIMITS,
         )
         want = mean(list(scores.values())) | {"worst": min(mine.values())}
         want |= {f"client/{name}": value for name, value in mine.items()}
@@ -588,7 +601,8 @@ class TestSeveralSets:
         sets = {"m": classification(30, 0), "mm": classification(7, 1)}
         alone = {name: ModelEvaluator(model, data, []).evaluate(server, state) for name, data in sets.items()}
         got = ModelEvaluator(model, sets, []).evaluate(server, state)
-        want = mean(list(alone.values())) | {f"group/{name}": score["accuracy"] for name, score in alone.items()}
+        whole = [{k: v for k, v in score.items() if "/" not in k} for score in alone.values()]
+        want = mean(whole) | {f"group/{name}": score["accuracy"] for name, score in alone.items()}
         assert got == pytest.approx(want, rel=1e-6)
 
 
@@ -748,7 +762,13 @@ class TestFederationOfTasks:
         best = max(lines, key=lambda line: line["metrics"]["rouge_l"])
         assert summary["best_round"] == best["round"]
         assert summary["validation"]["best"] == best["metrics"]
-        assert set(best["metrics"]) == {"accuracy", "loss", "rouge_l", *(f"group/{t}" for t in finished.data.parts)}
+        assert set(best["metrics"]) == {
+            "accuracy",
+            "loss",
+            "perplexity",
+            "rouge_l",
+            *(f"group/{t}" for t in finished.data.parts),
+        }
         network = written_model(project, finished.folder.path / "best")
         assert best["metrics"] == pytest.approx(of_sets(network, finished.data.validation), rel=1e-3)
 
@@ -854,7 +874,7 @@ class TestFederationOfTasks:
         code, out, err = main("run", tmp_path / "config.toml", "--out", tmp_path / "run")
         lines = [line for line in err.splitlines() if line.strip()]
         assert (code, out, len(lines)) == (2, "", 1)
-        assert f"evaluate.metric = '{metric}' is of generated text; the task classifies." in lines[0]
+        assert f"evaluate.metric = '{metric}' is of generated text, and model.task is 'classification'" in lines[0]
         assert not (tmp_path / "run").exists()
 
 
@@ -880,5 +900,7 @@ def test_clients_are_measured_on_their_own_task(project: Path, tmp_path: Path) -
         for network in networks.values()
     ]
     got = summary["probes"]["last"]["unseen"]
-    assert {key: got[key] for key in ("accuracy", "loss", "rouge_l")} == pytest.approx(mean(unseen), rel=1e-3)
+    assert {key: got[key] for key in ("accuracy", "loss", "perplexity", "rouge_l")} == pytest.approx(
+        mean(unseen), rel=1e-3
+    )
     assert [got[f"client/{name}"] for name in networks] == pytest.approx([s["rouge_l"] for s in unseen], rel=1e-3)

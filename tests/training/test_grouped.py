@@ -30,7 +30,7 @@ from support.training_data import classification, instructions
 pytestmark = [FUTURE_NAMES, CONV1D]
 
 NAMES = ("a", "b", "c")
-SETTINGS = TrainSettings(lr=1e-2, steps=4, batch_size=5, clip=0.5)
+SETTINGS = TrainSettings(lr=1e-2, steps=4, batch_size=5, clip=0.5, template="none")
 
 
 def jobs_for(model: AdaptedModel, ranks: Mapping[str, Any], **fields: Any) -> list[Job]:

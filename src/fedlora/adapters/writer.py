@@ -191,5 +191,6 @@ def pad_rank(lora: LoRA, rank: int) -> LoRA:
 
 
 def _plain_card(spec: AdapterSpec) -> str:
-    base = f"base_model: {spec.base_model}\n" if spec.base_model else ""
+    named = spec.base_model and not os.path.isabs(spec.base_model)  # a path of this machine names nothing
+    base = f"base_model: {spec.base_model}\n" if named else ""
     return f"---\nlibrary_name: peft\n{base}tags:\n- lora\n- fedlora\n---\n\nA LoRA adapter written by fedlora.\n"

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
+from json import loads as json_of
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +14,17 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedlora.cli.measures import (
+    confusion_table,
+    label_cell,
+    label_title,
+    least_recalled,
+    number,
+    other_scores,
+    worst_client,
+)
 from fedlora.cli.method_names import folder_name, parse_methods
-from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json
+from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json, tell_cut
 from fedlora.errors import FedLoRAError
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
@@ -116,6 +126,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root)
+    tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     with _progress(label, config.run.rounds * per_round, prepared.metric) as watch:
         for event in execute_events(prepared, folder, resume=resume):
@@ -170,7 +181,10 @@ def _show(folder: RunFolder) -> None:
     """A finished run on one screen."""
     s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
     metric = s["metric"]
-    clients = Table("client", "rank", "examples", "by label", "last loss", "own readout, test", title="Clients")
+    names = manifest["data"]["labels"]
+    common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
+    readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
+    clients = Table("client", "rank", "examples", label_title(names), "last loss", *readouts, title="Clients")
     last = folder.metrics()[-1]
     counts = manifest["data"]["label_counts"] or {}
     for client, rank in manifest["clients"].items():
@@ -180,9 +194,10 @@ def _show(folder: RunFolder) -> None:
             client,
             str(rank),
             str(manifest["data"]["train"][client]["examples"]),
-            " / ".join(str(n) for n in counts.get(client, [])),
+            label_cell(counts.get(client, []), names),
             "" if loss is None else f"{loss:.3f}",
-            f"{at_end[s['metric']]:.3f}" if at_end else "",
+            f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else "",
+            *([number(common[client][metric])] if common else []),
         )
     if len(manifest["clients"]) <= 12:
         console.print(clients)
@@ -192,11 +207,15 @@ def _show(folder: RunFolder) -> None:
         if score and test:
             when = f"round {s['best_round'] if name == 'best' else s['rounds']}"
             table.add_row(
-                f"{metric}, {name} ({when})", f"validation {score[metric]:.3f}, test [bold]{test[metric]:.3f}"
+                f"{metric}, {name} ({when})", f"validation {number(score[metric])}, test [bold]{number(test[metric])}"
             )
+    if others := other_scores(s["test"]["last"], metric):
+        table.add_row("also on test, last", others)
+    if s.get("stopped_early"):
+        table.add_row("stopped early", f"after round {s['rounds']} of {s['stopped_early']['of']}")
+        table.add_row("because of", s["stopped_early"]["why"])
     if s["clients_at_end"]:
-        worst = min(s["clients_at_end"].items(), key=lambda item: item[1][metric])
-        table.add_row("worst client's own readout", f"{worst[0]}, {worst[1][metric]:.3f}")
+        table.add_row("worst client's own readout", worst_client(s["clients_at_end"], metric))
     up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
     table.add_row("sent up / down", f"{up / 1e6:.1f} MB / {(s['bytes']['total'] - up) / 1e6:.1f} MB")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
@@ -216,10 +235,28 @@ def _show(folder: RunFolder) -> None:
     if s["refused"]:
         table.add_row("client rounds left out", str(s["refused"]))
     console.print(table)
+    if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
+        console.print(matrix)
+    elif least := least_recalled(s["test"]["last"]):
+        console.print(f"least recall on test, last: {least}", markup=False)
     if s["gauge_drift"]:
         console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
-    made = [name for name in ("adapter", "best", "clients", "plots") if (folder.path / name).exists()]
+    _show_samples(folder)
+    made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
+
+
+def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
+    """The first answers of a language model, each on one line; all of them are in samples.md."""
+    path = folder.path / "samples.jsonl"
+    if not path.is_file():
+        return
+    for row in [json_of(line) for line in path.read_text(encoding="utf-8").splitlines()[:most]]:
+        for name in ("prompt", "wanted", "before", "after"):
+            said = " ".join(row[name].split())
+            shown = said if len(said) <= width else said[: width - 3] + "..."
+            console.print(f"{name + ':':8} {shown or '(nothing)'}", soft_wrap=True, markup=False, highlight=False)
+        console.print()
 
 
 def _comparison_table(done: dict[str, RunFolder]) -> Table:
@@ -240,5 +277,9 @@ def _comparison_table(done: dict[str, RunFolder]) -> Table:
     return table
 
 
+def _of(part: dict[str, Any] | None) -> str:
+    return f" of {part['examples']}" if part else ""
+
+
 def _score(metrics: dict[str, float], metric: str) -> str:
-    return f"{metrics[metric]:.3f}" if metrics else ""
+    return number(metrics[metric]) if metrics else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,17 @@ def can_write(out: Path) -> None:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}.") from error
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; name a directory.")
+
+
+def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:
+    """One line where examples were too long: how many, and how much of them is not seen in training."""
+    if cut:
+        examples, tokens = (sum(part[what] for part in cut.values()) for what in ("cut", "tokens"))
+        notes.print(
+            f"{examples} training examples of {len(cut)} clients are longer than {setting} = {max_length} and were cut "
+            f"by {tokens} tokens; raise it to keep them whole.",
+            style="yellow", markup=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def complain(message: str) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.screen import can_write, console
-from fedlora.data import TextData, demo_model, read_classification, read_instructions, smollm2_model
+from fedlora.cli.screen import can_write, console, tell_cut
+from fedlora.data import TextData, demo_model, read_answers, read_classification, smollm2_model
+from fedlora.data.sources import CHAT
 from fedlora.data.tables import read_table
 from fedlora.errors import ConfigError
 from fedlora.offline.site import Fresh, train_site
@@ -18,7 +20,7 @@ from fedlora.training.local import TrainSettings
 
 def train(
     base: Annotated[str, typer.Option(help="the base model: a directory, a hub id, or demo", show_default=False)],
-    data: Annotated[Path, typer.Option(help="own examples: .jsonl, .csv or .tsv", show_default=False)],
+    data: Annotated[Path, typer.Option(help="own examples: .jsonl, .csv, .tsv or .parquet", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
     client: Annotated[str, typer.Option(help="this site's name, the same every round", show_default=False)],
     adapter: Annotated[Path | None, typer.Option(help="the received adapter (default: a fresh one)")] = None,
@@ -31,9 +33,14 @@ def train(
     label: Annotated[str, typer.Option(help="column of the class")] = "label",
     prompt: Annotated[str, typer.Option(help="column of an instruction")] = "prompt",
     response: Annotated[str, typer.Option(help="column of its answer")] = "response",
+    messages: Annotated[str | None, typer.Option(help="column of conversations (default: messages)")] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(help="around prompts: chat (the model's own, the default), none, or a text with {prompt}"),
+    ] = None,
     steps: Annotated[int, typer.Option(min=0, help="optimiser steps; 0: train --epochs")] = 0,
     epochs: Annotated[float, typer.Option(help="passes over the data, where --steps is 0")] = 1.0,
-    lr: Annotated[float, typer.Option(help="learning rate")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="learning rate")] = 3e-3,
     batch_size: Annotated[int, typer.Option(min=1, help="examples a step")] = 16,
     max_length: Annotated[int, typer.Option(min=8, help="tokens of an example")] = 128,
     round: Annotated[int, typer.Option(min=1, help="which round this is, for the record and the data order")] = 1,
@@ -60,14 +67,21 @@ def train(
                 f"{data} has the classes {given[:5]} by name, and another site may number them otherwise, so the "
                 f"classifiers would not add up. Give --labels, the same at every site."
             )
-    elif response in columns:
-        examples = read_instructions(data, prompt=prompt, response=response)
+    elif response in columns or (messages or CHAT) in columns:
+        examples = read_answers(data, prompt=prompt, response=response, messages=messages)
     else:
-        raise ConfigError(f"{data} has neither a column {label!r} (classes) nor {response!r} (answers): {columns}.")
+        raise ConfigError(
+            f"{data} has no column {label!r} (classes), {response!r} (answers) or {messages or CHAT!r} "
+            f"(conversations): {columns}."
+        )
+    ignored = template or messages
+    if examples.kind == "classification" and ignored is not None:
+        raise ConfigError(f"{data} holds classes ({label!r}), and --template and --messages are of language models.")
     packaged: dict[str, Any] = {"demo": demo_model, "smollm2": smollm2_model}
     settings = TrainSettings(
-        lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, max_length=max_length, bf16=bf16, rounds=max(round, 1)
-    )
+        lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, max_length=max_length, bf16=bf16,
+        rounds=max(round, 1), template=template,
+    )  # fmt: skip
     wanted = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     done = train_site(
         packaged[base]() if base in packaged else base,
@@ -77,6 +91,7 @@ def train(
         data_file=data,
     )  # fmt: skip
     played = done.played
+    tell_cut({client: asdict(done.cut)} if done.cut.cut else {}, done.max_length, "--max-length")
     console.print(
         f"{out}: rank {done.ranks}, {played.upload.num_examples} examples, {played.memory.position} seen, mean loss "
         f"{played.loss:.4f}. Hand it to whoever runs fedlora merge --weights-from num_examples.",

@@ -14,9 +14,10 @@ from fedlora.seeds import derive_seed
 def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple[TextData, TextData, TextData]:
     """Split into (train, validation, test) at random, without leaks: copies of one input all go to the same part.
 
-    Use it when the data comes without official splits. Two examples are copies if their text (and pair) agree after
-    case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly) the
-    proportions of the whole; a group of copies counts as the class of its first example. Each part is in random order.
+    Use it when the data comes without official splits. Two examples are copies if their text (pair, history) agree
+    after case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly)
+    the proportions of the whole; a group of copies counts as the class of its first example. Each part is in random
+    order.
 
     The shuffled groups are dealt class by class, each to the part that is furthest behind its share. Without copies
     every size is then within 4/3 of its share, and within 2 for each class; groups of copies cannot be cut.
@@ -43,9 +44,8 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
             f"validation={validation}, test={test}. For 10 % write 0.1."
         )
     groups: dict[tuple[str, str], list[int]] = {}
-    for i, text in enumerate(data.text):
-        other = "" if data.pair is None else data.pair[i]
-        groups.setdefault((_normalised(text), _normalised(other)), []).append(i)
+    for i, one in enumerate(inputs(data)):
+        groups.setdefault(one, []).append(i)
     strata: dict[int, list[list[int]]] = {}
     for members in groups.values():
         strata.setdefault(0 if data.labels is None else data.labels[members[0]], []).append(members)
@@ -68,6 +68,14 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
             )
     train, val, tst = (data.select(rng.permutation(np.array(part, dtype=np.int64))) for part in parts)
     return train, val, tst
+
+
+def inputs(data: TextData) -> list[tuple[str, str]]:
+    """Each example's text, and its pair or history ("" without), as `split` compares them: equal for two copies."""
+    pairs = data.pair or ("",) * len(data)
+    if data.history is not None:  # an input is all that the model reads before its answer
+        pairs = tuple(" ".join(content for _, content in before) for before in data.history)
+    return [(_normalised(text), _normalised(pair)) for text, pair in zip(data.text, pairs, strict=True)]
 
 
 def _normalised(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Rows of JSONL and CSV files, each with its place for error messages. Strict: nothing is guessed or skipped."""
+"""Rows of JSONL, CSV and Parquet files, each with its place for error messages. Nothing is guessed or skipped."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from fedlora.errors import DataError
 
+Rows = list[tuple[str, dict[str, object]]]  # (where, {column: value})
 
-def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> list[tuple[str, dict[str, object]]]:
-    """The rows of a JSONL or CSV file as (where, {column: value}), with no value of `columns` missing.
 
-    Use it under a reader of your own; `where` ("row 3, line 4") is for error messages.
+def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> Rows:
+    """The rows of a JSONL, CSV or Parquet file as (where, {column: value}), with no value of `columns` missing.
+
+    Use it under a reader of your own; `where` ("row 3, line 4") is for error messages. A Parquet column of the type
+    ClassLabel of `datasets` comes as the names of its classes.
 
     Args:
-        path: a UTF-8 file (a byte order mark is dropped), .jsonl / .json / .csv / .tsv.
+        path: a UTF-8 file (a byte order mark is dropped), .jsonl / .json / .csv / .tsv, or .parquet.
         columns: the columns that every row must have; others come along unchecked.
 
     Raises:
@@ -28,13 +32,19 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> list[tup
     """
     file = Path(path)
     suffix = file.suffix.lower()
-    if suffix not in (".jsonl", ".json", ".csv", ".tsv"):
+    if suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
         raise DataError(
-            f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv or .tsv."
+            f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv, .tsv or "
+            f".parquet."
         )
     if not file.is_file():
         what = "is a folder, not a file" if file.is_dir() else "does not exist"
-        raise DataError(f"{file} {what}. Relative paths start at the working directory, {Path.cwd()}.")
+        begin = (
+            "in a config file at its own folder" if file.is_absolute() else f"at the working directory, {Path.cwd()}"
+        )
+        raise DataError(f"{file} {what}. Relative paths start {begin}.")
+    if suffix == ".parquet":
+        return checked(file, _parquet_rows(file), columns)
     try:
         content = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -45,23 +55,82 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> list[tup
     rows = _json_rows(file, content) if suffix in (".jsonl", ".json") else _csv_rows(file, content, suffix)
     if not rows:
         raise DataError(f"{file} holds no rows ({len(content)} characters). Was it written to the end?")
+    return checked(file, rows, columns)
+
+
+def checked(source: object, rows: Rows, columns: Sequence[str]) -> Rows:
+    """`rows`, where every one of them has all of `columns`. Raises `DataError` with the place, as `read_table`."""
     present = list(dict.fromkeys(name for _, row in rows for name in row))
     for column in columns:
         if column not in present:
             near = difflib.get_close_matches(column, present, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise DataError(f"{file} has no column {column!r}; it has {present}.{hint}")
+            raise DataError(f"{source} has no column {column!r}; it has {present}.{hint}")
     for where, row in rows:
         for column in columns:
             value = row.get(column)
             if value is None or (isinstance(value, str) and not value.strip()):
                 state = "missing" if value is None else "empty"
-                raise DataError(f"{file}, {where}: {column!r} is {state}. Fill it in, or drop the row.")
+                raise DataError(f"{source}, {where}: {column!r} is {state}. Fill it in, or drop the row.")
     return rows
 
 
-def _json_rows(file: Path, content: str) -> list[tuple[str, dict[str, object]]]:
-    rows: list[tuple[str, dict[str, object]]] = []
+def class_names(path: str | os.PathLike[str], column: str) -> tuple[str, ...] | None:
+    """The names of a column's classes by index, where the file holds them: a ClassLabel in Parquet. Else None."""
+    file = Path(path)
+    if file.suffix.lower() != ".parquet" or not file.is_file():
+        return None
+    return _class_labels(_parquet(file).schema).get(column)
+
+
+def _parquet(file: Path) -> Any:
+    try:
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise DataError(f"{file}: Parquet needs the library pyarrow: pip install 'fedlora[hub]'.") from error
+    try:
+        return pyarrow.parquet.read_table(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{file} cannot be read as Parquet: {reason}") from error
+
+
+def _parquet_rows(file: Path) -> Rows:
+    table = _parquet(file)
+    if not table.num_rows:
+        raise DataError(f"{file} holds no rows. Was it written to the end?")
+    named = _class_labels(table.schema)
+    rows: Rows = [(f"row {k + 1}", row) for k, row in enumerate(table.to_pylist())]
+    for where, row in rows:
+        for column, names in named.items():
+            row[column] = _class_name(file, where, column, row[column], names)
+    return rows
+
+
+def _class_name(file: Path, where: str, column: str, value: object, names: tuple[str, ...]) -> str | None:
+    if value is None:
+        return None
+    if not (isinstance(value, int) and 0 <= value < len(names)):
+        raise DataError(
+            f"{file}, {where}: {column!r} is {value}, and its classes are 0..{len(names) - 1} ({', '.join(names[:5])}"
+            f"{', ...' if len(names) > 5 else ''}). Is it an unlabelled split?"
+        )
+    return names[int(value)]
+
+
+def _class_labels(schema: Any) -> dict[str, tuple[str, ...]]:
+    """Column -> names by index, of what `datasets` has written as ClassLabel into a Parquet file."""
+    written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = written.get("info", {}).get("features") or {}
+    return {
+        column: tuple(kind["names"])
+        for column, kind in features.items()
+        if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" and kind.get("names")
+    }
+
+
+def _json_rows(file: Path, content: str) -> Rows:
+    rows: Rows = []
     for number, line in enumerate(content.split("\n"), start=1):  # not splitlines(): U+2028, U+0085 may stand in a text
         if not line.strip():
             continue
@@ -86,8 +155,8 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _csv_rows(file: Path, content: str, suffix: str) -> list[tuple[str, dict[str, object]]]:
-    rows: list[tuple[str, dict[str, object]]] = []
+def _csv_rows(file: Path, content: str, suffix: str) -> Rows:
+    rows: Rows = []
     header: list[str] | None = None
     previous = csv.field_size_limit(2**31 - 1)  # a setting of the process, so it is put back
     try:

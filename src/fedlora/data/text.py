@@ -1,4 +1,4 @@
-"""Text examples as plain values: read them from JSONL or CSV, select, join and fingerprint them.
+"""Text examples as plain values: read them from JSONL, CSV or Parquet, select, join and fingerprint them.
 
 No tokens and no tensors here: that is the trainer's work.
 """
@@ -17,12 +17,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlora.data.tables import read_table
+from fedlora.data.tables import Rows, class_names, read_table
 from fedlora.errors import DataError
 
 MAX_LABELS = 10_000  # more classes than this is a column of ids or free text, not of labels
-_SCORING = ("references", "droppable")
-_PER_EXAMPLE = ("pair", "labels", "responses", *_SCORING)
+_EXTRAS = ("references", "droppable", "history")
+Message = tuple[str, str]  # (role, content)
+_PER_EXAMPLE = ("pair", "labels", "responses", *_EXTRAS)
 _WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
@@ -42,6 +43,8 @@ class TextData:
         label_names: the classes, by index.
         references: N tuples of answers that count as right when scoring generated text; default: the response alone.
         droppable: N pairs (start, end), the characters of each prompt that are cut first where it is too long.
+        history: N tuples of (role, content), what was said before each prompt: a system message, earlier turns. A
+            conversation is its history, its last prompt and the last response; default: nothing was said before.
 
     Raises:
         DataError: lengths differ, a label is no index into label_names, or fields that do not belong to `kind`.
@@ -62,6 +65,7 @@ class TextData:
     label_names: tuple[str, ...] = ()
     references: tuple[tuple[str, ...], ...] | None = None
     droppable: tuple[tuple[int, int], ...] | None = None
+    history: tuple[tuple[Message, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("text", "pair", "responses", "label_names"):
@@ -73,6 +77,12 @@ class TextData:
                 raise DataError("an example without any reference cannot be scored; give at least one answer each.")
         if self.droppable is not None:
             object.__setattr__(self, "droppable", tuple((int(a), int(b)) for a, b in self.droppable))
+        if self.history is not None:
+            turns = tuple(tuple((role, content) for role, content in before) for before in self.history)
+            object.__setattr__(self, "history", turns)
+            odd = {role for before in turns for role, _ in before} - {"system", "user", "assistant"}
+            if odd:
+                raise DataError(f"a role of a history is system, user or assistant; got {sorted(odd)[0]!r}.")
         if self.labels is not None:
             object.__setattr__(self, "labels", tuple(operator.index(label) for label in self.labels))
         present = {name: getattr(self, name) for name in _PER_EXAMPLE}
@@ -82,8 +92,8 @@ class TextData:
         if self.kind == "classification":
             if self.labels is None or self.responses is not None or not self.label_names:
                 raise DataError("classification data has labels and label_names, and no responses.")
-            if self.references is not None or self.droppable is not None:
-                raise DataError("references and droppable are of instruction data.")
+            if any(getattr(self, name) is not None for name in _EXTRAS):
+                raise DataError("references, droppable and history are of instruction data.")
             wrong = next((i for i, y in enumerate(self.labels) if not 0 <= y < len(self.label_names)), None)
             if wrong is not None:
                 raise DataError(
@@ -98,6 +108,12 @@ class TextData:
 
     def __len__(self) -> int:
         return len(self.text)
+
+    def messages(self, k: int) -> tuple[Message, ...]:
+        """The conversation of instruction k as (role, content): its history, its prompt, its response."""
+        assert self.responses is not None, "a sentence with a class is no conversation"
+        before = self.history[k] if self.history is not None else ()
+        return (*before, ("user", self.text[k]), ("assistant", self.responses[k]))
 
     def select(self, indices: Sequence[int] | NDArray[np.integer]) -> TextData:
         """The examples at `indices`, in that order; repeats are kept.
@@ -141,7 +157,7 @@ class TextData:
         rows = zip(self.text, self.pair or absent, self.labels or absent, self.responses or absent, strict=True)
         for row in rows:
             hasher.update((json.dumps(row) + "\n").encode())
-        for name in ("references", "droppable"):
+        for name in _EXTRAS:
             if (values := getattr(self, name)) is not None:
                 hasher.update((json.dumps([name, values]) + "\n").encode())
         return hasher.hexdigest()
@@ -157,8 +173,10 @@ class TextData:
         """
         if not parts:
             raise DataError("concat needs at least one part; got none.")
+        if any(part.history is not None for part in parts):  # no history is an empty one
+            parts = [part if part.history is not None else replace(part, history=((),) * len(part)) for part in parts]
         tasks = {
-            (part.kind, part.label_names, *(getattr(part, name) is not None for name in ("pair", *_SCORING)))
+            (part.kind, part.label_names, *(getattr(part, name) is not None for name in ("pair", *_EXTRAS)))
             for part in parts
         }
         if len(tasks) > 1:
@@ -183,14 +201,15 @@ def read_classification(
     pair: str | None = None,
     label_names: Sequence[str] | None = None,
 ) -> TextData:
-    """Read a classification task, one example per row, from JSONL (.jsonl, .json) or CSV (.csv, .tsv).
+    """Read a classification task, one example per row, from JSONL (.jsonl, .json), CSV (.csv, .tsv) or Parquet.
 
     Use it for your own data. Give `label_names` whenever you read more than one file of a task: without it each file
     numbers the classes it happens to contain.
 
     Labels are names, or whole numbers. Without label_names: if all are whole numbers they are the class indices and the
     names "0".."max"; otherwise the classes are the sorted names. With label_names: a label is looked up as a name;
-    a whole number is taken as an index, unless some label name is itself a number (then only names count).
+    a whole number is taken as an index, unless some label name is itself a number (then only names count). A ClassLabel
+    in a Parquet file brings its names.
 
     Args:
         path: a UTF-8 file. JSONL has one object per line; CSV and TSV have a header row and Excel's quoting.
@@ -210,20 +229,22 @@ def read_classification(
     """
     columns = [text, label] if pair is None else [text, label, pair]
     rows = read_table(path, columns)
+    if label_names is None:
+        label_names = class_names(path, label)
     labels, names = _decode_labels(path, [(where, values[label]) for where, values in rows], label_names)
     return TextData(
         kind="classification",
-        text=tuple(_string(path, where, text, values[text]) for where, values in rows),
-        pair=None if pair is None else tuple(_string(path, where, pair, values[pair]) for where, values in rows),
+        text=tuple(string(path, where, text, values[text]) for where, values in rows),
+        pair=None if pair is None else tuple(string(path, where, pair, values[pair]) for where, values in rows),
         labels=labels,
         label_names=names,
     )
 
 
 def read_instructions(path: str | os.PathLike[str], *, prompt: str, response: str) -> TextData:
-    """Read prompts and their wanted responses from JSONL (.jsonl, .json) or CSV (.csv, .tsv).
+    """Read prompts and their wanted responses from JSONL (.jsonl, .json), CSV (.csv, .tsv) or Parquet.
 
-    Use it for instruction tuning. The prompt is taken as it stands: apply a template before, if the model wants one.
+    Use it for instruction tuning. The prompt is taken as it stands: what stands around it is the trainer's template.
 
     Args:
         path: a UTF-8 file, as for `read_classification`.
@@ -238,23 +259,28 @@ def read_instructions(path: str | os.PathLike[str], *, prompt: str, response: st
         >>> read_instructions("ask.jsonl", prompt="prompt", response="response").responses
         ('4',)
     """
-    rows = read_table(path, [prompt, response])
+    return instructions_of(path, read_table(path, [prompt, response]), prompt, response)
+
+
+def instructions_of(source: object, rows: Rows, prompt: str, response: str) -> TextData:
+    """Prompts and responses from rows that are there already; `source` is for error messages."""
     return TextData(
         kind="instruction",
-        text=tuple(_string(path, where, prompt, values[prompt]) for where, values in rows),
-        responses=tuple(_string(path, where, response, values[response]) for where, values in rows),
+        text=tuple(string(source, where, prompt, values[prompt]) for where, values in rows),
+        responses=tuple(string(source, where, response, values[response]) for where, values in rows),
     )
 
 
-def _string(path: str | os.PathLike[str], where: str, column: str, value: object) -> str:
+def string(source: object, where: str, column: str, value: object) -> str:
+    """`value`, a string that a tokeniser can read. Raises `DataError` with its place."""
     if not isinstance(value, str):
-        raise DataError(f"{path}, {where}: {column!r} must be a string; got {type(value).__name__} {value!r}.")
+        raise DataError(f"{source}, {where}: {column!r} must be a string; got {type(value).__name__} {value!r}.")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{path}, {where}: {column!r} holds half of a surrogate pair at character {error.start}, which no "
+                f"{source}, {where}: {column!r} holds half of a surrogate pair at character {error.start}, which no "
                 f"tokeniser can read. The text was cut inside an emoji or the like: mend the row."
             ) from error
     return value

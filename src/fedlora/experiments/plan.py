@@ -12,6 +12,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, parse_config
+from fedlora.training.metrics import best_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def mains(experiment: Experiment, profile: str, results: Mapping[str, Result]) -
 def chosen_value(experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result]) -> float | None:
     """The searched value that is best on validation, in the mean over the search's runs of all cells that share it.
 
-    None while one of them is missing. A tie goes to the smaller value.
+    Best by the runs' metric: the largest, or of a loss the least. None while one of them is missing. A tie goes to the
+    smaller value.
     """
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None:
@@ -69,14 +71,27 @@ def chosen_value(experiment: Experiment, profile: str, cell: Cell, results: Mapp
     if len(values) == 1:
         return values[0]
     alike = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
-    means = []
+    means: list[tuple[float, float]] = []
+    metrics: set[str] = set()
     for value in values:
         runs = [_planned(experiment, profile, c, seed, value, searching=True) for c in alike for seed in tune.seeds]
         found = [results[run.digest] for run in runs if run.digest in results]
         if len(found) < len(runs):
             return None
-        means.append(fmean(result.validation_best for result in found))
-    return values[means.index(max(means))]
+        means.append((value, fmean(result.validation_best for result in found)))
+        metrics |= {result.metric for result in found}
+    if len(metrics) > 1:
+        raise ConfigError(
+            f"experiment {experiment.name}: a search over runs of different metrics ({', '.join(sorted(metrics))}) "
+            f"cannot choose; give them one evaluate.metric."
+        )
+    best = best_of(metrics.pop(), means, lambda pair: pair[1])
+    if best is None:
+        raise ConfigError(
+            f"experiment {experiment.name}: none of {tune.key} = {', '.join(f'{v:g}' for v in values)} has a score on "
+            f"validation that is a number for {dict(cell)}: all of them diverged. Add smaller values."
+        )
+    return best[0]
 
 
 def _searched(experiment: Experiment, profile: str) -> list[Cell]:

@@ -6,6 +6,7 @@ Nothing in it depends on where it was made but for "machine" and "seconds": no p
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ import torch
 from fedlora.core import files
 from fedlora.errors import CheckpointError
 from fedlora.runs.folder import RunFolder, plain
+from fedlora.training.metrics import find_metric, is_better
 
 # One line of a run's log in short: what curves and spreads need.
 _KEPT = ("round", "metrics", "losses", "server_rank", "padded_error")
@@ -38,7 +40,9 @@ class Result:
 
     @property
     def validation_best(self) -> float:
-        return float(self.raw["validation"]["best"][self.metric])
+        """NaN where no round had a number: it diverged at once."""
+        score = self.raw["validation"]["best"].get(self.metric)
+        return math.nan if score is None else float(score)
 
     def score(self, which: str, last_k: int = 3) -> float | None:
         """A number by its name: "test, last", "test, best" (by validation), "unseen, last", "clients, last" (the mean
@@ -50,6 +54,7 @@ class Result:
             return self.rounds_to(float(which.removeprefix("rounds to ")))
         where, _, what = which.partition(", ")
         history = [line["metrics"][self.metric] for line in self.raw["history"] if line["metrics"]]
+        history = [math.nan if score is None else score for score in history]  # no JSON number: it diverged
         if where == "validation":
             changes = [b - a for a, b in pairwise(history)]
             if what == "last":
@@ -59,8 +64,9 @@ class Result:
             if what.startswith("mean of last"):
                 k = int(what.rsplit(" ", 1)[1])
                 return float(sum(history[-k:]) / len(history[-k:]))
-            if what == "largest drop":
-                return float(max([0.0, *(-change for change in changes)]))
+            if what == "largest drop":  # a rise, where less is better
+                up = find_metric(self.metric).larger_is_better
+                return float(max([0.0, *(-change if up else change for change in changes)]))
             if what == "jitter":
                 mean = sum(changes) / len(changes)
                 return float((sum((c - mean) ** 2 for c in changes) / max(len(changes) - 1, 1)) ** 0.5)
@@ -69,7 +75,7 @@ class Result:
             return sum(each) / len(each) if each else None
         scores = self.raw["test"] if where == "test" else self.raw["probes"]
         found = scores.get(what, {}) if where == "test" else scores.get(what, {}).get(where, {})
-        return float(found[self.metric]) if self.metric in found else None
+        return None if found.get(self.metric) is None else float(found[self.metric])
 
     def by_group(self, which: str) -> dict[str, float]:
         """Held-out set -> its own score, of "test, last", "unseen, last" and so on, where there are several sets."""
@@ -80,7 +86,7 @@ class Result:
     def rounds_to(self, target: float) -> int | None:
         """The first evaluated round whose validation metric reaches the target; None where none does (censored)."""
         for line in self.raw["history"]:
-            if line["metrics"] and line["metrics"][self.metric] >= target:
+            if line["metrics"] and not is_better(self.metric, target, line["metrics"][self.metric]):
                 return int(line["round"])
         return None
 

@@ -42,6 +42,11 @@ def open_federation(
     config = load_config(folder / "run.toml", [])
     if config.server.sketch_rank:
         raise ConfigError("server.sketch_rank is for simulated runs; the Flower app has no second exchange in a round.")
+    if config.evaluate.patience is not None:
+        raise ConfigError(
+            f"evaluate.patience = {config.evaluate.patience} is for runs on one machine; the Flower app measures at "
+            f"the end only, and plays all run.rounds. Leave it out."
+        )
     policy = Policy.read(folder / "policy.toml")
     server = config.server.build(config.method.build(), config.run.seed)
     seed_adapter, spec = read_adapter(folder / "start", scaling=config.lora.unit)

@@ -23,8 +23,10 @@ from fedlora.core.messages import Client, ClientMemory, Download
 from fedlora.core.method import Roles
 from fedlora.data import TextData
 from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.training.encoding import Cut
 from fedlora.training.local import LocalTrainer, TrainSettings
 from fedlora.training.models import AdaptedModel, LoRASettings, Task, model_digests
+from fedlora.training.prompting import find_template
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class SiteRound:
     played: Played
     start: Adapter
     ranks: str
+    cut: Cut
+    max_length: int
 
 
 def train_site(
@@ -101,11 +105,15 @@ def train_site(
         "settings": {name: getattr(settings, name) for name in ("lr", "optimizer", "steps", "epochs", "batch_size")},
         "seed": seed,
         "label_names": list(labels),
+        "template": find_template(settings.template, model.tokenizer).name if task == "causal-lm" else None,
         "fedlora": version("fedlora"),
     }
     write_upload(out, played.upload, spec, round=round, more=facts)
     distinct = sorted(set(ranks.values()))
-    return SiteRound(played, adapter, " to ".join(str(r) for r in dict.fromkeys((distinct[0], distinct[-1]))))
+    return SiteRound(
+        played, adapter, " to ".join(str(r) for r in dict.fromkeys((distinct[0], distinct[-1]))),
+        trainer.cut()[client], settings.max_length,
+    )  # fmt: skip
 
 
 def _received(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedlora.data import (
@@ -13,15 +14,16 @@ from fedlora.data import (
     dirichlet,
     iid,
     list_tasks,
-    read_classification,
+    read_answers,
+    read_classes,
     read_glue,
-    read_instructions,
     read_selection,
     read_tasks,
     select_tasks,
     split,
 )
-from fedlora.errors import ConfigError
+from fedlora.data.splits import inputs
+from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.sections import DataSection
 from fedlora.seeds import derive_seed
@@ -53,11 +55,48 @@ def deal(config: RunConfig, data_root: Path | None) -> Dealt:
     Raises:
         ConfigError, DataError: what cannot be read or dealt out as asked.
     """
+    share = config.clients.own_test
+    if share is not None and (config.data.clients or config.data.task == "superni"):
+        own = "data.clients" if config.data.clients else "data.task = 'superni'"
+        raise ConfigError(
+            f"clients.own_test = {share:g} is of one file that is dealt out, and with {own} each client has a test set "
+            f"of its own already, by data.test. Leave clients.own_test out."
+        )
     if config.data.task == "superni":
         return _superni(config, data_root)
-    if config.data.task is not None:
-        return _glue(config, data_root)
-    return _files(config)
+    dealt = _glue(config, data_root) if config.data.task is not None else _files(config)
+    return dealt if share is None else _with_own_tests(dealt, share, config.run.seed)
+
+
+def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
+    """A share of what each client was dealt becomes its own test set. Nobody trains on a copy of an example in it.
+
+    What several clients hold copies of is trained on and tests none of them; the rest of each part is split.
+    """
+    holders: dict[tuple[str, str], set[str]] = {}
+    for client, part in dealt.parts.items():
+        for one in inputs(part):
+            holders.setdefault(one, set()).add(client)
+    parts, tests = {}, {}
+    for client, part in dealt.parts.items():
+        alone = [i for i, one in enumerate(inputs(part)) if len(holders[one]) == 1]
+        common = sorted(set(range(len(part))) - set(alone))
+        wanted = share * len(part)
+        try:
+            if wanted >= len(alone):
+                raise DataError(f"{wanted:.4g} would be more than what no other client has a copy of")
+            train, _, tests[client] = split(
+                part.select(alone), validation=0, test=wanted / len(alone), seed=derive_seed(seed, "own-test", client)
+            )
+        except DataError as error:
+            raise ConfigError(
+                f"clients.own_test = {share:g} gives {client!r} no test set: it was dealt {len(part)} examples, "
+                f"{len(alone)} of which no other client has a copy of ({error}). A client needs {math.ceil(1 / share)} "
+                f"or more: raise clients.min_size to that (of a Dirichlet partition), deal to fewer clients, or raise "
+                f"clients.own_test."
+            ) from error
+        parts[client] = TextData.concat([train, part.select(common)]) if common else train
+    return replace(dealt, parts=parts, own_test=tests)
 
 
 def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
@@ -176,8 +215,8 @@ def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
         if path == "demo":
             return demo_data()
         if config.model.task == "classification":
-            return read_classification(Path(path), text=d.text, label=d.label, pair=d.pair, label_names=names)
-        return read_instructions(Path(path), prompt=d.prompt, response=d.response)
+            return read_classes(path, text=d.text, label=d.label, pair=d.pair, label_names=names)
+        return read_answers(path, prompt=d.prompt, response=d.response, messages=d.messages)
 
     found = {path: read(path) for path in paths}
     if len({data.label_names for data in found.values()}) == 1:

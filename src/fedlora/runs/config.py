@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
 from fedlora.runs.sections import (
     PACKAGED,
@@ -32,6 +33,7 @@ from fedlora.runs.sections import (
     TrainSection,
 )
 from fedlora.runs.unused import unused
+from fedlora.training.prompting import RAW
 
 # Defaults as they were when the first runs were stored, where they have changed since: digests are told against these.
 _FORMER_DEFAULTS = {("train", "lr"): 1e-3, ("train", "accumulation"): 1}
@@ -66,9 +68,14 @@ class RunConfig(Section):
         """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone, and so
         does a new default of an old key.
 
+        A language model's template is in it unless it is "none": so were all runs prompted before there was the key.
         run.workers does not count: it changes no bit. What its one thread does is in the manifest.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
+        if self.model.task == "causal-lm":
+            fields["data"].pop("template", None)
+            if self.data.prompting() != RAW:
+                fields["data"]["template"] = self.data.prompting()
         fields.get("run", {}).pop("workers", None)
         for (table, key), former in _FORMER_DEFAULTS.items():
             section: BaseModel = getattr(self, table)
@@ -182,11 +189,11 @@ def _located(config: RunConfig, folder: Path) -> RunConfig:
         return str((folder / path).resolve())
 
     data, model = config.data, config.model
-    changes: dict[str, Any] = {"clients": {c: absolute(p) for c, p in data.clients.items()}}
-    if data.train and data.train != "demo":
+    changes: dict[str, Any] = {"clients": {c: p if is_hub(p) else absolute(p) for c, p in data.clients.items()}}
+    if data.train and data.train != "demo" and not is_hub(data.train):
         changes["train"] = absolute(data.train)
     for part in ("validation", "test"):
-        if isinstance(getattr(data, part), str):
+        if isinstance(getattr(data, part), str) and not is_hub(getattr(data, part)):
             changes[part] = absolute(getattr(data, part))
     local = model.path not in PACKAGED and (folder / model.path).exists()
     return config.model_copy(

@@ -10,32 +10,42 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from fedlora.adapters.io import pad_rank, write_adapter
+from fedlora.adapters.io import pad_rank
 from fedlora.adapters.uploads import write_upload
 from fedlora.analysis.audit import gauge_drift, padded_average_error, storing_drift
 from fedlora.client import receive
 from fedlora.core import checkpoint
-from fedlora.core.lora import Adapter, LoRA, stack
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs import resuming
 from fedlora.runs.card import model_card
 from fedlora.runs.crew import crewed
-from fedlora.runs.folder import RunFolder
+from fedlora.runs.exported import write_export
+from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.tracking import check_trackers, make_tracker, numbers
+from fedlora.runs.readouts import global_adapter, with_base_change
+from fedlora.runs.samples import write_samples
+from fedlora.runs.tracking import Tracker, TrackerName, check_trackers, make_tracker, numbers, numbers_of_test
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
+from fedlora.training.evaluation import Measured
+from fedlora.training.metrics import best_of, is_better
+
+MOST_CLASSES = 100  # in a stored confusion matrix, whose size grows with their square
 
 
 def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> Iterator[RoundRecord]:
     """Run all rounds that are still to do, storing each; then write the adapters, the test result and the summary.
+
+    Where `evaluate.patience` ends the run early, the round that it ends with is the last in every respect.
 
     Raises:
         CheckpointError: the folder holds a run and `resume` is off, or holds another configuration.
@@ -62,17 +72,20 @@ def execute_events(
 def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[ClientDone | RoundRecord]:
     config, server = prepared.config, prepared.server
     check_trackers(config.run.track)
+    resumed = folder.exists()
     state = _opened(prepared, folder, resume)
     lines = folder.rewind(state.round)
-    trackers = [make_tracker(name, folder.path, json.loads(config.canonical())) for name in config.run.track]
-    metric = prepared.metric
-    best = max((line["metrics"][metric] for line in lines if line["metrics"]), default=-1.0)
+    trackers = [_tracker(name, prepared, folder, lines, resumed) for name in config.run.track]
+    metric, patience = prepared.metric, config.evaluate.stopping()
+    best_line = best_of(metric, [line for line in lines if line["metrics"]], lambda line: line["metrics"][metric])
+    best = best_line["metrics"][metric] if best_line else None
+    stopped = patience.stop(lines, config.run.rounds) if patience else None
     events = play(
         server,
         prepared.clients,
         prepared.workers,
         state,
-        rounds=config.run.rounds,
+        rounds=config.run.rounds if stopped is None else state.round,
         participation=config.run.participation,
         seed=config.run.seed,
         evaluator=prepared.validation,
@@ -86,7 +99,10 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
             continue
         record = event
         before, state = state, record.state
-        last = state.round == config.run.rounds
+        if patience:
+            seen = [*lines, plain({"round": record.round, "metrics": record.metrics})]
+            stopped = patience.stop(seen, config.run.rounds)
+        last = state.round == config.run.rounds or stopped is not None
         if config.run.keep_uploads == "all" or (last and config.run.keep_uploads == "last"):
             _keep_uploads(prepared, folder, before, record)
         began = time.perf_counter()
@@ -95,17 +111,28 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
             record = replace(record, seconds={**record.seconds, "diagnose": time.perf_counter() - began})
         line = describe(record, padded_error=padded, gauge=_gauge(prepared, record) if last else None)
         folder.append_metrics(line)
+        lines.append(plain(line))
         for tracker in trackers:
             tracker.log(record.round, numbers(line))
-        if record.metrics and record.metrics[metric] > best:
+        if record.metrics and is_better(metric, record.metrics[metric], best):
             best = record.metrics[metric]
             checkpoint.save(folder.best_checkpoint, state.round, state, keep=1)
         if last or state.round % config.run.checkpoint_every == 0:
             checkpoint.save(folder.checkpoints, state.round, state, keep=config.run.keep_checkpoints)
         yield record
-    for tracker in trackers:
-        tracker.close()
-    _finish(prepared, folder, state)
+        if last:
+            break
+    _finish(prepared, folder, state, stopped, trackers)
+
+
+def _tracker(
+    name: TrackerName, prepared: Prepared, folder: RunFolder, lines: Sequence[Mapping[str, Any]], resumed: bool
+) -> Tracker:
+    """A tracker that knows all rounds before: after a resume it is told them again."""
+    tracker = make_tracker(name, folder.path, json.loads(prepared.config.canonical()), anew=resumed)
+    for line in lines:
+        tracker.log(line["round"], numbers(line))
+    return tracker
 
 
 def describe(
@@ -148,6 +175,7 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
     resuming.check_content(folder, prepared.manifest)
     if changed:
         resuming.settle(folder, prepared.config, prepared.manifest)
+    folder.sweep()
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State)
     return loaded[1] if loaded else fresh
 
@@ -205,36 +233,57 @@ def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, dict[str, float
     return found
 
 
-def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
+def _finish(
+    prepared: Prepared,
+    folder: RunFolder,
+    state: RunState,
+    stopped: Mapping[str, Any] | None,
+    trackers: Sequence[Tracker],
+) -> None:
     """Adapters, the test result and the summary. The summary comes last: where it is, the run is complete."""
     server, lines = prepared.server, folder.metrics()
     scored = [line for line in lines if line["metrics"]]
-    best_line = max(scored, key=lambda line: line["metrics"][prepared.metric], default=None)
+    best_line = best_of(prepared.metric, scored, lambda line: line["metrics"][prepared.metric])
     loaded = _best_state(prepared, folder) if best_line else None
     states = {"adapter": state} | ({"best": loaded[1]} if loaded else {})
+    measured: dict[str, Measured] = {}
     results: dict[str, dict[str, float]] = {}
     probes: dict[str, dict[str, dict[str, float]]] = {}
+    exported: list[Path] = []
+
+    def export(place: Path, adapter: Adapter, card: str) -> None:
+        """The tokenizer is the same everywhere: the later folders have links to the first one's."""
+        first, labels = exported[0] if exported else None, prepared.manifest["data"]["labels"]
+        write_export(place, adapter, prepared.spec, prepared.tokenizer, labels, card, like=first)
+        exported.append(place)
+
     for name, chosen in states.items():
         if name == "best" and chosen.round == state.round:  # the same state
-            results[name], probes[name] = results["adapter"], probes["adapter"]
+            measured[name], results[name], probes[name] = measured["adapter"], results["adapter"], probes["adapter"]
         else:
-            results[name] = prepared.test.evaluate(server, chosen) if prepared.test else {}
+            measured[name] = prepared.test.measure(server, chosen) if prepared.test else Measured({}, None)
+            results[name] = measured[name].scores
             probes[name] = {probe: evaluator.evaluate(server, chosen) for probe, evaluator in prepared.probes.items()}
         if server.has_global_model(chosen.server):
             adapter = global_adapter(server, chosen)
-            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name], prepared.spec)
-            write_adapter(folder.path / name, adapter, prepared.spec, card=card)
+            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name])
+            export(folder.path / name, adapter, card)
+    asked = prepared.config.evaluate.clients_at_end
+    each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
+    common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
     if prepared.config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
             memory = state.clients.get(client.id, ClientMemory())
             download = server.download(state.server, as_pruned(client, memory))
             mine = receive(download, memory.kept)
-            write_adapter(folder.path / "clients" / client.id, _whole(mine, download.base_delta), prepared.spec)
-    each = (
-        prepared.test.measure_clients(server, state)
-        if prepared.test and prepared.config.evaluate.clients_at_end
-        else {}
-    )
+            own, scores = with_base_change(mine, download.base_delta), each.get(client.id, {})
+            card = model_card(prepared.manifest, prepared.config, own, state.round, scores, client=client.id)
+            export(folder.path / "clients" / client.id, own, card)
+    for tracker in trackers:  # before the summary: what is lost by a kill here is told again
+        for name, chosen in states.items():
+            tracker.log(chosen.round, numbers_of_test(results[name], best=name == "best"))
+        tracker.close()
+    write_samples(prepared, folder, state)
     folder.write_json(
         "summary.json",
         {
@@ -248,9 +297,12 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
                 "best": best_line["metrics"] if best_line else {},
             },
             "best_round": best_line["round"] if best_line else None,
+            "stopped_early": stopped,
             "test": {"last": results["adapter"], "best": results.get("best", {})},
+            "confusion": _confusion(prepared, measured),
             "probes": {"last": probes["adapter"], "best": probes.get("best", {})},
             "clients_at_end": each,
+            "clients_at_end_common": common,
             "seconds": {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) for phase in _phases(lines)},
             "bytes": {key: sum(line["bytes"][key] for line in lines) for key in (lines[0]["bytes"] if lines else ())},
             "server_rank": lines[-1]["server_rank"] if lines else None,
@@ -263,6 +315,16 @@ def _finish(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
     )
 
 
+def _confusion(prepared: Prepared, measured: Mapping[str, Measured]) -> dict[str, Any] | None:
+    """The test set's confusion matrices with the classes' names: a row is a true class, a column what it was taken for.
+    None for a language model, without a test set, and of more than 100 classes."""
+    classes = prepared.manifest["data"]["labels"]
+    if measured["adapter"].confusion is None or len(classes) > MOST_CLASSES:
+        return None
+    best = measured.get("best")
+    return {"classes": classes, "last": measured["adapter"].confusion, "best": best.confusion if best else None}
+
+
 def _phases(lines: list[dict[str, Any]]) -> list[str]:
     return sorted({phase for line in lines for phase in line["seconds"]})
 
@@ -273,17 +335,3 @@ def _best_state(prepared: Prepared, folder: RunFolder) -> tuple[int, RunState] |
     except CheckpointError as error:  # the run itself is whole
         warnings.warn(f"best/ is not written: {error}", stacklevel=2)
         return None
-
-
-def _whole(adapter: Adapter, base: Mapping[str, LoRA]) -> Adapter:
-    """The adapter with the change of the base weight in it: a directory is loaded on the pre-trained base."""
-    modules = {
-        name: stack([base[name], lora], [1.0, 1.0]) if name in base else lora for name, lora in adapter.modules.items()
-    }
-    return Adapter(modules, adapter.heads)
-
-
-def global_adapter(server: Server, state: RunState) -> Adapter:
-    """The server's model as one adapter: its whole update at full rank, base change included, and the heads."""
-    update = server.global_update(state.server)
-    return Adapter({name: pad_rank(lora, 1) for name, lora in update.items()}, state.server.heads)

@@ -3,6 +3,7 @@
 config.json        the resolved configuration          metrics.jsonl     one line a round
 manifest.json      versions, commit, device, hashes    checkpoints/      the newest states; best/ the best one's
 summary.json       the result; written last            adapter/          the final server model, a PEFT directory
+samples.jsonl, samples.md  a language model's answers to held-out prompts, before and after
 plots/*.png                                            best/             the best one by validation, likewise
 uploads/           what clients sent, on request (run.keep_uploads)
 clients/ID/        each client's readout, on request (run.readouts), or where there is no server model
@@ -99,6 +100,14 @@ class RunFolder:
             file.write(json.dumps(plain(line), sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def sweep(self) -> None:
+        """Remove what a killed process had half written."""
+        for path in self.path.rglob("*.part"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def rewind(self, round: int) -> list[dict[str, Any]]:
         """Forget what comes after `round`: rounds that were logged, but whose state was lost. Returns what is left."""

@@ -20,6 +20,7 @@ from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.rank_profiles import is_attention
 from fedlora.training.models import AdaptedModel, model_digests
+from fedlora.training.prompting import find_template
 
 
 def manifest(
@@ -45,14 +46,28 @@ def manifest(
             "train": {c: _facts(p) for c, p in parts.items()},
             "validation": _facts(TextData.concat(list(data.validation.values()))),
             "test": _facts(TextData.concat(list(data.test.values()))),
+            **({"own_test": {c: _facts(p) for c, p in data.own_test.items()}} if config.clients.own_test else {}),
             "probes": {name: _facts(TextData.concat(list(sets.values()))) for name, sets in data.probes.items()},
             "categories": dict(data.categories),
             "labels": list(first.label_names),
             "label_counts": dict(zip(parts, counts.tolist(), strict=True)) if counts is not None else None,
+            **_template(config, model),
         },
         "clients": {c.id: shown_rank(c) for c in clients},
         "method": repr(method),
     }
+
+
+def _template(config: RunConfig, model: AdaptedModel) -> dict[str, str]:
+    """What stands around a language model's prompts; a classifier has none."""
+    if config.model.task != "causal-lm":
+        return {}
+    return {"template": find_template(config.data.prompting(), model.tokenizer).name}
+
+
+def prompted(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A stored manifest's data; one of a language model that does not say its template is of a time without: raw."""
+    return theirs if "template" in theirs or "template" not in ours else {**theirs, "template": "raw"}
 
 
 def _facts(data: TextData) -> dict[str, Any]:

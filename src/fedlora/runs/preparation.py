@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,19 @@ from fedlora.core.messages import Client
 from fedlora.core.trainer import Workers
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
-from fedlora.runs.client_data import deal
+from fedlora.runs.base_names import base_name
+from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
+from fedlora.runs.exported import named
 from fedlora.runs.manifest import manifest
+from fedlora.runs.samples import draw_samples
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.local import LocalTrainer
+from fedlora.training.metrics import METRICS, generates, score_name
 from fedlora.training.models import AdaptedModel
 
 
@@ -33,7 +37,8 @@ class Prepared:
 
     parts: client -> its training data. workers: who trains, and how many clients at a time. processes: how many do the
     work, see `crew`. test: on the test data; probes: further test sets by name ("unseen",
-    "validation_mismatched"), measured at the end only.
+    "validation_mismatched"), measured at the end only. samples: held-out prompts of a language model whose answers are
+    kept, before and after.
 
     Example:
         >>> prepared = prepare(load_config(Path("config.toml")))
@@ -52,10 +57,12 @@ class Prepared:
     validation: ModelEvaluator | None
     test: ModelEvaluator | None
     probes: Mapping[str, ModelEvaluator]
+    samples: TextData | None
     target: Target
     metric: str
     seed_adapter: Adapter
     spec: AdapterSpec
+    tokenizer: Any
     manifest: Mapping[str, Any]
 
 
@@ -78,7 +85,9 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         torch.set_num_threads(threads)
     check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
+    _check_task(config)
     data = deal(config, data_root)
+    _check_measuring(config, data)
     parts = data.parts
     types = config.clients.assigned(list(parts), config.run.seed)
     labels = next(iter(parts.values())).label_names
@@ -101,17 +110,23 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         target = "server" if server.has_global_model(initial) else "clients"
     _check_fit(config, server, initial, target, len(clients))
     bf16, max_length = config.model.bf16, config.data.max_length
+    template = config.data.prompting() if config.model.task == "causal-lm" else None
     settings = config.train.settings(
-        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16
+        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16, template=template
     )
 
     def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
         return config.evaluate.evaluator(
-            model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16
+            model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16, template=template
         )  # fmt: skip
 
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
     trainer = config.train.trainer(model, parts, settings, config.run.seed)
+    facts = {
+        **manifest(config, data, clients, model, server.method),
+        "evaluation_target": target,
+        "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
+    }
     return Prepared(
         config=config,
         server=server,
@@ -124,27 +139,79 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         validation=evaluator(data.validation, data.own_validation),
         test=evaluator(data.test, data.own_test),
         probes={name: probe for name, probe in probes.items() if probe is not None},
+        samples=_samples(config, data),
         target=target,
-        metric=config.evaluate.metric.replace("-", "_"),
+        metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
-        spec=spec,
-        manifest=manifest(config, data, clients, model, server.method) | {"evaluation_target": target},
+        spec=named(spec, base_name(config.model.path, facts["model"]["sha256"]).name),
+        tokenizer=model.tokenizer,
+        manifest=facts,
     )
+
+
+def _check_measuring(config: RunConfig, data: Dealt) -> None:
+    """Raises `ConfigError` for settings of evaluation that ask for data which are not there, or measure none of it."""
+    e = config.evaluate
+    if e.patience is not None and not any(len(part) for part in data.validation.values()):
+        raise ConfigError(
+            f"evaluate.patience = {e.patience} looks at the validation metric, and there are no validation data: "
+            f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
+        )
+    if config.clients.own_test is not None and not any(len(part) for part in data.test.values()):
+        raise ConfigError(
+            f"clients.own_test = {config.clients.own_test:g} comes beside a common test set, and data.test = "
+            f"{config.data.test!r} holds nothing. Give data.test a share or a file."
+        )
+    if config.clients.own_test is not None and not e.clients_at_end and e.target != "clients":
+        raise ConfigError(
+            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would measure: set "
+            f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
+        )
+    if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
+        there = "a common one only" if not data.own_test else "each client's own only"
+        raise ConfigError(
+            f"evaluate.clients_at_end = 'both' is the clients' own test sets and the common one, and there is {there}. "
+            f"Give clients.own_test and data.test, or set it to true."
+        )
+
+
+def _check_task(config: RunConfig) -> None:
+    """Raises `ConfigError` where something is set for a language model, and the task is another one."""
+    if config.model.task == "causal-lm":
+        return
+    for section, key in (("data", "template"), ("data", "messages"), ("evaluate", "samples")):
+        table = getattr(config, section)
+        if getattr(table, key) != type(table).model_fields[key].default:
+            raise ConfigError(
+                f"{section}.{key} = {getattr(table, key)!r} is of language models, and model.task is "
+                f"{config.model.task!r}: leave one of them out."
+            )
+
+
+def _samples(config: RunConfig, data: Dealt) -> TextData | None:
+    """Held-out prompts whose answers are kept: of the test data, or of validation where there are none."""
+    if config.model.task != "causal-lm":
+        return None
+    held = [list(sets.values()) for sets in (data.test, data.validation)]
+    chosen = next((sets for sets in held if any(len(part) for part in sets)), [])
+    return draw_samples(chosen, config.evaluate.samples, config.run.seed)
 
 
 def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: Target, clients: int) -> None:
     """Raises `ConfigError` for options that can never work with this method or these clients."""
     name, roles = server.method.name, server.roles(initial)
-    if config.evaluate.metric != "accuracy":
-        if config.model.task != "causal-lm":
-            raise ConfigError(
-                f"evaluate.metric = {config.evaluate.metric!r} is of generated text; the task classifies."
-            )
-        if config.evaluate.metric == "rouge-l" and config.evaluate.max_new_tokens >= config.data.max_length:
-            raise ConfigError(
-                f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
-                f"data.max_length = {config.data.max_length}."
-            )
+    if config.model.task not in METRICS[config.evaluate.metric].tasks:
+        wanted = "classes" if config.model.task == "causal-lm" else "generated text"
+        there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
+        raise ConfigError(
+            f"evaluate.metric = {config.evaluate.metric!r} is of {wanted}, and model.task is {config.model.task!r}; "
+            f"there is {there}."
+        )
+    if generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
+        raise ConfigError(
+            f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
+            f"data.max_length = {config.data.max_length}."
+        )
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
     if target == "server" and not server.has_global_model(initial):

@@ -14,10 +14,13 @@ from pydantic import ValidationError
 from fedlora.errors import CheckpointError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.manifest import prompted
 from fedlora.runs.unused import has_no_effect
 
-# What is stored, shown or measured on the way; no round depends on it. run.rounds has a rule of its own below.
+# What is stored, shown or measured on the way; no round depends on it. run.rounds has a rule of its own below, and
+# torch's threads are compared as they were, in the manifest.
 HARMLESS = frozenset((
+    "run.workers", "run.threads",
     "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads", "run.track",
     "evaluate.every", "evaluate.clients_at_end",
 ))  # fmt: skip
@@ -46,6 +49,7 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
 def check_content(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` unless model, data and threads are those of the stored run."""
     stored = folder.read_json("manifest.json")
+    _check_template(folder, stored["data"], manifest["data"])
     theirs, ours = stored.get("model", {}), manifest["model"]
     known = bool(ours["sha256"])  # a hub id has no files here, and is known by its name
     said = [f"the model {ours['path']!r}"] if theirs.get("sha256" if known else "path") != ours[
@@ -57,6 +61,16 @@ def check_content(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{folder.path} holds a run with another content of: {', '.join(said)}. Going on would mix two runs. "
             f"Resume with the same model, data and threads, or choose another --out."
+        )
+
+
+def _check_template(folder: RunFolder, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    was, now = prompted(theirs, ours).get("template"), ours.get("template")
+    if was != now:
+        raise CheckpointError(
+            f"{folder.path} was begun with the prompts' template {was!r}, and now it is {now!r}. "
+            + ("Set data.template = 'none' to go on with it" if was == "raw" else "Set data.template as it was")
+            + ", or choose another --out."
         )
 
 

@@ -21,16 +21,20 @@ from fedlora.data import TextData, demo_model, smollm2_model
 from fedlora.errors import ConfigError
 from fedlora.methods import build
 from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
+from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import TrackerName
 from fedlora.server.server import Heads, Server
 from fedlora.server.sketched_round import Sketch
 from fedlora.server.terms import Weighting
 from fedlora.simulation import UploadHook
+from fedlora.training.class_weights import Balanced
 from fedlora.training.encoding import LossOn
-from fedlora.training.evaluation import Metric, ModelEvaluator, Target
+from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.grouped import GroupedTrainer
 from fedlora.training.local import LocalTrainer, Optimizer, Schedule, TrainSettings
+from fedlora.training.metrics import MetricName, score_name
 from fedlora.training.models import AdaptedModel, LoRASettings, Task
+from fedlora.training.prompting import CHAT, RAW, check_template
 from fedlora.training.targets import Targets, check_targets, check_words
 from fedlora.workers.processes import available
 
@@ -242,7 +246,8 @@ class ClientsSection(Section):
     in that order, or, with `profile`, the values that the profile distributes; one value serves everybody. An entry is
     a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring ranks of their own.
     Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet" label skew of
-    `alpha` (default 1) with at least `min_size` examples each, or "iid".
+    `alpha` (default 1) with at least `min_size` examples each, or "iid". own_test: a share of what each client was
+    dealt that it never trains on and is measured on (evaluate.clients_at_end), beside the common test set.
     """
 
     count: Positive | None = None
@@ -251,6 +256,7 @@ class ClientsSection(Section):
     partition: Literal["dirichlet", "iid"] = "dirichlet"
     alpha: Annotated[float, Field(gt=0)] | None = None
     min_size: Positive = 8
+    own_test: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     def types(self) -> list[RankType]:
         """`ranks` as types of clients; without them rank 8 for all, or the paper's five for a profile."""
@@ -290,7 +296,11 @@ class DataSection(Section):
     are the official validation files. Best is chosen on validation only. max_train, max_test: at most so many examples
     (of each client's or task's, for superni), drawn by the seed. tasks, unseen: how many tasks of superni are clients,
     and how many nobody trains on; task_lists: two files below the root that name them, in place of a draw by the seed.
-    loss_on: of an instruction, the response or all of it.
+    loss_on: of an instruction, the response or all of it. messages: the column of conversations, in place of prompt and
+    response; where it is left out, "messages", if the rows have that and not the others. template: what stands around
+    prompts: "chat", the model's own chat template, also where nothing is said (but for superni, which brings its own
+    prompts); "none"; a text with {prompt} in it, which the response follows; or a Jinja chat template. A source may
+    also be a Parquet file, or "hf://owner/name?config=...&split=...&revision=..." by the library datasets.
     """
 
     train: str | None = None
@@ -307,9 +317,26 @@ class DataSection(Section):
     label: str = "label"
     prompt: str = "prompt"
     response: str = "response"
+    messages: str | None = None
+    template: str | None = None
     validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_length: Positive = 128
+
+    def prompting(self) -> str:
+        """What `template` means for a language model here: "chat" where nothing is said, for superni "none"."""
+        return self.template or (RAW if self.task == "superni" else CHAT)
+
+    @model_validator(mode="after")
+    def _one_kind_of_rows(self) -> DataSection:
+        given = [name for name in ("prompt", "response") if getattr(self, name) != name]
+        if self.messages is not None and given:
+            raise ValueError(
+                f"data.messages = {self.messages!r} reads conversations, and data.{given[0]} is of instructions: leave "
+                f"one of them out"
+            )
+        check_template(self.template)
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
@@ -329,9 +356,13 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once."""
+    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once.
 
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    class_weights: what an example counts in the training loss, by its class: "balanced" (by each client's own counts),
+    or a table {name = weight}, where a class that is not named has 1.
+    """
+
+    lr: Annotated[float, Field(gt=0)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     steps: Annotated[int, Field(ge=0)] = 10
@@ -341,11 +372,14 @@ class TrainSection(Section):
     together: Positive = 1
     clip: Annotated[float, Field(ge=0)] = 1.0
     schedule: Schedule = "constant"
+    class_weights: Balanced | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
 
-    def settings(self, *, rounds: int, max_length: int, loss_on: LossOn, bf16: bool) -> TrainSettings:
+    def settings(
+        self, *, rounds: int, max_length: int, loss_on: LossOn, bf16: bool, template: str | None = None
+    ) -> TrainSettings:
         """These, with what other sections say."""
         own = self.model_dump(exclude={"together"})
-        return TrainSettings(**own, rounds=rounds, max_length=max_length, loss_on=loss_on, bf16=bf16)
+        return TrainSettings(**own, rounds=rounds, max_length=max_length, loss_on=loss_on, bf16=bf16, template=template)
 
     def trainer(
         self, model: AdaptedModel, parts: Mapping[str, TextData], settings: TrainSettings, seed: int
@@ -361,16 +395,38 @@ class TrainSection(Section):
 class EvaluateSection(Section):
     """target: what is measured, the "server" model or the "clients"; "auto" is the server where it has a model.
 
-    metric: what is reported and chosen by: "accuracy", or for generated text "rouge-l" (greedy, up to max_new_tokens)
-    and "rouge-l-teacher-forced". clients_at_end: also measure each client's own readout on the test set, once.
+    metric: what is reported and chosen by: "accuracy", "loss" (the lower the better), of classes also
+    "balanced-accuracy", "macro-f1" and "matthews"; of a language model "perplexity" (the lower the better), or of its
+    answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match", and "rouge-l-teacher-forced". clients_at_end:
+    also measure each client's own readout, once: on its own test set where it has one, else on the common one; "both":
+    on both. patience: stop after so many evaluations in a row whose metric on validation is not better, by more than
+    min_delta, than the best before; schedules of the learning rate stay those of all run.rounds.
+    samples: so many held-out prompts of a language model, whose greedy answers before and after training are kept in
+    samples.jsonl and samples.md.
     """
 
     every: Positive = 1
     target: Target | Literal["auto"] = "auto"
-    metric: Metric = "accuracy"
+    metric: MetricName = "accuracy"
     max_new_tokens: Positive = 64
-    clients_at_end: bool = False
+    clients_at_end: bool | Literal["both"] = False
     batch_size: Positive = 64
+    patience: Positive | None = None
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    samples: Annotated[int, Field(ge=0)] = 5
+
+    @model_validator(mode="after")
+    def _delta_of_patience(self) -> EvaluateSection:
+        if self.min_delta and self.patience is None:
+            raise ValueError(
+                f"evaluate.min_delta = {self.min_delta} is a part of evaluate.patience, which is not set; set it too, "
+                f"or leave min_delta out"
+            )
+        return self
+
+    def stopping(self) -> Patience | None:
+        """When to stop early."""
+        return None if self.patience is None else Patience(score_name(self.metric), self.patience, self.min_delta)
 
     def evaluator(
         self,
@@ -382,6 +438,7 @@ class EvaluateSection(Section):
         own: Mapping[str, TextData],
         max_length: int,
         bf16: bool,
+        template: str | None = None,
     ) -> ModelEvaluator | None:
         """What measures on these sets; None where they hold nothing."""
         if not any(len(part) for part in sets.values()):
@@ -389,4 +446,5 @@ class EvaluateSection(Section):
         return ModelEvaluator(
             model, sets, clients, target=target, metric=self.metric, own=own, max_length=max_length,
             max_new_tokens=self.max_new_tokens, batch_size=self.batch_size, bf16=bf16,
+            template=template,
         )  # fmt: skip

@@ -6,6 +6,8 @@ Each is an optional library: named in a config (`run.track`) and missing here, t
 from __future__ import annotations
 
 import importlib
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,22 +33,31 @@ _MODULES: Mapping[TrackerName, str] = {
 
 
 class TensorBoard:
-    """Event files in the run folder."""
+    """Event files in the run folder's tensorboard/, on disk after each round.
 
-    def __init__(self, folder: Path) -> None:
+    anew: remove event files that are there; the run is resumed, and all its rounds are told again.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], *, anew: bool) -> None:
         writer = _library("tensorboard").SummaryWriter
+        if anew:
+            for old in (folder / "tensorboard").glob("events.out.tfevents.*"):
+                old.unlink()
         self._writer: Any = writer(str(folder / "tensorboard"))
+        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", 0)
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, round)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Logger:
-    """trackio and wandb, which share init, log and finish."""
+    """trackio and wandb, which share init, log and finish. A resumed run is a new one there, of the same name, and is
+    told all its rounds again; the old one ends where it was stopped."""
 
     def __init__(self, name: TrackerName, folder: Path, config: Mapping[str, Any]) -> None:
         self._library: Any = _library(name)
@@ -65,19 +76,33 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
         _library(name)
 
 
-def make_tracker(name: TrackerName, folder: Path, config: Mapping[str, Any]) -> Tracker:
-    """The tracker of that name. Raises `ConfigError` where its library is missing."""
-    return TensorBoard(folder) if name == "tensorboard" else Logger(name, folder, config)
+def make_tracker(name: TrackerName, folder: Path, config: Mapping[str, Any], *, anew: bool = False) -> Tracker:
+    """The tracker of that name. anew: the run is resumed, and all its rounds will be told again.
+
+    Raises `ConfigError` where its library is missing.
+    """
+    return TensorBoard(folder, config, anew=anew) if name == "tensorboard" else Logger(name, folder, config)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """What of a line of metrics.jsonl a tracker takes: metrics, mean loss, bytes, rank and error; not each client's."""
+    """What of a line of metrics.jsonl a tracker takes: metrics/NAME with all details, loss (the mean over clients) and
+    loss/CLIENT, seconds/PHASE, bytes, server_rank and padded_error. What is no number (NaN) is left out."""
     losses = [loss for loss in line["losses"].values() if loss is not None]
-    found = {f"metrics/{name}": value for name, value in line["metrics"].items() if "/" not in name}
+    found = {f"metrics/{name}": value for name, value in line["metrics"].items()}
+    found |= {f"loss/{client}": loss for client, loss in line["losses"].items()}
     found |= {f"seconds/{phase}": spent for phase, spent in line["seconds"].items()}
     found |= {"bytes": line["bytes"]["total"], "server_rank": line["server_rank"], "padded_error": line["padded_error"]}
     found |= {"loss": sum(losses) / len(losses)} if losses else {}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    return _finite(found)
+
+
+def numbers_of_test(scores: Mapping[str, float], *, best: bool) -> dict[str, float]:
+    """A state's scores on the test set: test/NAME of the last round's, test_best/NAME of the best one's."""
+    return _finite({f"{'test_best' if best else 'test'}/{name}": value for name, value in scores.items()})
+
+
+def _finite(found: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
 def _library(name: TrackerName) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from fedlora.data.text import TextData
 from fedlora.errors import DataError
+from fedlora.training.fitting import fit_prompt, fit_talk, talk_of
+from fedlora.training.prompting import Template, find_template
 
 Example = dict[str, Any]
 Encoded = list[Example]
@@ -18,67 +22,116 @@ LossOn = Literal["response", "all"]
 IGNORED = -100  # a label that the loss skips
 
 
-def encode(data: TextData, tokenizer: Any, *, max_length: int, loss_on: LossOn = "response") -> Encoded:
+def encode(
+    data: TextData, tokenizer: Any, *, max_length: int, loss_on: LossOn = "response", template: str | None = None
+) -> Encoded:
     """One dict for each example: input_ids, labels, and token_type_ids where the tokenizer tells a pair apart by them.
 
-    Classification: the text (and its pair), cut at `max_length` tokens. Instructions: prompt, response and an end
-    token, with the loss on the response only (loss_on="all": on the prompt too); where they are too long the prompt is
-    cut, never the response: first the end of what `data.droppable` names, then from the front.
+    Classification: the text (and its pair), cut at `max_length` tokens. Instructions: what `template` makes of prompt
+    and response, with the loss on the assistant's turns, each with the token that ends it, and on nothing else
+    (loss_on="all": on everything). Where they are too long, the earliest exchanges go first, then what `data.droppable`
+    names from its end, then the prompt from its front; never the last response, and of a template nothing. A cut
+    example says by "cut" how many tokens it lost.
+
+    Args:
+        template: as the key data.template: None or "chat" is the tokenizer's own chat template, "none" the prompt as it
+            stands, or a text with {prompt}, or a Jinja chat template. See `prompting`. Of no use to a classification.
 
     Raises:
-        DataError: a response alone is longer than `max_length`.
+        ConfigError: no such template. DataError: a response alone is longer than `max_length`, or a conversation that
+            the template does not take.
     """
     if len(data) == 0:
         return []
     if data.kind == "classification":
-        assert data.labels is not None
-        pair = list(data.pair) if data.pair is not None else None
-        encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
-        fields = ["input_ids"] + (["token_type_ids"] if pair and "token_type_ids" in encoded else [])
-        return [{name: encoded[name][k] for name in fields} | {"labels": y} for k, y in enumerate(data.labels)]
+        return _classes(data, tokenizer, max_length)
     assert data.responses is not None
-    prompts = [_prompt_tokens(data, k, tokenizer) for k in range(len(data))]
-    answers = tokenizer(list(data.responses), add_special_tokens=False)["input_ids"]
+    around = find_template(template, tokenizer)
     examples = []
-    for k, ((prompt, spare), answer) in enumerate(zip(prompts, answers, strict=True)):
-        answer = [*answer, tokenizer.eos_token_id]
-        room = max_length - len(answer)
-        if room < 1:
-            raise DataError(
-                f"example {k}: its response has {len(answer)} tokens and leaves no room for a prompt within "
-                f"max_length = {max_length}. Raise max_length, or leave the example out."
-            )
-        prompt = _cut(prompt, spare, room, tokenizer)
-        asked = prompt if loss_on == "all" else [IGNORED] * len(prompt)
-        examples.append({"input_ids": prompt + answer, "labels": asked + answer})
+    for k in range(len(data)):
+        with _in_example(k):
+            examples.append(_instruction(data, k, tokenizer, around, max_length, loss_on))
     return examples
 
 
-def encode_prompts(data: TextData, tokenizer: Any, *, max_length: int) -> list[list[int]]:
-    """The prompts alone, cut as `encode` cuts them, for generation."""
-    return [_cut(*_prompt_tokens(data, k, tokenizer), max_length, tokenizer) for k in range(len(data))]
+def encode_prompts(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> list[list[int]]:
+    """The prompts alone, cut as `encode` cuts them, for generation: with the opening of the answer behind them."""
+    if len(data) == 0:
+        return []
+    around = find_template(template, tokenizer)
+    prompts = []
+    for k in range(len(data)):
+        with _in_example(k):
+            if around.kind == "chat":
+                prompts.append(fit_talk(data, k, max_length, tokenizer, around).prompt)
+            else:
+                prompts.append(fit_prompt(data, k, max_length, tokenizer, around)[0])
+    return prompts
 
 
-def _cut(prompt: list[int], spare: list[int], room: int, tokenizer: Any) -> list[int]:
-    """At most `room` tokens: the last of the spare places go first, then those at the front, but for a start token."""
-    surplus = len(prompt) - room
-    if surplus > 0 and spare:
-        dropped = set(spare[-surplus:])
-        prompt = [token for place, token in enumerate(prompt) if place not in dropped]
-    if len(prompt) > room:
-        start = prompt[:1] if prompt[0] == tokenizer.bos_token_id and room > 1 else []
-        prompt = start + prompt[len(prompt) - room + len(start) :]
-    return prompt
+@dataclass(frozen=True)
+class Cut:
+    """What did not fit into max_length: how many of `examples` were cut, and how many tokens they lost together."""
+
+    examples: int
+    cut: int
+    tokens: int
 
 
-def _prompt_tokens(data: TextData, k: int, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """A prompt's token ids, and the places in it that may be dropped: those of `data.droppable`."""
-    start, end = data.droppable[k] if data.droppable is not None else (0, 0)
-    if end <= start:
-        return tokenizer(data.text[k])["input_ids"], []
-    encoded = tokenizer(data.text[k], return_offsets_mapping=True)
-    inside = [place for place, (a, b) in enumerate(encoded["offset_mapping"]) if start <= a < b <= end]
-    return encoded["input_ids"], inside
+def cut_of(examples: Iterable[Example]) -> Cut:
+    """How much of these examples was cut."""
+    lost = [example.get("cut", 0) for example in examples]
+    return Cut(len(lost), sum(tokens > 0 for tokens in lost), sum(lost))
+
+
+def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
+    assert data.labels is not None
+    pair = list(data.pair) if data.pair is not None else None
+    encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
+    fields = ["input_ids"] + (["token_type_ids"] if pair and "token_type_ids" in encoded else [])
+    examples = [{name: encoded[name][k] for name in fields} | {"labels": y} for k, y in enumerate(data.labels)]
+    full = [k for k, example in enumerate(examples) if len(example["input_ids"]) == max_length]
+    if full:
+        whole = tokenizer([data.text[k] for k in full], [pair[k] for k in full] if pair else None, verbose=False)
+        for k, ids in zip(full, whole["input_ids"], strict=True):
+            if len(ids) > max_length:
+                examples[k]["cut"] = len(ids) - max_length
+    return examples
+
+
+def _instruction(data: TextData, k: int, tokenizer: Any, around: Template, max_length: int, loss_on: LossOn) -> Example:
+    assert data.responses is not None
+    if around.kind == "chat":
+        whole = talk = talk_of(data.messages(k), tokenizer, around)
+        if len(whole.ids) > max_length:
+            room = _room(len(whole.ids) - len(whole.prompt), max_length)
+            talk = fit_talk(data, k, room, tokenizer, around)
+        ids, turns, lost = talk.ids, talk.turns, len(whole.ids) - len(talk.ids)
+    else:
+        answer = [*tokenizer(data.responses[k], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        prompt, lost = fit_prompt(data, k, _room(len(answer), max_length), tokenizer, around)
+        ids, turns = prompt + answer, ((len(prompt), len(prompt) + len(answer)),)
+    learned = {place for start, end in turns for place in range(start, end)}
+    labels = [token if loss_on == "all" or place in learned else IGNORED for place, token in enumerate(ids)]
+    return {"input_ids": ids, "labels": labels} | ({"cut": lost} if lost else {})
+
+
+def _room(answer: int, max_length: int) -> int:
+    if max_length - answer < 1:
+        raise DataError(
+            f"its response has {answer} tokens and leaves no room for a prompt within max_length = {max_length}. Raise "
+            f"max_length, or leave the example out."
+        )
+    return max_length - answer
+
+
+@contextmanager
+def _in_example(k: int) -> Iterator[None]:
+    """Says of which example an error is."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"example {k}: {error}") from error
 
 
 def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
@@ -100,7 +153,12 @@ def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -
     }
 
 
-def scored(example: Example) -> int:
-    """How many labels of an example the loss counts: one for a class, the response's tokens for a language model."""
+def scored(example: Example, weights: Sequence[float] | None = None) -> float:
+    """How many labels of an example the loss counts: one for a class, the response's tokens for a language model.
+
+    weights: of the classes; then what the example's class weighs.
+    """
     labels = example["labels"]
-    return sum(label != IGNORED for label in labels[1:]) if isinstance(labels, list) else 1
+    if isinstance(labels, list):
+        return float(sum(label != IGNORED for label in labels[1:]))
+    return 1.0 if weights is None else weights[int(labels)]

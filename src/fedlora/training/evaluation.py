@@ -21,18 +21,31 @@ from fedlora.data.text import TextData
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 from fedlora.training.encoding import IGNORED, Encoded, collate, encode, encode_prompts
-from fedlora.training.generation import greedy, rouge_l, teacher_forced
+from fedlora.training.generation import greedy, teacher_forced
 from fedlora.training.looks import client_model, server_model
+from fedlora.training.metrics import METRICS, MetricName, confusion_matrix, generates, recall, score_name, worst_of
 from fedlora.training.models import AdaptedModel
+from fedlora.training.prompting import end_tokens, find_template
 
 Target = Literal["server", "clients"]
-Metric = Literal["accuracy", "rouge-l", "rouge-l-teacher-forced"]
 Scores = dict[str, float]
-GENERATED = ("rouge-l", "rouge-l-teacher-forced")  # measured on answers
+GENERATED = tuple(name for name, metric in METRICS.items() if metric.of == "texts")  # measured on answers
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What came of measuring a state. scores: by name, as in `metrics`. confusion: examples of class (row) that were
+    taken for class (column), over all sets and clients; None for a language model."""
+
+    scores: Scores
+    confusion: list[list[int]] | None
 
 
 class ModelEvaluator:
-    """Accuracy, loss and ROUGE-L on held-out text. Implements `simulation.Evaluator`.
+    """The scores of `training.metrics` on held-out text. Implements `simulation.Evaluator`.
+
+    Whatever the metric, those that cost nothing are always there: for classes accuracy, balanced_accuracy, macro_f1,
+    matthews, loss and "recall/NAME", for a language model accuracy (of tokens), loss and perplexity.
 
     Args:
         data: the common held-out sets by name; metrics are means over examples within each, then over the sets, and
@@ -42,8 +55,9 @@ class ModelEvaluator:
         target: "server": W0 + the server's whole update, with averaged heads. "clients": each client's readout at its
             own rank, completed by what it kept, not trained further; the mean, the worst, and each by itself.
         bf16: compute in bfloat16 autocast, as training does where it is asked to.
-        metric: what a better model is better at. "accuracy" is of classes, and for a language model of response tokens
-            (teacher-forced). "rouge-l" generates; see `generation` for the other one.
+        metric: what a better model is better at, a name of `metrics.METRICS`. "rouge-l" and "exact-match" generate; see
+            `generation` for "rouge-l-teacher-forced".
+        template: of a language model's prompts, as `encoding.encode` takes it.
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
@@ -61,12 +75,13 @@ class ModelEvaluator:
         clients: Sequence[Client],
         *,
         target: Target = "server",
-        metric: Metric = "accuracy",
+        metric: MetricName = "accuracy",
         own: Mapping[str, TextData] | None = None,
         max_length: int = 128,
         max_new_tokens: int = 64,
         batch_size: int = 64,
         bf16: bool = False,
+        template: str | None = None,
     ) -> None:
         self._model = model
         self._clients = clients
@@ -74,6 +89,10 @@ class ModelEvaluator:
         self._metric = metric
         self._bf16 = bf16
         self._limits = max_length, max_new_tokens, batch_size
+        self._template = template
+        self._ends: tuple[int, ...] = ()
+        if generates(metric):
+            self._ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
         groups = {"": data} if isinstance(data, TextData) else data
         self._groups = {name: self._prepared(part) for name, part in groups.items()}
         self._own = {c: {"": self._prepared(part)} for c, part in (own or {}).items()}
@@ -92,34 +111,54 @@ class ModelEvaluator:
     @property
     def metric(self) -> str:
         """The name, in the scores, of what a better model is better at."""
-        return self._metric.replace("-", "_")
+        return score_name(self._metric)
 
     def evaluate(self, server: Server, state: RunState) -> Scores:
         """The scores (means over examples, sets or clients), and for clients also worst and each client's."""
+        return self.measure(server, state).scores
+
+    def measure(self, server: Server, state: RunState) -> Measured:
+        """`evaluate`, with the confusion matrix."""
         if self._target == "server":
-            return self.measure_server(server, state.server)
-        scores = self.measure_clients(server, state)
+            return self._measure_server(server, state.server)
+        found = self._measure_clients(server, state)
+        scores = {client: each.scores for client, each in found.items()}
         mine = {client: score[self.metric] for client, score in scores.items()}
         names = [name for name in next(iter(scores.values())) if "/" not in name]
-        return {
+        worst = worst_of(self.metric, list(mine.values()), lambda value: value)
+        assert worst is not None
+        means = {
             **{name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names},
-            "worst": min(mine.values()),
+            "worst": worst,
             **{f"client/{client}": score for client, score in mine.items()},
         }
+        return Measured(means, _added([each.confusion for each in found.values()]))
 
     def measure_server(self, server: Server, state: ServerState) -> Scores:
         """The server's model. Raises `NoGlobalModel` where the method has none."""
+        return self._measure_server(server, state).scores
+
+    def _measure_server(self, server: Server, state: ServerState) -> Measured:
         adapter, base_delta = server_model(server, state, quantised=self._model.quantised)
         return next(self._measured([_Look(adapter, base_delta, None, self._groups)]))
 
-    def measure_clients(self, server: Server, state: RunState) -> dict[str, Scores]:
-        """Client -> scores of what it would start its next round with."""
-        looks = (self._at(server, state.server, c, state.clients.get(c.id, ClientMemory())) for c in self._clients)
+    def measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Scores]:
+        """Client -> scores of what it would start its next round with, on its own held-out text where it has some.
+
+        common: on the common sets, also for those that have some of their own.
+        """
+        return {client: each.scores for client, each in self._measure_clients(server, state, common=common).items()}
+
+    def _measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Measured]:
+        looks = (
+            self._at(server, state.server, c, state.clients.get(c.id, ClientMemory()), common=common)
+            for c in self._clients
+        )
         return dict(zip((c.id for c in self._clients), self._measured(looks), strict=True))
 
     def measure_client(self, server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Scores:
         """What `client` would start its next round with, on its own held-out text where it has some."""
-        return next(self._measured([self._at(server, state, client, memory)]))
+        return next(self._measured([self._at(server, state, client, memory)])).scores
 
     def look(self, piece: Piece) -> Seen:
         """What a model does with its piece of a held-out set."""
@@ -134,18 +173,21 @@ class ModelEvaluator:
             return Seen(dict(zip(piece.batches, seen, strict=True)), {})
         if held.prompts is not None:
             texts = greedy(
-                self._model, [held.prompts[i] for i in flat], max_new_tokens=max_new_tokens, batch_size=batch_size
-            )
+                self._model, [held.prompts[i] for i in flat], max_new_tokens=max_new_tokens, batch_size=batch_size,
+                ends=self._ends,
+            )  # fmt: skip
         else:
             texts = teacher_forced(self._model, [held.examples[i] for i in flat], batch_size=batch_size)
         return Seen({}, dict(zip(flat, texts, strict=True)))
 
-    def _at(self, server: Server, state: ServerState, client: Client, memory: ClientMemory) -> _Look:
-        own = self._own.get(client.id)
+    def _at(
+        self, server: Server, state: ServerState, client: Client, memory: ClientMemory, *, common: bool = False
+    ) -> _Look:
+        own = None if common else self._own.get(client.id)
         adapter, base_delta = client_model(server, state, client, memory)
         return _Look(adapter, base_delta, client.id if own else None, own or self._groups)
 
-    def _measured(self, looks: Iterable[_Look]) -> Iterator[Scores]:
+    def _measured(self, looks: Iterable[_Look]) -> Iterator[Measured]:
         """Each model's scores on its sets, from pieces that somebody else may do. A model is made when its turn comes,
         so that there are few at a time."""
         drawn: deque[tuple[Mapping[str, _HeldOut], list[str]]] = deque()  # its sets, and which set each piece is of
@@ -170,7 +212,7 @@ class ModelEvaluator:
         for name, held in look.groups.items():
             count = math.ceil(len(held.examples) / batch_size)
             for answers in (False, True) if self._metric in GENERATED else (False,):
-                for k in range(parts := min(self._parts, count)):  # every parts-th batch: long and short ones
+                for k in range(parts := max(1, min(self._parts, count))):  # every parts-th batch: long and short ones
                     batches = range(k, count, parts)
                     pieces.append(Piece(look.adapter, look.base_delta, look.client, name, answers, batches))
         return pieces
@@ -179,36 +221,27 @@ class ModelEvaluator:
         max_length, max_new_tokens, _ = self._limits
         tokenizer = self._model.tokenizer
         prompts = None
-        if self._metric == "rouge-l":
-            prompts = encode_prompts(data, tokenizer, max_length=max_length - max_new_tokens)
+        if generates(self._metric):
+            prompts = encode_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
         references = data.references or tuple((response,) for response in data.responses or ())
-        examples = encode(data, tokenizer, max_length=max_length)
+        examples = encode(data, tokenizer, max_length=max_length, template=self._template)
         # Batches of alike length waste little padding.
         reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
         answering = reading if prompts is None else sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        return _HeldOut(examples, prompts, references, reading, answering)
+        return _HeldOut(examples, prompts, references, reading, answering, data.label_names)
 
-    def _scores(self, groups: Mapping[str, _HeldOut], seen: Mapping[str, Sequence[Seen]]) -> Scores:
-        """Means over the sets; and each set's own where there are several."""
-        each = {name: self._scores_of(held, seen[name]) for name, held in groups.items()}
-        names = next(iter(each.values()))
-        means = {name: math.fsum(scores[name] for scores in each.values()) / len(each) for name in names}
+    def _scores(self, groups: Mapping[str, _HeldOut], seen: Mapping[str, Sequence[Seen]]) -> Measured:
+        """Means over the sets; and each set's own where there are several. An empty set counts nowhere."""
+        filled = {name: held for name, held in groups.items() if held.examples} or groups
+        each = {name: scores_of(held, seen[name], self._metric) for name, held in filled.items()}
+        confusion = _added([found.confusion for found in each.values()])
+        first = next(iter(each.values()))
         if len(each) == 1:
-            return means
-        return means | {f"group/{name}": scores[self.metric] for name, scores in each.items()}
-
-    def _scores_of(self, held: _HeldOut, seen: Sequence[Seen]) -> Scores:
-        """One set's scores: accuracy and mean loss, of examples, or for a causal LM of response tokens (the next one,
-        teacher-forced); and of answers where the metric asks for them."""
-        batches = dict(sorted((k, batch) for part in seen for k, batch in part.batches.items())).values()
-        count = sum(len(batch.labels) for batch in batches)
-        right = sum(y == guess for batch in batches for y, guess in zip(batch.labels, batch.predicted, strict=True))
-        scores = {"accuracy": right / count, "loss": sum(batch.loss * len(batch.labels) for batch in batches) / count}
-        if self._metric not in GENERATED:
-            return scores
-        answers = {i: text for part in seen for i, text in part.answers.items()}
-        fits = [rouge_l(answers[i], right) for i, right in enumerate(held.references)]
-        return scores | {self.metric: math.fsum(fits) / len(fits)}
+            return Measured(first.scores, confusion)
+        scores = {name: found.scores for name, found in each.items()}
+        names = [name for name in first.scores if "/" not in name]
+        means = {name: math.fsum(one[name] for one in scores.values()) / len(scores) for name in names}
+        return Measured(means | {f"group/{name}": one[self.metric] for name, one in scores.items()}, confusion)
 
     @torch.no_grad()
     def _predictions(self, examples: Encoded) -> Batch:
@@ -223,6 +256,38 @@ class ModelEvaluator:
             labels, logits = labels[:, 1:], logits[:, :-1]
         scored = labels != IGNORED
         return Batch(labels[scored].tolist(), logits.argmax(dim=-1)[scored].tolist(), float(output.loss))
+
+
+def scores_of(held: _HeldOut, seen: Sequence[Seen], metric: MetricName) -> Measured:
+    """One set's scores: of examples, or for a causal LM of response tokens (the next one, teacher-forced); and of
+    answers where `metric` asks for them. NaN where the set is empty."""
+    batches = dict(sorted((k, batch) for part in seen for k, batch in part.batches.items())).values()
+    labels = [y for batch in batches for y in batch.labels]
+    predicted = [y for batch in batches for y in batch.predicted]
+    taken: dict[str, tuple[object, object]] = {
+        "labels": (labels, predicted),
+        "losses": ([batch.loss for batch in batches], [len(batch.labels) for batch in batches]),
+    }
+    task = "classification" if held.classes else "causal-lm"
+    scores = {
+        score_name(name): found.measure(*taken[found.of])
+        for name, found in METRICS.items()
+        if found.of in taken and task in found.tasks
+    }
+    if metric in GENERATED:
+        answers = {i: text for part in seen for i, text in part.answers.items()}
+        fits = [METRICS[metric].measure(answers[i], right) for i, right in enumerate(held.references)]
+        scores[score_name(metric)] = math.fsum(fits) / len(fits) if fits else math.nan
+    if not held.classes:
+        return Measured(scores, None)
+    scores |= {f"recall/{held.classes[k]}": found for k, found in recall(labels, predicted).items()}
+    return Measured(scores, confusion_matrix(labels, predicted, len(held.classes)))
+
+
+def _added(matrices: Sequence[list[list[int]] | None]) -> list[list[int]] | None:
+    """The sum, entry by entry; None where there is none."""
+    found = [matrix for matrix in matrices if matrix is not None]
+    return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*found, strict=True)] if found else None
 
 
 @dataclass(frozen=True)
@@ -277,11 +342,12 @@ class _Look:
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """One held-out set, encoded. prompts: for generation, or None. reading, answering: its examples by length, the
-    order in which batches are cut."""
+    """One held-out set, encoded. prompts: for generation, or None. classes: their names, none for a language model.
+    reading, answering: its examples by length, the order in which batches are cut."""
 
     examples: Encoded
     prompts: list[list[int]] | None
     references: Sequence[Sequence[str]]
     reading: list[int]
     answering: list[int]
+    classes: Sequence[str] = ()

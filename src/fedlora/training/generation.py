@@ -1,4 +1,4 @@
-"""Answers of a language model to prompts, and how good they are: ROUGE-L by the rouge-score library.
+"""Answers of a language model to prompts, and how good they are: ROUGE-L by the rouge-score library, exact match.
 
 Two ways to get an answer, which are not the same measure: `greedy` generates; `teacher_forced` takes the most likely
 token at each place of the wanted response, given the wanted tokens before it, as the FlexLoRA code does.
@@ -7,6 +7,8 @@ token at each place of the wanted response, given the wanted tokens before it, a
 from __future__ import annotations
 
 import functools
+import re
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +20,23 @@ from fedlora.training.models import AdaptedModel
 
 
 @torch.no_grad()
-def greedy(model: AdaptedModel, prompts: Sequence[list[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
-    """The most likely continuation of each prompt, token by token up to the end token, as text.
+def greedy(
+    model: AdaptedModel,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    ends: Sequence[int] = (),
+) -> list[str]:
+    """The most likely continuation of each prompt, token by token up to an end token, as text.
+
+    ends: the tokens that end an answer, as `prompting.end_tokens` finds them; by default the tokenizer's own.
 
     Prompts are padded on the left, so that every continuation starts right behind its prompt; prompts of alike length
     share a batch.
     """
     network, tokenizer, device = model.network, model.tokenizer, model.device
+    stops = list(ends) or [tokenizer.eos_token_id]
     network.eval()
     answers = [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda k: len(prompts[k]))
@@ -40,10 +52,10 @@ def greedy(model: AdaptedModel, prompts: Sequence[list[int]], *, max_new_tokens:
             max_new_tokens=max_new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=stops,
         )
         for k, ids in zip(batch, made[:, longest:].tolist(), strict=True):
-            end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+            end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
             answers[k] = tokenizer.decode(ids[:end], skip_special_tokens=True)
     return answers
 
@@ -68,6 +80,18 @@ def teacher_forced(model: AdaptedModel, examples: Sequence[Example], *, batch_si
 def rouge_l(answer: str, references: Sequence[str]) -> float:
     """ROUGE-L F-measure in [0, 1] of the reference that fits best, with Porter stemming (Lin, 2004)."""
     return max(float(_scorer().score(reference, answer)["rougeL"].fmeasure) for reference in references)
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 where the answer is one of the references, else 0, after SQuAD's normalisation: lower case, no punctuation, no
+    articles (a, an, the), single spaces (Rajpurkar et al., 2016)."""
+    said = _normalised(answer)
+    return float(any(said == _normalised(reference) for reference in references))
+
+
+def _normalised(text: str) -> str:
+    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 @functools.cache

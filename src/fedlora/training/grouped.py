@@ -54,6 +54,7 @@ class GroupedTrainer(LocalTrainer):
         batches = [min(s.batch_size, len(part)) for part in data]
         steps = [s.steps or math.ceil(s.epochs * len(part) / batch) for part, batch in zip(data, batches, strict=True)]
         orders = [self.order(name, job.position) for name, job in zip(names, jobs, strict=True)]
+        weights = [self._class_weights[name] for name in names]
         model.activate(jobs[0].adapter, download.base_delta)
         model.trainable(B=False, A=False, heads=False)
         model.network.train()
@@ -66,7 +67,7 @@ class GroupedTrainer(LocalTrainer):
             for step in range(max(steps)):
                 active = [k for k in range(len(jobs)) if step < steps[k]]
                 picked = [(k, data[k][next(orders[k])]) for k in active for _ in range(batches[k])]
-                for owners, losses in group.forward(picked, s.accumulation, bf16=s.bf16):
+                for owners, losses in group.forward(picked, s.accumulation, weights, bf16=s.bf16):
                     losses.sum().backward()  # type: ignore[no-untyped-call]
                     totals.index_add_(0, owners.cpu(), losses.detach().double().cpu())
                 if download.roles.penalty is not None:
@@ -125,12 +126,20 @@ class _Group:
         return Adapter(modules, {name: own(stack) for name, stack in self._heads.items()})
 
     def forward(
-        self, picked: Sequence[tuple[int, Example]], accumulation: int | Literal["auto"], *, bf16: bool
+        self,
+        picked: Sequence[tuple[int, Example]],
+        accumulation: int | Literal["auto"],
+        weights: Sequence[Sequence[float] | None],
+        *,
+        bf16: bool,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batch after micro-batch: whose example each is (n,), and its share of its client's mean loss (n,)."""
-        device, counts = self._model.device, [0] * len(self._ranks)
+        """Micro-batch after micro-batch: whose example each is (n,), and its share of its client's mean loss (n,).
+
+        weights: each client's, of the classes, or None.
+        """
+        device, counts = self._model.device, [0.0] * len(self._ranks)
         for k, example in picked:
-            counts[k] += scored(example)
+            counts[k] += scored(example, weights[k])
         picked = sorted(picked, key=lambda one: len(one[1]["input_ids"]))
         size = micro_batch(len(picked), accumulation, device)
         for start in range(0, len(picked), size):
@@ -140,7 +149,7 @@ class _Group:
             labels = inputs.pop("labels")
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
                 logits = self._model.network(**inputs).logits
-            share = 1 / torch.tensor([counts[k] for k, _ in part], device=device)
+            share = torch.tensor([_weight(example, weights[k]) / counts[k] for k, example in part], device=device)
             yield self._owner, _losses(logits.float(), labels) * share
 
     def penalty(self, active: Sequence[int], penalty: TailPenalty) -> Tensor:
@@ -208,6 +217,10 @@ class _Group:
             return y.reshape(*x.shape[:-1], y.shape[-1])
 
         return forward
+
+
+def _weight(example: Example, weights: Sequence[float] | None) -> float:
+    return 1.0 if weights is None else weights[example["labels"]]
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:

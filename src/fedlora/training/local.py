@@ -21,7 +21,8 @@ from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.encoding import Encoded, Example, LossOn, collate, encode, scored
+from fedlora.training.class_weights import ClassWeights, weigh_classes
+from fedlora.training.encoding import Cut, Encoded, Example, LossOn, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -35,16 +36,17 @@ class TrainSettings:
     steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, cut into
     `accumulation` micro-batches, each of examples of alike length: the same gradient, up to rounding, from less
     padding. "auto": four of them, but of no fewer than four examples, on a CPU; one on a GPU, which many small ones
-    leave idle. schedule: of the learning rate over `rounds`,
-    constant within a round. clip: largest gradient norm, 0 for none. The optimiser is new each round, as in all
-    reference codes.
+    leave idle. schedule: of the learning rate over `rounds`, constant within a round. clip: largest gradient norm, 0
+    for none. class_weights: as `class_weights.weigh_classes` has them; the training loss is then the weighted one, here
+    and where it is reported. template: of a language model's prompts, as `encoding.encode` takes it. The optimiser is
+    new each round, as in all reference codes.
 
     Example:
         >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
         'adam'
     """
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: float = 0.0
     steps: int = 10
@@ -57,6 +59,8 @@ class TrainSettings:
     max_length: int = 128
     loss_on: LossOn = "response"
     bf16: bool = False
+    class_weights: ClassWeights | None = None
+    template: str | None = None
 
 
 class RoundTrainer(ABC):
@@ -141,9 +145,17 @@ class LocalTrainer(RoundTrainer):
     ) -> None:
         super().__init__(model, settings, seed=seed)
         self._data: dict[str, Encoded] = {
-            client: encode(part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on)
+            client: encode(
+                part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on,
+                template=settings.template,
+            )
             for client, part in data.items()
-        }
+        }  # fmt: skip
+        self._class_weights = {client: weigh_classes(part, settings.class_weights) for client, part in data.items()}
+
+    def cut(self) -> dict[str, Cut]:
+        """Client -> how much of its data did not fit into max_length."""
+        return {client: cut_of(data) for client, data in self._data.items()}
 
     def examples(self, client: str) -> Encoded:
         """A client's encoded examples. Raises `ConfigError` where it has none."""
@@ -154,7 +166,8 @@ class LocalTrainer(RoundTrainer):
 
     def losses(self, client: str, picked: list[Example]) -> Iterator[Tensor]:
         s, network, device = self._settings, self._model.network, self._model.device
-        labels = sum(scored(example) for example in picked)
+        weights = self._class_weights[client]
+        labels = sum(scored(example, weights) for example in picked)
         micro = micro_batch(len(picked), s.accumulation, device)
         if micro < len(picked):
             picked.sort(key=lambda example: len(example["input_ids"]))
@@ -162,8 +175,18 @@ class LocalTrainer(RoundTrainer):
             part = picked[k : k + micro]
             inputs = collate(part, self._model.tokenizer, device)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
-                loss = network(**inputs).loss * (sum(scored(example) for example in part) / labels)
+                loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
             yield loss
+
+
+def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:
+    """The batch's mean cross entropy; with class weights the weighted mean, as torch's CrossEntropyLoss(weight)."""
+    if weights is None:
+        loss: Tensor = network(**inputs).loss
+        return loss
+    logits = network(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+    weight = torch.tensor(weights, device=logits.device)
+    return nn.functional.cross_entropy(logits.float(), inputs["labels"], weight)
 
 
 def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:

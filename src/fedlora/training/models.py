@@ -288,7 +288,7 @@ class AdaptedModel:
         targets, scaling, fixed = self.settings.targets, self.settings.scaling, self.settings.alpha
         return LoraConfig(
             r=largest,
-            lora_alpha=fixed or scaling * largest,  # peft divides it; any number will do
+            lora_alpha=fixed or scaling * largest,
             use_rslora=self.settings.rslora,
             rank_pattern=patterns,
             alpha_pattern={} if fixed else {path: scaling * r for path, r in patterns.items()},

@@ -1,0 +1,69 @@
+"""What was measured in words and tables: scores, classes by name, the confusion matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from fedlora.training.metrics import worst_of
+
+SHOWN_CLASSES = 10  # of a confusion matrix on the screen
+_NAMED_CLASSES = 8  # of a column's title
+
+
+def number(score: float | None) -> str:
+    """A score in three digits; what is no number (null in a file) is said so."""
+    return "no number" if score is None else f"{score:.3f}"
+
+
+def label_title(names: Sequence[str]) -> str:
+    """The title of a column of `label_cell`s."""
+    return escape(" / ".join(names)) if 0 < len(names) <= _NAMED_CLASSES else "by label"
+
+
+def label_cell(counts: Sequence[int], names: Sequence[str]) -> str:
+    """A client's examples of each class, in the order of the title; of many classes those with the most."""
+    counts = [*counts, *[0] * (len(names) - len(counts))]  # classes above the largest that occurs
+    if len(names) <= _NAMED_CLASSES:
+        return " / ".join(map(str, counts))
+    largest = sorted(range(len(names)), key=lambda k: -counts[k])[:2]
+    most = escape(", ".join(f"{names[k]} {counts[k]}" for k in largest if counts[k]))
+    return f"{sum(n > 0 for n in counts)} of {len(names)} classes, most: {most}"
+
+
+def other_scores(scores: Mapping[str, float | None], metric: str) -> str:
+    """All scores but the metric and details, as "macro f1 0.612, loss 0.904"."""
+    shown = {name: score for name, score in scores.items() if "/" not in name and name not in (metric, "worst")}
+    return ", ".join(f"{name.replace('_', ' ')} {number(score)}" for name, score in shown.items())
+
+
+def least_recalled(scores: Mapping[str, float | None], count: int = 5) -> str:
+    """The classes of which the least is found, with their recall."""
+    recalls = {name.removeprefix("recall/"): x for name, x in scores.items() if name.startswith("recall/") and x == x}
+    found = sorted((x, name) for name, x in recalls.items() if x is not None)[:count]
+    return ", ".join(f"{name} {x:.3f}" for x, name in found)
+
+
+def worst_client(each: Mapping[str, Mapping[str, float | None]], metric: str) -> str:
+    """The client whose readout is worst, and its score."""
+    worst = worst_of(metric, list(each), lambda client: each[client][metric])
+    return "" if worst is None else f"{worst}, {number(each[worst][metric])}"
+
+
+def confusion_table(confusion: Mapping[str, Any] | None, which: str) -> Table | None:
+    """A row for each true class, a column for what its examples were taken for, and recall. None where there is
+    nothing to show, or too many classes. which: "last" or "best"."""
+    if not confusion or not confusion[which] or len(confusion["classes"]) > SHOWN_CLASSES:
+        return None
+    names, matrix = confusion["classes"], confusion[which]
+    table = Table(title="Test set: true class (row), taken for (column)")
+    table.add_column("")
+    for name in [*names, "recall"]:
+        table.add_column(escape(name), justify="right")
+    for k, (name, row) in enumerate(zip(names, matrix, strict=True)):
+        cells = [f"[bold]{n}[/bold]" if j == k else str(n) for j, n in enumerate(row)]
+        table.add_row(escape(name), *cells, f"{row[k] / sum(row):.3f}" if sum(row) else "no example")
+    return table

@@ -1,0 +1,109 @@
+"""A language model's answers to a few held-out prompts, before and after training, for somebody to read.
+
+samples.jsonl has a line for each: {"history", "prompt", "wanted", "before", "after"}; samples.md is the same on a page.
+Both are made at the end: the model before is the common start, which a run that was resumed has too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fedlora.client import receive
+from fedlora.core import files
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import ClientMemory, as_pruned
+from fedlora.data import TextData
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.readouts import global_adapter, with_base_change
+from fedlora.seeds import derive_seed
+from fedlora.server.server import start
+from fedlora.server.state import RunState
+from fedlora.training.encoding import encode_prompts
+from fedlora.training.generation import greedy
+from fedlora.training.prompting import end_tokens, find_template
+
+if TYPE_CHECKING:
+    from fedlora.runs.preparation import Prepared
+
+
+def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | None:
+    """`count` examples of the held-out sets, drawn by the seed: fewer where there are fewer, None of none."""
+    filled = [data for data in sets if len(data)]
+    if not filled or not count:
+        return None
+    whole = TextData.concat(filled)
+    drawn = random.Random(derive_seed(seed, "samples")).sample(range(len(whole)), min(count, len(whole)))
+    return whole.select(drawn)
+
+
+def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
+    """samples.jsonl and samples.md of a run that ends with `state`; nothing where no samples are asked for."""
+    data = prepared.samples
+    if data is None:
+        return
+    assert data.responses is not None
+    before = answers(prepared, data, start(prepared.server, prepared.seed_adapter))
+    after = answers(prepared, data, state)
+    rows = [
+        {
+            "history": [list(message) for message in data.messages(k)[:-2]],
+            "prompt": data.text[k],
+            "wanted": data.responses[k],
+            "before": before[k],
+            "after": after[k],
+        }
+        for k in range(len(data))
+    ]
+    files.write(folder.path / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    files.write(folder.path / "samples.md", _page(rows, _speaker(prepared, state), state.round))
+
+
+def answers(prepared: Prepared, data: TextData, state: RunState) -> list[str]:
+    """The greedy answers of the server's model, or of the first client's where there is no server model.
+
+    At most evaluate.max_new_tokens each, and half of what the model has positions for.
+    """
+    model, config = prepared.model, prepared.config
+    template = config.data.prompting()
+    longest = model.positions or config.data.max_length + config.evaluate.max_new_tokens
+    new = min(config.evaluate.max_new_tokens, longest // 2)
+    prompts = encode_prompts(
+        data, model.tokenizer, max_length=min(config.data.max_length, longest - new), template=template
+    )
+    model.activate(_as_adapter(prepared, state))
+    ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
+    return greedy(model, prompts, max_new_tokens=new, batch_size=config.evaluate.batch_size, ends=ends)
+
+
+def _as_adapter(prepared: Prepared, state: RunState) -> Adapter:
+    """The model as one adapter on the pre-trained base, which other processes may be using: it is not changed."""
+    server = prepared.server
+    if server.has_global_model(state.server):
+        return global_adapter(server, state)
+    client = prepared.clients[0]
+    memory = state.clients.get(client.id, ClientMemory())
+    download = server.download(state.server, as_pruned(client, memory))
+    return with_base_change(receive(download, memory.kept), download.base_delta)
+
+
+def _speaker(prepared: Prepared, state: RunState) -> str:
+    if prepared.server.has_global_model(state.server):
+        return "the server's model"
+    return f"the model of {prepared.clients[0].id} (there is no server model)"
+
+
+def _page(rows: Sequence[Mapping[str, Any]], speaker: str, rounds: int) -> str:
+    parts = [f"# Answers of {speaker}, before training and after {rounds} rounds\n"]
+    for k, row in enumerate(rows, start=1):
+        said = [*row["history"], ["user", row["prompt"]]]
+        parts.append(f"\n## {k}\n")
+        parts += [f"\n**{role}**\n\n{_quoted(content)}\n" for role, content in said]
+        parts += [f"\n**{name}**\n\n{_quoted(row[name])}\n" for name in ("wanted", "before", "after")]
+    return "".join(parts)
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"> {line}".rstrip() for line in (text or "(nothing)").split("\n"))

@@ -1,0 +1,210 @@
+"""What can be measured of answers, and which way is better: one table, `METRICS`, and pure functions of plain lists.
+
+A config names a metric with hyphens (evaluate.metric = "macro-f1"); scores and files hold it as `macro_f1`. A score
+whose name has a "/" is a detail of another one ("recall/NAME"). Classification is measured by scikit-learn.
+
+A class without an example counts nowhere: it has no recall, and balanced accuracy is over the classes that occur. Of an
+empty set every score is NaN ("nothing was measured"), which is no better than anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from fedlora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedlora.training.models import Task
+
+MetricName = Literal[
+    "accuracy", "balanced-accuracy", "macro-f1", "matthews", "loss", "perplexity", "rouge-l", "exact-match",
+    "rouge-l-teacher-forced",
+]  # fmt: skip
+Labels = Sequence[int]
+Item = TypeVar("Item")
+
+_BOTH: tuple[Task, ...] = ("classification", "causal-lm")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One kind of score.
+
+    measure: its function. of: what that takes. "labels": (true, predicted), class indices, or the tokens of responses;
+    "losses": (losses, counts), the mean cross entropy of each batch and of how many labels; "texts": (answer,
+    references), one answer at a time, of which the mean is reported. Those of labels and losses are always measured,
+    those of texts where a config asks. larger_is_better: which way. tasks: where it is measured. words: what it is.
+    """
+
+    measure: Callable[..., float]
+    of: Literal["labels", "losses", "texts"]
+    larger_is_better: bool
+    tasks: tuple[Task, ...]
+    words: str
+
+
+# ---- classes -----------------------------------------------------------------------------------------------------
+
+
+def accuracy(labels: Labels, predicted: Labels) -> float:
+    """The share that is right."""
+    right = sum(y == said for y, said in zip(labels, predicted, strict=True))  # of tokens too: no need of a library
+    return right / len(labels) if len(labels) else math.nan
+
+
+def balanced_accuracy(labels: Labels, predicted: Labels) -> float:
+    """The mean recall of the classes that occur among the labels: each counts alike, however many examples it has."""
+    recalls = recall(labels, predicted)
+    return math.fsum(recalls.values()) / len(recalls) if recalls else math.nan
+
+
+def macro_f1(labels: Labels, predicted: Labels) -> float:
+    """The mean over classes of F1 = 2 TP / (2 TP + FP + FN).
+
+    Over the classes that occur among the labels or the predictions, as scikit-learn has it: to name a class that is not
+    there costs an F1 of 0.
+    """
+    return float(_sklearn().f1_score(labels, predicted, average="macro", zero_division=0)) if len(labels) else math.nan
+
+
+def matthews(labels: Labels, predicted: Labels) -> float:
+    """Matthews correlation in [-1, 1] (R_K for several classes): 0 is chance, and also where only one class occurs,
+    among the labels or the predictions, so that nothing can correlate."""
+    if not len(labels):
+        return math.nan
+    if len(set(labels)) == 1 or len(set(predicted)) == 1:
+        return 0.0
+    return float(_sklearn().matthews_corrcoef(labels, predicted))
+
+
+def recall(labels: Labels, predicted: Labels) -> dict[int, float]:
+    """Class -> the share of its examples that was found. A class without examples is left out."""
+    classes = sorted(set(labels))
+    if not classes:
+        return {}
+    each = _sklearn().recall_score(labels, predicted, labels=classes, average=None, zero_division=0)
+    return dict(zip(classes, each.tolist(), strict=True))
+
+
+def confusion_matrix(labels: Labels, predicted: Labels, classes: int) -> list[list[int]]:
+    """Examples of class (row) that were taken for class (column), (classes, classes)."""
+    if not len(labels):
+        return [[0] * classes for _ in range(classes)]
+    counts: list[list[int]] = _sklearn().confusion_matrix(labels, predicted, labels=list(range(classes))).tolist()
+    return counts
+
+
+# ---- losses and texts --------------------------------------------------------------------------------------------
+
+
+def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
+    """The mean cross entropy of the labels, never weighted by class. losses, counts: of batches."""
+    total = sum(counts)
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / total if total else math.nan
+
+
+def perplexity(means: Sequence[float], counts: Sequence[int]) -> float:
+    """exp of `mean_loss`: among how many equally likely tokens a model that is as unsure would choose."""
+    loss = mean_loss(means, counts)
+    return math.exp(loss) if not loss > 700 else math.inf  # NaN stays NaN
+
+
+def generates(metric: MetricName) -> bool:
+    """Whether a metric is of answers that the model gives by itself, token after token."""
+    return METRICS[metric].of == "texts" and metric != "rouge-l-teacher-forced"
+
+
+def _exact_match(answer: str, references: Sequence[str]) -> float:
+    from fedlora.training.generation import exact_match
+
+    return exact_match(answer, references)
+
+
+def _rouge_l(answer: str, references: Sequence[str]) -> float:
+    from fedlora.training.generation import rouge_l
+
+    return rouge_l(answer, references)
+
+
+METRICS: Mapping[str, Metric] = {
+    "accuracy": Metric(
+        accuracy, "labels", True, _BOTH, "the share of right answers; of a language model, of right response tokens"
+    ),
+    "balanced-accuracy": Metric(
+        balanced_accuracy, "labels", True, ("classification",), "the mean recall of the classes"
+    ),
+    "macro-f1": Metric(macro_f1, "labels", True, ("classification",), "the mean F1 of the classes"),
+    "matthews": Metric(matthews, "labels", True, ("classification",), "Matthews correlation of labels and answers"),
+    "loss": Metric(mean_loss, "losses", False, _BOTH, "the mean cross entropy, without class weights"),
+    "perplexity": Metric(
+        perplexity, "losses", False, ("causal-lm",), "exp of the mean cross entropy of the response tokens"
+    ),
+    "exact-match": Metric(
+        _exact_match, "texts", True, ("causal-lm",), "the share of generated answers that are a reference, normalised"
+    ),
+    "rouge-l": Metric(_rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of generated answers"),
+    "rouge-l-teacher-forced": Metric(
+        _rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of the likeliest token at each place of the response"
+    ),
+}
+
+
+# ---- which way is better -----------------------------------------------------------------------------------------
+
+
+def score_name(metric: str) -> str:
+    """A metric's name in scores and files: "macro-f1" -> "macro_f1"."""
+    return metric.replace("-", "_")
+
+
+def find_metric(name: str) -> Metric:
+    """The metric of a name as a config or as scores have it. Raises `ConfigError` for one that the table lacks."""
+    for known, metric in METRICS.items():
+        if score_name(known) == score_name(name):
+            return metric
+    raise ConfigError(f"no metric is called {name!r}; there are {', '.join(METRICS)}.")
+
+
+def is_better(metric: str, new: float | None, old: float | None, *, by: float = 0.0) -> bool:
+    """Whether `new` is better than `old` by more than `by`. What is None or NaN is never better, and always worse."""
+    if new is None or math.isnan(new):
+        return False
+    if old is None or math.isnan(old):
+        return True
+    return (new - old if find_metric(metric).larger_is_better else old - new) > by
+
+
+def best_of(metric: str, items: Sequence[Item], value: Callable[[Item], float | None]) -> Item | None:
+    """The item of the best value, the first of equals; None where no item has a value."""
+    best: Item | None = None
+    for item in items:
+        if is_better(metric, value(item), None if best is None else value(best)):
+            best = item
+    return best
+
+
+def worst_of(metric: str, items: Sequence[Item], value: Callable[[Item], float | None]) -> Item | None:
+    """The item of the worst value, the first of equals. One without a number (None, NaN) is the worst of all."""
+    worst: Item | None = None
+    for k, item in enumerate(items):
+        if k == 0 or is_better(metric, value(worst), value(item)):  # type: ignore[arg-type]
+            worst = item
+    return worst
+
+
+def _sklearn() -> Any:
+    try:
+        from sklearn import metrics
+    except ImportError as error:
+        raise ConfigError("classification is measured by scikit-learn: pip install 'fedlora[train]'.") from error
+    return metrics
+
+
+__all__ = [
+    "METRICS", "Metric", "MetricName", "accuracy", "balanced_accuracy", "best_of",
+    "confusion_matrix", "find_metric", "generates", "is_better", "macro_f1", "matthews", "mean_loss", "perplexity",
+    "recall", "score_name", "worst_of",
+]  # fmt: skip

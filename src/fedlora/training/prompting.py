@@ -1,0 +1,199 @@
+"""What stands around a prompt: the model's own chat template, a text of the user's, or nothing.
+
+A conversation is rendered as text by the template, and the assistant's turns are found in it without the template's
+help (few mark them): what the template makes of the first messages, with the opening of an answer behind them, must be
+a beginning of what it makes of all of them; the turn is what comes next. A template that rewrites what was said before
+is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from fedlora.data.text import Message
+from fedlora.errors import ConfigError, DataError
+
+RAW = "none"  # data.template: prompt and response as they stand, one behind the other
+CHAT = "chat"  # data.template: the tokenizer's own
+_TODAY = datetime(2024, 7, 26)  # for templates that ask for the date (Llama 3): every site and every day the same
+_DAY = "%d %b %Y"
+_ASKS_THE_DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+
+
+@dataclass(frozen=True)
+class Template:
+    """What makes of a prompt what a model reads.
+
+    kind: "raw", prompt and response one behind the other; "text", `text` with the prompt in place of {prompt}, and the
+    response behind it; "chat", the Jinja chat template `text`.
+    """
+
+    kind: Literal["raw", "text", "chat"]
+    text: str = ""
+
+    @property
+    def name(self) -> str:
+        """What a manifest says of it: "raw", the text itself, or a digest of the chat template."""
+        if self.kind == "chat":
+            return f"chat, sha256 {hashlib.sha256(self.text.encode()).hexdigest()[:16]}"
+        return self.text or "raw"
+
+    def around(self, prompt: str) -> tuple[str, int]:
+        """The prompt with what stands around it, and where in it the prompt begins. Not of a chat template."""
+        if self.kind == "raw":
+            return prompt, 0
+        head, _, tail = self.text.partition("{prompt}")
+        return head + prompt + tail, len(head)
+
+
+def check_template(wanted: str | None) -> None:
+    """Raises `ConfigError` for a `data.template` that can never work, whatever the model."""
+    if wanted in (None, RAW, CHAT):
+        return
+    assert wanted is not None
+    if _is_jinja(wanted):
+        if "messages" not in wanted:
+            raise ConfigError(
+                f"data.template has {{{{ or {{%, so it is a Jinja chat template, and those go through `messages`: "
+                f"{wanted[:60]!r}. For the prompt in a text write {{prompt}}."
+            )
+        return
+    if wanted.count("{prompt}") != 1 or "{response}" in wanted:
+        raise ConfigError(
+            f"data.template is {CHAT!r} (the model's own), {RAW!r} (nothing around the prompt), a text with {{prompt}} "
+            f"in it once, such as '### Question:\\n{{prompt}}\\n\\n### Answer:\\n' (the response and the end token "
+            f"follow by themselves), or a Jinja chat template; got {wanted[:80]!r}."
+        )
+
+
+def find_template(wanted: str | None, tokenizer: Any) -> Template:
+    """The template that `data.template` means for this tokenizer; None: its own chat template.
+
+    Raises:
+        ConfigError: the tokenizer has none and nothing else was said, or the text is no template.
+    """
+    check_template(wanted)
+    if wanted == RAW:
+        return Template("raw")
+    if wanted is not None and wanted != CHAT:
+        return _chat(wanted) if _is_jinja(wanted) else Template("text", wanted)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "the model's tokenizer has no chat template, so it is not known how a prompt and its answer are told "
+            "apart. Say it with data.template (--template): a text such as "
+            "'### Question:\\n{prompt}\\n\\n### Answer:\\n', a Jinja chat template, or 'none' for the prompt as it "
+            "stands with the response right behind it."
+        )
+    try:
+        return _chat(tokenizer.get_chat_template())
+    except ValueError as error:  # several by name, and none is the default
+        raise ConfigError(f"the tokenizer's chat template cannot be chosen: {str(error).splitlines()[0]}") from error
+
+
+def render(template: Template, tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> str:
+    """The messages as text; ask: with the opening of the assistant's next turn behind them.
+
+    Raises:
+        DataError: the template refuses these messages.
+    """
+    from jinja2 import TemplateError
+
+    turns = [{"role": role, "content": content} for role, content in messages]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            turns, chat_template=template.text, tokenize=False, add_generation_prompt=ask,
+            date_string=_TODAY.strftime(_DAY),
+        )  # fmt: skip
+    except (TemplateError, TypeError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"the chat template refuses a conversation of {', '.join(role for role, _ in messages)}: {said}"
+        ) from error
+    return text
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as text. turns: where each of the assistant's turns begins and ends in it, in characters: from
+    behind its opening, which asks for it, to where the next message begins."""
+
+    text: str
+    turns: tuple[tuple[int, int], ...]
+
+
+def converse(template: Template, tokenizer: Any, messages: Sequence[Message]) -> Conversation:
+    """The conversation as a chat template makes it, with the assistant's turns found.
+
+    Raises:
+        DataError: the template refuses the messages, or what it makes of the first few is no beginning of the whole.
+    """
+    text = render(template, tokenizer, messages, ask=False)
+    turns = []
+    for k, (role, content) in enumerate(messages):
+        if role != "assistant":
+            continue
+        opened = render(template, tokenizer, messages[:k], ask=True)
+        closed = render(template, tokenizer, messages[: k + 1], ask=False) if k + 1 < len(messages) else text
+        if not (closed.startswith(opened) and text.startswith(closed)):
+            raise DataError(
+                f"the chat template makes something else of the first {k} of {len(messages)} messages when more "
+                f"follow (it rewrites earlier turns, as templates of reasoning models do), so the turns to learn "
+                f"cannot be told. Split such conversations after each answer, or give a data.template that does not."
+            )
+        before, found, _ = closed[len(opened) :].partition(content.strip())
+        if found and before.strip() and opened == render(template, tokenizer, messages[:k], ask=False):
+            raise DataError(
+                f"the chat template puts {before.strip()[:40]!r} before an answer and does not open it where "
+                f"add_generation_prompt is on, so the model would have to say it itself. Give it that part, as "
+                f"{{% if add_generation_prompt %}}...{{% endif %}}, in a data.template."
+            )
+        turns.append((len(opened), len(closed)))
+    return Conversation(text, tuple(turns))
+
+
+def end_tokens(template: Template, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer: the tokenizer's own, and that of the chat template's turns."""
+    ends = {tokenizer.eos_token_id}
+    if template.kind == "chat":
+        talk = converse(template, tokenizer, (("user", "a"), ("assistant", "b")))
+        (start, end), *_ = talk.turns
+        ids = tokenizer(talk.text[start:end], add_special_tokens=False)["input_ids"]
+        ends.add(ids[last_marker(ids, tokenizer)])
+    return tuple(sorted(ends))
+
+
+def last_marker(ids: Sequence[int], tokenizer: Any) -> int:
+    """The place of the last token in `ids` that is no text, which ends a turn.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    markers = _markers(tokenizer)
+    for place in range(len(ids) - 1, -1, -1):
+        if ids[place] in markers:
+            return place
+    raise ConfigError(
+        "the chat template ends the assistant's turns with no special token of the tokenizer, so a model that learns "
+        "it could not stop. Give a data.template whose turns end with eos_token, or a text with {prompt}, behind whose "
+        "response the end token follows by itself."
+    )
+
+
+def _markers(tokenizer: Any) -> set[int]:
+    """Tokens that were added to the vocabulary as signs: not text, and not a name for white space."""
+    added = {k for k, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
+    return (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+
+
+def _chat(text: str) -> Template:
+    """A chat template that does not look at the clock."""
+    return Template("chat", _ASKS_THE_DATE.sub(lambda found: repr(_TODAY.strftime(found[2])), text))
+
+
+def _is_jinja(text: str) -> bool:
+    return "{%" in text or "{{" in text

@@ -1,0 +1,222 @@
+"""Runs of a language model: its template in manifest and digest, what was cut, its answers before and after.
+
+Kinds of evidence: *end-to-end* (a tiny Llama, no network), *oracle* (answers of a plain model with the written
+adapter's update in its weights), *contract* (what contradicts itself is one line).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.adapters.io import read_adapter
+from fedlora.errors import CheckpointError, ConfigError
+from fedlora.runs.config import RunConfig, load_config
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from support.known_warnings import CONV1D, FUTURE_NAMES, NOT_ON_THE_HUB
+from support.local_training import dense, logits
+from support.tiny_models import llama
+from support.training_data import EOS, instructions, save_model, tokenizer, word
+
+pytestmark = [FUTURE_NAMES, CONV1D, NOT_ON_THE_HUB]
+
+CHAT = "{% for m in messages %}{{ m.content }} [EOS] {% endfor %}"
+CONFIG = """
+[model]
+path = "model"
+task = "causal-lm"
+[data]
+train = "train.jsonl"
+max_length = 12
+validation = 0.2
+test = 0.2
+[lora]
+targets = ["q_proj", "v_proj"]
+[clients]
+count = 2
+ranks = [2, 4]
+partition = "iid"
+[run]
+rounds = 2
+threads = 1
+[train]
+lr = 1e-2
+steps = 3
+batch_size = 6
+[evaluate]
+max_new_tokens = 4
+samples = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("language")
+    save_model(folder / "model", llama(), classifies=False)
+    talking = tokenizer(classifies=False)
+    talking.chat_template = CHAT
+    talking.save_pretrained(folder / "model")
+    data = instructions(40, 0)
+    assert data.responses is not None
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in zip(data.text, data.responses, strict=True)
+    ]
+    rows[0]["messages"][0]["content"] = " ".join(["w1"] * 20)
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.toml").write_text(CONFIG)
+    return folder
+
+
+def config_of(place: Path, *sets: str) -> RunConfig:
+    return load_config(place / "config.toml", sets)
+
+
+def ran(config: RunConfig, folder: Path, *, resume: bool = False) -> RunFolder:
+    for _ in execute(prepare(config), RunFolder(folder), resume=resume):
+        pass
+    return RunFolder(folder)
+
+
+@pytest.fixture(scope="module")
+def done(place: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return ran(config_of(place), tmp_path_factory.mktemp("done") / "run")
+
+
+class TestTemplate:
+    def test_it_is_in_the_manifest(self, done: RunFolder) -> None:
+        assert done.read_json("manifest.json")["data"]["template"].startswith("chat, sha256 ")
+
+    def test_digests(self, place: Path) -> None:
+        """What old configs say by nothing, and meant as raw, is "none" now, with the old digest; nothing means chat."""
+        plain, raw, chat = (config_of(place, *sets) for sets in ((), ("data.template=none",), ("data.template=chat",)))
+        fields = raw.model_dump(mode="json", exclude_defaults=True)
+        assert "template" in fields["data"]
+        assert raw.digest() == config_of(place, "data.template=none").digest()
+        assert plain.digest() == chat.digest() != raw.digest()
+        assert config_of(place, "data.template=Q: {prompt}").digest() not in (plain.digest(), raw.digest())
+
+    def test_superni_keeps_its_own_prompts(self, place: Path) -> None:
+        raw = {"model": {"path": "m", "task": "causal-lm"}, "data": {"task": "superni"}}
+        config = RunConfig.model_validate(raw)
+        assert config.data.prompting() == "none"
+        raw["data"]["template"] = "chat"
+        assert RunConfig.model_validate(raw).data.prompting() == "chat"
+
+    def test_a_run_is_not_resumed_with_other_prompts(self, place: Path, tmp_path: Path) -> None:
+        """Neither with the other template, nor one of before there was the key, which was raw."""
+        folder = ran(config_of(place, "run.rounds=1"), tmp_path / "run")
+        with pytest.raises(CheckpointError, match=r"template 'chat, sha256 .*', and now it is 'raw'"):
+            ran(config_of(place, "run.rounds=1", "data.template=none"), folder.path, resume=True)
+        manifest = folder.read_json("manifest.json")
+        del manifest["data"]["template"]
+        folder.write_json("manifest.json", manifest)
+        with pytest.raises(CheckpointError, match=r"template 'raw', .* Set data\.template = 'none' to go on"):
+            ran(config_of(place, "run.rounds=1"), folder.path, resume=True)
+
+    def test_a_run_of_before_the_key_goes_on_with_none(self, place: Path, tmp_path: Path) -> None:
+        folder = ran(config_of(place, "run.rounds=1", "data.template=none"), tmp_path / "run")
+        manifest = folder.read_json("manifest.json")
+        assert manifest["data"].pop("template") == "raw"
+        folder.write_json("manifest.json", manifest)
+        (folder.path / "summary.json").unlink()
+        ran(config_of(place, "run.rounds=1", "data.template=none"), folder.path, resume=True)
+        assert folder.finished()
+
+    @pytest.mark.parametrize(
+        ("sets", "said"),
+        [
+            (("data.template=raw",), "data.template is 'chat'"),
+            (("data.messages=talk", "data.prompt=q"), "data.messages = 'talk' .* data.prompt is of instructions"),
+        ],
+    )
+    def test_what_cannot_work_is_said_at_once(self, place: Path, sets: tuple[str, ...], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            config_of(place, *sets)
+
+    @pytest.mark.parametrize("setting", ["data.template=none", "data.messages=talk", "evaluate.samples=2"])
+    def test_of_a_classifier_it_would_be_ignored(self, place: Path, setting: str) -> None:
+        key = setting.split("=")[0]
+        with pytest.raises(ConfigError, match=key):
+            prepare(config_of(place, "model.task=classification", setting))
+
+
+def test_what_was_cut_is_in_the_manifest(place: Path, done: RunFolder) -> None:
+    """Of all examples one is too long: 20 words, an end, and an answer with its end, in 12 places."""
+    cut = done.read_json("manifest.json")["cut"]
+    prepared = prepare(config_of(place))
+    texts = {c: part.text for c, part in prepared.parts.items()}
+    holder = [c for c, text in texts.items() if any(len(t.split()) == 20 for t in text)]
+    assert list(cut) == holder
+    for client in holder:
+        (response,) = [
+            r
+            for t, r in zip(texts[client], prepared.parts[client].responses or (), strict=True)
+            if len(t.split()) == 20
+        ]
+        assert cut[client] == {
+            "examples": len(texts[client]),
+            "cut": 1,
+            "tokens": 20 + 1 + len(response.split()) + 1 - 12,
+        }
+
+
+class TestSamples:
+    def rows(self, folder: RunFolder) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (folder.path / "samples.jsonl").read_text().splitlines()]
+
+    def test_answers_before_and_after(self, place: Path, done: RunFolder) -> None:
+        """Token by token from the logits of a plain model: of the pre-trained one, and with the written adapter's
+        update in its weights; up to 4 tokens or the end."""
+        adapter, _ = read_adapter(done.path / "adapter")
+        networks = {
+            "before": dense(place / "model", llama, {}, {}),
+            "after": dense(place / "model", llama, {n: x.delta() for n, x in adapter.modules.items()}, {}),
+        }
+        rows = self.rows(done)
+        assert len(rows) == 3
+        for row in rows:
+            for name, network in networks.items():
+                ids = [*(word(int(w[1:])) for w in row["prompt"].split()), EOS]
+                made: list[int] = []
+                while len(made) < 4 and (token := int(logits(network, ids + made)[-1].argmax())) != EOS:
+                    made.append(token)
+                assert row[name] == tokenizer(classifies=False).decode(made, skip_special_tokens=True), name
+            assert row["prompt"] in (done.path / "samples.md").read_text()
+        assert any(row["before"] != row["after"] for row in rows)
+
+    def test_they_are_held_out(self, place: Path, done: RunFolder) -> None:
+        trained = {text for part in prepare(config_of(place)).parts.values() for text in part.text}
+        assert not trained & {row["prompt"] for row in self.rows(done)}
+
+    def test_a_resumed_run_has_the_same(self, place: Path, done: RunFolder, tmp_path: Path) -> None:
+        """Stopped after a round and gone on with: the model before is the common start still."""
+        folder, config = RunFolder(tmp_path / "run"), config_of(place)
+        rounds = execute(prepare(config), folder)
+        next(rounds)
+        rounds.close()  # type: ignore[attr-defined]
+        assert not (folder.path / "samples.jsonl").exists()
+        assert self.rows(ran(config, folder.path, resume=True)) == self.rows(done)
+
+    def test_without_a_server_model_a_client_answers(self, place: Path, tmp_path: Path) -> None:
+        folder = ran(config_of(place, "run.rounds=1", "method.name=fedsa-lora", "clients.ranks=[2]"), tmp_path / "run")
+        assert "the model of site-1 (there is no server model)" in (folder.path / "samples.md").read_text()
+
+    def test_none_are_kept_where_none_are_asked_for(self, place: Path, tmp_path: Path) -> None:
+        folder = ran(config_of(place, "run.rounds=1", "evaluate.samples=0"), tmp_path / "run")
+        assert not (folder.path / "samples.jsonl").exists() and folder.finished()
+
+
+def test_the_best_round_is_that_of_the_lowest_perplexity(place: Path, tmp_path: Path) -> None:
+    """At a rate that ruins the model, the first round is better than the last: lower is better."""
+    config = config_of(place, "evaluate.metric=perplexity", "train.lr=0.3", "train.optimizer=sgd", "run.rounds=3")
+    folder = ran(config, tmp_path / "run")
+    seen = [line["metrics"]["perplexity"] for line in folder.metrics()]
+    summary = folder.read_json("summary.json")
+    assert summary["best_round"] == 1 + seen.index(min(seen))
+    assert len(set(seen)) == 3

@@ -1,0 +1,113 @@
+"""Own test sets of clients that share one file. Kinds of evidence: *contract* (nothing is trained on that is tested),
+*end-to-end* (each client's score on its own examples, counted by peft)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fedlora.data import TextData
+from fedlora.data.splits import inputs
+from fedlora.errors import ConfigError
+from fedlora.runs.client_data import deal
+from fedlora.runs.preparation import prepare
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import accuracy, configured, make_project, peft_model, ran
+from support.training_data import classification, rows
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+OWN = ("clients.own_test=0.25", "clients.min_size=12")
+
+
+def test_a_share_of_what_each_client_was_dealt_is_its_own_test(project: Path) -> None:
+    """Beside the same parts without own tests: theirs are those, cut in two; nothing is lost, doubled or shared."""
+    plain = deal(configured(project, "clients.min_size=12"), None)
+    own = deal(configured(project, *OWN), None)
+    assert set(own.own_test) == set(own.parts) == {"site-1", "site-2", "site-3"}
+    assert own.test[""].digest() == plain.test[""].digest(), "the common test set is as it was"
+    for client, part in plain.parts.items():
+        halves = [own.parts[client], own.own_test[client]]
+        assert Counter(t for half in halves for t in half.text) == Counter(part.text)
+        assert abs(len(halves[1]) - 0.25 * len(part)) < 2
+    trained = {one for part in own.parts.values() for one in inputs(part)}
+    held = [one for part in own.own_test.values() for one in inputs(part)]
+    assert not trained & set(held)
+
+
+def test_what_two_clients_hold_copies_of_is_no_test_of_either(tmp_path: Path) -> None:
+    """Twelve sentences of the 150 are copied, in other cases and spacing; wherever the copies go, nobody is tested on a
+    sentence that anybody trains on, and no example is lost."""
+    project = make_project(tmp_path)
+    data = classification(150, 0)
+    copies = TextData(
+        "classification",
+        tuple("  " + text.upper().replace(" ", "  ") for text in data.text[:12]),
+        labels=(data.labels or ())[:12],
+        label_names=data.label_names,
+    )
+    (project / "train.jsonl").write_text(rows(data) + rows(copies))
+    text = (project / "config.toml").read_text().replace("min_size = 4", 'partition = "iid"')
+    (project / "config.toml").write_text(text)
+    dealt = deal(configured(project, OWN[0]), None)
+    trained = {one for part in dealt.parts.values() for one in inputs(part)}
+    tested = [one for part in dealt.own_test.values() for one in inputs(part)]
+    assert not trained & set(tested)
+    common = len(dealt.test[""]) + len(dealt.validation[""])
+    assert sum(len(p) for p in (*dealt.parts.values(), *dealt.own_test.values())) + common == 162
+    holders = Counter(one for part in dealt.parts.values() for one in set(inputs(part)))
+    assert max(holders.values()) > 1, "the case is as constructed: a copy went to another client"
+
+
+def test_the_summary_has_each_client_on_its_own_and_on_the_common_test_set(project: Path, tmp_path: Path) -> None:
+    """Counted example by example from the readouts, by peft."""
+    config = configured(project, *OWN, "evaluate.clients_at_end=both", "run.readouts=true", "run.rounds=1")
+    folder = ran(config, tmp_path / "run")
+    s, manifest, dealt = folder.read_json("summary.json"), folder.read_json("manifest.json"), deal(config, None)
+    for client in dealt.parts:
+        network = peft_model(project, folder.path / "clients" / client)
+        assert s["clients_at_end"][client]["accuracy"] == pytest.approx(accuracy(network, dealt.own_test[client]))
+        assert s["clients_at_end_common"][client]["accuracy"] == pytest.approx(accuracy(network, dealt.test[""]))
+        mine = {"examples": len(dealt.own_test[client]), "sha256": dealt.own_test[client].digest()}
+        assert manifest["data"]["own_test"][client] == mine
+
+
+def test_without_own_tests_nothing_changes_in_the_manifest(project: Path, tmp_path: Path) -> None:
+    prepared = prepare(configured(project))
+    assert "own_test" not in prepared.manifest["data"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (("clients.own_test=0.2",), r"holds out data that nothing would measure: set evaluate\.clients_at_end"),
+        (("clients.own_test=0.2", "data.test=0"), r"data\.test = 0\.0 holds nothing"),
+        (("evaluate.clients_at_end=both",), r"'both' is .* and there is a common one only"),
+    ],
+)
+def test_settings_that_measure_nothing_are_refused(project: Path, sets: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        prepare(configured(project, *sets))
+
+
+def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> None:
+    """At alpha = 0.2 some client has few; a hundredth of them is none."""
+    with pytest.raises(
+        ConfigError, match=r"own_test = 0\.01 gives 'site-\d' no test set: it was dealt \d+ examples.*needs 100 or more"
+    ):
+        deal(configured(project, "clients.own_test=0.01"), None)
+
+
+def test_clients_with_files_of_their_own_have_test_sets_already(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    raw = (
+        (project / "config.toml")
+        .read_text()
+        .replace("min_size = 4", "")
+        .replace('train = "train.jsonl"', 'clients = { a = "train.jsonl" }')
+    )
+    (project / "config.toml").write_text(raw.replace("ranks = [2, 4, 4]", "ranks = [2]"))
+    with pytest.raises(ConfigError, match=r"clients\.own_test = 0\.2 is of one file.*with data\.clients"):
+        deal(configured(project, "clients.own_test=0.2"), None)

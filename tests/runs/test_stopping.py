@@ -1,0 +1,159 @@
+"""Early stopping, and the direction of the metric, in whole runs. Tiny transformers, no network.
+
+Kinds of evidence: *oracle* (score sequences by hand), *end-to-end* (a run that stops early, killed and resumed; the
+reference is the one that was never stopped).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.errors import ConfigError
+from fedlora.runs.config import parse_config
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from fedlora.runs.stopping import Patience
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.processes import fork_server, lines_in, started, wait_for
+from support.projects import configured, contents, ran, same_run
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+# No answer changes at this rate: round 1 is best, and rounds 2 and 3 are the two that are not better.
+FLAT = (
+    "run.rounds=8", "train.lr=1e-12", "train.steps=2", "evaluate.patience=2", "run.keep_uploads=last",
+    "run.checkpoint_every=5", "run.track=['tensorboard']",
+)  # fmt: skip
+
+
+def rounds_of(*scores: float | None) -> list[dict[str, Any]]:
+    """A run's lines."""
+    return [{"round": k, "metrics": {"accuracy": s, "loss": s}} for k, s in enumerate(scores, start=1)]
+
+
+# ---- by hand -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scores", "patience", "stops"),
+    [
+        ((0.5, 0.6, 0.6, 0.6), Patience("accuracy", 2), 4),  # as good is not better
+        ((0.5, 0.6, 0.5, 0.7, 0.6, 0.5), Patience("accuracy", 2), 6),  # the count starts again at a better one
+        ((0.5, 0.6, 0.5, 0.7), Patience("accuracy", 2), None),
+        ((0.5, 0.4, 0.3, 0.3), Patience("loss", 1), 4),  # a loss falls
+        ((0.5, 0.4, 0.3), Patience("loss", 1), None),
+        ((0.50, 0.51, 0.52, 0.53), Patience("accuracy", 2, 0.015), None),  # 0.52 is better than 0.50 by more
+        ((0.50, 0.51, 0.52, 0.53), Patience("accuracy", 2, 0.05), 3),
+        ((None, None), Patience("loss", 2), 2),  # NaN: diverged from the start
+        ((0.5, None, None), Patience("loss", 2), 3),
+    ],
+)
+def test_when_a_run_stops(scores: tuple[float | None, ...], patience: Patience, stops: int | None) -> None:
+    found = patience.stop(rounds_of(*scores), 100)
+    assert (found["round"] if found else None) == stops
+
+
+def test_rounds_without_evaluation_do_not_count_and_the_last_round_is_no_early_one() -> None:
+    lines: list[dict[str, Any]] = []
+    for line in rounds_of(0.5, 0.4, 0.4):
+        lines += [{"round": 2 * line["round"] - 1, "metrics": {}}, {**line, "round": 2 * line["round"]}]
+    found = Patience("accuracy", 2).stop(lines, 8)
+    assert found is not None
+    assert (found["round"], found["of"], found["best_round"], found["best"]) == (6, 8, 2, 0.5)
+    assert "2 evaluations on validation in a row without a better accuracy than round 2's" in found["why"]
+    assert Patience("accuracy", 2).stop(lines, 6) is None
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def stopped(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return ran(configured(project, *FLAT), tmp_path_factory.mktemp("stopped") / "run")
+
+
+def test_the_round_that_it_stops_with_is_the_last_in_every_respect(stopped: RunFolder) -> None:
+    """Uploads, gauge check and checkpoint of round 3, though checkpoints are every fifth round and rounds are 8."""
+    s, lines = stopped.read_json("summary.json"), stopped.metrics()
+    assert [line["round"] for line in lines] == [1, 2, 3] and s["rounds"] == 3 and s["best_round"] == 1
+    assert s["stopped_early"] == {
+        "round": 3, "of": 8, "best_round": 1, "best": lines[0]["metrics"]["accuracy"],
+        "why": "2 evaluations on validation in a row without a better accuracy than round 1's",
+    }  # fmt: skip
+    assert [path.name for path in (stopped.path / "uploads").iterdir()] == ["round-00003"]
+    assert [line["gauge_drift"] is None for line in lines] == [True, True, False]
+    assert [p.name[:11] for p in stopped.checkpoints.glob("*.safetensors")] == ["round-00003"]
+    assert (stopped.path / "adapter").exists() and s["test"]["last"]["accuracy"] > 0
+
+
+def test_it_is_finished_and_resuming_shows_the_result_again(
+    stopped: RunFolder, project: Path, main: Callable[..., Said], wide: None
+) -> None:
+    sets = [a for s in FLAT for a in ("--set", s)]
+    main("run", project / "config.toml", "--out", stopped.path, "--resume", *sets)  # draws the plots
+    before = contents(stopped.path)
+    said = main("run", project / "config.toml", "--out", stopped.path, "--resume", *sets)
+    assert said.code == 0 and contents(stopped.path) == before
+    assert "stopped early" in said.out and "after round 3 of 8" in said.out
+    assert "without a better accuracy than round 1's" in said.out
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_stopped_by_hand_before_it_stops_by_itself_it_is_the_same_run(
+    stopped: RunFolder, project: Path, tmp_path: Path, rounds: int
+) -> None:
+    """After round 3 only the results are missing; after rounds 1 and 2 there is no checkpoint yet."""
+    folder = ran(configured(project, *FLAT), tmp_path / "run", rounds)
+    assert not folder.finished()
+    same_run(ran(configured(project, *FLAT), folder.path, resume=True), stopped)
+
+
+def test_killed_and_resumed_it_is_the_same_run(stopped: RunFolder, project: Path, tmp_path: Path) -> None:
+    """SIGKILL before, in and behind the round that it stops with; with a checkpoint each round."""
+    sets = [s for s in FLAT if "checkpoint_every" not in s]
+    want = ran(configured(project, *sets), tmp_path / "whole")
+    forked, out = fork_server(), tmp_path / "run"
+    for at_least in (1, 3):
+        child = started(forked, project, out, sets)
+        wait_for(child, lambda wanted=at_least: lines_in(out) >= wanted)
+        child.kill()
+        child.join(30)
+        assert child.exitcode in (-signal.SIGKILL, 0), (tmp_path / "log.txt").read_text()
+    child = started(forked, project, out, sets)
+    child.join(60)
+    assert child.exitcode == 0, (tmp_path / "log.txt").read_text()
+    same_run(RunFolder(out), want)
+
+
+def test_patience_asks_for_validation_data_and_min_delta_for_patience(project: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.patience = 2 .*no validation data: data\.validation = 0"):
+        prepare(configured(project, "evaluate.patience=2", "data.validation=0"))
+    with pytest.raises(ConfigError, match=r"evaluate\.min_delta = 0\.1 is a part of evaluate\.patience"):
+        parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "evaluate": {"min_delta": 0.1}})
+
+
+def test_a_metric_of_the_other_task_is_refused_with_those_that_there_are(project: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'rouge-l' is of generated text.*accuracy, balanced-accuracy, macro-f1"):
+        prepare(configured(project, "evaluate.metric=rouge-l"))
+
+
+def test_the_best_round_by_loss_is_the_one_of_the_least_loss(project: Path, tmp_path: Path) -> None:
+    """A rate at which the loss falls first and rises later; the best is neither the first nor that of the largest loss.
+    Stopped in between and resumed, the same."""
+    sets = ("evaluate.metric=loss", "run.rounds=6", "train.lr=0.05", "evaluate.clients_at_end=true")
+    folder = ran(configured(project, *sets), tmp_path / "run")
+    losses = [line["metrics"]["loss"] for line in folder.metrics()]
+    s = folder.read_json("summary.json")
+    best = 1 + losses.index(min(losses))
+    assert best != 1 + losses.index(max(losses)) and best > 1, losses
+    assert s["metric"] == "loss" and s["best_round"] == best
+    assert s["validation"]["best"]["loss"] == min(losses)
+    assert [p.name[:11] for p in folder.best_checkpoint.iterdir()] == [f"round-{best:05d}"]
+    again = ran(configured(project, *sets), tmp_path / "again", best)
+    same_run(ran(configured(project, *sets), again.path, resume=True), folder)

@@ -1,0 +1,106 @@
+"""Metrics of answers and which way they are better. Kind of evidence: *oracle* - numbers computed by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+
+from fedlora.errors import ConfigError
+from fedlora.training.metrics import (
+    METRICS,
+    MetricName,
+    accuracy,
+    balanced_accuracy,
+    best_of,
+    confusion_matrix,
+    find_metric,
+    is_better,
+    macro_f1,
+    matthews,
+    mean_loss,
+    recall,
+    score_name,
+    worst_of,
+)
+
+# Ten examples of three classes. Class 0: 4 of 5 found; class 1: 1 of 3; class 2: 2 of 2.
+LABELS = [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+SAID = [0, 0, 0, 0, 1, 0, 1, 2, 2, 2]
+OF_CLASSES = (accuracy, balanced_accuracy, macro_f1, matthews)
+
+
+def test_scores_of_three_classes_by_hand() -> None:
+    """F1: class 0 has TP 4, FP 1, FN 1: 8/10; class 1 TP 1, FP 1, FN 2: 2/5; class 2 TP 2, FP 1, FN 0: 4/5."""
+    assert accuracy(LABELS, SAID) == pytest.approx(7 / 10)
+    assert recall(LABELS, SAID) == pytest.approx({0: 4 / 5, 1: 1 / 3, 2: 1})
+    assert balanced_accuracy(LABELS, SAID) == pytest.approx((4 / 5 + 1 / 3 + 1) / 3)
+    assert macro_f1(LABELS, SAID) == pytest.approx((8 / 10 + 2 / 5 + 4 / 5) / 3)
+    assert confusion_matrix(LABELS, SAID, 3) == [[4, 1, 0], [1, 1, 1], [0, 0, 2]]
+    # Gorodkin's R_K = (c s - sum t_k p_k) / sqrt((s^2 - sum p_k^2)(s^2 - sum t_k^2)): c = 7, s = 10, t = 532, p = 523
+    assert matthews(LABELS, SAID) == pytest.approx((70 - 37) / math.sqrt((100 - 38) * (100 - 38)))
+
+
+def test_the_mean_loss_is_over_labels_not_batches() -> None:
+    """(2 * 1 + 0.5 * 3) / 4."""
+    assert mean_loss([2.0, 0.5], [1, 3]) == 0.875
+
+
+def test_two_classes_by_hand() -> None:
+    """Matthews (TP TN - FP FN) / sqrt(...): TP 2, TN 1, FP 1, FN 0 -> 2 / sqrt(3 * 2 * 2 * 1)."""
+    assert matthews([1, 1, 0, 0], [1, 1, 1, 0]) == pytest.approx(2 / math.sqrt(12))
+    assert matthews([0, 1], [1, 0]) == pytest.approx(-1)
+
+
+def test_a_class_without_examples_counts_nowhere_but_costs_whoever_names_it() -> None:
+    """Class 1 is said twice and is never right: no recall of its own, F1 (2/3 + 0) / 2 of the two that occur."""
+    labels, said = [0, 0, 0, 0], [0, 0, 1, 1]
+    assert recall(labels, said) == {0: 0.5}
+    assert balanced_accuracy(labels, said) == 0.5
+    assert macro_f1(labels, said) == pytest.approx((2 / 3) / 2)
+    assert matthews(labels, said) == 0.0
+    assert confusion_matrix(labels, said, 3) == [[2, 2, 0], [0, 0, 0], [0, 0, 0]]
+
+
+def test_one_class_everywhere_is_no_crash_and_no_warning() -> None:
+    """pytest makes warnings errors; scikit-learn warns of one class."""
+    labels = said = [1, 1]
+    assert [measure(labels, said) for measure in OF_CLASSES] == [1.0, 1.0, 1.0, 0.0]
+    assert recall(labels, said) == {1: 1.0}
+    assert matthews([0, 1], [1, 1]) == 0.0
+
+
+def test_nothing_to_measure_is_nan_and_never_better() -> None:
+    assert all(math.isnan(measure([], [])) for measure in (*OF_CLASSES, mean_loss))
+    assert confusion_matrix([], [], 2) == [[0, 0], [0, 0]] and recall([], []) == {}
+    assert not is_better("accuracy", math.nan, 0.1) and not is_better("accuracy", None, 0.1)
+    assert is_better("loss", 9.0, math.nan) and is_better("loss", 9.0, None)
+
+
+def test_which_way_is_better() -> None:
+    """The loss falls; everything else rises; by more than `by`, not by as much."""
+    assert {name for name, metric in METRICS.items() if not metric.larger_is_better} >= {"loss"}
+    assert is_better("loss", 0.5, 0.6) and not is_better("loss", 0.6, 0.5)
+    assert is_better("macro_f1", 0.6, 0.5) and not is_better("macro-f1", 0.5, 0.6)
+    assert not is_better("loss", 0.5, 0.5) and not is_better("accuracy", 0.5, 0.5)
+    assert is_better("loss", 0.25, 0.5, by=0.125) and not is_better("loss", 0.375, 0.5, by=0.125)
+
+
+def test_best_and_worst_are_the_first_of_equals() -> None:
+    def value(item: tuple[str, Any]) -> Any:
+        return item[1]
+
+    items = [("a", 0.5), ("b", 0.25), ("c", 0.5), ("d", 0.25)]
+    assert best_of("accuracy", items, value) == ("a", 0.5) and worst_of("accuracy", items, value) == ("b", 0.25)
+    assert best_of("loss", items, value) == ("b", 0.25) and worst_of("loss", items, value) == ("a", 0.5)
+    assert best_of("loss", [("x", None), ("y", math.nan)], value) is None and best_of("loss", [], value) is None
+    assert worst_of("loss", [("x", 0.5), ("y", math.nan), ("z", 0.75)], value)[0] == "y"  # type: ignore[index]
+
+
+def test_names_of_configs_and_of_scores_are_one_table() -> None:
+    assert set(get_args(MetricName)) == set(METRICS)
+    assert score_name("rouge-l-teacher-forced") == "rouge_l_teacher_forced"
+    assert find_metric("macro_f1") is METRICS["macro-f1"] is find_metric("macro-f1")
+    with pytest.raises(ConfigError, match=r"'acuracy'; there are accuracy, balanced-accuracy"):
+        find_metric("acuracy")
