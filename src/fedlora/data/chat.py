@@ -32,6 +32,13 @@ def read_chat(path: str | os.PathLike[str], *, messages: str = "messages") -> Te
     Raises:
         DataError: an unknown role, content that is no string or is empty, an assistant that begins, a conversation
             without an answer at its end, calls of tools. The message names row, line and message.
+
+    Example:
+        >>> import json
+        >>> turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+        >>> _ = Path("chat.jsonl").write_text(json.dumps({"messages": turns}))
+        >>> len(read_chat("chat.jsonl"))
+        1
     """
     return chat_of(path, read_table(path, [messages]), messages)
 

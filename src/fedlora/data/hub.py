@@ -45,6 +45,12 @@ def from_dataset(
 
     Raises:
         DataError: a missing column, an empty or wrong value (the message names the row), or columns of two tasks.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> rows = Dataset.from_dict({"text": ["dull", "fine"], "label": ["bad", "good"]})
+        >>> from_dataset(rows, text="text", label="label").label_names
+        ('bad', 'good')
     """
     kinds = {
         "text and label": (text, label),

@@ -29,7 +29,12 @@ def read_classes(
     pair: str | None = None,
     label_names: Sequence[str] | None = None,
 ) -> TextData:
-    """`read_classification` of a file, or `read_hub` of "hf://owner/name?config=...&split=...&revision=..."."""
+    """`read_classification` of a file, or `read_hub` of "hf://owner/name?config=...&split=...&revision=...".
+
+    Example:
+        >>> read_classes("train.jsonl", text="text", label="label").label_names
+        ('blue', 'green', 'red')
+    """
     if not is_hub(source):
         return read_classification(source, text=text, label=label, pair=pair, label_names=label_names)
     return read_hub(**hub_source(str(source)), text=text, label=label, pair=pair, label_names=label_names)
@@ -46,6 +51,11 @@ def read_answers(
 
     Raises:
         DataError: as `read_instructions`, `read_chat` and `read_hub`; or the rows could be read in two ways.
+
+    Example:
+        >>> _ = Path("asked.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}')
+        >>> read_answers("asked.jsonl", prompt="prompt", response="response").responses
+        ('4',)
     """
     if is_hub(source):
         address = hub_source(str(source))

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]  # the network and a batch -> the mean loss over the batch, a scalar
 Measure = Callable[[nn.Module], Mapping[str, float]]  # the network -> metric name -> value
-_OF_TEXT = ("max_length", "loss_on", "class_weights")  # settings that a loss of one's own does not look at
+_OF_TEXT = ("max_length", "loss_on", "class_weights", "template")  # settings that a loss of one's own does not look at
 
 
 class Examples(Protocol):
