@@ -130,7 +130,7 @@ def child(name: str, folder: Path, options: argparse.Namespace) -> None:
     """One contestant in this process: seconds and peak memory, as a line of JSON on stderr."""
     import peft  # noqa: F401 - everybody has the same imports before the clock starts
 
-    import fedlora.cli  # noqa: F401
+    import fedlora.cli.merge  # noqa: F401 - commands are imported when they are called
 
     torch.set_num_threads(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -131,7 +131,8 @@ def test_rounds_by_hand_go_on(tmp_path: Path, main: Callable[..., Said]) -> None
 def test_a_run_folder_is_resumed(tmp_path: Path) -> None:
     """Stopped by the old code after two of four rounds; its end is that of the old code, and so are its lines."""
     shutil.copytree(OLDER / "run" / "stopped", tmp_path / "run")
-    config = load_config(OLDER / "run" / "config.toml", json.loads((OLDER / "run" / "sets.json").read_text()))
+    sets = json.loads((OLDER / "run" / "sets.json").read_text())
+    config = load_config(OLDER / "run" / "config.toml", [*sets, "train.accumulation=1"])  # as the default was
     folder = RunFolder(tmp_path / "run")
     assert [record.round for record in execute(prepare(config), folder, resume=True)] == [3, 4]
     old = [json.loads(line) for line in (OLDER / "run" / "finished" / "metrics.jsonl").read_text().splitlines()]

@@ -591,3 +591,38 @@ def test_a_server_says_what_it_was_not_given() -> None:
         server = Server(build("glora"), defences=(wrong,))
         with pytest.raises(HyperparameterError, match=says):
             list(simulate(server, clients(EQUAL), Toy(), start(server, seed_adapter(4)), rounds=1))
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (None, "got a NoneType"),
+        (0.5, "got a float"),
+        ({"accuracy": torch.tensor(0.5)}, r"'accuracy'.*\.item\(\)"),
+        ({"accuracy": "good"}, "'good' for 'accuracy'"),
+        ({1: 0.5}, "0.5 for 1"),
+    ],
+)
+def test_an_evaluator_that_gives_no_numbers_by_name_is_told(found: Any, says: str) -> None:
+    class Odd:
+        def evaluate(self, server: Server, state: RunState) -> Any:
+            return found
+
+    with pytest.raises(HyperparameterError, match=says):
+        list(run(rounds=1, evaluator=Odd()))
+
+
+def test_what_is_no_trainer_or_evaluator_is_told_before_a_round() -> None:
+    with pytest.raises(HyperparameterError, match=r"trainer has a method train\("):
+        list(run(rounds=1, trainer=lambda download: None))
+    with pytest.raises(HyperparameterError, match=r"evaluator has a method evaluate\("):
+        list(run(rounds=1, evaluator=lambda server, state: {}))
+
+
+def test_a_trainer_that_returns_nothing_is_told_by_client() -> None:
+    class Silent:
+        def train(self, download: Download, adapter: Adapter, position: int) -> None:
+            """Forgets to return."""
+
+    with pytest.raises(ClientFailed, match=r"train\(\) gave a NoneType; a Trained is needed"):
+        list(run(rounds=1, trainer=Silent()))

@@ -25,7 +25,13 @@ from fedlora.linalg import gauge_split, rank_tolerance, unit_roundoff
 
 @dataclass(frozen=True, eq=False)
 class Played:
-    """A client's round: what it sends, what it remembers, and its mean training loss."""
+    """A client's round: what it sends, what it remembers, and its mean training loss.
+
+    Example:
+        >>> played = play_round(server.download(state, clients[0]), ClientMemory(), trainer)
+        >>> played.upload.client.id, played.loss
+        ('site-1', 0.5)
+    """
 
     upload: Upload
     memory: ClientMemory
@@ -41,18 +47,36 @@ def play_round(download: Download, memory: ClientMemory, trainer: Trainer, form:
     Raises:
         KeptStateError: the memory does not fit what came. UploadRefused: training diverged in a part that stays here,
             where no server can see it; the memory is as it was.
+
+    Example:
+        >>> played = play_round(server.download(state, clients[0]), ClientMemory(), trainer)
+        >>> state = server.aggregate(state, [played.upload])
+        >>> again = play_round(server.download(state, clients[0]), played.memory, trainer)
     """
     job = begin_round(download, memory)
     return finish_round(job, trainer.train(job.download, job.adapter, job.position), memory, form)
 
 
 def begin_round(download: Download, memory: ClientMemory) -> Job:
-    """What is there to train: the first half of `play_round`, for engines that train several clients at once."""
+    """What is there to train: the first half of `play_round`, for engines that train several clients at once.
+
+    Example:
+        >>> job = begin_round(server.download(state, clients[0]), ClientMemory())
+        >>> job.adapter.ranks
+        {'q': 2, 'v': 2}
+    """
     return Job(download, receive(download, memory.kept), memory.position)
 
 
 def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = "factors") -> Played:
-    """What comes of it: the second half of `play_round`."""
+    """What comes of it: the second half of `play_round`.
+
+    Example:
+        >>> job = begin_round(server.download(state, clients[0]), ClientMemory())
+        >>> trained = trainer.train(job.download, job.adapter, job.position)
+        >>> finish_round(job, trained, ClientMemory()).upload.num_examples
+        40
+    """
     roles, client, made, ranks = job.download.roles, job.download.client, trained.adapter, memory.ranks
     if roles.penalty is not None:
         made = prune(job.adapter, made, roles.penalty)
@@ -78,6 +102,10 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
 
     Raises:
         KeptStateError: what was kept has other modules or another rank than what came.
+
+    Example:
+        >>> receive(server.download(state, clients[0]), kept=None)
+        Adapter(2 modules of rank [2], heads=['head.weight'])
     """
     have = kept or Adapter({}, {})
     both_local = have.ranks if (download.roles.B, download.roles.A) == ("local", "local") else {}
@@ -135,6 +163,12 @@ def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
 
     form "subspace" sends (U_i, Ahat_i) instead of (B_i, A_i), where both factors are shared (paper Algorithm 1, lines
     7-9): the same update in a canonical gauge, in at most as many bytes.
+
+    Example:
+        >>> download = server.download(state, clients[0])
+        >>> adapter = receive(download, kept=None)  # and train it
+        >>> send(adapter, Roles(A="local", heads="local")).modules["q"]  # A and the heads stay home
+        LoRA(B=(6, 2) float32, A=absent)
     """
     heads = adapter.heads if roles.heads == "shared" else {}
     if form == "subspace":
@@ -145,7 +179,15 @@ def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
 
 
 def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
-    """What the client holds back for its next `receive`: the local parts. None where there are none."""
+    """What the client holds back for its next `receive`: the local parts. None where there are none.
+
+    Example:
+        >>> adapter = receive(server.download(state, clients[0]), kept=None)
+        >>> keep(adapter, Roles(A="local")).modules["q"]
+        LoRA(B=absent, A=(2, 5) float32)
+        >>> keep(adapter, Roles()) is None  # everything is shared
+        True
+    """
     local = _only(adapter, roles, ("local",), adapter.heads if roles.heads == "local" else {})
     return local if local.modules or local.heads else None
 
@@ -157,6 +199,12 @@ def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:
         before, after: the complete adapter as it was received and as it was trained.
 
     Source: HetLoRA's rank self-pruning (docs/methods.md). The decision is one for the whole client.
+
+    Example:
+        >>> from fedlora.core.method import TailPenalty
+        >>> before = receive(server.download(state, Client("site-1", 4)), kept=None).map(lambda t: t + 1)
+        >>> prune(before, before.map(lambda t: t / 2), TailPenalty(strength=0.1, keep=0.5)).ranks
+        {'q': 2, 'v': 2}
     """
     if max(after.ranks.values(), default=1) == 1 or tail_size(after, penalty) >= tail_size(before, penalty):
         return after
@@ -169,7 +217,14 @@ def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:
 
 
 def tail_size(adapter: Adapter, penalty: TailPenalty) -> float:
-    """sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F: the penalty without its strength."""
+    """sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F: the penalty without its strength.
+
+    Example:
+        >>> from fedlora.core.method import TailPenalty
+        >>> ones = Adapter({"q": LoRA(torch.ones(6, 4), torch.ones(4, 5))})
+        >>> round(tail_size(ones, TailPenalty(strength=0.1, keep=0.5)), 3)  # of two slots: sqrt(6 * 2) * sqrt(2 * 5)
+        10.954
+    """
     tails = []
     for lora in adapter.modules.values():
         (B, A), q = lora.factors, penalty.tail_start(lora.rank)

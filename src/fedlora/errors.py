@@ -7,7 +7,25 @@ from __future__ import annotations
 
 
 class FedLoRAError(Exception):
-    """Base of every error that fedlora raises on purpose."""
+    """Base of every error that fedlora raises on purpose. Errors pickle, for they travel between processes.
+
+    Example:
+        >>> try:
+        ...     build("gloras")
+        ... except FedLoRAError as error:
+        ...     print(str(error).partition(";")[0])
+        no method is called 'gloras'
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[FedLoRAError], args: tuple[object, ...], facts: dict[str, object]) -> FedLoRAError:
+    """An error as it was, without its `__init__`, which may take other arguments than the message."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(facts)
+    return error
 
 
 class ShapeError(FedLoRAError, ValueError):

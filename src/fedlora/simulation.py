@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 from fedlora.client import begin_round, finish_round
 from fedlora.core.lora import Adapter, LoRA
@@ -38,7 +39,16 @@ UploadHook = Callable[[Upload, int], Upload]  # an upload and its round, from 0 
 
 
 class Evaluator(Protocol):
-    """Measures a state, on whatever it was made for."""
+    """Measures a state, on whatever it was made for.
+
+    Example:
+        >>> class Size:
+        ...     def evaluate(self, server, state):
+        ...         return {"norm": sum(lora.norm() for lora in server.global_update(state.server).values())}
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1, evaluator=Size()))
+        >>> sorted(record.metrics)
+        ['norm']
+    """
 
     def evaluate(self, server: Server, state: RunState) -> Mapping[str, float]:
         """Metric name -> value."""
@@ -49,6 +59,11 @@ class Traffic:
     """Bytes of one round over all its clients, of the tensors that travel; adapter, heads and base apart.
 
     What was refused has travelled too.
+
+    Example:
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
+        >>> record.bytes.up_adapter  # two modules, (6 + 5) numbers for each of 2 + 4 ranks, 4 bytes each
+        528
     """
 
     up_adapter: int = 0
@@ -65,7 +80,13 @@ class Traffic:
 @dataclass(frozen=True)
 class ClientDone:
     """One client of a round is done. loss: its mean training loss, None where it failed. refused: why it does not
-    count; None: it does, as far as its own upload goes, or it abstained. A defence judges later: see the record."""
+    count; None: it does, as far as its own upload goes, or it abstained. A defence judges later: see the record.
+
+    Example:
+        >>> played = play(server, clients, trainer, start(server, seed_adapter), rounds=1)
+        >>> [event.client for event in played if isinstance(event, ClientDone)]
+        ['site-1', 'site-2']
+    """
 
     round: int
     client: str
@@ -81,6 +102,11 @@ class RoundRecord:
     ({} of a sketched round, whose server sees sums only). refused: client -> why not (a refused upload or a failed
     client). seconds: by phase. server_rank: the mean over modules of the state's rank. metrics: of the evaluator, {}
     where it did not run. uploads: those that counted, as the server got them; () where it drops them.
+
+    Example:
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
+        >>> record.round, record.losses, record.weights
+        (1, {'site-1': 0.5, 'site-2': 0.5}, {'site-1': 0.5, 'site-2': 0.5})
     """
 
     round: int
@@ -119,9 +145,15 @@ def simulate(
             after the other: experiments such as `analysis.audit.GaugeStress`.
 
     Raises:
-        HyperparameterError: two clients of one id.
+        HyperparameterError: two clients of one id; an evaluator that gives no numbers by name.
         ClientFailed: a client's work raised, and the server has no quorum. With one, the round goes on without it.
         UploadRefused, QuorumNotMet: as `Server.aggregate`. The records yielded so far are unaffected.
+
+    Example:
+        >>> for record in simulate(server, clients, trainer, start(server, seed_adapter), rounds=2):
+        ...     print(record.round, record.losses)
+        1 {'site-1': 0.5, 'site-2': 0.5}
+        2 {'site-1': 0.5, 'site-2': 0.5}
     """
     played = play(
         server, clients, trainer, state, rounds=rounds, participation=participation, seed=seed, evaluator=evaluator,
@@ -144,7 +176,15 @@ def play(
     form: Form = "factors",
     hooks: Sequence[UploadHook] = (),
 ) -> Iterator[ClientDone | RoundRecord]:
-    """`simulate`, with an event for each client that is done as well: what a progress bar shows."""
+    """`simulate`, with an event for each client that is done as well: what a progress bar shows.
+
+    Example:
+        >>> for event in play(server, clients, trainer, start(server, seed_adapter), rounds=1):
+        ...     print(type(event).__name__)
+        ClientDone
+        ClientDone
+        RoundRecord
+    """
     by_id = {client.id: client for client in clients}
     if len(by_id) < len(clients):
         names = [client.id for client in clients]
@@ -161,6 +201,14 @@ def play(
         raise HyperparameterError(
             f"state is a RunState, as `start(server, seed_adapter)` or a record has it; got a {type(state).__name__}."
         )
+    if not isinstance(trainer, Workers) and not callable(getattr(trainer, "train", None)):
+        raise HyperparameterError(
+            f"trainer has a method train(download, adapter, position) -> Trained; {trainer!r:.80} has none."
+        )
+    if evaluator is not None and not callable(getattr(evaluator, "evaluate", None)):
+        raise HyperparameterError(
+            f"evaluator has a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
+        )
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     while state.round < rounds:
         chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
@@ -170,7 +218,7 @@ def play(
         state = record.state
         if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
             with round.clock("evaluate"):
-                metrics = evaluator.evaluate(server, state)
+                metrics = _checked_metrics(evaluator.evaluate(server, state))
             record = replace(record, metrics=metrics, seconds=dict(round.clock.seconds))
         yield record
 
@@ -359,6 +407,21 @@ class _Clock:
             if item is end:
                 return
             yield item  # type: ignore[misc]
+
+
+def _checked_metrics(metrics: Any) -> Mapping[str, float]:
+    """What an evaluator gave, if it is numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise HyperparameterError(
+            f"evaluate() returns metrics by name, as {{'accuracy': 0.9}}; got a {type(metrics).__name__}."
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise HyperparameterError(
+                f"evaluate() returns one plain number for each metric; got {value!r:.80} for {name!r}. Of a tensor "
+                f"that is .item()."
+            )
+    return metrics
 
 
 def _size(loras: Mapping[str, LoRA]) -> int:

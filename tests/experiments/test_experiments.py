@@ -140,6 +140,28 @@ def test_the_search_chooses_by_validation_for_each_method_and_ties_go_to_the_sma
     assert chosen_value(experiment, "mini", search[0].cell, done) is None, "not before all of it is there"
 
 
+def test_by_loss_the_search_chooses_the_least_and_thresholds_are_reached_from_above(experiment: Experiment) -> None:
+    """By hand on the same numbers as losses: what was worst is best. A run without a number is never chosen."""
+
+    def by_loss(digest: str, best: float | None) -> Result:
+        history = [{"round": k + 1, "metrics": {"loss": x}} for k, x in enumerate((0.9, best, 0.7))]
+        return Result(digest, {"metric": "loss", "history": history, "validation": {"best": {"loss": best}}})
+
+    search = searches(experiment, "mini")
+    losses = {1e-3: 0.6, 1e-2: 0.4}
+    done = {r.digest: by_loss(r.digest, losses[r.tuned or 0]) for r in search}
+    assert {chosen_value(experiment, "mini", r.cell, done) for r in search} == {1e-2}
+    losses = {1e-3: 0.6, 1e-2: None}
+    done = {r.digest: by_loss(r.digest, losses[r.tuned or 0]) for r in search}
+    assert {chosen_value(experiment, "mini", r.cell, done) for r in search} == {1e-3}
+    done = {r.digest: by_loss(r.digest, None) for r in search}
+    with pytest.raises(ConfigError, match="all of them diverged"):
+        chosen_value(experiment, "mini", search[0].cell, done)
+    fell = by_loss("x", 0.5)
+    assert (fell.rounds_to(0.6), fell.rounds_to(0.5), fell.rounds_to(0.4)) == (2, 2, None)
+    assert fell.score("validation, largest drop") == pytest.approx(0.2), "from 0.5 up to 0.7: the one change for worse"
+
+
 def test_one_value_needs_no_search(experiment: Experiment) -> None:
     assert searches(experiment, "one") == []
     assert [r.config.train.lr for r in mains(experiment, "one", {})] == [1e-2, 1e-2]

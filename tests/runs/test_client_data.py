@@ -112,7 +112,7 @@ class TestDealGlue:
         """What config.py says of GLUE: validation is a share, and the test sets are the official ones."""
         root = write_glue(tmp_path, "sst2")
         with pytest.raises(ConfigError, match=re.escape(says)) as error:
-            deal(config_of({"task": "sst2", **data}, task=model, clients=CLIENTS), root)
+            deal(config_of({"task": "sst2", **data}, task=model, clients={"count": 3}), root)
         assert "'sst2'" in one_line(error)
 
     def test_too_little_for_so_many_clients(self, tmp_path: Path) -> None:
@@ -137,12 +137,12 @@ class TestDealFiles:
         """config.py says "at most so many examples" of all sources; to ignore it silently would train on more."""
         rows = "".join(json.dumps({"text": f"t {k}", "label": k % 2}) + "\n" for k in range(60))
         (tmp_path / "d.jsonl").write_text(rows)
-        sources: dict[str, str] = {"train": 'train = "d.jsonl"', "clients": 'clients = {a = "d.jsonl"}'}
+        sources = {
+            "train": 'train = "d.jsonl"\n[clients]\nranks = [2]\ncount = 1\nmin_size = 1\n',
+            "clients": 'clients = {a = "d.jsonl"}\n[clients]\nranks = [2]\n',
+        }
         path = tmp_path / "config.toml"
-        path.write_text(
-            f'[model]\npath = "m"\n[data]\nmax_train = 20\nmax_test = 3\n{sources[source]}\n'
-            "[clients]\nranks = [2]\ncount = 1\nmin_size = 1\n"
-        )
+        path.write_text(f'[model]\npath = "m"\n[data]\nmax_train = 20\nmax_test = 3\n{sources[source]}')
         dealt = deal(load_config(path), None)
         assert sum(map(len, dealt.parts.values())) == 20
         assert len(dealt.test[""]) == 3

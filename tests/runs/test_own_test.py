@@ -49,7 +49,9 @@ def test_what_two_clients_hold_copies_of_is_no_test_of_either(tmp_path: Path) ->
         label_names=data.label_names,
     )
     (project / "train.jsonl").write_text(rows(data) + rows(copies))
-    dealt = deal(configured(project, *OWN, "clients.partition=iid"), None)
+    text = (project / "config.toml").read_text().replace("min_size = 4", 'partition = "iid"')
+    (project / "config.toml").write_text(text)
+    dealt = deal(configured(project, OWN[0]), None)
     trained = {one for part in dealt.parts.values() for one in inputs(part)}
     tested = [one for part in dealt.own_test.values() for one in inputs(part)]
     assert not trained & set(tested)
@@ -81,7 +83,7 @@ def test_without_own_tests_nothing_changes_in_the_manifest(project: Path, tmp_pa
     ("sets", "says"),
     [
         (("clients.own_test=0.2",), r"holds out data that nothing would measure: set evaluate\.clients_at_end"),
-        (("clients.own_test=0.2", "data.test=0", "evaluate.clients_at_end=true"), r"data\.test = 0 holds nothing"),
+        (("clients.own_test=0.2", "data.test=0"), r"data\.test = 0\.0 holds nothing"),
         (("evaluate.clients_at_end=both",), r"'both' is .* and there is a common one only"),
     ],
 )
@@ -100,7 +102,12 @@ def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> 
 
 def test_clients_with_files_of_their_own_have_test_sets_already(tmp_path: Path) -> None:
     project = make_project(tmp_path)
-    raw = (project / "config.toml").read_text().replace('train = "train.jsonl"', 'clients = { a = "train.jsonl" }')
+    raw = (
+        (project / "config.toml")
+        .read_text()
+        .replace("min_size = 4", "")
+        .replace('train = "train.jsonl"', 'clients = { a = "train.jsonl" }')
+    )
     (project / "config.toml").write_text(raw.replace("ranks = [2, 4, 4]", "ranks = [2]"))
     with pytest.raises(ConfigError, match=r"clients\.own_test = 0\.2 is of one file.*with data\.clients"):
         deal(configured(project, "clients.own_test=0.2"), None)

@@ -159,9 +159,11 @@ def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["--set", "train.lr=0.5"], "another config digest"),
-        (["--set", "run.rounds=9"], "another config digest"),
-        ([], "another data"),
+        (["--set", "train.lr=0.5"], "another configuration: train.lr is 0.02 there and 0.5 here. "),
+        (["--set", "run.seed=9", "--set", "method.name=svd"], "run.seed is 0 there and 9 here; method.name is 'glora'"),
+        (["--set", "run.rounds=1"], "holds 2 rounds, and run.rounds = 1 are asked for"),
+        (["--set", "train.schedule=linear"], "train.schedule is 'constant' there and 'linear' here"),
+        ([], "another content of: the data of 'site-1' ("),
     ],
 )
 def test_an_unfinished_run_is_not_gone_on_with_as_another_one(
@@ -183,14 +185,14 @@ def test_a_run_is_not_gone_on_with_on_another_model_or_thread_count(tmp_path: Pa
     folder = ran(config, tmp_path / "run", 1)
     manifest = folder.read_json("manifest.json")
     folder.write_json("manifest.json", {**manifest, "threads": 2})
-    with pytest.raises(CheckpointError, match="another threads"):
+    with pytest.raises(CheckpointError, match=r"torch's threads \(2 there, 1 here"):
         ran(config, folder.path, resume=True)
     folder.write_json("manifest.json", manifest)
     network = bert().bert
     with torch.no_grad():
         next(network.parameters()).add_(0.01)
     save_model(project / "model", network, classifies=True)
-    with pytest.raises(CheckpointError, match="another model"):
+    with pytest.raises(CheckpointError, match="another content of: the model "):
         ran(config, folder.path, resume=True)
 
 
@@ -204,4 +206,4 @@ def test_a_finished_run_is_not_shown_as_the_result_of_another_configuration(
         "--set", "train.lr=0.1", "--set", "run.rounds=6",
     )  # fmt: skip
     assert contents(finished.folder.path) == before
-    assert "another config digest" in said.complaint()
+    assert "train.lr is 0.02 there and 0.1 here" in said.complaint()

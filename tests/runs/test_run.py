@@ -64,7 +64,8 @@ def test_a_run_folder_holds_what_it_says_and_nothing_else(finished: Finished) ->
         "config.json", "manifest.json", "metrics.jsonl", "summary.json",
         "adapter", "best", "clients", "plots", "checkpoints",
     }  # fmt: skip
-    files = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    files = {"README.md", "adapter_config.json", "adapter_model.safetensors", "labels.json"}
+    files |= {"tokenizer.json", "tokenizer_config.json"}
     adapters = [finished.folder.path / "adapter", finished.folder.path / "best"]
     adapters += sorted((finished.folder.path / "clients").iterdir())
     assert [path.name for path in adapters] == ["adapter", "best", "site-1", "site-2", "site-3"]

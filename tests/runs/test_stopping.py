@@ -48,7 +48,7 @@ def rounds_of(*scores: float | None) -> list[dict[str, Any]]:
         ((0.5, 0.6, 0.5, 0.7), Patience("accuracy", 2), None),
         ((0.5, 0.4, 0.3, 0.3), Patience("loss", 1), 4),  # a loss falls
         ((0.5, 0.4, 0.3), Patience("loss", 1), None),
-        ((0.50, 0.51, 0.52, 0.53), Patience("accuracy", 2, 0.025), None),  # 0.53 is better than 0.50 by more than that
+        ((0.50, 0.51, 0.52, 0.53), Patience("accuracy", 2, 0.015), None),  # 0.52 is better than 0.50 by more
         ((0.50, 0.51, 0.52, 0.53), Patience("accuracy", 2, 0.05), 3),
         ((None, None), Patience("loss", 2), 2),  # NaN: diverged from the start
         ((0.5, None, None), Patience("loss", 2), 3),

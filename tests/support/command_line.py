@@ -22,7 +22,9 @@ with warnings.catch_warnings():
     typer.main.get_command = functools.cache(typer.main.get_command)
     from typer.testing import CliRunner
 
-    import fedlora.cli
+    import fedlora.cli.audit
+    import fedlora.cli.methods
+    import fedlora.cli.runs
 
 
 def invoke(*args: object) -> Any:

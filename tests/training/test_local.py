@@ -23,7 +23,7 @@ from fedlora.errors import ConfigError
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from fedlora.training.encoding import collate, encode
-from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.local import LocalTrainer, TrainSettings, micro_batch
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, Recorder, base_weights, bits, dense, distance, download, drawn, logits, same
 from support.tiny_models import bert, gpt2, llama
@@ -574,3 +574,13 @@ def test_a_client_without_data_is_refused(load: Loader) -> None:
     for name in ("b", "stranger"):
         with pytest.raises(ConfigError, match=f"client '{name}' has no training data"):
             trainer.train(download(adapter, name), adapter, 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "accumulation", "device", "want"),
+    [(16, "auto", "cpu", 4), (4, "auto", "cpu", 4), (64, "auto", "cpu", 16), (10, "auto", "cpu", 4),
+     (16, "auto", "cuda", 16), (16, 1, "cpu", 16), (16, 3, "cpu", 6)],
+)  # fmt: skip
+def test_micro_batches_are_as_documented(size: int, accumulation: Any, device: str, want: int) -> None:
+    """By hand, from the docstring of TrainSettings."""
+    assert micro_batch(size, accumulation, torch.device(device)) == want

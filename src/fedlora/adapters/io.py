@@ -39,6 +39,11 @@ def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that
             do not fit the config.
+
+    Example:
+        >>> adapter, spec = read_adapter("adapter", scaling=2.0)  # a PEFT directory of alpha = 2 r
+        >>> adapter.ranks
+        {'q': 4, 'v': 4}
     """
     file = AdapterFile(directory, scaling=scaling)
     modules = {name: file.lora(name) for name in file.modules}
@@ -54,6 +59,10 @@ def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: Ada
 
     Raises:
         AdapterFormatError: a factor is missing, or values are not finite.
+
+    Example:
+        >>> adapter, spec = read_adapter("adapter", scaling=2.0)
+        >>> write_adapter("copy", adapter, spec)  # the same factors, bit for bit
     """
     with AdapterWriter(directory, spec) as writer:
         for name, lora in adapter.modules.items():

@@ -48,6 +48,11 @@ class AdapterFile:
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that do
             not fit the config.
+
+    Example:
+        >>> file = AdapterFile("adapter", scaling=2.0)  # nothing but names and shapes is read yet
+        >>> file.lora("q")
+        LoRA(B=(6, 4) float32, A=(4, 5) float32)
     """
 
     def __init__(

@@ -39,6 +39,12 @@ class AdapterSpec:
     config: the fields of adapter_config.json, without rank and alpha, which follow from the adapter.
     scaling: the update is scaling * B @ A for the adapter that this spec came with. layouts: path -> how the pair is
     stored, of those that are no linear layers.
+
+    Example:
+        >>> spec = AdapterSpec({"peft_type": "LORA", "target_modules": ["q", "v"]}, scaling=2.0)
+        >>> write_adapter("from-nothing", Adapter(seed_adapter.modules), spec)
+        >>> read_adapter("from-nothing", scaling=2.0)[1].scaling
+        2.0
     """
 
     config: Mapping[str, Any]
@@ -60,6 +66,14 @@ class AdapterWriter:
 
     Raises:
         AdapterFormatError: values that are not finite, a module of rank 0, an expert that is missing at the end.
+
+    Example:
+        >>> file = AdapterFile("adapter")
+        >>> _, spec = read_adapter("adapter")
+        >>> with AdapterWriter("doubled", spec) as writer:
+        ...     for name in file.modules:
+        ...         writer.add(name, LoRA(2 * file.lora(name).B, file.lora(name).A))
+        ...     writer.finish({})
     """
 
     def __init__(self, directory: str | os.PathLike[str], spec: AdapterSpec) -> None:
@@ -177,5 +191,6 @@ def pad_rank(lora: LoRA, rank: int) -> LoRA:
 
 
 def _plain_card(spec: AdapterSpec) -> str:
-    base = f"base_model: {spec.base_model}\n" if spec.base_model else ""
+    named = spec.base_model and not os.path.isabs(spec.base_model)  # a path of this machine names nothing
+    base = f"base_model: {spec.base_model}\n" if named else ""
     return f"---\nlibrary_name: peft\n{base}tags:\n- lora\n- fedlora\n---\n\nA LoRA adapter written by fedlora.\n"

@@ -7,27 +7,63 @@ import sys
 import click
 import typer
 
-from fedlora.cli import adapters, audit, experiment, flower, merge, methods, runs, train
-from fedlora.cli.screen import complain, notes
+from fedlora.cli.lazy import lazy_group
 from fedlora.errors import FedLoRAError
 
-app = typer.Typer(
-    help="Federated LoRA: GLoRA and its baselines. PEFT adapters in and out.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+# Name -> where the command is, and the first line of its docstring: imported when it is called, not before.
+COMMANDS = {
+    "run": ("runs:run", "Run one federation from a config file."),
+    "demo": (
+        "runs:demo",
+        "GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores.",
+    ),
+    "compare": ("runs:compare", "Run several methods on the same clients, data and seeds: one table, one plot."),
+    "ranks": ("methods:ranks", "Show how many clients of which rank a profile (clients.profile) makes."),
+    "audit": (
+        "audit:audit",
+        "Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean.",
+    ),
+    "merge": (
+        "merge:merge",
+        "Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank.",
+    ),
+    "train": (
+        "train:train",
+        "A site's half of a round: train a received adapter on own data, and write the upload to hand back.",
+    ),
+    "inspect": (
+        "adapters:inspect",
+        "Ranks, norms, spectra, dead slots, and how much the adapters' subspaces overlap.",
+    ),
+    "diff": (
+        "adapters:diff",
+        "Is it the same update in another gauge? Distances of updates, of factors, and angles, module by module.",
+    ),
+    "validate": (
+        "adapters:validate",
+        "Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused.",
+    ),
+    "apply": (
+        "adapters:apply",
+        "Merge an adapter into the full model, for serving without PEFT: one tensor in memory at a time.",
+    ),
+    "doctor": (
+        "flower:doctor",
+        "Check this machine for a federation: versions, ports, certificates, identity, message sizes, disk.",
+    ),
+    "methods": ("methods:app", "List the methods, built in and installed, or check one."),
+    "experiment": ("experiment:app", "Grids of runs from experiments/*.toml, and what came of them."),
+    "flower": ("flower:app", "A federation on Flower: SuperLink, SuperNodes, TLS."),
+}
 _INTERRUPTED = 130
 
-for command in (
-    runs.run, runs.demo, runs.compare, methods.ranks, audit.audit,
-    merge.merge, train.train, adapters.inspect, adapters.diff, adapters.validate, adapters.apply,
-    flower.doctor,
-):  # fmt: skip
-    app.command()(command)
-app.add_typer(methods.app, name="methods")
-app.add_typer(experiment.app, name="experiment")
-app.add_typer(flower.app, name="flower")
+app = typer.Typer(
+    cls=lazy_group({name: (f"fedlora.cli.{where}", line) for name, (where, line) in COMMANDS.items()}),
+    help="Federated LoRA: GLoRA and its baselines. PEFT adapters in and out.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.callback()(lambda: None)  # nothing to do before a command
 
 
 def main() -> None:
@@ -38,12 +74,20 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.exit(code)
     except FedLoRAError as error:
-        sys.exit(complain(str(error)))
+        sys.exit(_complain(str(error)))
     except OSError as error:  # a full disk, a folder that may not be written
-        sys.exit(complain(f"{error.filename or 'a file'}: {error.strerror or error}."))
+        sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror or error}."))
     except click.ClickException as error:  # a wrong option or argument
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
+        from fedlora.cli.screen import notes
+
         notes.print("interrupted; what was finished is stored: go on with --resume")
         sys.exit(_INTERRUPTED)
+
+
+def _complain(message: str) -> int:
+    from fedlora.cli.screen import complain  # rich, only where it is needed
+
+    return complain(message)

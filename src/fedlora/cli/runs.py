@@ -25,11 +25,12 @@ from fedlora.cli.measures import (
 )
 from fedlora.cli.method_names import folder_name, parse_methods
 from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json, tell_cut
-from fedlora.errors import CheckpointError, FedLoRAError
+from fedlora.errors import FedLoRAError
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
+from fedlora.runs.resuming import changes
 from fedlora.simulation import ClientDone
 
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
@@ -82,9 +83,7 @@ def compare(
         changed = base if name == base.method.name else base.model_copy(update={"method": section})
         folder = RunFolder(root / folder_name(name))
         try:
-            if resume and folder.finished():
-                _same_config(changed, folder)
-            else:
+            if not (resume and folder.finished()) or changes(folder, changed):
                 _rounds(changed, folder, resume, name, data_root)
         except FedLoRAError as error:
             refused[name] = str(error)
@@ -106,9 +105,7 @@ def compare(
 
 
 def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
-    if resume and folder.finished():
-        _same_config(config, folder)
-    else:
+    if not (resume and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
     if not (folder.plots / "bytes.png").exists():  # also after a kill between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
@@ -124,6 +121,8 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         raise typer.Exit(
             complain(f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out.")
         )
+    if folder.exists():
+        changes(folder, config)  # what cannot be gone on with is said before anything is read
     quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root)
@@ -135,15 +134,6 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
                 watch.client_done(event)
             else:
                 watch.round_done(event.round, per_round, dict(event.metrics), dict(event.refused))
-
-
-def _same_config(config: RunConfig, folder: RunFolder) -> None:
-    """Raises `CheckpointError` where a finished run is of another configuration than the one asked for."""
-    if folder.read_json("manifest.json")["config_digest"] != config.digest():
-        raise CheckpointError(
-            f"{folder.path} holds a finished run with another config digest (its config.json says which); "
-            f"choose another --out."
-        )
 
 
 class _Watch:

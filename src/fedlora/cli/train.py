@@ -40,7 +40,7 @@ def train(
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="optimiser steps; 0: train --epochs")] = 0,
     epochs: Annotated[float, typer.Option(help="passes over the data, where --steps is 0")] = 1.0,
-    lr: Annotated[float, typer.Option(help="learning rate")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="learning rate")] = 3e-3,
     batch_size: Annotated[int, typer.Option(min=1, help="examples a step")] = 16,
     max_length: Annotated[int, typer.Option(min=8, help="tokens of an example")] = 128,
     round: Annotated[int, typer.Option(min=1, help="which round this is, for the record and the data order")] = 1,

@@ -30,6 +30,13 @@ class LoRA:
         ShapeError: the factors are not matrices, or do not share r.
 
     Source: paper section 3.1. (B Q, Q^-1 A) is the same update for every invertible Q: the *gauge*.
+
+    Example:
+        >>> lora = LoRA(B=torch.ones(6, 2), A=torch.ones(2, 5))
+        >>> lora
+        LoRA(B=(6, 2) float32, A=(2, 5) float32)
+        >>> lora.rank, tuple(lora.delta().shape)
+        (2, (6, 5))
     """
 
     TAG: ClassVar[str] = "lora/1"
@@ -111,6 +118,10 @@ class Adapter:
         heads: path of a fully trained tensor (PEFT modules_to_save) -> its value, any shape.
 
     Both mappings are copied, sorted by name and read-only from then on.
+
+    Example:
+        >>> Adapter({"layer.q": LoRA(torch.zeros(6, 4), torch.ones(4, 5))}, heads={"head.weight": torch.zeros(3, 6)})
+        Adapter(1 modules of rank [4], heads=['head.weight'])
     """
 
     TAG: ClassVar[str] = "adapter/1"

@@ -21,7 +21,14 @@ Missing = Literal["renormalise", "zero"]  # what a module counts as for those wh
 
 @dataclass(frozen=True)
 class Client:
-    """A participant. rank: one r for all modules, or module -> r for the modules that it holds."""
+    """A participant. rank: one r for all modules, or module -> r for the modules that it holds.
+
+    Example:
+        >>> Client("site-1", rank=4).ranks(["q", "v"])
+        {'q': 4, 'v': 4}
+        >>> Client("site-2", rank={"q": 8}).ranks(["q", "v"])  # it holds no adapter on v
+        {'q': 8}
+    """
 
     id: str
     rank: int | Mapping[str, int]
@@ -46,6 +53,12 @@ class Upload:
 
     num_examples: how many it trained on; sets its weight. 0 abstains. form: "factors" (B_i, A_i) of the client's
     rank, or "subspace" (U_i, Ahat_i) of rank <= r_i, as Algorithm 1 sends; the server gets the same from either.
+
+    Example:
+        >>> download = server.download(state, clients[0])
+        >>> adapter = receive(download, kept=None)  # and train it
+        >>> Upload(clients[0], num_examples=100, adapter=send(adapter, download.roles)).nbytes_modules
+        176
     """
 
     client: Client
@@ -71,6 +84,11 @@ class Download:
     adapter: shared and frozen parts, of the client's ranks. start: what local parts begin as, for a client that has
     kept nothing yet. base: module -> how its base weight has moved since pre-training; empty where none has. What of
     all this a client holds already need not travel: see `parcels`.
+
+    Example:
+        >>> download = server.download(state, Client("site-1", rank=2))
+        >>> download.round, download.adapter.ranks, download.roles.B
+        (0, {'q': 2, 'v': 2}, 'shared')
     """
 
     client: Client
@@ -115,6 +133,12 @@ class ClientMemory:
 
     kept: local parts of the adapter. position: how far it has read its data. held: what need not be sent to it again
     (the engine has one copy of everything, so it stores only the list). ranks: where pruning changed them.
+
+    Example:
+        >>> memory = ClientMemory()  # before a client's first round
+        >>> played = play_round(server.download(state, clients[0]), memory, trainer)
+        >>> played.memory.position > memory.position
+        True
     """
 
     TAG: ClassVar[str] = "client-memory/1"
@@ -126,7 +150,12 @@ class ClientMemory:
 
 
 def as_pruned(client: Client, memory: ClientMemory) -> Client:
-    """The client at the ranks that pruning has left it."""
+    """The client at the ranks that pruning has left it.
+
+    Example:
+        >>> as_pruned(Client("site-1", 8), ClientMemory(ranks={"q": 3, "v": 3})).rank
+        {'q': 3, 'v': 3}
+    """
     return client if memory.ranks is None else replace(client, rank=memory.ranks)
 
 

@@ -69,6 +69,12 @@ class Roles:
     shared: trained, uploaded, replaced by the next readout. local: trained, never leaves the client.
     frozen: received, never trained, never uploaded; a server may replace it, and then it is sent again. `heads` are
     fully trained tensors such as a classifier. moves_base: readouts may change the base weight W0 (`Readout.base`).
+
+    Example:
+        >>> build("ffa-lora").roles(round=0).A
+        'frozen'
+        >>> Roles(A="local").both_shared
+        False
     """
 
     B: Role = "shared"
@@ -91,6 +97,11 @@ class Update:
     client's nominal rank r_i (the factors may have fewer columns, where a client sends its subspace form). lora: the
     factors that travelled, in the compute dtype. stored: the dtype in which they arrived, which sets the size of their
     rounding noise.
+
+    Example:
+        >>> update = Update("site-1", 0.5, 2, LoRA(torch.ones(6, 2), torch.ones(2, 5)), torch.float32)
+        >>> tuple(update.B.shape), tuple(update.A.shape)
+        ((6, 2), (2, 5))
     """
 
     client: str
@@ -126,6 +137,10 @@ class Readout:
     lora: of exactly the asked rank; local factors are None. base: how the base weight W0 has moved, or None where it
     never did. It is cumulative: a client that missed rounds just applies what it lacks. fresh: lora was made for this
     call and nobody else holds it, so that it need not be copied before it leaves the server.
+
+    Example:
+        >>> Readout(LoRA(torch.zeros(6, 2), torch.ones(2, 5))).lora.rank
+        2
     """
 
     lora: LoRA
@@ -141,6 +156,12 @@ class Method(Protocol[S]):
 
     `State` is a frozen dataclass whose fields are tensors, `LoRA`s, numbers, strings, None, other such dataclasses, or
     tuples and string-keyed mappings of these: what `checkpoint` can store.
+
+    Example:
+        >>> method = build("svd")
+        >>> module = method.init(LoRA(torch.zeros(6, 4), torch.ones(4, 5)), key=0)
+        >>> method.readout(module, "site-1", rank=2).lora
+        LoRA(B=(6, 2) float32, A=(2, 5) float32)
     """
 
     name: ClassVar[str]

@@ -18,7 +18,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What local training returns: the complete adapter, its examples, mean loss, and the new data position."""
+    """What local training returns: the complete adapter, its examples, mean loss, and the new data position.
+
+    Example:
+        >>> Trained(seed_adapter, num_examples=100, loss=0.7, position=32).position
+        32
+    """
 
     adapter: Adapter
     num_examples: int
@@ -28,7 +33,13 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One client's local work: the arguments of `Trainer.train`."""
+    """One client's local work: the arguments of `Trainer.train`.
+
+    Example:
+        >>> job = begin_round(server.download(state, clients[0]), ClientMemory())
+        >>> trainer.train(job.download, job.adapter, job.position).position
+        8
+    """
 
     download: Download
     adapter: Adapter
@@ -37,28 +48,61 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Failed:
-    """A job that raised, and what."""
+    """A job that raised, and what.
+
+    Example:
+        >>> job = begin_round(server.download(state, clients[0]), ClientMemory())
+        >>> Failed(job, RuntimeError("out of memory")).error
+        RuntimeError('out of memory')
+    """
 
     job: Job
     error: Exception
 
 
 class Trainer(Protocol):
-    """Runs one client's local work."""
+    """Runs one client's local work.
+
+    Example:
+        >>> class Shrinking:
+        ...     def train(self, download, adapter, position):
+        ...         return Trained(adapter.map(lambda t: t * 0.9), num_examples=10, loss=0.0, position=position + 10)
+        >>> play_round(server.download(state, clients[0]), ClientMemory(), Shrinking()).memory.position
+        10
+    """
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
         """Train `adapter`, the complete one, from `position` in the client's data. A function of its arguments."""
 
 
 class GroupTrainer(Trainer, Protocol):
-    """A trainer that can run several clients' local work at once."""
+    """A trainer that can run several clients' local work at once.
+
+    Example:
+        >>> class Pairs:
+        ...     def train(self, download, adapter, position):
+        ...         return trainer.train(download, adapter, position)
+        ...
+        ...     def train_group(self, jobs):
+        ...         return [self.train(job.download, job.adapter, job.position) for job in jobs]
+        >>> workers = Together(Pairs(), size=2)
+    """
 
     def train_group(self, jobs: Sequence[Job]) -> list[Trained]:
         """What `train` gives for each job, in their order. The jobs are of one round."""
 
 
 class Workers(ABC):
-    """Who does a round's jobs, and how many at a time. A trainer of one's own is put into `OneByOne`."""
+    """Who does a round's jobs, and how many at a time. A trainer of one's own is put into `OneByOne`.
+
+    Example:
+        >>> class Backwards(Workers):
+        ...     def train_all(self, jobs):
+        ...         for job in reversed(list(jobs)):
+        ...             yield job, trainer.train(job.download, job.adapter, job.position)
+        >>> next(simulate(server, clients, Backwards(), start(server, seed_adapter), rounds=1)).round
+        1
+    """
 
     @property
     def at_once(self) -> int:
@@ -76,7 +120,12 @@ class Workers(ABC):
 
 @dataclass(frozen=True)
 class OneByOne(Workers):
-    """One client after the other, by a trainer."""
+    """One client after the other, by a trainer.
+
+    Example:
+        >>> next(simulate(server, clients, OneByOne(trainer), start(server, seed_adapter), rounds=1)).round
+        1
+    """
 
     trainer: Trainer
 
@@ -91,6 +140,11 @@ class Together(Workers):
 
     Raises:
         HyperparameterError: a size below 1.
+
+    Example:
+        >>> from fedlora.training import GroupedTrainer
+        >>> def workers(model, data, settings):
+        ...     return Together(GroupedTrainer(model, data, settings, seed=0), size=4)
     """
 
     trainer: GroupTrainer

@@ -50,6 +50,11 @@ def read_glue(task: GlueTask, root: Path | None) -> tuple[TextData, dict[str, Te
 
     Raises:
         DataError: no such files, or the hub cannot be reached.
+
+    Example:
+        >>> train, tests = read_glue("sst2", Path("root"))  # root/glue/sst2/train.jsonl, validation.jsonl
+        >>> train.label_names, list(tests)
+        (('negative', 'positive'), ['validation'])
     """
     columns = GLUE[task]
     if root is None:

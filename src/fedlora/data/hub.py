@@ -112,6 +112,9 @@ def read_hub(
 
     Raises:
         DataError: `datasets` is not installed, the hub cannot be reached (said within seconds), or as `from_dataset`.
+
+    Example:
+        >>> read_hub("fancyzhx/ag_news", None, "train", text="text", label="label")  # doctest: +SKIP
     """
     where = _shown(name, config, split)
     return from_dataset(

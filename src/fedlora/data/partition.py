@@ -51,6 +51,11 @@ def dirichlet(
             is more than N, or no draw in max_draws gave every client min_size examples.
 
     Source: FedScope's `dirichlet_distribution_noniid_slice` (which redraws until min_size = 1; 8 is our choice).
+
+    Example:
+        >>> parts = dirichlet([0, 1] * 50, clients=3, alpha=1.0, seed=0)
+        >>> sum(len(part) for part in parts)
+        100
     """
     y = _as_labels(labels)
     _check_clients(clients)
@@ -112,6 +117,10 @@ def iid(size: int, clients: int, *, seed: int) -> list[Indices]:
         DataError: clients < 1, or fewer examples than clients.
 
     Source: common practice; no paper.
+
+    Example:
+        >>> [len(part) for part in iid(10, clients=3, seed=0)]
+        [4, 3, 3]
     """
     _check_clients(clients)
     if size < clients:
@@ -136,6 +145,10 @@ def label_counts(labels: Labels, parts: Sequence[Indices]) -> NDArray[np.int64]:
         DataError: labels are not whole numbers >= 0, or an index lies outside [0, N).
 
     Source: bookkeeping; no paper.
+
+    Example:
+        >>> label_counts([0, 0, 1, 1], [[0, 2, 3], [1]]).tolist()
+        [[1, 2], [1, 0]]
     """
     y = _as_labels(labels)
     table = np.zeros((len(parts), int(y.max()) + 1), dtype=np.int64)

@@ -30,6 +30,12 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
 
     Raises:
         DataError: impossible fractions, or a part that was asked for and would come out empty.
+
+    Example:
+        >>> data = read_classification("train.jsonl", text="text", label="label")
+        >>> train, validation, test = split(data, validation=0.2, test=0.2, seed=0)
+        >>> len(train) + len(validation) + len(test) == len(data)
+        True
     """
     bad = [f for f in (validation, test) if not (math.isfinite(f) and 0 <= f < 1)]
     if bad or validation + test >= 1:

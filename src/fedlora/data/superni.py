@@ -24,7 +24,13 @@ _ASK = ". Write a response that appropriately completes the request.\n\n### Inst
 
 @dataclass(frozen=True)
 class Task:
-    """One task: its category, and its instances as prompts."""
+    """One task: its category, and its instances as prompts.
+
+    Example:
+        >>> task = read_tasks(Path("root/superni"), ["task1"])["task1"]
+        >>> task.category, task.data.kind
+        ('Reasoning', 'instruction')
+    """
 
     name: str
     category: str
@@ -33,7 +39,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Selection:
-    """Names of the tasks that are clients, and of those that nobody trains on."""
+    """Names of the tasks that are clients, and of those that nobody trains on.
+
+    Example:
+        >>> Selection(train=("task1", "task2"), unseen=("task3",)).unseen
+        ('task3',)
+    """
 
     train: tuple[str, ...]
     unseen: tuple[str, ...]
@@ -44,6 +55,10 @@ def list_tasks(folder: Path, *, min_instances: int = 100) -> dict[str, str]:
 
     Raises:
         DataError: no task files there, or one that is not of the v2 schema.
+
+    Example:
+        >>> list_tasks(Path("root/superni"))
+        {'task1': 'Reasoning', 'task2': 'Logic'}
     """
     found = {}
     for path in sorted(folder.glob("task*.json")):
@@ -71,6 +86,11 @@ def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int
 
     Raises:
         DataError: there are not enough tasks.
+
+    Example:
+        >>> chosen = select_tasks(list_tasks(Path("root/superni")), train=1, unseen=1, seed=0)
+        >>> len(chosen.train), len(chosen.unseen)
+        (1, 1)
     """
     generator = random.Random(derive_seed(seed, "tasks"))
     by_category: dict[str, list[str]] = {}
@@ -110,7 +130,13 @@ def _least_sum(categories: Sequence[str], sizes: Mapping[str, int], target: int)
 
 
 def read_selection(train: Path, unseen: Path) -> Selection:
-    """A selection from two files with a task name a line. Raises `DataError`."""
+    """A selection from two files with a task name a line. Raises `DataError`.
+
+    Example:
+        >>> _ = Path("train.txt").write_text("task1"), Path("unseen.txt").write_text("task2")
+        >>> read_selection(Path("train.txt"), Path("unseen.txt"))
+        Selection(train=('task1',), unseen=('task2',))
+    """
     lists = []
     for path in (train, unseen):
         try:
@@ -132,7 +158,12 @@ def read_selection(train: Path, unseen: Path) -> Selection:
 
 
 def read_tasks(folder: Path, names: Sequence[str]) -> dict[str, Task]:
-    """Name -> task. Raises `DataError` where a file is missing or not of the v2 schema."""
+    """Name -> task. Raises `DataError` where a file is missing or not of the v2 schema.
+
+    Example:
+        >>> list(read_tasks(Path("root/superni"), ["task2"]))
+        ['task2']
+    """
     tasks = {}
     for name in names:
         raw = _load(folder / f"{name}.json")

@@ -39,7 +39,10 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> Rows:
         )
     if not file.is_file():
         what = "is a folder, not a file" if file.is_dir() else "does not exist"
-        raise DataError(f"{file} {what}. Relative paths start at the working directory, {Path.cwd()}.")
+        begin = (
+            "in a config file at its own folder" if file.is_absolute() else f"at the working directory, {Path.cwd()}"
+        )
+        raise DataError(f"{file} {what}. Relative paths start {begin}.")
     if suffix == ".parquet":
         return checked(file, _parquet_rows(file), columns)
     try:

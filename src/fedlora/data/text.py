@@ -48,6 +48,13 @@ class TextData:
 
     Raises:
         DataError: lengths differ, a label is no index into label_names, or fields that do not belong to `kind`.
+
+    Example:
+        >>> data = TextData(
+        ...     kind="classification", text=["dull", "fine", "a joy"], labels=[0, 1, 1], label_names=["bad", "good"]
+        ... )
+        >>> len(data), data.select([1, 2]).text
+        (3, ('fine', 'a joy'))
     """
 
     kind: Literal["classification", "instruction"]
@@ -214,6 +221,11 @@ def read_classification(
     Raises:
         DataError: no such file, unknown suffix, not UTF-8, malformed row, missing column, missing or empty value,
             unknown label, no rows. The message names row and line.
+
+    Example:
+        >>> data = read_classification("train.jsonl", text="text", label="label")
+        >>> data.label_names
+        ('blue', 'green', 'red')
     """
     columns = [text, label] if pair is None else [text, label, pair]
     rows = read_table(path, columns)
@@ -241,6 +253,11 @@ def read_instructions(path: str | os.PathLike[str], *, prompt: str, response: st
 
     Raises:
         DataError: as `read_classification`.
+
+    Example:
+        >>> _ = Path("ask.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\\n')
+        >>> read_instructions("ask.jsonl", prompt="prompt", response="response").responses
+        ('4',)
     """
     return instructions_of(path, read_table(path, [prompt, response]), prompt, response)
 

@@ -49,7 +49,7 @@ def open_federation(
         )
     policy = Policy.read(folder / "policy.toml")
     server = config.server.build(config.method.build(), config.run.seed)
-    seed_adapter, spec = read_adapter(folder / "start", scaling=config.lora.scaling)
+    seed_adapter, spec = read_adapter(folder / "start", scaling=config.lora.unit)
     out = folder / "server"
     if not resume and any((out / "checkpoints").glob("round-*[1-9]*.*.safetensors")):
         raise ConfigError(f"{out} already holds rounds; go on with resume=true, or move it away.")
@@ -76,8 +76,10 @@ def play(
     config = load_config(folder / "run.toml", [])
     if config.server.sketch_rank:
         raise ConfigError("server.sketch_rank is for simulated runs; the Flower app has no second exchange in a round.")
-    if config.run.threads:  # as `prepare` does on the nodes: results are bit for bit at one number of threads
-        torch.set_num_threads(config.run.threads)
+    if (
+        threads := config.run.torch_threads()
+    ):  # as `prepare` does on the nodes: results are bit for bit at one number of threads
+        torch.set_num_threads(threads)
     strategy, spec = open_federation(folder, resume=resume, identify=identify)
     out = folder / "server"
     strategy.start(grid, num_rounds=config.run.rounds)

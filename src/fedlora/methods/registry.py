@@ -57,6 +57,12 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
     Raises:
         HyperparameterError: unknown name, preset or hyper-parameter (naming the nearest), an impossible value, or a
             class that is no method, with what it lacks.
+
+    Example:
+        >>> build("glora", rho=0.5).rho
+        0.5
+        >>> build("flexlora", preset="raflora").name
+        'flexlora'
     """
     cls = find(name)
     if preset is not None:

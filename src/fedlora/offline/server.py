@@ -47,6 +47,14 @@ class ByHand:
     Raises:
         ConfigError: a method whose clients keep a part, or whose base weights move: an adapter alone is not its result.
         CheckpointError: the folder holds a state of another method or another base model.
+
+    Example:
+        >>> from fedlora.adapters.merge import Collection
+        >>> server = ByHand(build("svd"), "svd", None, base="model", missing="zero")
+        >>> given = Collection.of([AdapterFile("adapter"), AdapterFile("adapter")], [1.0, 1.0])
+        >>> state = server.aggregate(given, ["site-1", "site-2"], [100, 100], [1, 1])
+        >>> state.round
+        1
     """
 
     def __init__(self, method: Method[Any], label: str, folder: Path | None, *, base: str, missing: Missing) -> None:

@@ -72,6 +72,15 @@ def train_site(
         ConfigError: the model cannot be loaded, or the adapter is of layers that are not trained here.
         AdapterFormatError: the adapter cannot be read or does not fit the model. DataError: data that cannot be
             encoded.
+
+    Example:
+        >>> from fedlora.offline.site import Fresh
+        >>> data = read_classification("train.jsonl", text="text", label="label")
+        >>> fresh = Fresh(targets=["query"], rank=4)
+        >>> settings, out = TrainSettings(steps=1), Path("upload")
+        >>> done = train_site("model", "classification", fresh, data, settings, out, client="site-1", round=1, seed=0)
+        >>> done.played.upload.num_examples
+        150
     """
     labels = tuple(data.label_names or ())
     if isinstance(start, Fresh):

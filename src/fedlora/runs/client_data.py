@@ -92,7 +92,8 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
             raise ConfigError(
                 f"clients.own_test = {share:g} gives {client!r} no test set: it was dealt {len(part)} examples, "
                 f"{len(alone)} of which no other client has a copy of ({error}). A client needs {math.ceil(1 / share)} "
-                f"or more: raise clients.min_size to that, deal to fewer clients, or raise clients.own_test."
+                f"or more: raise clients.min_size to that (of a Dirichlet partition), deal to fewer clients, or raise "
+                f"clients.own_test."
             ) from error
         parts[client] = TextData.concat([train, part.select(common)]) if common else train
     return replace(dealt, parts=parts, own_test=tests)

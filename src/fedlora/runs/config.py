@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
@@ -32,11 +32,21 @@ from fedlora.runs.sections import (
     ServerSection,
     TrainSection,
 )
+from fedlora.runs.unused import unused
 from fedlora.training.prompting import RAW
+
+# Defaults as they were when the first runs were stored, where they have changed since: digests are told against these.
+_FORMER_DEFAULTS = {("train", "lr"): 1e-3, ("train", "accumulation"): 1}
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """A whole run.
+
+    Example:
+        >>> config = load_config(Path("config.toml"))
+        >>> config.method.name, config.run.rounds
+        ('glora', 3)
+    """
 
     model: ModelSection
     data: DataSection
@@ -55,18 +65,26 @@ class RunConfig(Section):
         return json.dumps(fields)  # in the order of the fields; that of data.clients says who gets which rank
 
     def digest(self) -> str:
-        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone.
+        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone, and so
+        does a new default of an old key.
 
         A language model's template is in it unless it is "none": so were all runs prompted before there was the key.
-        run.workers does not count: it changes no bit. What its thread does is in the manifest.
+        run.workers does not count: it changes no bit. What its one thread does is in the manifest.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
         if self.model.task == "causal-lm":
             fields["data"].pop("template", None)
             if self.data.prompting() != RAW:
                 fields["data"]["template"] = self.data.prompting()
-        if fields.get("run", {}).pop("workers", None) is not None and not fields["run"]:
-            del fields["run"]
+        fields.get("run", {}).pop("workers", None)
+        for (table, key), former in _FORMER_DEFAULTS.items():
+            section: BaseModel = getattr(self, table)
+            told = {**fields.pop(table, {}), key: getattr(section, key)}
+            if told[key] == former:
+                del told[key]
+            if told:
+                fields[table] = {name: told[name] for name in type(section).model_fields if name in told}
+        fields = {table: fields[table] for table in type(self).model_fields if fields.get(table)}
         fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
@@ -76,6 +94,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a wrong type or an impossible value: one line each.
+
+    Example:
+        >>> load_config(Path("config.toml"), ["run.rounds=1", "method.name=svd"]).method.name
+        'svd'
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +113,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """A configuration from nested tables. Raises `ConfigError` with a line for each thing wrong."""
     try:
-        return RunConfig.model_validate(raw)
+        config = RunConfig.model_validate(raw)
     except ValidationError as error:
         lines: dict[str, str] = {}
         for e in sorted(
@@ -100,6 +122,10 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
             key = _key(e["loc"])
             lines.setdefault(key, _line(key, e["loc"], e["type"], e["msg"], e.get("input")))
         raise ConfigError("; ".join(lines.values())) from error
+    idle = unused(config)
+    if idle:
+        raise ConfigError("; ".join(dict.fromkeys(idle)) + ". Leave it out.")
+    return config
 
 
 def _key(location: tuple[int | str, ...]) -> str:
@@ -122,6 +148,9 @@ def _line(key: str, location: tuple[int | str, ...], kind: str, message: str, va
         return f"unknown key {key!r}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
     if kind == "missing":
         return f"key {key!r} is missing"
+    if kind == "value_error":  # of our own words
+        message = message.removeprefix("Value error, ")
+        return message if isinstance(value, dict) else f"{key}: {message}; got {value!r}"
     return f"{key}: {message[0].lower()}{message[1:]}; got {value!r}" if key else message
 
 

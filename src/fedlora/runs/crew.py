@@ -29,8 +29,9 @@ def crewed(prepared: Prepared) -> Iterator[Prepared]:
     device = prepared.config.model.chosen_device()
     resident = _Aboard(prepared.model, prepared.workers, there)
     with Processes(
-        resident, prepared.processes, shared=prepared.model.frozen(), begin=partial(_board, device=device)
-    ) as processes:
+        resident, prepared.processes, shared=prepared.model.frozen(), begin=partial(_board, device=device),
+        preload=[__name__, "peft", type(prepared.model.network).__module__],
+    ) as processes:  # fmt: skip
 
         def spread(name: str) -> ModelEvaluator | None:
             evaluator = there.get(name)

@@ -12,9 +12,10 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from fedlora.adapters.io import pad_rank, write_adapter
+from fedlora.adapters.io import pad_rank
 from fedlora.adapters.uploads import write_upload
 from fedlora.analysis.audit import gauge_drift, padded_average_error, storing_drift
 from fedlora.client import receive
@@ -23,14 +24,15 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
+from fedlora.runs import resuming
 from fedlora.runs.card import model_card
 from fedlora.runs.crew import crewed
+from fedlora.runs.exported import write_export
 from fedlora.runs.folder import RunFolder, plain
-from fedlora.runs.manifest import prompted
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.readouts import global_adapter, with_base_change
 from fedlora.runs.samples import write_samples
-from fedlora.runs.tracking import Tracker, TrackerName, make_tracker, numbers, numbers_of_test
+from fedlora.runs.tracking import Tracker, TrackerName, check_trackers, make_tracker, numbers, numbers_of_test
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
@@ -48,6 +50,11 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
     Raises:
         CheckpointError: the folder holds a run and `resume` is off, or holds another configuration.
         Whatever `simulate` raises; all finished rounds are stored by then.
+
+    Example:
+        >>> prepared = prepare(load_config(Path("config.toml"), ["run.rounds=1"]))
+        >>> [record.round for record in execute(prepared, RunFolder(Path("runs/one")))]
+        [1]
     """
     for event in execute_events(prepared, folder, resume=resume):
         if isinstance(event, RoundRecord):
@@ -64,6 +71,7 @@ def execute_events(
 
 def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[ClientDone | RoundRecord]:
     config, server = prepared.config, prepared.server
+    check_trackers(config.run.track)
     resumed = folder.exists()
     state = _opened(prepared, folder, resume)
     lines = folder.rewind(state.round)
@@ -163,21 +171,11 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
         raise CheckpointError(
             f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out."
         )
-    theirs, ours = folder.read_json("manifest.json"), prepared.manifest
-    theirs["data"] = prompted(theirs["data"], ours["data"])
-    was, now = (side["data"].get("template") for side in (theirs, ours))
-    if was != now:
-        raise CheckpointError(
-            f"{folder.path} was begun with the prompts' template {was!r}, and now it is {now!r}. "
-            + ("Set data.template = 'none' to go on with it" if was == "raw" else "Set data.template as it was")
-            + ", or choose another --out."
-        )
-    for what in ("config_digest", "data", "model", "threads"):
-        if theirs.get(what) != ours[what]:
-            raise CheckpointError(
-                f"{folder.path} holds a run with another {what.replace('_', ' ')}, so it cannot go on with this one. "
-                f"Resume with the same configuration, data and threads, or choose another --out."
-            )
+    changed = resuming.changes(folder, prepared.config)
+    resuming.check_content(folder, prepared.manifest)
+    if changed:
+        resuming.settle(folder, prepared.config, prepared.manifest)
+    folder.sweep()
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State)
     return loaded[1] if loaded else fresh
 
@@ -251,6 +249,14 @@ def _finish(
     measured: dict[str, Measured] = {}
     results: dict[str, dict[str, float]] = {}
     probes: dict[str, dict[str, dict[str, float]]] = {}
+    exported: list[Path] = []
+
+    def export(place: Path, adapter: Adapter, card: str) -> None:
+        """The tokenizer is the same everywhere: the later folders have links to the first one's."""
+        first, labels = exported[0] if exported else None, prepared.manifest["data"]["labels"]
+        write_export(place, adapter, prepared.spec, prepared.tokenizer, labels, card, like=first)
+        exported.append(place)
+
     for name, chosen in states.items():
         if name == "best" and chosen.round == state.round:  # the same state
             measured[name], results[name], probes[name] = measured["adapter"], results["adapter"], probes["adapter"]
@@ -260,19 +266,19 @@ def _finish(
             probes[name] = {probe: evaluator.evaluate(server, chosen) for probe, evaluator in prepared.probes.items()}
         if server.has_global_model(chosen.server):
             adapter = global_adapter(server, chosen)
-            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name], prepared.spec)
-            write_adapter(folder.path / name, adapter, prepared.spec, card=card)
+            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name])
+            export(folder.path / name, adapter, card)
+    asked = prepared.config.evaluate.clients_at_end
+    each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
+    common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
     if prepared.config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
             memory = state.clients.get(client.id, ClientMemory())
             download = server.download(state.server, as_pruned(client, memory))
             mine = receive(download, memory.kept)
-            write_adapter(
-                folder.path / "clients" / client.id, with_base_change(mine, download.base_delta), prepared.spec
-            )
-    asked = prepared.config.evaluate.clients_at_end
-    each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
-    common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
+            own, scores = with_base_change(mine, download.base_delta), each.get(client.id, {})
+            card = model_card(prepared.manifest, prepared.config, own, state.round, scores, client=client.id)
+            export(folder.path / "clients" / client.id, own, card)
     for tracker in trackers:  # before the summary: what is lost by a kill here is told again
         for name, chosen in states.items():
             tracker.log(chosen.round, numbers_of_test(results[name], best=name == "best"))

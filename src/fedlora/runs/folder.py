@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,13 @@ from fedlora.errors import CheckpointError
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's directory."""
+    """A run's directory.
+
+    Example:
+        >>> folder = RunFolder(Path("runs/first"))
+        >>> folder.exists(), folder.finished(), folder.metrics()
+        (False, False, [])
+    """
 
     path: Path
 
@@ -65,6 +72,11 @@ class RunFolder:
         files.write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
         self.write_json("manifest.json", manifest)
 
+    def reopen(self) -> None:
+        """A finished run becomes an unfinished one: what was drawn and summed up at its end goes."""
+        (self.path / "summary.json").unlink(missing_ok=True)
+        shutil.rmtree(self.plots, ignore_errors=True)
+
     def read_json(self, name: str) -> Any:
         """The content of one of the folder's JSON files. Raises `CheckpointError` where it is missing or damaged."""
         try:
@@ -88,6 +100,14 @@ class RunFolder:
             file.write(json.dumps(plain(line), sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def sweep(self) -> None:
+        """Remove what a killed process had half written."""
+        for path in self.path.rglob("*.part"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def rewind(self, round: int) -> list[dict[str, Any]]:
         """Forget what comes after `round`: rounds that were logged, but whose state was lost. Returns what is left."""

@@ -15,10 +15,13 @@ from fedlora.core.messages import Client
 from fedlora.core.trainer import Workers
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
+from fedlora.runs.base_names import base_name
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
+from fedlora.runs.exported import named
 from fedlora.runs.manifest import manifest
 from fedlora.runs.samples import draw_samples
+from fedlora.runs.tracking import check_trackers
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -36,6 +39,11 @@ class Prepared:
     work, see `crew`. test: on the test data; probes: further test sets by name ("unseen",
     "validation_mismatched"), measured at the end only. samples: held-out prompts of a language model whose answers are
     kept, before and after.
+
+    Example:
+        >>> prepared = prepare(load_config(Path("config.toml")))
+        >>> [client.rank for client in prepared.clients], prepared.target
+        ([2, 4, 4], 'server')
     """
 
     config: RunConfig
@@ -54,6 +62,7 @@ class Prepared:
     metric: str
     seed_adapter: Adapter
     spec: AdapterSpec
+    tokenizer: Any
     manifest: Mapping[str, Any]
 
 
@@ -65,10 +74,17 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
 
     Raises:
         ConfigError, DataError, HyperparameterError: what cannot be run as written.
+
+    Example:
+        >>> prepared = prepare(load_config(Path("config.toml")))
+        >>> sorted(prepared.parts)
+        ['site-1', 'site-2', 'site-3']
     """
     server = config.server.build(config.method.build(), config.run.seed)
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
+    check_trackers(config.run.track)
+    config.model.check_targets(config.lora.targets)
     _check_task(config)
     data = deal(config, data_root)
     _check_measuring(config, data)
@@ -106,6 +122,11 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
 
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
     trainer = config.train.trainer(model, parts, settings, config.run.seed)
+    facts = {
+        **manifest(config, data, clients, model, server.method),
+        "evaluation_target": target,
+        "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
+    }
     return Prepared(
         config=config,
         server=server,
@@ -122,12 +143,9 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         target=target,
         metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
-        spec=spec,
-        manifest={
-            **manifest(config, data, clients, model, server.method),
-            "evaluation_target": target,
-            "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
-        },
+        spec=named(spec, base_name(config.model.path, facts["model"]["sha256"]).name),
+        tokenizer=model.tokenizer,
+        manifest=facts,
     )
 
 

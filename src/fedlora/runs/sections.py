@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedlora.analysis.audit import GaugeStress
 from fedlora.core.messages import Client, Form, Missing
@@ -35,6 +35,7 @@ from fedlora.training.local import LocalTrainer, Optimizer, Schedule, TrainSetti
 from fedlora.training.metrics import MetricName, score_name
 from fedlora.training.models import AdaptedModel, LoRASettings, Task
 from fedlora.training.prompting import CHAT, RAW, check_template
+from fedlora.training.targets import Targets, check_targets, check_words
 from fedlora.workers.processes import available
 
 Positive = Annotated[int, Field(ge=1)]
@@ -113,6 +114,12 @@ class ModelSection(Section):
         """Where the model is; packaged models are files of installed packages, and a hub id stays as it is."""
         return PACKAGED[self.path]() if self.path in PACKAGED else self.path
 
+    def check_targets(self, targets: Targets) -> None:
+        """Raises `ConfigError` where LoRA cannot go there, before weights are read. GGUF files say nothing before."""
+        path = self.location()
+        if not str(path).endswith(".gguf"):
+            check_targets(path, self.task, targets)
+
     def chosen_device(self) -> str:
         """The configured one; for "auto" a GPU where there is one."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
@@ -127,15 +134,56 @@ class ModelSection(Section):
 
 
 class LoRASection(Section):
-    """What all clients' LoRA share. scaling: alpha / r, so alpha = scaling * r_i for a client of rank r_i."""
+    """What all clients' LoRA share. A client of rank r trains W0 + s B A.
+
+    scaling: s for every rank, so alpha = scaling * r. alpha: in its place, one alpha for all ranks: s = alpha / r, with
+    rslora alpha / sqrt(r). targets: names or ends of module paths; a string is one regular expression that matches
+    whole paths; "all-linear".
+    """
 
     targets: list[str] | str = ["query", "value"]
-    scaling: Annotated[float, Field(gt=0)] = 2.0
+    scaling: Annotated[float, Field(gt=0)] | None = 2.0
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    rslora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     saved: list[str] = []
 
+    @property
+    def unit(self) -> float:
+        """What adapters travel in: Delta W = unit * B A for everybody. With a fixed alpha B A is Delta W itself."""
+        return 1.0 if self.scaling is None else self.scaling
+
     def settings(self) -> LoRASettings:
-        return LoRASettings(self.targets, self.scaling, self.dropout, self.saved)
+        return LoRASettings(self.targets, self.unit, self.dropout, self.saved, self.alpha, self.rslora)
+
+    @field_validator("targets")
+    @classmethod
+    def _words(cls, targets: Targets) -> Targets:
+        try:
+            check_words(targets)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return targets
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alpha_instead(cls, raw: Any) -> Any:
+        """A given alpha takes the place of the scaling that is the default."""
+        alone = isinstance(raw, dict) and raw.get("alpha") is not None and "scaling" not in raw
+        return {**raw, "scaling": None} if alone else raw
+
+    @model_validator(mode="after")
+    def _one_scale(self) -> LoRASection:
+        if self.alpha is not None and self.scaling is not None:
+            raise ValueError(
+                f"lora.alpha = {self.alpha:g} and lora.scaling = {self.scaling:g} contradict each other: scaling is "
+                f"alpha / r for every rank. Keep one of them"
+            )
+        if self.alpha is None and self.scaling is None:
+            raise ValueError("give lora.scaling (alpha / r for every rank) or lora.alpha (the same for every rank)")
+        if self.rslora and self.alpha is None:
+            raise ValueError("lora.rslora divides lora.alpha by sqrt(r): give lora.alpha in place of lora.scaling")
+        return self
 
 
 class MethodSection(Section):
@@ -314,13 +362,13 @@ class TrainSection(Section):
     or a table {name = weight}, where a class that is not named has 1.
     """
 
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr: Annotated[float, Field(gt=0)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     steps: Annotated[int, Field(ge=0)] = 10
     epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive = 16
-    accumulation: Positive = 1
+    accumulation: Positive | Literal["auto"] = "auto"
     together: Positive = 1
     clip: Annotated[float, Field(ge=0)] = 1.0
     schedule: Schedule = "constant"

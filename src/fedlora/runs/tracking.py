@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -27,6 +27,11 @@ class Tracker(Protocol):
         """Nothing follows."""
 
 
+_MODULES: Mapping[TrackerName, str] = {
+    "tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb",
+}  # fmt: skip
+
+
 class TensorBoard:
     """Event files in the run folder's tensorboard/, on disk after each round.
 
@@ -34,7 +39,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, anew: bool) -> None:
-        writer = _library("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        writer = _library("tensorboard").SummaryWriter
         if anew:
             for old in (folder / "tensorboard").glob("events.out.tfevents.*"):
                 old.unlink()
@@ -54,8 +59,8 @@ class Logger:
     """trackio and wandb, which share init, log and finish. A resumed run is a new one there, of the same name, and is
     told all its rounds again; the old one ends where it was stopped."""
 
-    def __init__(self, library: str, folder: Path, config: Mapping[str, Any]) -> None:
-        self._library: Any = _library(library, library)
+    def __init__(self, name: TrackerName, folder: Path, config: Mapping[str, Any]) -> None:
+        self._library: Any = _library(name)
         self._library.init(project="fedlora", name=folder.name, config=dict(config))
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -63,6 +68,12 @@ class Logger:
 
     def close(self) -> None:
         self._library.finish()
+
+
+def check_trackers(names: Sequence[TrackerName]) -> None:
+    """Raises `ConfigError` where the library of one of them is missing: before a run has a folder."""
+    for name in names:
+        _library(name)
 
 
 def make_tracker(name: TrackerName, folder: Path, config: Mapping[str, Any], *, anew: bool = False) -> Tracker:
@@ -94,10 +105,10 @@ def _finite(found: Mapping[str, float | None]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-def _library(module: str, package: str) -> Any:
+def _library(name: TrackerName) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(_MODULES[name])
     except ImportError as error:
         raise ConfigError(
-            f"run.track names {package}, which is not installed: pip install {package}, or leave it out."
+            f"run.track names {name}, which is not installed: pip install {name}, or leave it out."
         ) from error

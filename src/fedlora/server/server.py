@@ -73,6 +73,13 @@ class Server:
 
     Raises:
         HyperparameterError: an impossible option.
+
+    Example:
+        >>> server = Server(build("glora", rho=1.0), quorum=2)
+        >>> state = server.init(seed_adapter)  # modules of rank 4, B = 0
+        >>> state = server.aggregate(state, uploads)  # of clients of ranks 2 and 4
+        >>> server.global_update(state)["q"].rank <= 2 + 4
+        True
     """
 
     method: Method[Any]
@@ -273,5 +280,11 @@ class Server:
 
 
 def start(server: Server, seed_adapter: Adapter) -> RunState:
-    """The state before the first round."""
+    """The state before the first round.
+
+    Example:
+        >>> begun = start(server, seed_adapter)
+        >>> begun.round, dict(begun.clients)
+        (0, {})
+    """
     return RunState(0, server.init(seed_adapter))

@@ -55,6 +55,9 @@ class Sketch:
     """rank: R, what the server keeps of each module. oversample: directions beyond it that are sketched along.
     least_captured: the share of the clients' subspaces under which a round is refused. most_error: the relative error
     of the mean over which it is.
+
+    Example:
+        >>> server = Server(build("glora"), sketch=Sketch(rank=4))
     """
 
     rank: int

@@ -14,7 +14,12 @@ from fedlora.core.messages import ClientMemory
 
 @dataclass(frozen=True)
 class Tally:
-    """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason."""
+    """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason.
+
+    Example:
+        >>> server.aggregate(server.init(seed_adapter), uploads).tally.weights
+        {'site-1': 0.5, 'site-2': 0.5}
+    """
 
     TAG: ClassVar[str] = "tally/1"
 
@@ -28,6 +33,11 @@ class ServerState:
     """All that the server remembers.
 
     modules: module -> the method's own state. start: the common seed adapter.
+
+    Example:
+        >>> state = server.aggregate(server.init(seed_adapter), uploads)
+        >>> state.round, sorted(state.modules), state.tally.weights
+        (1, ['q', 'v'], {'site-1': 0.5, 'site-2': 0.5})
     """
 
     TAG: ClassVar[str] = "server/1"
@@ -41,7 +51,13 @@ class ServerState:
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """A whole run between two rounds: what a checkpoint holds. `round` rounds are done."""
+    """A whole run between two rounds: what a checkpoint holds. `round` rounds are done.
+
+    Example:
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
+        >>> record.state.round, sorted(record.state.clients)
+        (1, ['site-1', 'site-2'])
+    """
 
     TAG: ClassVar[str] = "run/1"
 

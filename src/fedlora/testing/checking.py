@@ -18,7 +18,12 @@ from fedlora.testing.federations import Ranks, Who
 @dataclass(frozen=True)
 class Finding:
     """One contract of one method. holds: whether what is claimed, or always must be, is so; None: nothing was claimed.
-    why: all of what is wrong, and what to do."""
+    why: all of what is wrong, and what to do.
+
+    Example:
+        >>> Finding("rank", claimed="always", measured="yes", holds=True).holds
+        True
+    """
 
     contract: str
     claimed: str
@@ -32,6 +37,10 @@ def claims_of(method: Method[Any]) -> Claim | None:
 
     Raises:
         HyperparameterError: `CLAIMS` is something else.
+
+    Example:
+        >>> claims_of(build("svd")) is None  # what is built in claims nothing of itself
+        True
     """
     found = getattr(method, "CLAIMS", None)
     if found is not None and not isinstance(found, Claim):
@@ -46,6 +55,11 @@ def check(method: Method[Any], claim: Claim | None = None) -> tuple[Finding, ...
 
     Args:
         claim: what the method promises; None: as its `CLAIMS` say. Without any, promises are only measured.
+
+    Example:
+        >>> findings = check(build("svd"))
+        >>> sound(findings)
+        True
     """
     claim = claims_of(method) if claim is None else claim
     server = Server(method)
@@ -57,7 +71,12 @@ def check(method: Method[Any], claim: Claim | None = None) -> tuple[Finding, ...
 
 
 def sound(findings: tuple[Finding, ...]) -> bool:
-    """Whether all that is claimed, and all that must be, holds."""
+    """Whether all that is claimed, and all that must be, holds.
+
+    Example:
+        >>> sound((Finding("rank", claimed="always", measured="no", holds=False),))
+        False
+    """
     return all(finding.holds is not False for finding in findings)
 
 
@@ -66,6 +85,10 @@ def measure(method: Method[Any]) -> Claim:
 
     Raises:
         ContractBroken, MethodFault: it fails before anything can be measured.
+
+    Example:
+        >>> measure(build("glora")).exact
+        True
     """
     server = Server(method)
     serves = _holds("mixed", server, CONTRACTS["mixed"].plays) is True

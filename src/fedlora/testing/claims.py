@@ -17,6 +17,10 @@ class Claim:
     exact: the server's update is the clients' weighted mean update ("equal": with equal ranks only). gauge: it does not
     depend on the clients' coordinates; None: one factor travels, so there is no gauge to change. state: what clients
     get back does not either. mixed: clients of different ranks are served. global_model: `effective` has an answer.
+
+    Example:
+        >>> Claim(exact=True, gauge=True, state=True, mixed=True).global_model
+        True
     """
 
     exact: bool | Literal["equal"]
@@ -29,7 +33,12 @@ class Claim:
 @dataclass(frozen=True)
 class Measured:
     """What a contract found. holds: whether it is so, claimed or not; None: there is nothing to ask. says: in words.
-    least, most: over the rounds, of what is compared with a tolerance."""
+    least, most: over the rounds, of what is compared with a tolerance.
+
+    Example:
+        >>> CONTRACTS["rank"](Server(build("svd")), None).holds
+        True
+    """
 
     holds: bool | None
     says: str
@@ -38,7 +47,15 @@ class Measured:
 
 
 class ContractBroken(AssertionError):
-    """A method does not keep a contract. Carries `contract`, `claimed` and `measured`, in words."""
+    """A method does not keep a contract. Carries `contract`, `claimed` and `measured`, in words.
+
+    Example:
+        >>> try:
+        ...     CONTRACTS["gauge"](Server(build("fedit")), Claim(exact=True, gauge=True, state=True, mixed=False))
+        ... except ContractBroken as broken:
+        ...     print(broken.contract)
+        gauge
+    """
 
     def __init__(self, method: str, contract: str, claimed: str, measured: str, advice: str) -> None:
         super().__init__(

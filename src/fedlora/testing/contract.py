@@ -25,6 +25,12 @@ class Contract:
     asks: what must hold, in one line. measure: plays and looks; pure. claimed: what a claim says of it ("unasked":
     nothing); None: every method must keep it. advice: what to do where it is broken. plays: the federations that
     `check` plays, name -> ranks and participants.
+
+    Example:
+        >>> CONTRACTS["gauge"].name
+        'gauge'
+        >>> CONTRACTS["gauge"](Server(build("svd")), None).most < 1e-6
+        True
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A client"s local work on torch, transformers and peft, and how its result is measured. Needs `fedlora[train]`."""
+"""A client's local work on torch, transformers and peft, and how its result is measured. Needs `fedlora[train]`."""
 
 from typing import TYPE_CHECKING
 
@@ -9,15 +9,20 @@ if TYPE_CHECKING:
     from fedlora.training.grouped import GroupedTrainer
     from fedlora.training.local import LocalTrainer, TrainSettings
     from fedlora.training.models import AdaptedModel, LoRASettings
+    from fedlora.training.modules import LoRAModule, ModuleEvaluator, ModuleTrainer
 
 __getattr__ = face(
-    "fedlora.training.local",
+    "fedlora.training",
     {
         "models": ("AdaptedModel", "LoRASettings"),
         "local": ("LocalTrainer", "TrainSettings"),
         "grouped": ("GroupedTrainer",),
         "evaluation": ("ModelEvaluator",),
+        "modules": ("LoRAModule", "ModuleEvaluator", "ModuleTrainer"),
     },
 )
 
-__all__ = ["AdaptedModel", "GroupedTrainer", "LoRASettings", "LocalTrainer", "ModelEvaluator", "TrainSettings"]
+__all__ = [
+    "AdaptedModel", "GroupedTrainer", "LoRAModule", "LoRASettings", "LocalTrainer", "ModelEvaluator", "ModuleEvaluator",
+    "ModuleTrainer", "TrainSettings",
+]  # fmt: skip

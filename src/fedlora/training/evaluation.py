@@ -15,15 +15,14 @@ from typing import Literal, Protocol
 
 import torch
 
-from fedlora.adapters.io import pad_rank
-from fedlora.client import receive
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client, ClientMemory, as_pruned
+from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 from fedlora.training.encoding import IGNORED, Encoded, collate, encode, encode_prompts
 from fedlora.training.generation import greedy, teacher_forced
+from fedlora.training.looks import client_model, server_model
 from fedlora.training.metrics import METRICS, MetricName, confusion_matrix, generates, recall, score_name, worst_of
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import end_tokens, find_template
@@ -59,6 +58,14 @@ class ModelEvaluator:
         metric: what a better model is better at, a name of `metrics.METRICS`. "rouge-l" and "exact-match" generate; see
             `generation` for "rouge-l-teacher-forced".
         template: of a language model's prompts, as `encoding.encode` takes it.
+
+    Example:
+        >>> data = read_classification("train.jsonl", text="text", label="label")
+        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=data.label_names)
+        >>> server = Server(build("glora"))
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> 0 <= ModelEvaluator(model, data, [Client("site-1", 4)]).evaluate(server, begun)["accuracy"] <= 1
+        True
     """
 
     def __init__(
@@ -132,16 +139,8 @@ class ModelEvaluator:
         return self._measure_server(server, state).scores
 
     def _measure_server(self, server: Server, state: ServerState) -> Measured:
-        update = server.global_update(state)
-        if self._model.quantised:  # nothing can be added to the base: the whole update as an adapter
-            rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # few different ones
-            adapter = Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads)
-            return next(self._measured([_Look(adapter, {}, None, self._groups)]))
-        nothing = {
-            name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
-            for name, lora in state.start.modules.items()
-        }
-        return next(self._measured([_Look(Adapter(nothing, state.heads), update, None, self._groups)]))
+        adapter, base_delta = server_model(server, state, quantised=self._model.quantised)
+        return next(self._measured([_Look(adapter, base_delta, None, self._groups)]))
 
     def measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Scores]:
         """Client -> scores of what it would start its next round with, on its own held-out text where it has some.
@@ -184,10 +183,9 @@ class ModelEvaluator:
     def _at(
         self, server: Server, state: ServerState, client: Client, memory: ClientMemory, *, common: bool = False
     ) -> _Look:
-        download = server.download(state, as_pruned(client, memory))
         own = None if common else self._own.get(client.id)
-        adapter = receive(download, memory.kept)
-        return _Look(adapter, download.base_delta, client.id if own else None, own or self._groups)
+        adapter, base_delta = client_model(server, state, client, memory)
+        return _Look(adapter, base_delta, client.id if own else None, own or self._groups)
 
     def _measured(self, looks: Iterable[_Look]) -> Iterator[Measured]:
         """Each model's scores on its sets, from pieces that somebody else may do. A model is made when its turn comes,

@@ -5,10 +5,10 @@ each client its own loss, gradient, clipping and optimiser state, so none of the
 Examples of all clients are sorted by length before they are cut into micro-batches, so there is less padding too.
 
     x (n, T, d_in), factors A (K, r, d_in), B (K, d_out, r), owner (n,):
-    y = base(x) + scaling * (x A[owner]^T) B[owner]^T
+    y = base(x) + scale[owner] * (x A[owner]^T) B[owner]^T
 
-Ranks may differ: smaller ones are padded with zeros, which have no gradient. `LocalTrainer` is the reference that this
-is tested against; with dropout the two draw different masks.
+Ranks may differ: smaller ones are padded with zeros, which have no gradient. So may the scales (a fixed alpha).
+`LocalTrainer` is the reference that this is tested against; with dropout the two draw different masks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,19 @@ from fedlora.core.trainer import Job, Trained
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.encoding import IGNORED, Example, collate, scored
-from fedlora.training.local import LocalTrainer, optimizer_for
-from fedlora.training.models import AdaptedModel, tail_penalty
+from fedlora.training.local import LocalTrainer, micro_batch, optimizer_for
+from fedlora.training.models import AdaptedModel, in_unit, tail_penalty
 
 Stacked = dict[str, nn.Parameter]  # a parameter of all clients: client first
 
 
 class GroupedTrainer(LocalTrainer):
-    """A `LocalTrainer` that can train several clients of one round at once. Implements `core.trainer.GroupTrainer`."""
+    """A `LocalTrainer` that can train several clients of one round at once. Implements `core.trainer.GroupTrainer`.
+
+    Example:
+        >>> def workers(model, data):  # four clients at a time, in one batch
+        ...     return Together(GroupedTrainer(model, data, TrainSettings(steps=20), seed=0), size=4)
+    """
 
     def train_group(self, jobs: Sequence[Job]) -> list[Trained]:
         """What `train` gives for each of `jobs`, which are of one round: in their order.
@@ -96,11 +101,17 @@ class _Group:
         for name in first.modules:
             largest = max(ranks[name] for ranks in self._ranks)
             padded = [pad_rank(adapter.modules[name], largest).factors for adapter in adapters]
-            self._B[name] = stacked([B for B, _ in padded], roles.B)
+            folds = [self._fold(k, name) for k in range(len(adapters))]
+            self._B[name] = stacked([B if f == 1 else B / f for (B, _), f in zip(padded, folds, strict=True)], roles.B)
             self._A[name] = stacked([A for _, A in padded], roles.A)
         self._heads: Stacked = {name: stacked([a.heads[name] for a in adapters], roles.heads) for name in first.heads}
         everything = [*self._B.values(), *self._A.values(), *self._heads.values()]
         self.trained = [parameter for parameter in everything if parameter.requires_grad]
+
+    def _fold(self, k: int, name: str) -> float:
+        """Client k's own scale relative to the unit in which adapters travel; 1 where all have one scale."""
+        settings = self._model.settings
+        return settings.scale(self._ranks[k][name]) / settings.scaling
 
     def read(self, k: int) -> Adapter:
         """Client k's adapter, as copies on the CPU."""
@@ -110,13 +121,14 @@ class _Group:
 
         modules = {}
         for name, rank in self._ranks[k].items():
-            modules[name] = LoRA(own(self._B[name])[:, :rank].clone(), own(self._A[name])[:rank].clone())
+            B, A = own(self._B[name])[:, :rank].clone(), own(self._A[name])[:rank].clone()
+            modules[name] = LoRA(*in_unit(B, A, self._model.settings))
         return Adapter(modules, {name: own(stack) for name, stack in self._heads.items()})
 
     def forward(
         self,
         picked: Sequence[tuple[int, Example]],
-        accumulation: int,
+        accumulation: int | Literal["auto"],
         weights: Sequence[Sequence[float] | None],
         *,
         bf16: bool,
@@ -129,7 +141,7 @@ class _Group:
         for k, example in picked:
             counts[k] += scored(example, weights[k])
         picked = sorted(picked, key=lambda one: len(one[1]["input_ids"]))
-        size = math.ceil(len(picked) / accumulation)
+        size = micro_batch(len(picked), accumulation, device)
         for start in range(0, len(picked), size):
             part = picked[start : start + size]
             self._owner = torch.tensor([k for k, _ in part], device=device)
@@ -143,7 +155,7 @@ class _Group:
     def penalty(self, active: Sequence[int], penalty: TailPenalty) -> Tensor:
         """The sum of the clients' own penalties: each has a gradient in its own factors only."""
         pairs = [
-            (self._B[name][k, :, : ranks[name]], self._A[name][k, : ranks[name]])
+            in_unit(self._B[name][k, :, : ranks[name]], self._A[name][k, : ranks[name]], self._model.settings)
             for k, ranks in ((k, self._ranks[k]) for k in active)
             for name in ranks
         ]
@@ -182,14 +194,16 @@ class _Group:
 
     def _lora(self, name: str, layer: Any) -> Callable[..., Tensor]:
         base, dropout = layer.base_layer, self._model.lora_dropout(name)
-        scaling, B, A = self._model.settings.scaling, self._B[name], self._A[name]
+        B, A, settings = self._B[name], self._A[name], self._model.settings
+        scales = torch.tensor([settings.scale(ranks[name]) for ranks in self._ranks], device=A.device, dtype=A.dtype)
 
         def forward(x: Tensor) -> Tensor:
             y: Tensor = base(x)
             rows = dropout(x.to(A.dtype)).reshape(len(x), -1, x.shape[-1])
             low = torch.bmm(rows, A[self._owner].mT)
             added = torch.bmm(low, B[self._owner].mT).reshape(y.shape)
-            return (y + scaling * added).to(y.dtype)
+            scale = settings.scaling if settings.alpha is None else scales[self._owner].view(-1, *[1] * (y.dim() - 1))
+            return (y + scale * added).to(y.dtype)
 
         return forward
 

@@ -7,9 +7,10 @@ data), so running one client alone reproduces its round, and nothing else has to
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.class_weights import ClassWeights, weigh_classes
-from fedlora.training.encoding import Cut, Encoded, LossOn, collate, cut_of, encode, scored
+from fedlora.training.encoding import Cut, Encoded, Example, LossOn, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -32,20 +33,26 @@ Schedule = Literal["constant", "linear", "cosine"]
 class TrainSettings:
     """One round of one client.
 
-    steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, halved or less by
-    `accumulation` micro-batches, each of examples of alike length. schedule: of the learning rate over `rounds`,
-    constant within a round. clip: largest gradient norm, 0 for none. class_weights: as `class_weights.weigh_classes`
-    has them; the training loss is then the weighted one, here and where it is reported. template: of a language model's
-    prompts, as `encoding.encode` takes it. The optimiser is new each round, as in all reference codes.
+    steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, cut into
+    `accumulation` micro-batches, each of examples of alike length: the same gradient, up to rounding, from less
+    padding. "auto": four of them, but of no fewer than four examples, on a CPU; one on a GPU, which many small ones
+    leave idle. schedule: of the learning rate over `rounds`, constant within a round. clip: largest gradient norm, 0
+    for none. class_weights: as `class_weights.weigh_classes` has them; the training loss is then the weighted one, here
+    and where it is reported. template: of a language model's prompts, as `encoding.encode` takes it. The optimiser is
+    new each round, as in all reference codes.
+
+    Example:
+        >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
+        'adam'
     """
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: float = 0.0
     steps: int = 10
     epochs: float = 1.0
     batch_size: int = 16
-    accumulation: int = 1
+    accumulation: int | Literal["auto"] = "auto"
     clip: float = 1.0
     schedule: Schedule = "constant"
     rounds: int = 1
@@ -56,23 +63,28 @@ class TrainSettings:
     template: str | None = None
 
 
-class LocalTrainer:
-    """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`."""
+class RoundTrainer(ABC):
+    """What is alike for all that train one shared model: the data stream, the seeds, the steps, what may move.
 
-    def __init__(
-        self, model: AdaptedModel, data: Mapping[str, TextData], settings: TrainSettings, *, seed: int
-    ) -> None:
+    A subclass says which examples a client has and what the loss is.
+    """
+
+    def __init__(self, model: AdaptedModel, settings: TrainSettings, *, seed: int) -> None:
         self._model = model
         self._settings = settings
         self._seed = seed
-        self._data: dict[str, Encoded] = {
-            client: encode(
-                part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on,
-                template=settings.template,
-            )
-            for client, part in data.items()
-        }  # fmt: skip
-        self._class_weights = {client: weigh_classes(part, settings.class_weights) for client, part in data.items()}
+
+    @abstractmethod
+    def examples(self, client: str) -> Sequence[Any]:
+        """A client's examples. Raises `ConfigError` where it has none."""
+
+    @abstractmethod
+    def losses(self, client: str, picked: list[Any]) -> Iterator[Tensor]:
+        """The mean loss over the examples `picked`, in parts that add up to it: one for each micro-batch."""
+
+    def ready(self) -> nn.Module:
+        """The network, ready to be trained: called once a round, after its adapter is in place."""
+        return self._model.network.train()
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
         """Train `adapter` from where the client's data stream stands at `position` examples.
@@ -87,28 +99,18 @@ class LocalTrainer:
         roles = download.roles
         self._model.activate(adapter, download.base_delta)
         parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
-        network, device = self._model.network, self._model.device
-        network.train()
+        device = self._model.device
+        self.ready()
         batch = min(s.batch_size, len(data))
         steps = s.steps or math.ceil(s.epochs * len(data) / batch)
         order = self.order(client, position)
-        weights = self._class_weights[client]
         optimizer = optimizer_for(parameters, s, download.round)
         total, seen = 0.0, 0
         cuda = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
             for _ in range(steps):
-                picked = [data[next(order)] for _ in range(batch)]
-                labels = sum(scored(example, weights) for example in picked)
-                if s.accumulation > 1:  # micro-batches of alike length: the same gradient from less padding
-                    picked.sort(key=lambda example: len(example["input_ids"]))
-                micro = math.ceil(batch / s.accumulation)
-                for k in range(0, batch, micro):
-                    part = picked[k : k + micro]
-                    inputs = collate(part, self._model.tokenizer, device)
-                    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
-                        loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
+                for loss in self.losses(client, [data[next(order)] for _ in range(batch)]):
                     loss.backward()  # type: ignore[no-untyped-call]
                     total += float(loss.detach()) * batch
                 if roles.penalty is not None:
@@ -119,6 +121,37 @@ class LocalTrainer:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         return Trained(self._model.read(), len(data), total / seen, position + seen)
+
+    def order(self, client: str, position: int) -> Iterator[int]:
+        """Indices of a client's examples from `position` on, without end."""
+        return _stream(len(self.examples(client)), position, self._seed, client)
+
+
+class LocalTrainer(RoundTrainer):
+    """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`.
+
+    Example:
+        >>> data = read_classification("train.jsonl", text="text", label="label")
+        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=data.label_names)
+        >>> trainer = LocalTrainer(model, {"site-1": data}, TrainSettings(steps=1), seed=0)
+        >>> server = Server(build("glora"))
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> next(simulate(server, [Client("site-1", 4)], trainer, begun, rounds=1)).round
+        1
+    """
+
+    def __init__(
+        self, model: AdaptedModel, data: Mapping[str, TextData], settings: TrainSettings, *, seed: int
+    ) -> None:
+        super().__init__(model, settings, seed=seed)
+        self._data: dict[str, Encoded] = {
+            client: encode(
+                part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on,
+                template=settings.template,
+            )
+            for client, part in data.items()
+        }  # fmt: skip
+        self._class_weights = {client: weigh_classes(part, settings.class_weights) for client, part in data.items()}
 
     def cut(self) -> dict[str, Cut]:
         """Client -> how much of its data did not fit into max_length."""
@@ -131,9 +164,19 @@ class LocalTrainer:
             raise ConfigError(f"client {client!r} has no training data; the data are of {sorted(self._data)[:5]}, ...")
         return data
 
-    def order(self, client: str, position: int) -> Iterator[int]:
-        """Indices of a client's examples from `position` on, without end."""
-        return _stream(len(self._data[client]), position, self._seed, client)
+    def losses(self, client: str, picked: list[Example]) -> Iterator[Tensor]:
+        s, network, device = self._settings, self._model.network, self._model.device
+        weights = self._class_weights[client]
+        labels = sum(scored(example, weights) for example in picked)
+        micro = micro_batch(len(picked), s.accumulation, device)
+        if micro < len(picked):
+            picked.sort(key=lambda example: len(example["input_ids"]))
+        for k in range(0, len(picked), micro):
+            part = picked[k : k + micro]
+            inputs = collate(part, self._model.tokenizer, device)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
+                loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
+            yield loss
 
 
 def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:
@@ -155,6 +198,13 @@ def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
         epoch, offset = epoch + 1, 0
 
 
+def micro_batch(size: int, accumulation: int | Literal["auto"], device: torch.device) -> int:
+    """How many of `size` examples go through the network at once."""
+    if accumulation == "auto":
+        return max(4, math.ceil(size / 4)) if device.type == "cpu" else size
+    return math.ceil(size / accumulation)
+
+
 def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
     """A new optimiser, at the learning rate of `round`."""
     share = round / s.rounds
@@ -167,4 +217,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "TrainSettings", "optimizer_for"]
+__all__ = ["LocalTrainer", "RoundTrainer", "TrainSettings", "micro_batch", "optimizer_for"]

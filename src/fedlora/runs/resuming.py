@@ -1,0 +1,145 @@
+"""May a stored run be gone on with as this configuration? Which keys may differ, and what is said where others do.
+
+Data and models are known by their content (the manifest's digests), not by where they are: a moved folder resumes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedlora.errors import CheckpointError
+from fedlora.runs.config import RunConfig
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.manifest import prompted
+from fedlora.runs.unused import has_no_effect
+
+# What is stored, shown or measured on the way; no round depends on it. run.rounds has a rule of its own below, and
+# torch's threads are compared as they were, in the manifest.
+HARMLESS = frozenset((
+    "run.workers", "run.threads",
+    "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads", "run.track",
+    "evaluate.every", "evaluate.clients_at_end",
+))  # fmt: skip
+
+
+def changes(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether anything, paths included, differs from the stored configuration, in a way in which a run can go on.
+
+    Raises:
+        CheckpointError: it cannot: the message names each such key with both values.
+    """
+    stored = _stored(folder)
+    differing = dict(_differing(stored, config))
+    wrong = {key: pair for key, pair in differing.items() if key not in HARMLESS and key != "run.rounds"}
+    if wrong:
+        named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in wrong.items())
+        raise CheckpointError(
+            f"{folder.path} holds a run of another configuration: {named}. Resume with the same values, or choose "
+            f"another --out."
+        )
+    if "run.rounds" in differing:
+        _check_rounds(folder, *differing["run.rounds"], config.train.schedule)
+    return stored.canonical() != config.canonical()
+
+
+def check_content(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` unless model, data and threads are those of the stored run."""
+    stored = folder.read_json("manifest.json")
+    _check_template(folder, stored["data"], manifest["data"])
+    theirs, ours = stored.get("model", {}), manifest["model"]
+    known = bool(ours["sha256"])  # a hub id has no files here, and is known by its name
+    said = [f"the model {ours['path']!r}"] if theirs.get("sha256" if known else "path") != ours[
+        "sha256" if known else "path"] else []  # fmt: skip
+    if stored.get("threads") != manifest["threads"]:
+        said.append(f"torch's threads ({stored.get('threads')} there, {manifest['threads']} here; set run.threads)")
+    said += _other_data(stored.get("data", {}), manifest["data"])
+    if said:
+        raise CheckpointError(
+            f"{folder.path} holds a run with another content of: {', '.join(said)}. Going on would mix two runs. "
+            f"Resume with the same model, data and threads, or choose another --out."
+        )
+
+
+def _check_template(folder: RunFolder, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    was, now = prompted(theirs, ours).get("template"), ours.get("template")
+    if was != now:
+        raise CheckpointError(
+            f"{folder.path} was begun with the prompts' template {was!r}, and now it is {now!r}. "
+            + ("Set data.template = 'none' to go on with it" if was == "raw" else "Set data.template as it was")
+            + ", or choose another --out."
+        )
+
+
+def settle(folder: RunFolder, config: RunConfig, manifest: Mapping[str, Any]) -> None:
+    """Make the stored run one of this configuration. It is unfinished from now on."""
+    folder.reopen()
+    stored = folder.read_json("manifest.json")
+    own = {name: manifest[name] for name in ("config_digest", "model")}
+    folder.create(config.canonical(), {**stored, **own})
+
+
+def _stored(folder: RunFolder) -> RunConfig:
+    try:
+        return RunConfig.model_validate(folder.read_json("config.json"))
+    except ValidationError as error:
+        wrong = "; ".join(".".join(map(str, e["loc"])) for e in error.errors())
+        raise CheckpointError(
+            f"{folder.path / 'config.json'} is not a configuration of this version of fedlora ({wrong}), so the run "
+            f"cannot go on here. Choose another --out."
+        ) from error
+
+
+def _differing(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Key -> (there, here), of keys whose difference is more than another place or another way to say nothing."""
+    theirs, ours = stored.model_dump(mode="json"), config.model_dump(mode="json")
+    for table in ours:
+        for name in dict.fromkeys((*theirs[table], *ours[table])):
+            there, here = theirs[table].get(name), ours[table].get(name)
+            key = f"{table}.{name}"
+            if _placeless(there) != _placeless(here) and not has_no_effect(stored, key):
+                yield key, (there, here)
+
+
+def _placeless(value: Any) -> Any:
+    """The value with absolute paths alike: what lies there is compared by its digest. The order of clients counts."""
+    if isinstance(value, Mapping):
+        return [(name, _placeless(item)) for name, item in value.items()]
+    return ("a file",) if isinstance(value, str) and os.path.isabs(value) else value
+
+
+def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> None:
+    done = max((line["round"] for line in folder.metrics()), default=0)
+    if schedule != "constant":
+        raise CheckpointError(
+            f"{folder.path} holds a run of run.rounds = {there}, and {here} are asked for: with train.schedule = "
+            f"{schedule!r} the learning rate of every round depends on their number, so the rounds that are done are "
+            f"not those of the longer run. Only a constant schedule can be extended; choose another --out."
+        )
+    if here < done:
+        raise CheckpointError(
+            f"{folder.path} holds {done} rounds, and run.rounds = {here} are asked for: rounds cannot be taken back. "
+            f"Choose another --out."
+        )
+
+
+def _other_data(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """What of the data differs, in words."""
+    said = []
+    for part in ("train", "probes"):
+        there, here = theirs.get(part, {}), ours[part]
+        for name in dict.fromkeys((*there, *here)):
+            said += _compared(f"the data of {name!r}", there.get(name), here.get(name))
+    for part in ("validation", "test"):
+        said += _compared(f"the {part} data", theirs.get(part), ours[part])
+    return said if said or theirs.get("labels") == ours["labels"] else ["the names of the labels"]
+
+
+def _compared(what: str, there: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
+    if there == here:
+        return []
+    counts = [0 if facts is None else facts["examples"] for facts in (there, here)]
+    return [f"{what} ({counts[0]} examples there, {counts[1]} here{', other ones' * (counts[0] == counts[1])})"]

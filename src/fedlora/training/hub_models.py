@@ -1,0 +1,55 @@
+"""Models that are named by a hub id: is it in the cache, is the hub there? Asked once, and answered within seconds."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fedlora.errors import ConfigError
+
+SECONDS = 5.0  # for the one question; transformers alone would try each file for half a minute
+_OUT = (
+    'Give a directory that holds the model, name a packaged one ("demo", "smollm2"), or fetch it where there is a '
+    "network (`hf download {model}`) and set HF_HUB_OFFLINE=1 here."
+)
+
+
+def source(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments with which `from_pretrained` finds a model: none for a directory; for a hub id it reads the cache
+    alone where the hub cannot be asked.
+
+    Raises:
+        ConfigError: a hub id that is not in the cache while the hub cannot be reached, or that the hub does not have.
+    """
+    return {} if Path(path).exists() else {"local_files_only": not _on_hub(os.fspath(path))}
+
+
+@lru_cache(maxsize=32)
+def _on_hub(model: str) -> bool:
+    """Whether the hub has it; False where it cannot be asked, and the cache has it."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    nowhere = f"there is no directory {model!r} beside the config file, where relative paths start"
+    try:
+        cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().model_info(model, timeout=SECONDS)
+            return True
+        reason = "HF_HUB_OFFLINE is set, and it is not in the cache"
+    except HFValidationError as error:
+        raise ConfigError(f"the model {model!r} cannot be loaded: {nowhere}, and it is no hub id.") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"the model {model!r} cannot be loaded: {nowhere}, and the hub has no such model, or keeps it from you "
+            f"(`hf auth login`)."
+        ) from error
+    except Exception as error:  # whatever its transport raises, which is another one from version to version
+        reason = f"the hub cannot be reached ({(str(error) or type(error).__name__).splitlines()[0]})"
+    if cached:
+        return False
+    raise ConfigError(
+        f"the model {model!r} cannot be loaded: {nowhere}, so it is a hub id, and {reason}. {_OUT.format(model=model)}"
+    )

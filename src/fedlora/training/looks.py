@@ -1,0 +1,37 @@
+"""What there is to measure of a state, for `AdaptedModel.activate`: the server's model, and each client's own."""
+
+from __future__ import annotations
+
+from fedlora.adapters.io import pad_rank
+from fedlora.client import receive
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Client, ClientMemory, as_pruned
+from fedlora.server.server import Server
+from fedlora.server.state import ServerState
+
+Look = tuple[Adapter, dict[str, LoRA]]  # an adapter, and what the base weights change by
+
+
+def server_model(server: Server, state: ServerState, *, quantised: bool = False) -> Look:
+    """W0 + the server's whole update, with its heads: the update added to the base, and an adapter of nothing.
+
+    quantised: nothing can be added to the base, so the whole update is the adapter.
+
+    Raises:
+        NoGlobalModel: the method keeps none.
+    """
+    update = server.global_update(state)
+    if quantised:
+        rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # few different ones
+        return Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads), {}
+    nothing = {
+        name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
+        for name, lora in state.start.modules.items()
+    }
+    return Adapter(nothing, state.heads), dict(update)
+
+
+def client_model(server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Look:
+    """What `client` would start its next round with: its readout, completed by what it kept."""
+    download = server.download(state, as_pruned(client, memory))
+    return receive(download, memory.kept), download.base_delta

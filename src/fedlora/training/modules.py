@@ -1,0 +1,374 @@
+"""LoRA for any `nn.Module`: a network and a loss make a trainer, a network and a measure make an evaluator.
+
+    model = LoRAModule(vit, targets=["qkv", "proj"], heads=["head"])
+    trainer = ModuleTrainer(model, {"site-1": dataset, ...}, loss, TrainSettings(lr=1e-3, steps=20), seed=0)
+    evaluator = ModuleEvaluator(model, measure, clients)
+    seed_adapter, spec = model.seed_adapter(16, seed=0)
+
+All three go to `simulation.simulate`. The network is any; the loop, the data stream and the seeds are those of
+`local.RoundTrainer`, so a run resumes to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Client, ClientMemory, Download
+from fedlora.core.trainer import Trained
+from fedlora.errors import ConfigError
+from fedlora.server.server import Server
+from fedlora.server.state import RunState
+from fedlora.training.local import RoundTrainer, TrainSettings
+from fedlora.training.looks import Look, client_model, server_model
+from fedlora.training.models import AdaptedModel, LoRASettings
+
+log = logging.getLogger(__name__)
+
+Loss = Callable[[nn.Module, Any], Tensor]  # the network and a batch -> the mean loss over the batch, a scalar
+Measure = Callable[[nn.Module], Mapping[str, float]]  # the network -> metric name -> value
+_OF_TEXT = ("max_length", "loss_on", "class_weights")  # settings that a loss of one's own does not look at
+
+
+class Examples(Protocol):
+    """A client's data: a list, or a `torch.utils.data.Dataset` with a length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class LoRAModule(AdaptedModel):
+    """Any network with LoRA on linear layers of it. It takes the network over: peft wraps its layers in place.
+
+    Args:
+        network: its parameters are the base, which no client trains.
+        targets: names of `nn.Linear` modules, each a whole path or the end of one; or one regular expression that whole
+            paths match; or "all-linear", all but the heads. LoRA on W (d_out, d_in) is W + scaling * B @ A with
+            B (d_out, r) and A (r, d_in).
+        heads: names of modules that are trained in full and averaged, a classifier for one.
+        scaling: alpha / r, the same for all ranks. dropout: on LoRA's input.
+
+    Raises:
+        ConfigError: a name that is not there, a target that LoRA cannot be put on, a head that cannot be averaged.
+
+    Example:
+        >>> model = LoRAModule(network, targets=["first"], heads=["head"])
+        >>> seed_adapter, spec = model.seed_adapter(2, seed=0)  # spec: for write_adapter
+        >>> model.activate(seed_adapter)
+        >>> tuple(model.network(images).shape)
+        (40, 3)
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        targets: Sequence[str] | str,
+        *,
+        heads: Sequence[str] = (),
+        scaling: float = 2.0,
+        dropout: float = 0.0,
+    ) -> None:
+        saved = [path for head in heads for path in _checked_head(network, head)]
+        chosen = _linear_targets(network, targets, saved)
+        wanted = targets if isinstance(targets, str) and targets != "all-linear" else chosen
+        super().__init__(network, None, None, LoRASettings(wanted, scaling, dropout, tuple(heads)))
+        self.targets = chosen
+        for module in network.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):  # with a hook it calls its layers, not torch's fused
+                module.register_forward_pre_hook(_nothing)  # kernel, which reads the base weights past the adapter
+
+
+class ModuleTrainer(RoundTrainer):
+    """Trains any client on one `LoRAModule` by a loss of one's own. Implements `core.trainer.Trainer`.
+
+    Args:
+        data: client -> its examples. loss: of the network and a batch, the mean over the batch; it calls the network.
+        settings: steps or epochs, optimiser, batch size; accumulation="auto" leaves a batch whole. seed: of the data
+            order, dropout and what else torch draws.
+        collate: a list of examples -> a batch; torch's `default_collate` unless given. What it makes is moved to the
+            network's device.
+
+    Layers of the base with running statistics (batch norm) run in evaluation mode: no client may change the base.
+
+    Raises:
+        ConfigError: a client without data, a setting that only text has, or a loss that cannot be trained on.
+
+    Example:
+        >>> def loss(network, batch):
+        ...     images, labels = batch
+        ...     return nn.functional.cross_entropy(network(images), labels)
+        >>> model = LoRAModule(network, targets=["first"], heads=["head"])
+        >>> data = {"site-1": dataset, "site-2": dataset}  # a torch Dataset, or a list of examples
+        >>> trainer = ModuleTrainer(model, data, loss, TrainSettings(lr=1e-2, steps=2), seed=0)
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> next(simulate(server, clients, trainer, begun, rounds=1)).round
+        1
+    """
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        data: Mapping[str, Examples],
+        loss: Loss,
+        settings: TrainSettings,
+        *,
+        seed: int,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        super().__init__(model, settings, seed=seed)
+        default = TrainSettings()
+        for field in dataclasses.fields(settings):
+            if field.name in _OF_TEXT and getattr(settings, field.name) != getattr(default, field.name):
+                raise ConfigError(
+                    f"TrainSettings.{field.name} is of text, and nothing here would look at it: do in `loss` or "
+                    f"`collate` what it asks for, and leave it out."
+                )
+        self._data = dict(data)
+        self._loss = loss
+        self._collate = collate
+        self._unreached: set[str] = set()  # told once
+
+    def examples(self, client: str) -> Sequence[Any]:
+        """A client's examples, as they were given."""
+        data = self._data.get(client)
+        if data is None or len(data) == 0:
+            raise ConfigError(f"client {client!r} has no training data; the data are of {sorted(self._data)[:5]}, ...")
+        return data  # type: ignore[return-value] # a length and places are all that is asked of it
+
+    def ready(self) -> nn.Module:
+        network = super().ready()
+        for module in network.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.eval()
+        return network
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        """As `RoundTrainer.train`; and nothing but the adapter may have changed."""
+        before = self._buffers()
+        trained = super().train(download, adapter, position)
+        changed = [name for name, mark in self._buffers().items() if before.get(name, mark) != mark]
+        if changed:
+            raise ConfigError(
+                f"training changed the buffer {changed[0]!r} of the base ({len(changed)} such), and the next client "
+                f"would start from it. A buffer that is trained belongs into heads; else leave it alone in training."
+            )
+        return trained
+
+    def losses(self, client: str, picked: list[Any]) -> Iterator[Tensor]:
+        s, network, device = self._settings, self._model.network, self._model.device
+        parts = 1 if s.accumulation == "auto" else s.accumulation  # there is no padding to save
+        micro = math.ceil(len(picked) / parts)
+        for k in range(0, len(picked), micro):
+            part = picked[k : k + micro]
+            batch = _moved(self._collate(part), device)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
+                loss = _checked_loss(self._loss(network, batch))
+            yield loss * (len(part) / len(picked)) if len(part) < len(picked) else loss
+        self._tell_unreached()
+
+    def _tell_unreached(self) -> None:
+        """Says so once where an adapted layer had no part in the loss: its LoRA would stay as it is for ever."""
+        for name, parameter in self._model.network.named_parameters():
+            if parameter.requires_grad and parameter.grad is None and ".lora_" in name:
+                path = name.removeprefix("base_model.model.").split(".lora_")[0]
+                if path not in self._unreached:
+                    log.warning(
+                        "the loss does not depend on the LoRA of %r: its layer was not called in a step. Code that "
+                        "reads `layer.weight` itself goes past LoRA; leave such a layer out of targets.",
+                        path,
+                    )
+                self._unreached.add(path)
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        """Name -> which tensor a buffer of the base is, and how often it was written to."""
+        found = self._model.network.named_buffers()
+        return {
+            name.removeprefix("base_model.model."): (id(b), b._version)
+            for name, b in found
+            if ".modules_to_save." not in name
+        }
+
+
+class ModuleEvaluator:
+    """Measures a state's models by a function of one's own. Implements `simulation.Evaluator`.
+
+    Args:
+        measure: the network, in evaluation mode and without gradients -> metric name -> value.
+        clients: whose models target="clients" measures.
+        target: "server": the server's model. "clients": each client's own, before its next round: the mean of each
+            metric, and each client's as "client/ID/metric".
+        own: client -> its own measure, where it has one; target="clients" only.
+
+    Example:
+        >>> def measure(network):
+        ...     return {"accuracy": float((network(images).argmax(dim=1) == labels).float().mean())}
+        >>> model = LoRAModule(network, targets=["first"], heads=["head"])
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> sorted(ModuleEvaluator(model, measure).evaluate(server, begun))
+        ['accuracy']
+    """
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        measure: Measure,
+        clients: Sequence[Client] = (),
+        *,
+        target: str = "server",
+        own: Mapping[str, Measure] | None = None,
+    ) -> None:
+        if target not in ("server", "clients"):
+            raise ConfigError(f"target is 'server' or 'clients'; got {target!r}.")
+        if target == "clients" and not clients:
+            raise ConfigError("target='clients' measures each client's model: hand in the clients.")
+        if own and target == "server":
+            raise ConfigError("own measures are of clients, and target='server' looks at none; set target='clients'.")
+        strangers = sorted(set(own or {}) - {client.id for client in clients})
+        if strangers:
+            raise ConfigError(f"own has a measure of {strangers[0]!r} ({len(strangers)} such), who is no client.")
+        self._model = model
+        self._measure = measure
+        self._clients = tuple(clients)
+        self._target = target
+        self._own = dict(own or {})
+
+    def evaluate(self, server: Server, state: RunState) -> dict[str, float]:
+        """The scores of a state. Raises `NoGlobalModel` where there is no server's model to measure."""
+        if self._target == "server":
+            return self.measured(server_model(server, state.server), self._measure)
+        scores = {}
+        for client in self._clients:
+            memory = state.clients.get(client.id, ClientMemory())
+            own = self._own.get(client.id, self._measure)
+            scores[client.id] = self.measured(client_model(server, state.server, client, memory), own)
+        names = next(iter(scores.values()))
+        odd = [client for client, score in scores.items() if set(score) != set(names)]
+        if odd:
+            raise ConfigError(
+                f"the metrics of {odd[0]!r} are {sorted(scores[odd[0]])}, and those of {next(iter(scores))!r} are "
+                f"{sorted(names)}: there is no mean. Measure the same of all."
+            )
+        means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
+        return means | {f"client/{c}/{name}": x for c, score in scores.items() for name, x in score.items()}
+
+    @torch.no_grad()
+    def measured(self, look: Look, measure: Measure) -> dict[str, float]:
+        """What `measure` says of one model, as plain numbers."""
+        self._model.activate(*look)
+        found = measure(self._model.network.eval())
+        if not isinstance(found, Mapping) or not found:
+            raise ConfigError(
+                f"a measure returns metrics by name, as {{'accuracy': 0.9}}; got {found!r:.80} of type "
+                f"{type(found).__name__}."
+            )
+        try:
+            return {str(name): float(value) for name, value in found.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"a metric is one number; got {dict(found)!r:.200}: {error}.") from error
+
+
+def _linear_targets(network: nn.Module, targets: Sequence[str] | str, saved: Sequence[str]) -> tuple[str, ...]:
+    """The paths of the layers that `targets` means, in the network's order."""
+    layers = dict(network.named_modules())
+    linear = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
+    shown = f"its linear layers are {linear[:8]}{', ...' if len(linear) > 8 else ''}"
+
+    def inside(path: str) -> bool:
+        return any(path == head or path.startswith(f"{head}.") for head in saved)
+
+    if targets == "all-linear":
+        chosen = [path for path in linear if not inside(path) and not _in_attention(layers, path)]
+    elif isinstance(targets, str):
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            raise ConfigError(f"targets = {targets!r} is no regular expression: {error}.") from error
+        chosen = [path for path in layers if pattern.fullmatch(path)]
+    else:
+        for target in targets:
+            if not any(_ends(path, target) for path in layers):
+                raise ConfigError(f"no module of the network is called {target!r}; {shown}.")
+        chosen = [path for path in layers if any(_ends(path, target) for target in targets)]
+    if not chosen:
+        raise ConfigError(f"targets = {targets!r} means no layer of the network; {shown}.")
+    for path in chosen:
+        if inside(path):
+            raise ConfigError(f"{path!r} is in targets and in heads: it gets LoRA or is trained in full, not both.")
+        if not isinstance(layers[path], nn.Linear):
+            kind = type(layers[path]).__name__
+            raise ConfigError(f"LoRA here is for nn.Linear, and {path!r} is {kind}; {shown}.")
+        if _in_attention(layers, path):
+            raise ConfigError(
+                f"{path!r} is inside nn.MultiheadAttention, which reads its weight past LoRA, so nothing would train. "
+                f"Leave it out of targets, or write the attention with nn.Linear layers of your own."
+            )
+    return tuple(chosen)
+
+
+def _in_attention(layers: Mapping[str, nn.Module], path: str) -> bool:
+    return isinstance(layers.get(path.rpartition(".")[0]), nn.MultiheadAttention)
+
+
+def _ends(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _checked_head(network: nn.Module, head: str) -> list[str]:
+    """The paths that a head's name means."""
+    found = [(path, module) for path, module in network.named_modules() if _ends(path, head)]
+    if not found:
+        names = [path for path, _ in network.named_children()]
+        raise ConfigError(f"no module of the network is called {head!r}; at its top are {names[:8]}.")
+    for path, module in found:
+        for name, tensor in module.state_dict().items():
+            if not tensor.is_floating_point():
+                raise ConfigError(
+                    f"the head {path!r} holds {name!r} of {str(tensor.dtype).removeprefix('torch.')}, which has no "
+                    f"mean. Take a head without it (for a norm layer, track_running_stats=False)."
+                )
+    return [path for path, _ in found]
+
+
+def _checked_loss(loss: Any) -> Tensor:
+    """The loss. Raises `ConfigError` where it is nothing that can be trained on."""
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        got = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else f"{loss!r:.60}"
+        raise ConfigError(
+            f"loss(network, batch) returns the mean loss over the batch as a tensor of one number; got {got}."
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "loss(network, batch) has no gradient: it does not depend on the network, or was detached (.item(), "
+            "no_grad). Call the network that is handed in, not another copy of it."
+        )
+    return loss
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on `device`."""
+    if isinstance(batch, Tensor) or callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: _moved(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_moved(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_moved(value, device) for value in batch)
+    return batch
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing."""
+
+
+__all__ = ["Examples", "LoRAModule", "Loss", "Measure", "ModuleEvaluator", "ModuleTrainer"]

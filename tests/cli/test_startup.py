@@ -1,0 +1,81 @@
+"""What the command line needs before a command runs: typer and rich, no torch. Kind: structural.
+
+The modules are those of a process of its own, as `sys.modules` has them when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import click
+import pytest
+
+with warnings.catch_warnings():
+    # typer < 0.21 asks click 8.3 for names that click 9 will drop, when it is imported.
+    warnings.filterwarnings("ignore", r"'click\..* is deprecated", DeprecationWarning)
+    import typer.main
+
+    from fedlora.cli import COMMANDS, app
+    from fedlora.cli.lazy import loaded
+
+HEAVY = {"torch", "transformers", "peft", "numpy", "pydantic", "matplotlib", "sklearn", "flwr", "datasets"}
+PROGRAM = """
+import atexit, json, sys
+atexit.register(lambda: print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})), file=sys.stderr))
+sys.argv = ["fedlora", *sys.argv[1:]]
+from fedlora.cli import main
+main()
+"""
+
+
+def process(*args: str, **environment: str) -> tuple[str, set[str]]:
+    """`fedlora ARGS`: what it printed, and the top packages that it imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *args],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.stdout, set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def test_help_imports_nothing_heavy_and_lists_every_command() -> None:
+    out, imported = process("--help")
+    assert not imported & HEAVY
+    assert all(f" {name} " in out for name in COMMANDS)
+
+
+def test_completion_of_a_command_imports_nothing_heavy() -> None:
+    """Bash's own protocol: the words typed so far, and which of them is asked for."""
+    out, imported = process(_FEDLORA_COMPLETE="complete_bash", COMP_WORDS="fedlora m", COMP_CWORD="1")
+    assert out.split() == ["merge", "methods"]
+    assert not imported & HEAVY
+
+
+def test_options_of_a_command_are_completed_too() -> None:
+    out, _ = process(_FEDLORA_COMPLETE="complete_bash", COMP_WORDS="fedlora ranks --pl", COMP_CWORD="2")
+    assert out.split() == ["--plot"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_table_says_what_the_command_says_of_itself(name: str) -> None:
+    """The line of `fedlora --help` is the first line of the command's docstring (of a group: its help)."""
+    where, line = COMMANDS[name]
+    command = loaded(name, f"fedlora.cli.{where}")
+    assert command.name == name and (command.help or "").splitlines()[0] == line
+
+
+def test_a_called_command_is_the_whole_one() -> None:
+    """What a parent resolves has the options of its function; what it lists has none."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    with click.Context(group) as context:
+        _, command, rest = group.resolve_command(context, ["merge", "a"])
+    assert command is not None and rest == ["a"]
+    assert {"--out", "--rank"} <= {option for param in command.params for option in param.opts}

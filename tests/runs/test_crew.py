@@ -1,0 +1,120 @@
+"""A run in several processes is the run in one: every number and every file, whatever is killed.
+
+The expected value is the run with `run.workers = 1`, which is this process at one thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fedlora.errors import ConfigError
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from support.known_warnings import FUTURE_NAMES
+from support.projects import configured, ran
+
+pytestmark = FUTURE_NAMES
+
+
+def facts(folder: RunFolder) -> dict[str, Any]:
+    """What a run says and leaves, without times."""
+    summary = folder.read_json("summary.json")
+    summary.pop("seconds")
+    lines = [{key: value for key, value in line.items() if key != "seconds"} for line in folder.metrics()]
+    files = {
+        str(path.relative_to(folder.path)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.path.rglob("*.safetensors"))
+    }
+    return {"summary": summary, "lines": lines, "files": files}
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (),
+        ("method.name=fedex-lora", "clients.ranks=[4,4,4]", "evaluate.clients_at_end=true"),
+        ("method.name=fedsa-lora", "clients.ranks=[4]", "clients.count=3", "evaluate.batch_size=4"),
+        ("train.together=2", "run.rounds=2", "lora.dropout=0.1"),
+        ("model.checkpointing=true", "model.bf16=true", "run.rounds=1"),
+    ],
+    ids=["glora", "base-changes", "clients-are-measured", "together-and-dropout", "checkpointing"],
+)
+@pytest.mark.filterwarnings(
+    r"ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning:transformers\.modeling_utils"
+)
+def test_any_number_of_workers_gives_the_same_run(project: Path, tmp_path: Path, sets: tuple[str, ...]) -> None:
+    want = facts(ran(configured(project, *sets, "run.workers=1"), tmp_path / "1"))
+    assert facts(ran(configured(project, *sets, "run.workers=3"), tmp_path / "3")) == want
+    assert want["files"]
+
+
+def test_a_run_goes_on_with_other_workers(project: Path, tmp_path: Path) -> None:
+    want = facts(ran(configured(project, "run.workers=1"), tmp_path / "whole"))
+    ran(configured(project, "run.workers=2"), tmp_path / "stopped", rounds=1)
+    assert facts(ran(configured(project), tmp_path / "stopped", resume=True)) == want  # run.threads is 1 there
+    assert configured(project, "run.workers=2").digest() == configured(project).digest()
+
+
+def test_a_killed_worker_costs_nothing_and_none_is_left(project: Path, tmp_path: Path) -> None:
+    """A worker is killed when the first round is done; at the end none is left, nor where the run is given up."""
+    want = facts(ran(configured(project, "run.workers=1"), tmp_path / "whole"))
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    playing = execute(prepare(configured(project, "run.workers=2")), RunFolder(tmp_path / "killed"))
+    next(playing)
+    workers = _workers(before)
+    assert len(workers) == 2
+    threading.Timer(0.05, os.kill, (workers[0], signal.SIGKILL)).start()
+    list(playing)
+    assert facts(RunFolder(tmp_path / "killed")) == want
+    assert _gone(workers) and not _workers(before)
+    given_up = execute(prepare(configured(project, "run.workers=2")), RunFolder(tmp_path / "given-up"))
+    next(given_up)
+    workers = _workers(before)
+    given_up.close()  # type: ignore[attr-defined]
+    assert workers and _gone(workers)
+
+
+def _workers(before: set[int]) -> list[int]:
+    """The processes forked from the server that `forkserver` keeps, which itself stays."""
+    new = {c.pid: c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE}
+    return [pid for pid, child in new.items() if pid not in before and child.ppid() != os.getpid()]
+
+
+def _gone(pids: list[int]) -> bool:
+    until = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_auto_is_the_cores_but_no_more_than_a_round_has_clients(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedlora.runs.sections.available", lambda device: 64)
+    assert prepare(configured(project, "run.workers=auto")).processes == 3
+    assert prepare(configured(project, "run.workers=auto", "run.participation=0.5")).processes == 2
+    assert prepare(configured(project)).processes == 1
+
+
+def test_settings_that_contradict_each_other_are_refused(project: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run.workers = 2 gives each worker one thread, and run.threads = 2"):
+        configured(project, "run.workers=2", "run.threads=2")
+    with pytest.raises(ConfigError, match=r"run.workers"):
+        configured(project, "run.workers=0")
+    with pytest.raises(ConfigError, match="four_bit cannot be shared"):
+        prepare(configured(project, "run.workers=2", "model.four_bit=true"))
+
+
+def test_the_configuration_says_who_worked(project: Path, tmp_path: Path) -> None:
+    folder = ran(configured(project, "run.workers=2", "run.rounds=1"), tmp_path / "run")
+    assert json.loads((folder.path / "config.json").read_text())["run"]["workers"] == 2
+    assert folder.read_json("manifest.json")["threads"] == 1

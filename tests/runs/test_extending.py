@@ -1,0 +1,129 @@
+"""More rounds on resume, keys that may differ, moved folders, trackers that are missing.
+
+Kinds of evidence: *end-to-end* on a tiny transformer (an extended run against one of that length from the start, to the
+bit), *contract* (what is refused and how it is said).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.errors import CheckpointError
+from fedlora.runs.config import RunConfig
+from fedlora.runs.folder import RunFolder
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import configured, contents, make_project, ran, same_run
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+PART = ("run.participation=0.6", "run.checkpoint_every=3")  # two of three clients a round, other ones each time
+
+
+def as_if_from_the_start(folder: RunFolder) -> None:
+    """The gauge check is made on a run's last round, so the round that was the last for a while has one more."""
+    lines = [line if line["round"] == 5 else {**line, **DROPPED} for line in folder.metrics()]
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
+
+
+DROPPED: dict[str, Any] = {"gauge_drift": None, "gauge_drift_as_sent": None}
+
+
+@pytest.mark.parametrize("stopped", [None, 1])
+def test_an_extended_run_is_the_longer_run_to_the_bit(project: Path, tmp_path: Path, stopped: int | None) -> None:
+    """Two rounds, finished or stopped in the first, then five; beside five from the start."""
+    short, long = (configured(project, *PART, f"run.rounds={rounds}") for rounds in (2, 5))
+    folder = ran(short, tmp_path / "extended", stopped)
+    assert folder.finished() == (stopped is None)
+    ran(long, folder.path, resume=True)
+    as_if_from_the_start(folder)
+    same_run(folder, ran(long, tmp_path / "whole"))
+
+
+def test_by_the_command_line_and_the_result_is_shown_and_drawn_again(
+    project: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    arguments = ("run", project / "config.toml", "--out", tmp_path / "run")
+    main(*arguments, "--set", "run.rounds=1")
+    drawn = (tmp_path / "run" / "plots" / "bytes.png").read_bytes()
+    said = main(*arguments, "--resume", "--set", "run.rounds=2")
+    assert "2 rounds, 3 clients" in said.out
+    assert RunFolder(tmp_path / "run").read_json("summary.json")["rounds"] == 2
+    assert (tmp_path / "run" / "plots" / "bytes.png").read_bytes() != drawn
+
+
+def test_while_it_is_being_extended_it_is_not_finished(project: Path, tmp_path: Path) -> None:
+    """A kill in the added rounds must not leave the summary of the shorter run as the result."""
+    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run")
+    ran(configured(project, "run.rounds=4"), folder.path, 2, resume=True)
+    assert not folder.finished() and folder.read_json("config.json")["run"]["rounds"] == 4
+    ran(configured(project, "run.rounds=4"), folder.path, resume=True)
+    assert folder.read_json("summary.json")["rounds"] == 4
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_over_rounds_cannot_be_extended(project: Path, tmp_path: Path, schedule: str) -> None:
+    sets = (f"train.schedule={schedule}", "run.rounds=2")
+    folder = ran(configured(project, *sets), tmp_path / "run", 1)
+    before = contents(folder.path)
+    with pytest.raises(CheckpointError, match=rf"run\.rounds = 2, and 4 are asked for.*'{schedule}'.*constant"):
+        ran(configured(project, *sets, "run.rounds=4"), folder.path, resume=True)
+    assert contents(folder.path) == before
+
+
+def test_what_is_stored_or_measured_on_the_way_may_differ(project: Path, tmp_path: Path) -> None:
+    """And a finished run gets what it lacks: each client's readout, and its score."""
+    folder = ran(configured(project, "run.rounds=2"), tmp_path / "run")
+    more = ("run.readouts=true", "evaluate.clients_at_end=true", "evaluate.every=2", "run.keep_checkpoints=1")
+    ran(configured(project, "run.rounds=2", *more), folder.path, resume=True)
+    assert {path.name for path in (folder.path / "clients").iterdir()} == {"site-1", "site-2", "site-3"}
+    assert set(folder.read_json("summary.json")["clients_at_end"]) == {"site-1", "site-2", "site-3"}
+
+
+def test_a_key_without_effect_of_an_old_run_is_no_difference(project: Path, tmp_path: Path) -> None:
+    """Old configurations could hold one; it has to be left out now, and the run goes on all the same."""
+    config = configured(project, "run.rounds=2")
+    folder = ran(config, tmp_path / "run", 1)
+    stored = folder.read_json("config.json")
+    stored["data"]["tasks"] = 7
+    (folder.path / "config.json").write_text(json.dumps(stored))
+    assert ran(config, folder.path, resume=True).finished()
+
+
+def test_a_project_that_was_moved_goes_on_and_one_with_other_data_does_not(tmp_path: Path) -> None:
+    """The digest of the configuration holds absolute paths, so it differs; data and model are known by content."""
+    project = make_project(tmp_path / "here")
+    sets = ("run.rounds=3",)
+    folder = ran(configured(project, *sets), tmp_path / "here" / "run", 1)
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    moved: RunConfig = configured(tmp_path / "there", *sets)
+    folder = RunFolder(tmp_path / "there" / "run")
+    assert folder.read_json("manifest.json")["config_digest"] != moved.digest()
+
+    file = tmp_path / "there" / "train.jsonl"
+    text = file.read_text()
+    file.write_text(text.replace("w9", "w10"))
+    with pytest.raises(CheckpointError, match=r"another content of: the data of 'site-1' \(\d+ examples there"):
+        ran(moved, folder.path, resume=True)
+    file.write_text(text)
+    ran(moved, folder.path, resume=True)
+    same_run(folder, ran(moved, tmp_path / "fresh"))
+
+
+def test_a_missing_tracker_leaves_no_folder_behind(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
+) -> None:
+    """Before: the folder was there, and blocked the next run without the tracker."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    arguments = ("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.rounds=1")
+    said = main(*arguments, "--set", 'run.track=["wandb"]')
+    assert "run.track names wandb, which is not installed" in said.complaint()
+    assert not (tmp_path / "run").exists()
+    assert main(*arguments).code == 0

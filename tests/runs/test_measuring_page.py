@@ -1,0 +1,31 @@
+"""docs/measuring.md: its configurations are configurations, and its table is the code's. Kind: structural."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from fedlora.runs.config import parse_config
+from fedlora.training.metrics import METRICS, score_name
+
+PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text(encoding="utf-8")
+
+
+def test_every_configuration_of_the_page_is_one() -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        parse_config({"model": {"path": "m"}, "data": {"train": "t"}, **tomllib.loads(block)})
+
+
+def test_the_table_of_scores_is_the_one_of_the_code() -> None:
+    """Every metric, its name in files, which way is better, of which task, and its words."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("| `")][
+        1:
+    ]
+    tasks = {("classification", "causal-lm"): "both", ("classification",): "classes", ("causal-lm",): "text"}
+    assert rows == [
+        [f"`{name}`", f"`{score_name(name)}`", "larger" if m.larger_is_better else "smaller", tasks[m.tasks], m.words]
+        for name, m in METRICS.items()
+    ]

@@ -1,0 +1,111 @@
+"""A key that would do nothing is refused by name, with the reason. Kind of evidence: contract, of every key.
+
+Expected values are what the code that reads a key does with it (`client_data`, `sections`, `training`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.errors import ConfigError
+from fedlora.runs.config import RunConfig, parse_config
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES
+
+pytestmark = FUTURE_NAMES
+
+FILE = {"model": {"path": "m"}, "data": {"train": "t.csv"}}
+OWN = {"model": {"path": "m"}, "data": {"clients": {"a": "a.csv"}}}
+DEMO = {"model": {"path": "demo"}, "data": {"train": "demo"}}
+GLUE = {"model": {"path": "m"}, "data": {"task": "sst2"}}
+NI = {"model": {"path": "m", "task": "causal-lm"}, "data": {"task": "superni"}}
+TEXT = {"model": {"path": "m", "task": "causal-lm"}, "data": {"train": "t.csv"}}
+
+
+def changed(base: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """`base` with table__key=value."""
+    raw = deepcopy(base)
+    for key, value in keys.items():
+        table, name = key.split("__")
+        raw.setdefault(table, {})[name] = value
+    return raw
+
+
+UNTESTED = changed(FILE, data__validation=0, data__test=0)
+
+# key -> (value, where it works, where it would do nothing)
+SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "clients.count": (3, [FILE, DEMO, GLUE, TEXT], [OWN, NI]),
+    "clients.partition": ("iid", [FILE, DEMO, GLUE, TEXT], [OWN, NI]),
+    "clients.alpha": (0.5, [FILE, DEMO, GLUE], [OWN, NI, changed(FILE, clients__partition="iid")]),
+    "clients.min_size": (2, [FILE, DEMO, GLUE], [OWN, NI, TEXT, changed(FILE, clients__partition="iid")]),
+    "data.text": ("sentence", [FILE, OWN, changed(DEMO, data__test="t.csv")], [DEMO, GLUE, NI, TEXT]),
+    "data.pair": ("second", [FILE, OWN], [DEMO, GLUE, NI, TEXT]),
+    "data.label": ("topic", [FILE, OWN], [DEMO, GLUE, NI, TEXT]),
+    "data.prompt": ("question", [TEXT], [FILE, OWN, DEMO, GLUE, NI]),
+    "data.response": ("answer", [TEXT], [FILE, OWN, DEMO, GLUE, NI]),
+    "data.loss_on": ("all", [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
+    "data.tasks": (3, [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
+    "data.unseen": (3, [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
+    "data.task_lists": (["a", "b"], [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
+    "server.sketch_oversample": (4, [changed(FILE, server__sketch_rank=4)], [FILE]),
+    "train.epochs": (3.0, [changed(FILE, train__steps=0)], [FILE, changed(FILE, train__steps=5)]),
+    "evaluate.max_new_tokens": (8, [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
+    "evaluate.clients_at_end": (True, [FILE, NI], [changed(FILE, data__test=0), changed(NI, data__test=0)]),
+    "evaluate.every": (2, [FILE, NI], [UNTESTED, changed(FILE, data__validation=0)]),
+    "evaluate.metric": ("rouge-l", [FILE, NI, changed(NI, data__validation=0, data__test=0)], [UNTESTED]),
+    "evaluate.batch_size": (7, [FILE, NI], [UNTESTED]),
+}
+ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round
+    "run": "*", "model": "*", "lora": "*", "method": "*",
+    "server": "weighting heads quorum missing memory workers sketch_rank upload gauge_stress",
+    "clients": "ranks profile",
+    "data": "train clients task max_train max_test validation test max_length",
+    "train": "lr optimizer weight_decay steps batch_size accumulation together clip schedule",
+    "evaluate": "target",
+}  # fmt: skip
+
+
+def test_of_every_key_it_is_known_whether_it_can_be_without_effect() -> None:
+    """A new key is put into one of the two tables above, and into `unused` where it belongs there."""
+    for table, field in RunConfig.model_fields.items():
+        keys = set(field.annotation.model_fields)  # type: ignore[union-attr]
+        sometimes = {key.split(".")[1] for key in SOMETIMES if key.startswith(f"{table}.")}
+        assert ALWAYS[table] == "*" or set(ALWAYS[table].split()) == keys - sometimes
+
+
+@pytest.mark.parametrize("key", SOMETIMES)
+def test_a_key_without_effect_is_refused_and_where_it_has_one_it_is_not(key: str) -> None:
+    value, works, idle = SOMETIMES[key]
+    name = key.replace(".", "__")
+    for base in works:
+        parse_config(changed(base, **{name: value}))
+    for base in idle:
+        with pytest.raises(
+            ConfigError, match=rf"^{key.replace('.', '[.]')} = .* has no effect: .*Leave it out"
+        ) as said:
+            parse_config(changed(base, **{name: value}))
+        assert str(said.value).count("has no effect") == 1 and "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("base", [FILE, OWN, DEMO, GLUE, NI, TEXT, UNTESTED], ids=str)
+def test_a_resolved_configuration_names_every_key_and_is_none_the_worse(base: dict[str, Any]) -> None:
+    config = parse_config(base)
+    assert parse_config(json.loads(config.canonical())) == config
+
+
+def test_epochs_beside_the_default_steps_are_refused_even_at_their_default() -> None:
+    """[train] epochs = 1 alone would train ten steps."""
+    with pytest.raises(ConfigError, match=r"train\.epochs = 1\.0 has no effect: train\.steps = 10 .*steps = 0"):
+        parse_config(changed(FILE, train__epochs=1.0))
+
+
+def test_set_on_the_command_line_is_held_to_the_same(project: Path, main: Callable[..., Said]) -> None:
+    said = main("run", project / "config.toml", "--set", "data.tasks=3", "--set", "data.prompt=x").complaint()
+    assert "data.tasks = 3 has no effect" in said and "data.prompt = 'x' has no effect" in said

@@ -1,0 +1,100 @@
+"""Work for worker processes: they import it by its name, so it cannot stand in a test file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlora import Adapter, Download
+from fedlora.core.trainer import Trained
+from fedlora.errors import ConfigError, UploadRefused
+from support.toy_trainer import Toy
+
+
+def add(resident: Any, item: int) -> int:
+    return int(resident["base"] + item)
+
+
+def who(resident: Any, item: float) -> tuple[float, int, int, int]:
+    """The item, the process, its threads and its number."""
+    time.sleep(item)
+    return item, os.getpid(), torch.get_num_threads(), resident.get("number", -1)
+
+
+def number(resident: dict[str, Any], mine: int) -> None:
+    resident["number"] = mine
+
+
+def count_up(resident: dict[str, Any], item: int) -> int:
+    """How often this process was asked: a change that must stay in it."""
+    resident["asked"] = resident.get("asked", 0) + 1
+    return int(resident["asked"])
+
+
+def address(resident: dict[str, Tensor], name: str) -> tuple[bool, float]:
+    return resident[name].is_shared(), float(resident[name].sum())
+
+
+def write(resident: dict[str, Tensor], name: str) -> float:
+    resident[name].add_(1)
+    return float(resident[name].sum())
+
+
+def fail(resident: Any, kind: str) -> None:
+    raise {
+        "ours": UploadRefused("site-1", "no"),
+        "value": ValueError("seven"),
+        "odd": Unpicklable("x"),
+    }[kind]
+
+
+class Unpicklable(Exception):
+    def __init__(self, x: str) -> None:
+        super().__init__(f"odd {x}")
+        self.lock = lambda: None
+
+
+def die(resident: Path, item: tuple[str, int]) -> str:
+    """("twice", n): kills its process n times in all, counted in files below the resident; ("always", _) every time."""
+    name, times = item
+    died = len(list(resident.glob(f"{name}-*")))
+    if name == "always" or died < times:
+        (resident / f"{name}-{died}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return f"{name} after {died}"
+
+
+def no_start(resident: Any, mine: int) -> None:
+    raise ConfigError("no GPU here")
+
+
+def die_at_start(resident: Any, mine: int) -> None:
+    os._exit(3)
+
+
+class Deadly(Toy):
+    """A toy trainer whose process dies in the work of one client: once, or every time."""
+
+    def __init__(self, folder: Path, victim: str, times: int) -> None:
+        super().__init__()
+        self.folder, self.victim, self.times = folder, victim, times
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        if download.client.id == self.victim:
+            die(self.folder, ("always" if self.times < 0 else f"{self.victim}{download.round}", self.times))
+        return super().train(download, adapter, position)
+
+
+class Raising(Toy):
+    """A toy trainer that raises for one client."""
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        if download.client.id == "b":
+            raise ZeroDivisionError("b divides by zero")
+        return super().train(download, adapter, position)

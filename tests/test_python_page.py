@@ -1,0 +1,34 @@
+"""docs/python.md runs as it stands, block after block, in a user's project. Kind: end-to-end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import make_project
+from support.worked_examples import python_blocks, run_page
+
+PAGE = Path(__file__).parent.parent / "docs" / "python.md"
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own numbers: three rounds that lower the loss, a run of its own method, an adapter that comes back."""
+    monkeypatch.chdir(make_project(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    found = run_page(PAGE, tmp_path)
+    printed = capsys.readouterr().out
+    assert (tmp_path / "runs" / "first" / "summary.json").is_file()
+    losses = [float(x) for x in re.findall(r"'loss': ([\d.]+)}", printed)]
+    assert losses and all(0 < x < 10 for x in losses)
+    assert found["server"].method.name == "equal-svd" and found["record"].round == 2
+    assert found["record"].metrics["loss"] < 1.2  # three classes at random: ln 3 = 1.1; it starts above
+    assert found["adapter"].ranks.keys() == found["seed_adapter"].ranks.keys()
+
+
+def test_a_run_is_ten_lines() -> None:
+    first = python_blocks(PAGE)[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 10

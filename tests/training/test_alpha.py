@@ -1,0 +1,201 @@
+"""A fixed alpha and rsLoRA: each client's own scale alpha / r or alpha / sqrt(r), and what the server averages.
+
+Kind of evidence: *oracle* - stock peft with that LoraConfig, on the same model, stepped by a plain torch loop; dense
+float64 sums for the server's mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from fedlora import Adapter, Client, Roles, Server, build
+from fedlora.client import tail_size
+from fedlora.core.method import TailPenalty
+from fedlora.core.trainer import Job
+from fedlora.errors import ConfigError
+from fedlora.runs.config import RunConfig, parse_config
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from fedlora.training.encoding import collate
+from fedlora.training.grouped import GroupedTrainer
+from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.models import AdaptedModel
+from support.known_warnings import FUTURE_NAMES
+from support.local_training import Loader, bits, dense, distance, download, drawn, logits
+from support.tiny_models import bert
+from support.training_data import classification
+
+pytestmark = FUTURE_NAMES
+
+ALPHA, UNIT = 6.0, 1.5  # the unit is anything: what is in it must not depend on it
+PREFIX = "base_model.model."
+
+
+def fixed(rslora: bool = False, unit: float = UNIT) -> dict[str, Any]:
+    return {"lora": {"alpha": ALPHA, "rslora": rslora, "scaling": unit}}
+
+
+def scale(rank: int, rslora: bool) -> float:
+    return ALPHA / math.sqrt(rank) if rslora else ALPHA / rank
+
+
+def stock(path: Path, adapter: Adapter, rank: int, rslora: bool) -> Any:
+    """Plain peft at that alpha, begun with the adapter's A, its heads, and B = 0."""
+    base = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3)
+    config = LoraConfig(
+        r=rank, lora_alpha=int(ALPHA), use_rslora=rslora, target_modules=["query", "value"], task_type="SEQ_CLS"
+    )
+    network = get_peft_model(base, config)
+    with torch.no_grad():
+        for name, lora in adapter.modules.items():
+            network.get_submodule(PREFIX + name).lora_A["default"].weight.copy_(lora.factors[1])
+        for name, head in adapter.heads.items():
+            path_, _, own = name.rpartition(".")
+            getattr(network.get_submodule(PREFIX + path_).modules_to_save["default"], own).copy_(head)
+    return network.eval()  # no dropout anywhere, as the loaded model
+
+
+def stepped(network: Any, trainer: LocalTrainer, client: str, model: AdaptedModel, s: TrainSettings) -> None:
+    """Plain torch: Adam on what requires a gradient, on the same batches."""
+    order, data = trainer.order(client, 0), trainer.examples(client)
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=s.lr)
+    for _ in range(s.steps):
+        batch = collate([data[next(order)] for _ in range(s.batch_size)], model.tokenizer, torch.device("cpu"))
+        network(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, s.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def updates(network: Any) -> dict[str, Tensor]:
+    """Module -> peft's own s B A."""
+    return {
+        name.removeprefix(PREFIX): module.get_delta_weight("default").detach().double()
+        for name, module in network.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+
+
+SETTINGS = TrainSettings(lr=1e-2, steps=5, batch_size=4)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("rank", [1, 4, 6])
+def test_a_client_trains_as_stock_peft_does(load: Loader, classifier: Path, rank: int, rslora: bool) -> None:
+    """Five steps of Adam: the same effective updates s B A, A and heads, whatever unit adapters travel in."""
+    model = load(**fixed(rslora))
+    adapter, _ = model.seed_adapter(rank, seed=3)
+    trainer = LocalTrainer(model, {"a": classification(16, 1)}, SETTINGS, seed=2)
+    got = trainer.train(download(adapter), adapter, 0).adapter
+    network = stock(classifier, adapter, rank, rslora)
+    layer = next(m for m in network.modules() if hasattr(m, "get_delta_weight"))
+    assert layer.scaling["default"] == pytest.approx(scale(rank, rslora))
+    stepped(network, trainer, "a", model, SETTINGS)
+    for name, want in updates(network).items():
+        assert want.norm() > 1e-3
+        torch.testing.assert_close(UNIT * got.modules[name].delta().double(), want, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            got.modules[name].A, network.get_submodule(PREFIX + name).lora_A["default"].weight.detach()
+        )
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_is_loaded_is_the_update_that_was_sent(load: Loader, classifier: Path, rslora: bool) -> None:
+    """W0 + unit B A dense, for one rank and for ranks by module; and what is read is what was loaded."""
+    model = load(**fixed(rslora))
+    fresh, _ = model.seed_adapter(4, seed=0)
+    names = list(fresh.modules)
+    for rank in (3, dict(zip(names, (1, 2, 4, 2), strict=True))):
+        adapter = drawn(fresh, rank, 5)
+        model.activate(adapter)
+        want = dense(classifier, bert, {n: UNIT * x.delta() for n, x in adapter.modules.items()}, adapter.heads)
+        torch.testing.assert_close(logits(model.network, [2, 6, 9, 3]), logits(want, [2, 6, 9, 3]))
+        assert distance(model.read(), adapter) < 1e-6
+
+
+def test_the_server_averages_effective_updates(load: Loader, classifier: Path) -> None:
+    """Ranks 2 and 6 at one alpha: sum_i p_i (alpha / r_i) B_i A_i of two stock peft models, dense in float64."""
+    data = {"a": classification(12, 1), "b": classification(20, 2)}
+    model, ranks = load(**fixed()), {"a": 2, "b": 6}
+    trainer = LocalTrainer(model, data, SETTINGS, seed=2)
+    seed_adapter, _ = model.seed_adapter(6, seed=3)
+    server = Server(build("flexlora"))
+    clients = [Client(name, rank) for name, rank in ranks.items()]
+    (record,) = simulate(server, clients, trainer, start(server, seed_adapter), rounds=1)
+    want: dict[str, Tensor] = {}
+    for client in clients:
+        begun = server.download(server.init(seed_adapter), client).adapter
+        network = stock(classifier, begun, ranks[client.id], rslora=False)
+        stepped(network, trainer, client.id, model, SETTINGS)
+        for name, update in updates(network).items():
+            want[name] = want.get(name, torch.zeros(())) + len(data[client.id]) / 32 * update
+    for name, lora in server.global_update(record.state.server).items():
+        torch.testing.assert_close(UNIT * lora.delta().double(), want[name], rtol=1e-3, atol=2e-6)
+
+
+def test_one_alpha_at_one_rank_is_the_scaling(load: Loader) -> None:
+    """alpha = 6 at rank 3 is scaling = 2: in one unit the same bits, for nothing is folded."""
+    lora = configured(alpha=6).lora.settings()
+    assert (lora.scaling, lora.scale(3), lora.scale(6)) == (1.0, 2.0, 1.0)
+    trained = []
+    for options in ({"alpha": 6.0, "scaling": 2.0}, {"scaling": 2.0}):
+        model = load(lora=options)
+        adapter, _ = model.seed_adapter(3, seed=3)
+        trainer = LocalTrainer(model, {"a": classification(16, 1)}, SETTINGS, seed=2)
+        trained.append(bits(trainer.train(download(adapter), adapter, 0).adapter))
+    assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_clients_trained_together_have_their_own_scales(load: Loader, rslora: bool) -> None:
+    """Against one after the other; with a penalty, which is of the factors as they travel."""
+    model, ranks = load(**fixed(rslora)), {"a": 2, "b": 4, "c": 1}
+    fresh, _ = model.seed_adapter(4, seed=0)
+    trainer = GroupedTrainer(model, {n: classification(9, k) for k, n in enumerate(ranks)}, SETTINGS, seed=5)
+    penalty = TailPenalty(0.01, 0.5)
+
+    jobs = [
+        Job(download(adapter, name, roles=Roles(penalty=penalty)), adapter, 0)
+        for name, rank in ranks.items()
+        for adapter in [drawn(fresh, rank, rank, 0.1)]
+    ]
+    for job, got in zip(jobs, trainer.train_group(jobs), strict=True):
+        want = trainer.train(job.download, job.adapter, 0)
+        assert distance(got.adapter, want.adapter) < 2e-5 < 1e-3 < distance(got.adapter, job.adapter)
+        model.activate(job.adapter)
+        sized = float(model.tail_penalty(penalty).detach()) / penalty.strength
+        assert sized == pytest.approx(tail_size(job.adapter, penalty), rel=1e-5)
+
+
+# ---- the keys --------------------------------------------------------------------------------------------------------
+
+
+def configured(**lora: Any) -> RunConfig:
+    return parse_config({"model": {"path": "m"}, "data": {"train": "demo"}, "lora": lora})
+
+
+def test_alpha_and_scaling_together_are_an_error_that_names_both() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.alpha = 16 and lora\.scaling = 2 contradict"):
+        configured(alpha=16, scaling=2.0)
+    with pytest.raises(ConfigError, match=r"lora\.rslora divides lora\.alpha"):
+        configured(rslora=True)
+
+
+def test_the_unit_is_the_scaling_or_one_and_configs_read_back() -> None:
+    """Of [lora] alone: a node that names its own rank must fold by the same unit as its server."""
+    assert (configured(scaling=0.5).lora.unit, configured(alpha=16).lora.unit) == (0.5, 1.0)
+    config = configured(alpha=16, rslora=True)
+    again = parse_config(json.loads(config.canonical()))
+    assert again == config and again.digest() == config.digest()
+    digests = {configured(**lora).digest() for lora in ({}, {"alpha": 16}, {"alpha": 8}, {"alpha": 8, "rslora": True})}
+    assert len(digests) == 4 and configured(scaling=2.0).digest() == configured().digest()

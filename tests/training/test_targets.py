@@ -1,0 +1,113 @@
+"""lora.targets before anything heavy, and hub ids without a hub. Kind of evidence: contract; what peft adapts as
+the oracle of which modules are meant."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import HfApi, constants
+
+import fedlora.runs.preparation
+from fedlora.errors import ConfigError
+from fedlora.runs.config import parse_config
+from fedlora.runs.preparation import prepare
+from fedlora.training.hub_models import _on_hub
+from fedlora.training.models import AdaptedModel
+from fedlora.training.targets import check_model
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES
+from support.projects import configured
+from support.tiny_models import bert, gpt2, llama
+
+pytestmark = FUTURE_NAMES
+
+
+@pytest.fixture
+def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No data and no weights are read."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("data or weights were read")
+
+    monkeypatch.setattr(fedlora.runs.preparation, "deal", never)
+    monkeypatch.setattr(AdaptedModel, "load", never)
+
+
+def test_a_broken_expression_is_refused_when_the_config_is_read() -> None:
+    with pytest.raises(ConfigError, match=r"^lora\.targets: .*unterminated subpattern at position 1.*got '\(\('"):
+        parse_config({"model": {"path": "m"}, "data": {"train": "demo"}, "lora": {"targets": "(("}})
+    for nothing in ([], "", [""]):
+        with pytest.raises(ConfigError, match="at least one target"):
+            parse_config({"model": {"path": "m"}, "data": {"train": "demo"}, "lora": {"targets": nothing}})
+
+
+@pytest.mark.usefixtures("nothing_heavy")
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (["query", "valeu"], r"'valeu' matches no module.*nearest are value"),
+        (["zzz"], r"linear layers end in query, key, value, dense"),
+        ("query", r"single string is a regular expression .*whole path.*Did you mean \[\"query\"\]\?"),
+        (r".*\.qeury", r"matches no module.*whole path, as 'bert\.encoder\.layer\.0\.attention\.self\.query'"),
+        (["LayerNorm"], r"matches 'bert\.embeddings\.LayerNorm', a LayerNorm"),
+    ],
+)
+def test_what_matches_nothing_is_refused_before_data_and_weights(project: Path, targets: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        prepare(configured(project, f"lora.targets={targets!r}"))
+
+
+def test_an_expression_adapts_what_peft_says(project: Path) -> None:
+    config = configured(project, r"lora.targets='.*\.layer\.1\..*(query|key)'")
+    modules = prepare(config).seed_adapter.modules
+    assert list(modules) == [f"bert.encoder.layer.1.attention.self.{name}" for name in ("key", "query")]
+
+
+def test_every_kind_of_target_is_taken() -> None:
+    for network, targets in [
+        (bert(), ["query", "bert.encoder.layer.0.attention.self.key"]),
+        (gpt2(), ["c_attn"]),
+        (llama(), r".*\.(q|v)_proj"),
+        (llama(), "all-linear"),
+    ]:
+        check_model(network, targets)
+
+
+# ---- hub ids ---------------------------------------------------------------------------------------------------------
+
+
+class TransportError(Exception):
+    """What the hub's library lets through is of its HTTP library, whichever that is (httpx2 today)."""
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_id_without_a_network_fails_at_once_with_the_way_out(
+    project: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said], tmp_path: Path, offline: bool
+) -> None:
+    """Asked once. transformers alone tries six times for each file, 70 seconds in all (measured)."""
+    asked: list[float] = []
+
+    def unreachable(self: object, model: str, timeout: float) -> None:
+        asked.append(timeout)
+        raise TransportError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    _on_hub.cache_clear()
+    began = time.perf_counter()
+    said = main(
+        "run", project / "config.toml", "--out", tmp_path / "run", "--set", "model.path=FacebookAI/roberta-base"
+    ).complaint()
+    assert time.perf_counter() - began < 5 and asked == ([] if offline else [5.0])
+    for part in ("beside the config file", "a directory", '"demo"', "HF_HUB_OFFLINE=1"):
+        assert part in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_a_hub_id_is_a_missing_directory(project: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no directory 'models/a/b' beside the config file.*no hub id"):
+        prepare(configured(project, "model.path=models/a/b"))

@@ -1,0 +1,90 @@
+"""A trainer in several processes gives the bits of the trainer itself; deaths and failures are each client's own.
+
+The expected value is the same federation played by the trainer in this process (`OneByOne`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlora.core.trainer import OneByOne, Workers
+from fedlora.errors import ClientFailed
+from fedlora.simulation import RoundRecord
+from fedlora.workers import Pool
+from support.federations import EQUAL, MIXED
+from support.in_processes import Deadly, Raising
+from support.toy_trainer import Toy, run
+
+
+def digits(records: list[RoundRecord]) -> list[Any]:
+    """Everything of the rounds that must agree, tensors as their bits."""
+    found: list[Any] = []
+    for record in records:
+        uploads = {u.client.id: u.adapter for u in record.uploads}
+        found.append((record.round, record.losses, record.weights, record.refused, record.bytes))
+        found += [
+            (client, name, kind, tensor.numpy().tobytes())
+            for client, adapter in uploads.items()
+            for name, lora in adapter.modules.items()
+            for kind, tensor in lora.tensors().items()
+        ]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("method", ["glora", "fedsa-lora"])
+def test_any_number_of_processes_gives_the_same_bits(method: str, size: int) -> None:
+    want = digits(list(run(method, EQUAL, Toy(), rounds=3)))
+    with Pool(Toy(), size) as pool:
+        got = digits(list(run(method, EQUAL, pool, rounds=3)))
+        assert got == want
+        assert digits(list(run(method, EQUAL, pool, rounds=3))) == want, "a pool is used again"
+
+
+def test_a_death_in_a_round_costs_nothing(tmp_path: Path) -> None:
+    """The process of client b dies once in each of three rounds, and its work is done again."""
+    want = digits(list(run("glora", MIXED, Toy(), rounds=3)))
+    with Pool(Deadly(tmp_path, "b", 1), 2) as pool:
+        assert digits(list(run("glora", MIXED, pool, rounds=3))) == want
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b0-0", "b1-0", "b2-0"]
+
+
+def test_who_always_kills_its_process_has_failed_and_the_round_goes_on(tmp_path: Path) -> None:
+    with Pool(Deadly(tmp_path, "b", -1), 2) as pool:
+        [record] = run("glora", MIXED, pool, rounds=1, server={"quorum": 1})
+        assert list(record.refused) == ["b"] and "WorkerDied" in record.refused["b"]
+        assert set(record.weights) == set(MIXED) - {"b"}
+        with pytest.raises(ClientFailed, match="client 'b' failed in round 1: WorkerDied"):
+            list(run("glora", MIXED, pool, rounds=1))
+
+
+def test_a_client_that_raises_has_failed_as_it_would_here() -> None:
+    want = [record.refused for record in run("glora", MIXED, Raising(), rounds=2, server={"quorum": 1})]
+    with Pool(Raising(), 2) as pool:
+        got = [record.refused for record in run("glora", MIXED, pool, rounds=2, server={"quorum": 1})]
+    assert got == want == [{"b": "ZeroDivisionError: b divides by zero"}] * 2
+
+
+def test_groups_stay_together() -> None:
+    pool = Pool(Pairs(Toy()), 2)
+    assert pool.at_once == 2 and Pool(Toy(), 2).at_once == 1
+
+
+class Pairs(OneByOne):
+    """Workers that want two jobs at a time."""
+
+    @property
+    def at_once(self) -> int:
+        return 2
+
+
+def test_the_trainer_here_is_left_as_it_was() -> None:
+    trainer = Toy()
+    with Pool(trainer, 2) as pool:
+        list(run("glora", EQUAL, pool, rounds=1))
+    assert trainer.calls == []
+    assert isinstance(pool, Workers) and torch.get_num_threads() == 1
