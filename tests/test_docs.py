@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import method_table
+from fedlora.runs.config import load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -43,6 +44,17 @@ def test_the_toy_method_of_the_docs_runs(
     exec(compile(tests, "methods.md", "exec"), defined)
     defined["test_all_contracts"]()
     defined["test_one_contract"]()
+
+
+def test_the_language_models_page_and_its_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """The page's code runs; the example's configuration is one that loads, and reads what its script writes."""
+    pytest.importorskip("datasets")
+    (block,) = python_blocks(ROOT / "docs" / "language-models.md")
+    exec(compile(block, "language-models.md", "exec"), {})
+    assert "(('user', 'Name a colour.'), ('assistant', 'Blue.'))" in capsys.readouterr().out
+    config = load_config(ROOT / "examples" / "smollm2" / "reviews.toml")
+    assert Path(config.data.train or "").name in (ROOT / "examples" / "smollm2" / "make_reviews.py").read_text()
+    assert config.data.prompting() == "chat"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
