@@ -189,7 +189,9 @@ def _say_before(base: RunConfig, seeds: Sequence[int], by_default: bool, workers
     asked = {"run.threads": base.run.threads > 1, "run.workers": base.run.workers not in (None, 1)}
     threads = "".join(f" in place of {key}" for key, more in asked.items() if more)
     more = "" if workers != "1" or cores() == 1 else f"; --workers auto uses all {cores()} cores"
-    notes.print(f"each run has one process and thread{threads}, so that --workers changes no number{more}", markup=False)
+    notes.print(
+        f"each run has one process and thread{threads}, so that --workers changes no number{more}", markup=False
+    )
     if len(seeds) == 1 and by_default:
         notes.print("one seed: there will be no interval; add --seeds 0:8", style="yellow", markup=False)
 
