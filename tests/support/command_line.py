@@ -23,6 +23,8 @@ with warnings.catch_warnings():
     from typer.testing import CliRunner
 
     import fedlora.cli.audit
+    import fedlora.cli.compare
+    import fedlora.cli.formats
     import fedlora.cli.methods
     import fedlora.cli.runs
 
