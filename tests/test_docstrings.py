@@ -21,15 +21,15 @@ from torch import nn
 import fedlora
 from fedlora import Adapter, Client, LoRA, Server, Upload, build, receive, send, write_adapter
 from fedlora.adapters import AdapterSpec
-from fedlora.core.trainer import Trained
 from support.benchmark_files import task_file, write_glue, write_tasks
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import make_project
+from support.worked_examples import Toy
 
 PACKAGES = (
     "fedlora", "fedlora.client", "fedlora.core", "fedlora.server", "fedlora.methods", "fedlora.adapters",
     "fedlora.analysis", "fedlora.simulation", "fedlora.training", "fedlora.runs", "fedlora.data", "fedlora.testing",
-    "fedlora.offline",
+    "fedlora.offline", "fedlora.workers",
 )  # fmt: skip
 NOT_RUN = {"read_hub", "demo_data", "demo_model", "smollm2_model"}  # a network, or packages that not everybody has
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -46,14 +46,6 @@ def public() -> dict[str, Any]:
 
 def documented() -> dict[str, Any]:
     return {name: x for name, x in public().items() if inspect.isclass(x) or inspect.isroutine(x)}
-
-
-class Toy:
-    """Stands for training: moves every number a little; eight examples a round, of forty."""
-
-    def train(self, download: Any, adapter: Adapter, position: int) -> Trained:
-        g = torch.Generator().manual_seed(position + len(download.client.id) + download.client.rank)
-        return Trained(adapter.map(lambda t: t + 0.1 * torch.randn(t.shape, generator=g)), 40, 0.5, position + 8)
 
 
 class Network(nn.Module):

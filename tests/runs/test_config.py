@@ -445,9 +445,15 @@ def test_the_demo_config_is_toml_with_known_keys_only() -> None:
 
 
 def test_a_new_default_leaves_the_digests_of_stored_runs_alone() -> None:
-    """train.lr began at 1e-3, and digests are told against that. The two digests are of the code before the change."""
+    """train.lr began at 1e-3 and train.accumulation at 1, and digests are told against that; these are of the code before
+    the change."""
     assert parsed().train.lr == 3e-3 == TrainSettings().lr
-    assert parsed(train={"lr": 1e-3}).digest() == "139d2932c335a528"
-    assert parsed(train={"lr": 1e-3, "steps": 3}, run={"rounds": 2}).digest() == "102b2c4673b51149"
+    assert parsed().train.accumulation == "auto" == TrainSettings().accumulation
+    was = {"accumulation": 1}
+    assert parsed(train={"lr": 1e-3, **was}).digest() == "139d2932c335a528"
+    assert parsed(train={"lr": 1e-3, "steps": 3, **was}, run={"rounds": 2}).digest() == "102b2c4673b51149"
     assert parsed().digest() == parsed(train={"lr": 3e-3}).digest() != parsed(train={"lr": 1e-3}).digest()
-    assert parsed(train={"steps": 3}, run={"rounds": 2}).digest() == "5b219227e92c5176", "it was written out then"
+    assert parsed().digest() != parsed(train=was).digest()
+    assert parsed(train={"steps": 3, **was}, run={"rounds": 2}).digest() == "5b219227e92c5176", (
+        "it was written out then"
+    )

@@ -31,9 +31,10 @@ class Pool(Workers):
         HyperparameterError: as `Processes`.
 
     Example:
-        with Pool(trainer, 2) as workers:
-            for record in simulate(server, clients, workers, state, rounds=10):
-                print(record.round, record.metrics)
+        >>> with Pool(trainer, 2) as workers:
+        ...     records = list(simulate(server, clients, workers, start(server, seed_adapter), rounds=2))
+        >>> [record.round for record in records]
+        [1, 2]
     """
 
     def __init__(

@@ -75,8 +75,10 @@ class Processes(Generic[R]):
             processes that die as they start.
 
     Example:
-        with Processes({"base": 10}, 2) as processes:
-            list(processes.map(add_to_base, [1, 2, 3]))  # [11, 12, 13], with def add_to_base(resident, x): ...
+        >>> import operator
+        >>> with Processes(["a", "b", "c"], 2) as processes:
+        ...     list(processes.map(operator.getitem, [2, 0]))
+        ['c', 'a']
     """
 
     def __init__(
