@@ -445,7 +445,7 @@ def test_the_demo_config_is_toml_with_known_keys_only() -> None:
 
 
 def test_a_new_default_leaves_the_digests_of_stored_runs_alone() -> None:
-    """train.lr began at 1e-3 and train.accumulation at 1, and digests are told against that; these are of the code before
+    """train.lr began at 1e-3 and train.accumulation at 1: digests are told against that. These are of the code before
     the change."""
     assert parsed().train.lr == 3e-3 == TrainSettings().lr
     assert parsed().train.accumulation == "auto" == TrainSettings().accumulation
