@@ -19,6 +19,7 @@ from fedlora.runs.base_names import base_name
 from fedlora.runs.card import model_card
 from fedlora.runs.config import load_config, parse_config
 from fedlora.runs.exported import LABELS_FILE, named
+from fedlora.training.encoding import encode_prompts
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import FEDSA, Finished, configured, held_out, ran
 from support.tiny_models import llama
@@ -105,7 +106,7 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     (tmp_path / "t.csv").write_text(CSV + "".join(lines))
     (tmp_path / "c.toml").write_text(
         '[model]\npath = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.csv"\nvalidation = 0.2\ntest = 0.3\n'
-        'max_length = 16\n[lora]\ntargets = "all-linear"\n[clients]\ncount = 2\npartition = "iid"\nranks = [2, 4]\n'
+        'max_length = 16\ntemplate = "none"\n[lora]\ntargets = "all-linear"\n[clients]\ncount = 2\npartition = "iid"\nranks = [2, 4]\n'
         "[train]\nlr = 2e-2\nsteps = 6\n[run]\nrounds = 2\nthreads = 1\n"
     )
     folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
@@ -124,6 +125,26 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
         right += int((said[len(asked) - 1 : -1] == torch.tensor(answer)).sum())
         count += len(answer)
     assert right / count == pytest.approx(on_the_card(folder, "accuracy"), abs=6e-5)
+
+
+@pytest.mark.parametrize("template", ["w6 {prompt} w7", "{% for m in messages %}w8 {{ m.content }} [SEP] {% endfor %}"])
+def test_a_language_models_snippet_asks_as_the_model_was_taught(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompt that the snippet puts is the one that training made of the same words."""
+    save_model(tmp_path / "model", llama(), classifies=False)
+    rows = [json.dumps({"prompt": f"w{k % 5} w{k % 3}", "response": f"w{k % 5}"}) for k in range(30)]
+    (tmp_path / "t.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "c.toml").write_text(
+        f'[model]\npath = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.jsonl"\ntemplate = "{template}"\n'
+        'max_length = 24\n[lora]\ntargets = "all-linear"\n[clients]\ncount = 2\npartition = "iid"\nranks = [2, 4]\n'
+        "[train]\nsteps = 1\n[run]\nrounds = 1\nthreads = 1\n[evaluate]\nsamples = 1\nmax_new_tokens = 2\n"
+    )
+    folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
+    names = executed(folder, monkeypatch, capsys)
+    asked = TextData("instruction", ("a prompt",), responses=("w1",))
+    (want,) = encode_prompts(asked, names["tokenizer"], max_length=24, template=template)
+    assert names["inputs"]["input_ids"][0].tolist() == want
 
 
 # ---- what the base is called -----------------------------------------------------------------------------------------

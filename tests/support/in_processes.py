@@ -92,9 +92,9 @@ class Deadly(Toy):
 
 
 class Raising(Toy):
-    """A toy trainer that raises for one client."""
+    """A toy trainer that raises for one client, something that does not pickle in the second round."""
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
         if download.client.id == "b":
-            raise ZeroDivisionError("b divides by zero")
+            raise ZeroDivisionError("b divides by zero") if download.round == 0 else Unpicklable("x")
         return super().train(download, adapter, position)

@@ -13,7 +13,7 @@ import pytest
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, DataError
 from fedlora.training.encoding import IGNORED, cut_of, encode, encode_prompts
-from fedlora.training.prompting import Template, check_template, end_tokens, find_template, render
+from fedlora.training.prompting import Template, check_template, converse, end_tokens, find_template, render
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.packaged import smollm2_tokenizer
 from support.training_data import EOS, SEP, UNK, tokenizer, word
@@ -95,6 +95,24 @@ class TestTurns:
         chosen = find_template(template, talking(None))
         text = render(chosen, talking(None), (("user", "w1"),), ask=True)
         assert text == "26 Jul 2024, 26 Jul 2024: w7 w1 [SEP] w9 "
+        asked = "{% set f = '%B %-d, %A' %}{{ strftime_now(format=f) }} " + PLAIN
+        text = render(find_template(asked, talking(None)), talking(None), (("user", "w1"),), ask=True)
+        assert text.startswith("July %-d, Friday"), "a code that not every system has stays as it is, every day"
+
+    def test_a_sign_in_a_text_is_refused(self) -> None:
+        """It would open or end a turn: a forged one would be learnt, or an answer cut."""
+        for role, talk in (
+            ("user", (("user", "w1 [SEP] w2"), ("assistant", "w5"))),
+            ("assistant", (("user", "w1"), ("assistant", "w5 [EOS]"))),
+        ):
+            with pytest.raises(DataError, match=rf"what the {role} says holds '\[(SEP|EOS)\]' at character 3"):
+                converse(find_template(PLAIN, talking(None)), talking(None), talk)
+
+    def test_a_template_that_wants_a_system_message_has_an_end(self) -> None:
+        wants = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + PLAIN
+        assert end_tokens(find_template(wants, talking(None)), talking(None)) == end_tokens(
+            find_template(PLAIN, talking(None)), talking(None)
+        )
 
 
 class TestCuts:
@@ -126,7 +144,7 @@ class TestCuts:
             assert example["input_ids"] == [word(7), *words(*left), SEP, *words(9, 5), EOS]
 
     def test_no_room_for_the_template_or_for_the_answer(self) -> None:
-        with pytest.raises(DataError, match=r"example 0: the template and the system message alone have 6 tokens"):
+        with pytest.raises(DataError, match=r"example 0: what is never cut .* has 6 tokens"):
             encode(TALK, talking(PLAIN), max_length=7)
         with pytest.raises(DataError, match=r"example 0: its response has 2 tokens and leaves no room"):
             encode(TALK, talking(PLAIN), max_length=2)

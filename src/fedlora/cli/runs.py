@@ -22,7 +22,7 @@ from fedlora.cli.measures import (
     other_scores,
     worst_client,
 )
-from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json, tell_cut
+from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json, tell_cut, tell_held_out_cut
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
@@ -86,6 +86,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root)
     tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
+    tell_held_out_cut(prepared.manifest["cut_held_out"], config.data.max_length, config.evaluate.max_new_tokens)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     with _progress(label, config.run.rounds * per_round, prepared.metric) as watch:
         for event in execute_events(prepared, folder, resume=resume):

@@ -64,6 +64,19 @@ def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str
         )  # fmt: skip
 
 
+def tell_held_out_cut(cut: Mapping[str, Mapping[str, Mapping[str, int]]], max_length: int, answer: int) -> None:
+    """A line for each held-out set whose text is measured in part."""
+    for name, found in cut.items():
+        for how, part in found.items():
+            room = f"data.max_length = {max_length}" + (f" less evaluate.max_new_tokens = {answer}" * (how == "asked"))
+            what = "prompts to answer" if how == "asked" else "examples"
+            notes.print(
+                f"{part['cut']} of {part['examples']} {what} of {name} are longer than {room} and were cut by "
+                f"{part['tokens']} tokens; their scores are of what is left.",
+                style="yellow", markup=False, soft_wrap=True,
+            )  # fmt: skip
+
+
 def complain(message: str) -> int:
     """One red line on stderr; the exit code of bad input."""
     notes.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.core.lora import Adapter
 from fedlora.runs.base_names import base_name
 from fedlora.runs.config import RunConfig
+from fedlora.training.prompting import CHAT, RAW, is_jinja
 
 _TEMPLATE = """---
 library_name: peft
@@ -29,7 +30,7 @@ Trained by {clients} clients that kept their data, combined by `{method_repr}`.
 | client ranks | {client_ranks} |
 | training examples | {examples} over {clients} clients |
 | local round | {local} |
-| held-out test ({target}) | {metrics} |
+{prompts}| held-out test ({target}) | {metrics} |
 {classes}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
 
@@ -76,9 +77,9 @@ here = "."  # the path of this folder
 model = AutoPeftModelForCausalLM.from_pretrained(here).eval()
 tokenizer = AutoTokenizer.from_pretrained(here)
 
-inputs = tokenizer("a prompt", return_tensors="pt", return_token_type_ids=False)
-answer = model.generate(**inputs, max_new_tokens=64, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-print(tokenizer.decode(answer, skip_special_tokens=True))"""
+ASK
+said = model.generate(**inputs, max_new_tokens=64, do_sample=False, eos_token_id=ENDS)
+print(tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
 def model_card(
@@ -99,7 +100,8 @@ def model_card(
     return _TEMPLATE.format(
         base=f"base_model: {base.name}\n" if base.name else "",
         base_name=base.shown,
-        snippet=_snippet(config),
+        snippet=_snippet(config, manifest.get("answer_ends", ())),
+        prompts=_prompts(config),
         source=base.source,
         title=config.method.name if client is None else f"{config.method.name}, {client}'s own",
         method=config.method.name,
@@ -134,13 +136,36 @@ def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     return rows
 
 
-def _snippet(config: RunConfig) -> str:
+def _snippet(config: RunConfig, ends: Sequence[int]) -> str:
     """How to load the adapter and ask it, from its folder alone."""
     if config.model.task == "causal-lm":
-        return _LANGUAGE_MODEL
+        return _LANGUAGE_MODEL.replace("ASK", _asking(config.data.prompting())).replace("ENDS", repr(list(ends)))
     paired = config.data.pair is not None or config.data.task in ("qqp", "qnli", "mnli")
     return _CLASSIFIER.format(
         pair='\npairs = ["its second sentence", "the other\'s"]' if paired else "",
         second=" pairs," if paired else "",
         max_length=config.data.max_length,
     )
+
+
+def _asking(template: str | None) -> str:
+    """How a prompt is put, as it was in training. A chat template of the configuration's own is in the tokenizer."""
+    if template not in (None, CHAT) and not is_jinja(str(template)):
+        put = '"a prompt"' if template == RAW else f'{template!r}.replace("{{prompt}}", "a prompt")'
+        return f'inputs = tokenizer({put}, return_tensors="pt", return_token_type_ids=False)'
+    return """messages = [{"role": "user", "content": "a prompt"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+inputs.pop("token_type_ids", None)"""
+
+
+def _prompts(config: RunConfig) -> str:
+    """A row: how prompts were put to a language model."""
+    if config.model.task != "causal-lm":
+        return ""
+    template = config.data.prompting()
+    if template == RAW:
+        return "| prompts | as they stand |\n"
+    if template in (None, CHAT) or is_jinja(str(template)):
+        return "| prompts | in the chat template that is in the tokenizer here |\n"
+    shown = str(template).replace("|", r"\|")
+    return f"| prompts | in the text {shown!r} |\n"

@@ -38,6 +38,7 @@ from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
 from fedlora.training.evaluation import Measured
 from fedlora.training.metrics import best_of, is_better
+from fedlora.training.prompting import is_jinja
 
 MOST_CLASSES = 100  # in a stored confusion matrix, whose size grows with their square
 
@@ -250,11 +251,13 @@ def _finish(
     results: dict[str, dict[str, float]] = {}
     probes: dict[str, dict[str, dict[str, float]]] = {}
     exported: list[Path] = []
+    template = prepared.config.data.prompting()
+    jinja = template if template is not None and is_jinja(template) else None
 
     def export(place: Path, adapter: Adapter, card: str) -> None:
         """The tokenizer is the same everywhere: the later folders have links to the first one's."""
         first, labels = exported[0] if exported else None, prepared.manifest["data"]["labels"]
-        write_export(place, adapter, prepared.spec, prepared.tokenizer, labels, card, like=first)
+        write_export(place, adapter, prepared.spec, prepared.tokenizer, labels, card, like=first, chat_template=jinja)
         exported.append(place)
 
     for name, chosen in states.items():

@@ -23,6 +23,7 @@ from fedlora.core.lora import Adapter
 from fedlora.core.read_only import ReadOnly
 
 LABELS_FILE = "labels.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
 
 
 def write_export(
@@ -33,14 +34,15 @@ def write_export(
     labels: Sequence[str],
     card: str,
     like: Path | None = None,
+    chat_template: str | None = None,
 ) -> None:
     """Everything of one adapter; what makes it an adapter for peft comes last.
 
     labels: none for a language model. like: a folder with the same tokenizer, whose files are linked: of many clients
-    one copy.
+    one copy. chat_template: in place of the tokenizer's own.
     """
     if like is None:
-        _save_tokenizer(folder, tokenizer)
+        _save_tokenizer(folder, tokenizer, chat_template)
     else:
         _link_tokenizer(folder, like)
     if labels:
@@ -54,11 +56,13 @@ def named(spec: AdapterSpec, base: str | None) -> AdapterSpec:
     return spec if base is None else replace(spec, config=ReadOnly({**spec.config, "base_model_name_or_path": base}))
 
 
-def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
+def _save_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> None:
     """transformers' own files, each beside and renamed."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
         tokenizer.save_pretrained(beside)
+        if chat_template is not None:
+            (Path(beside) / CHAT_TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
         for path in sorted(Path(beside).rglob("*")):
             if path.is_file():
                 place = folder / path.relative_to(beside)

@@ -29,6 +29,7 @@ from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.local import LocalTrainer
 from fedlora.training.metrics import METRICS, generates, score_name
 from fedlora.training.models import AdaptedModel
+from fedlora.training.prompting import end_tokens, find_template
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,12 +121,22 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
             model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16, template=template
         )  # fmt: skip
 
+    ends: tuple[int, ...] = ()
+    if config.model.task == "causal-lm":  # what cannot be asked is said before training, not after it
+        ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
+    validation, test = evaluator(data.validation, data.own_validation), evaluator(data.test, data.own_test)
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
     trainer = config.train.trainer(model, parts, settings, config.run.seed)
     facts = {
         **manifest(config, data, clients, model, server.method),
         "evaluation_target": target,
         "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
+        "answer_ends": list(ends),
+        "cut_held_out": {
+            name: {how: asdict(cut) for how, cut in found.items()}
+            for name, each in {"validation": validation, "test": test, **probes}.items()
+            if each is not None and (found := each.cut())
+        },
     }
     return Prepared(
         config=config,
@@ -136,8 +147,8 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         trainer=trainer,
         workers=config.train.workers(trainer),
         processes=processes,
-        validation=evaluator(data.validation, data.own_validation),
-        test=evaluator(data.test, data.own_test),
+        validation=validation,
+        test=test,
         probes={name: probe for name, probe in probes.items() if probe is not None},
         samples=_samples(config, data),
         target=target,

@@ -1,7 +1,8 @@
 """A language model's answers to a few held-out prompts, before and after training, for somebody to read.
 
-samples.jsonl has a line for each: {"history", "prompt", "wanted", "before", "after"}; samples.md is the same on a page.
-Both are made at the end: the model before is the common start, which a run that was resumed has too.
+samples.jsonl has a line for each: {"history", "prompt", "cut", "wanted", "before", "after"}; samples.md is the same on
+a page. cut: how many tokens of history and prompt the model was not asked, for want of room. Both are made at the end:
+the model before is the common start, which a run that was resumed has too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fedlora.runs.readouts import global_adapter, with_base_change
 from fedlora.seeds import derive_seed
 from fedlora.server.server import start
 from fedlora.server.state import RunState
-from fedlora.training.encoding import encode_prompts
+from fedlora.training.encoding import cut_prompts
 from fedlora.training.generation import greedy
 from fedlora.training.prompting import end_tokens, find_template
 
@@ -45,12 +46,15 @@ def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> Non
     if data is None:
         return
     assert data.responses is not None
-    before = answers(prepared, data, start(prepared.server, prepared.seed_adapter))
-    after = answers(prepared, data, state)
+    new, asked = _asked(prepared, data)
+    prompts = [ids for ids, _ in asked]
+    before = _answers(prepared, prompts, new, start(prepared.server, prepared.seed_adapter))
+    after = _answers(prepared, prompts, new, state)
     rows = [
         {
             "history": [list(message) for message in data.messages(k)[:-2]],
             "prompt": data.text[k],
+            "cut": asked[k][1],
             "wanted": data.responses[k],
             "before": before[k],
             "after": after[k],
@@ -61,20 +65,23 @@ def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> Non
     files.write(folder.path / "samples.md", _page(rows, _speaker(prepared, state), state.round))
 
 
-def answers(prepared: Prepared, data: TextData, state: RunState) -> list[str]:
-    """The greedy answers of the server's model, or of the first client's where there is no server model.
+def _asked(prepared: Prepared, data: TextData) -> tuple[int, list[tuple[list[int], int]]]:
+    """How long an answer may be, and each prompt with the tokens that it lost.
 
-    At most evaluate.max_new_tokens each, and half of what the model has positions for.
+    An answer has at most evaluate.max_new_tokens, and half of what the model has positions for.
     """
     model, config = prepared.model, prepared.config
-    template = config.data.prompting()
     longest = model.positions or config.data.max_length + config.evaluate.max_new_tokens
     new = min(config.evaluate.max_new_tokens, longest // 2)
-    prompts = encode_prompts(
-        data, model.tokenizer, max_length=min(config.data.max_length, longest - new), template=template
-    )
+    room = min(config.data.max_length, longest - new)
+    return new, cut_prompts(data, model.tokenizer, max_length=room, template=config.data.prompting())
+
+
+def _answers(prepared: Prepared, prompts: list[list[int]], new: int, state: RunState) -> list[str]:
+    """The greedy answers of the server's model, or of the first client's where there is no server model."""
+    model, config = prepared.model, prepared.config
     model.activate(_as_adapter(prepared, state))
-    ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
+    ends = end_tokens(find_template(config.data.prompting(), model.tokenizer), model.tokenizer)
     return greedy(model, prompts, max_new_tokens=new, batch_size=config.evaluate.batch_size, ends=ends)
 
 
@@ -100,6 +107,8 @@ def _page(rows: Sequence[Mapping[str, Any]], speaker: str, rounds: int) -> str:
     for k, row in enumerate(rows, start=1):
         said = [*row["history"], ["user", row["prompt"]]]
         parts.append(f"\n## {k}\n")
+        if row["cut"]:
+            parts.append(f"\nThe model was asked without {row['cut']} tokens of this, for which there was no room.\n")
         parts += [f"\n**{role}**\n\n{_quoted(content)}\n" for role, content in said]
         parts += [f"\n**{name}**\n\n{_quoted(row[name])}\n" for name in ("wanted", "before", "after")]
     return "".join(parts)

@@ -56,6 +56,13 @@ def encode(
 
 def encode_prompts(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> list[list[int]]:
     """The prompts alone, cut as `encode` cuts them, for generation: with the opening of the answer behind them."""
+    return [ids for ids, _ in cut_prompts(data, tokenizer, max_length=max_length, template=template)]
+
+
+def cut_prompts(
+    data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None
+) -> list[tuple[list[int], int]]:
+    """`encode_prompts`, each with how many tokens it lost."""
     if len(data) == 0:
         return []
     around = find_template(template, tokenizer)
@@ -63,9 +70,11 @@ def encode_prompts(data: TextData, tokenizer: Any, *, max_length: int, template:
     for k in range(len(data)):
         with _in_example(k):
             if around.kind == "chat":
-                prompts.append(fit_talk(data, k, max_length, tokenizer, around).prompt)
+                whole = talk_of(data.messages(k), tokenizer, around).prompt
+                left = whole if len(whole) <= max_length else fit_talk(data, k, max_length, tokenizer, around).prompt
+                prompts.append((left, len(whole) - len(left)))
             else:
-                prompts.append(fit_prompt(data, k, max_length, tokenizer, around)[0])
+                prompts.append(fit_prompt(data, k, max_length, tokenizer, around))
     return prompts
 
 

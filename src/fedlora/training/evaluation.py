@@ -20,7 +20,7 @@ from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
-from fedlora.training.encoding import IGNORED, Encoded, collate, encode, encode_prompts
+from fedlora.training.encoding import IGNORED, Cut, Encoded, collate, cut_of, cut_prompts, encode
 from fedlora.training.generation import greedy, teacher_forced
 from fedlora.training.looks import client_model, server_model
 from fedlora.training.metrics import METRICS, MetricName, confusion_matrix, generates, recall, score_name, worst_of
@@ -98,6 +98,15 @@ class ModelEvaluator:
         self._own = {c: {"": self._prepared(part)} for c, part in (own or {}).items()}
         self._through: Through | None = None
         self._parts = 1
+
+    def cut(self) -> dict[str, Cut]:
+        """How much of the held-out text did not fit: "read", where the wanted answer stands behind a prompt (losses,
+        and scores of classes), and "asked", prompts to answer, which leave room for max_new_tokens."""
+        sets = [*self._groups.values(), *(held for own in self._own.values() for held in own.values())]
+        read = cut_of(example for held in sets for example in held.examples)
+        lost = [tokens for held in sets for tokens in held.lost]
+        asked = Cut(len(lost), sum(tokens > 0 for tokens in lost), sum(lost))
+        return {name: cut for name, cut in (("read", read), ("asked", asked)) if cut.cut}
 
     def spread(self, through: Through, parts: int) -> ModelEvaluator:
         """The same evaluator, whose work is cut into about `parts` pieces for each set and done by `through`.
@@ -220,15 +229,17 @@ class ModelEvaluator:
     def _prepared(self, data: TextData) -> _HeldOut:
         max_length, max_new_tokens, _ = self._limits
         tokenizer = self._model.tokenizer
-        prompts = None
+        prompts: list[list[int]] | None = None
+        lost: list[int] = []
         if generates(self._metric):
-            prompts = encode_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
+            room = max_length - max_new_tokens
+            prompts, lost = _apart(cut_prompts(data, tokenizer, max_length=room, template=self._template))
         references = data.references or tuple((response,) for response in data.responses or ())
         examples = encode(data, tokenizer, max_length=max_length, template=self._template)
         # Batches of alike length waste little padding.
         reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
         answering = reading if prompts is None else sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        return _HeldOut(examples, prompts, references, reading, answering, data.label_names)
+        return _HeldOut(examples, prompts, references, reading, answering, data.label_names, lost)
 
     def _scores(self, groups: Mapping[str, _HeldOut], seen: Mapping[str, Sequence[Seen]]) -> Measured:
         """Means over the sets; and each set's own where there are several. An empty set counts nowhere."""
@@ -343,7 +354,8 @@ class _Look:
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
     """One held-out set, encoded. prompts: for generation, or None. classes: their names, none for a language model.
-    reading, answering: its examples by length, the order in which batches are cut."""
+    reading, answering: its examples by length, the order in which batches are cut. lost: tokens of each prompt that
+    there was no room for."""
 
     examples: Encoded
     prompts: list[list[int]] | None
@@ -351,3 +363,8 @@ class _HeldOut:
     reading: list[int]
     answering: list[int]
     classes: Sequence[str] = ()
+    lost: Sequence[int] = ()
+
+
+def _apart(prompts: Sequence[tuple[list[int], int]]) -> tuple[list[list[int]], list[int]]:
+    return [ids for ids, _ in prompts], [lost for _, lost in prompts]

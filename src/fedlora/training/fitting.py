@@ -118,8 +118,9 @@ def _shortened(ids: list[int], surplus: int, spare: list[int], front: list[int])
     gone |= set([place for place in front if place not in gone][: surplus - len(gone)])
     if len(gone) < surplus:
         raise DataError(
-            f"the template and the system message alone have {len(ids) - len(gone)} tokens, more than the "
-            f"{len(ids) - surplus} that are left beside the answer. Raise max_length."
+            f"what is never cut (the template, the system message, and what stands before the last prompt and has no "
+            f"answer of its own) has {len(ids) - len(gone)} tokens, more than the {len(ids) - surplus} that are left "
+            f"beside the answer. Raise max_length."
         )
     return [token for place, token in enumerate(ids) if place not in gone]
 

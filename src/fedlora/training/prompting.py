@@ -22,7 +22,12 @@ RAW = "none"  # data.template: prompt and response as they stand, one behind the
 CHAT = "chat"  # data.template: the tokenizer's own
 _TODAY = datetime(2024, 7, 26)  # for templates that ask for the date (Llama 3): every site and every day the same
 _DAY = "%d %b %Y"
-_ASKS_THE_DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+# A macro of the name of the function that transformers gives to templates: the same for every code of a date.
+_CLOCK = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f"|replace('%{code}', {_TODAY.strftime('%' + code)!r})" for code in "aAbBdHIjmMpSyYcxXZ")
+    + " }}{%- endmacro -%}"
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def check_template(wanted: str | None) -> None:
     if wanted in (None, RAW, CHAT):
         return
     assert wanted is not None
-    if _is_jinja(wanted):
+    if is_jinja(wanted):
         if "messages" not in wanted:
             raise ConfigError(
                 f"data.template has {{{{ or {{%, so it is a Jinja chat template, and those go through `messages`: "
@@ -81,7 +86,7 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     if wanted == RAW:
         return Template("raw")
     if wanted is not None and wanted != CHAT:
-        return _chat(wanted) if _is_jinja(wanted) else Template("text", wanted)
+        return Template("chat", wanted) if is_jinja(wanted) else Template("text", wanted)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             "the model's tokenizer has no chat template, so it is not known how a prompt and its answer are told "
@@ -90,7 +95,7 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
             "stands with the response right behind it."
         )
     try:
-        return _chat(tokenizer.get_chat_template())
+        return Template("chat", tokenizer.get_chat_template())
     except ValueError as error:  # several by name, and none is the default
         raise ConfigError(f"the tokenizer's chat template cannot be chosen: {str(error).splitlines()[0]}") from error
 
@@ -106,7 +111,7 @@ def render(template: Template, tokenizer: Any, messages: Sequence[Message], *, a
     turns = [{"role": role, "content": content} for role, content in messages]
     try:
         text: str = tokenizer.apply_chat_template(
-            turns, chat_template=template.text, tokenize=False, add_generation_prompt=ask,
+            turns, chat_template=_CLOCK + template.text, tokenize=False, add_generation_prompt=ask,
             date_string=_TODAY.strftime(_DAY),
         )  # fmt: skip
     except (TemplateError, TypeError) as error:
@@ -132,6 +137,7 @@ def converse(template: Template, tokenizer: Any, messages: Sequence[Message]) ->
     Raises:
         DataError: the template refuses the messages, or what it makes of the first few is no beginning of the whole.
     """
+    _refuse_signs(tokenizer, messages)
     text = render(template, tokenizer, messages, ask=False)
     turns = []
     for k, (role, content) in enumerate(messages):
@@ -156,11 +162,32 @@ def converse(template: Template, tokenizer: Any, messages: Sequence[Message]) ->
     return Conversation(text, tuple(turns))
 
 
+def _refuse_signs(tokenizer: Any, messages: Sequence[Message]) -> None:
+    """Raises `DataError` where a message holds a sign that ends or opens turns: it would be read as one."""
+    signs = [tokenizer.convert_ids_to_tokens(k) for k in sorted(_markers(tokenizer))]
+    found = re.compile("|".join(map(re.escape, sorted(signs, key=len, reverse=True))))
+    for role, content in messages if signs else ():
+        if sign := found.search(content):
+            raise DataError(
+                f"what the {role} says holds {sign[0]!r} at character {sign.start()}, which is a sign of the tokenizer "
+                f"and no text: the model would take it for the end or the beginning of a turn. Take it out of the "
+                f"text, or leave the example out."
+            )
+
+
 def end_tokens(template: Template, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer: the tokenizer's own, and that of the chat template's turns."""
+    """The tokens that end an answer: the tokenizer's own, and that of the chat template's turns.
+
+    Raises:
+        DataError, ConfigError: as `converse` and `last_marker`.
+    """
     ends = {tokenizer.eos_token_id}
     if template.kind == "chat":
-        talk = converse(template, tokenizer, (("user", "a"), ("assistant", "b")))
+        short: tuple[Message, ...] = (("user", "a"), ("assistant", "b"))
+        try:
+            talk = converse(template, tokenizer, short)
+        except DataError:  # some templates want a system message
+            talk = converse(template, tokenizer, (("system", "s"), *short))
         (start, end), *_ = talk.turns
         ids = tokenizer(talk.text[start:end], add_special_tokens=False)["input_ids"]
         ends.add(ids[last_marker(ids, tokenizer)])
@@ -190,10 +217,6 @@ def _markers(tokenizer: Any) -> set[int]:
     return (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
 
 
-def _chat(text: str) -> Template:
-    """A chat template that does not look at the clock."""
-    return Template("chat", _ASKS_THE_DATE.sub(lambda found: repr(_TODAY.strftime(found[2])), text))
-
-
-def _is_jinja(text: str) -> bool:
+def is_jinja(text: str) -> bool:
+    """Whether a template is one for conversations, in Jinja."""
     return "{%" in text or "{{" in text

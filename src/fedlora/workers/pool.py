@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Trainer, Workers
 from fedlora.errors import WorkerDied
-from fedlora.workers.processes import Died, Processes
+from fedlora.workers.processes import Died, Processes, portable
 
 
 class Pool(Workers):
@@ -92,4 +92,4 @@ def train_in(
 
 def train_group(workers: Workers, jobs: list[Job]) -> list[Trained | Exception]:
     """The jobs' results by these workers, in this process."""
-    return [result.error if isinstance(result, Failed) else result for _, result in workers.train_all(jobs)]
+    return [portable(result.error) if isinstance(result, Failed) else result for _, result in workers.train_all(jobs)]

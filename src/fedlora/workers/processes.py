@@ -339,11 +339,11 @@ def _do(packed: bytes) -> bytes:
         work, item = pickle.loads(packed)
         return pickle.dumps(work(_resident, item), protocol=5)
     except Exception as error:
-        return pickle.dumps(_Raised(_portable(error)), protocol=5)
+        return pickle.dumps(_Raised(portable(error)), protocol=5)
 
 
-def _portable(error: Exception) -> Exception:
-    """The error as it can travel, with where it was raised as a note."""
+def portable(error: Exception) -> Exception:
+    """The error as it can travel between processes, with where it was raised as a note."""
     where = "".join(format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))
