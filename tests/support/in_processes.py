@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -25,6 +26,11 @@ def who(resident: Any, item: float) -> tuple[float, int, int, int]:
     """The item, the process, its threads and its number."""
     time.sleep(item)
     return item, os.getpid(), torch.get_num_threads(), resident.get("number", -1)
+
+
+def stuck(resident: Any, item: int) -> bool:
+    """A call that gives no other thread a turn, for longer than anybody waits."""
+    return re.match(r"(a+)+$", "a" * item + "b") is None
 
 
 def number(resident: dict[str, Any], mine: int) -> None:

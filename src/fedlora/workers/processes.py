@@ -21,7 +21,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from traceback import format_exception
@@ -40,7 +42,7 @@ U = TypeVar("U")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ALIGNED = 64  # numbers: as far apart as torch's own allocator puts tensors, so that kernels see them alike
-_PATIENCE = 2  # how often work may be in a dying process's hands before it is tried alone
+_PATIENCE = 2  # how often work may be in the hands of processes that die, before it is tried alone, and there
 
 
 def available(device: str = "cpu") -> int:
@@ -52,7 +54,7 @@ def available(device: str = "cpu") -> int:
 
 @dataclass(frozen=True)
 class Died:
-    """Work that has no result: the process that did it died, twice among others and once alone."""
+    """Work that has no result: the process that did it died, again and again, at last with no other at work."""
 
     reason: str
 
@@ -167,13 +169,16 @@ class Processes(Generic[R]):
                     self._submit(task)
 
     def _submit(self, task: _Task) -> None:
-        if self._executor is None:
-            self._start()
-        assert self._executor is not None
-        task.future = self._executor.submit(_do, task.packed)
+        with _interrupts_held():
+            if self._executor is None:
+                self._start()
+            assert self._executor is not None
+            task.future = self._executor.submit(_do, task.packed)
 
     def _start(self) -> None:
         _share(self._shared)
+        if self._context.get_start_method() == "forkserver":
+            forkserver.ensure_running()
         reader, self._lifeline = self._context.Pipe(duplex=False)
         number = self._context.Value("i", 0)
         self._executor = ProcessPoolExecutor(
@@ -187,16 +192,20 @@ class Processes(Generic[R]):
         """Start afresh after a death, and have the unfinished work done again. Returns what the first work is, if it
         has killed its process alone."""
         first = tasks[0]
-        alone = first.breaks >= _PATIENCE
+        alone = any(task.breaks >= _PATIENCE for task in tasks)  # then `_draw` hands out nothing, and this was the one
+        first.alone += alone
         self.close(at_once=True)
-        if alone and not self._proved:
+        if first.alone >= _PATIENCE and not self._proved:
             raise HyperparameterError(
                 f"the {self.size} worker processes die as they start; their own words are above, if they had any. A "
                 f"script that uses them must do its work below `if __name__ == '__main__':`, for they import it, and "
                 f"what they hold must be importable by its name. Is there memory for {self.size} of them? {broken}"
             )
-        if alone:
-            return Died(f"the process that did this work died, {first.breaks + 1} times: out of memory? ({broken})")
+        if first.alone >= _PATIENCE:
+            return Died(
+                f"the process that did this work died {first.breaks + 1} times, at last with no other at work: out of "
+                f"memory? ({broken})"
+            )
         unfinished = 0
         for task in tasks:
             if task.future is None or task.future.cancelled() or not task.future.done() or task.future.exception():
@@ -208,11 +217,12 @@ class Processes(Generic[R]):
 
 @dataclass(eq=False)
 class _Task:
-    """Work that was handed out. breaks: how often processes died while it was under way."""
+    """Work that was handed out. breaks: how often processes died while it was under way; alone: while no other was."""
 
     packed: bytes
     future: Future[bytes] | None = None
     breaks: int = 0
+    alone: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,6 +240,19 @@ def _context(preload: Sequence[str]) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preload, __name__])
     return context
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until this is over. What processes are started with, they keep: none of them ever hears of it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ------------------------------------------------------------------------------------------- what travels, and how
@@ -313,6 +336,7 @@ def _begin(packed: bytes, shared: list[Tensor], threads: int, number: Any, lifel
     """A process's start. What goes wrong is told with the first work: an initialiser that raises would only kill."""
     global _resident, _failed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked for the work
+    _end_by_signal(lifeline)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     with number.get_lock():
         mine, number.value = number.value, number.value + 1
@@ -330,6 +354,17 @@ def _end_with(lifeline: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv_bytes()
     os._exit(1)
+
+
+def _end_by_signal(lifeline: Connection) -> None:
+    """The kernel ends this process with the pipe (SIGIO's usual effect), even while a long call keeps every thread
+    from running. Where it cannot, there is the thread."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import fcntl
+
+        mine = os.open(f"/proc/self/fd/{lifeline.fileno()}", os.O_RDONLY | os.O_NONBLOCK)  # a description of its own
+        fcntl.fcntl(mine, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(mine, fcntl.F_SETFL, fcntl.fcntl(mine, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _do(packed: bytes) -> bytes:
