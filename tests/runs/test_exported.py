@@ -87,7 +87,7 @@ def test_the_folder_holds_what_a_stranger_needs_and_no_path(finished: Finished, 
         assert json.loads((folder / LABELS_FILE).read_text())["id2label"] == {"0": "blue", "1": "green", "2": "red"}
         assert not (folder / "config.json").exists(), "transformers would take the folder for a whole model"
         card = (folder / "README.md").read_text()
-        assert "| classes | blue, green, red |" in card and "base_model:" not in card
+        assert "| training examples by class | blue " in card and "base_model:" not in card
         assert str(project) not in card and "/tmp" not in card
         assert "a local directory, `model`" in card
         assert finished.folder.read_json("manifest.json")["model"]["sha256"]["model.safetensors"] in card
@@ -128,7 +128,7 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     assert right / count == pytest.approx(on_the_card(folder, "accuracy"), abs=6e-5)
 
 
-@pytest.mark.parametrize("template", ["w6 {prompt} w7", "{% for m in messages %}{{ m.content }} [SEP] {% endfor %}"])
+@pytest.mark.parametrize("template", ["w6 {prompt} w7", "{% for m in messages %}{{ m.content }} [EOS] {% endfor %}"])
 def test_a_language_models_snippet_asks_as_the_model_was_taught(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,7 +143,7 @@ class TestTemplate:
     def test_of_a_classifier_it_would_be_ignored(self, place: Path, setting: str) -> None:
         key = setting.split("=")[0]
         with pytest.raises(ConfigError, match=key):
-            prepare(config_of(place, "model.task=classification", setting))
+            prepare(config_of(place, "model.task=classification", "evaluate.max_new_tokens=64", setting))
 
 
 def test_what_was_cut_is_in_the_manifest(place: Path, done: RunFolder) -> None:

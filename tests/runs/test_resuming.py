@@ -20,7 +20,9 @@ import pytest
 import torch
 
 from fedlora.errors import CheckpointError
+from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import fork_server, lines_in, started, wait_for
@@ -161,7 +163,7 @@ def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, 
     [
         (["--set", "train.lr=0.5"], "another configuration: train.lr is 0.02 there and 0.5 here. "),
         (["--set", "run.seed=9", "--set", "method.name=svd"], "run.seed is 0 there and 9 here; method.name is 'glora'"),
-        (["--set", "run.rounds=1"], "holds 2 rounds, and run.rounds = 1 are asked for"),
+        (["--set", "run.rounds=1"], "holds 2 rounds of a run of 3, and run.rounds = 1 are asked for"),
         (["--set", "train.schedule=linear"], "train.schedule is 'constant' there and 'linear' here"),
         ([], "another content of: the data of 'site-1' ("),
     ],
@@ -207,3 +209,14 @@ def test_a_finished_run_is_not_shown_as_the_result_of_another_configuration(
     )  # fmt: skip
     assert contents(finished.folder.path) == before
     assert "train.lr is 0.02 there and 0.1 here" in said.complaint()
+
+
+def test_two_processes_do_not_write_one_run(project: Path, tmp_path: Path) -> None:
+    """The second is refused while the first is at work, and not when it is done or was given up."""
+    config = configured(project, "run.rounds=2")
+    first = execute(prepare(config), RunFolder(tmp_path / "run"))
+    next(first)
+    with pytest.raises(CheckpointError, match="another process is at work on the run in"):
+        list(execute(prepare(config), RunFolder(tmp_path / "run"), resume=True))
+    first.close()  # type: ignore[attr-defined]
+    assert [record.round for record in execute(prepare(config), RunFolder(tmp_path / "run"), resume=True)] == [2]

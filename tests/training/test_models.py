@@ -14,12 +14,14 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
 from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.models import AdaptedModel, LoRASettings
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, bits, dense, download, logits
-from support.tiny_models import bert
-from support.training_data import CLS, SEP, classification, word
+from support.tiny_models import bert, llama
+from support.training_data import CLS, SEP, classification, save_model, word
 
 pytestmark = [FUTURE_NAMES, CONV1D]
 
@@ -110,3 +112,25 @@ def test_targets_that_the_model_lacks_are_one_line(load: Loader) -> None:
     with pytest.raises(ConfigError, match=r"LoRA cannot be put on \['q_proj'\]: ") as caught:
         load(lora={"targets": ["q_proj"]}).seed_adapter(4, seed=0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning")
+def test_a_changed_base_weight_is_not_its_tied_twins(tmp_path: Path) -> None:
+    """lm_head and the embedding are one parameter in pre-training. By hand: W0 + 2 B A for the head, W0 for the other;
+    and one again when nothing is added."""
+    tied = llama()
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()  # type: ignore[operator]
+    save_model(tmp_path / "tied", tied, classifies=False)
+    model = AdaptedModel.load(tmp_path / "tied", "causal-lm", LoRASettings(["lm_head"], scaling=2.0))
+    seed, _ = model.seed_adapter(2, seed=0)
+    (name,) = seed.modules
+    base = model.network.get_submodule("base_model.model.model.embed_tokens").weight.detach().clone()
+    B, A = torch.randn(base.shape[0], 2), torch.randn(2, base.shape[1])
+    model.activate(seed, {name: LoRA(B, A)})
+    embedding = model.network.get_submodule("base_model.model.model.embed_tokens")
+    head = model.lora_layer(name).base_layer
+    assert torch.equal(embedding.weight, base)
+    torch.testing.assert_close(head.weight, base + 2 * B @ A)
+    model.activate(seed)
+    assert head.weight is embedding.weight and torch.equal(head.weight, base)

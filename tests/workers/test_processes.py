@@ -135,9 +135,20 @@ def test_there_is_a_core_for_each_that_is_available() -> None:
 
 def test_too_little_shared_memory_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    processes = Processes(None, 2, shared=[torch.ones(100)])
-    with processes, pytest.raises(HyperparameterError, match=r"0 MB of shared memory.*--shm-size"):
-        list(processes.map(work.add, [1]))
+    with pytest.raises(HyperparameterError, match=r"0.0004 MB of shared memory.*1e-05 MB left.*--shm-size"):
+        Processes(None, 2, shared=[torch.ones(100)])
+
+
+def test_what_cannot_be_shared_is_refused_and_left_alone() -> None:
+    """It would be made contiguous in the caller's own model."""
+    turned = torch.ones(3, 4).T
+    with pytest.raises(HyperparameterError, match=r"shape \(4, 3\) cannot be shared: it is not contiguous"):
+        Processes({"turned": turned}, 2, shared=[turned])
+    assert turned.stride() == (1, 4)
+    whole = torch.ones(10)
+    with pytest.raises(HyperparameterError, match="overlap in memory"):
+        Processes(None, 2, shared=[whole[:6], whole[4:]])
+    Processes(None, 2, shared=[whole[:5], whole[5:], whole[:5]])
 
 
 SLEEPERS = """

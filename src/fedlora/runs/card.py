@@ -63,6 +63,7 @@ names = json.loads(Path(here, "labels.json").read_text())["id2label"].values()
 labels = {{"id2label": dict(enumerate(names)), "label2id": {{name: k for k, name in enumerate(names)}}}}
 model = AutoPeftModelForSequenceClassification.from_pretrained(here, **labels).eval()
 tokenizer = AutoTokenizer.from_pretrained(here)
+model.config.pad_token_id = tokenizer.pad_token_id
 
 texts = ["one text", "another text"]{pair}
 with torch.no_grad():
@@ -112,7 +113,7 @@ def model_card(
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
         examples=sum(part["examples"] for part in train.values()),
-        local=f"{length} of {t.batch_size}, {t.optimizer}, learning rate {t.lr:g}",
+        local=f"{length} of {t.batch_size}, {t.optimizer}, learning rate {t.lr:g}{_more(config)}",
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
         classes=_classes(manifest, metrics),
@@ -124,13 +125,13 @@ def model_card(
 
 def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """Rows with the classes by name: how many examples were trained on, and which share of the test's was found."""
-    names = [name.replace("|", r"\|") for name in manifest["data"]["labels"]]  # a table's cells
+    names = [_cell(name) for name in manifest["data"]["labels"]]
     counts = (manifest["data"]["label_counts"] or {}).values()
     if not 0 < len(names) <= _MOST_CLASSES:
         return ""
     total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
     rows = f"| training examples by class | {', '.join(f'{n} {c}' for n, c in zip(names, total, strict=True))} |\n"
-    found = {k.removeprefix("recall/").replace("|", r"\|"): v for k, v in metrics.items() if k.startswith("recall/")}
+    found = {_cell(k.removeprefix("recall/")): v for k, v in metrics.items() if k.startswith("recall/")}
     if found:
         rows += f"| recall on the test set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
     return rows
@@ -169,3 +170,18 @@ def _prompts(config: RunConfig) -> str:
         return "| prompts | in the chat template that is in the tokenizer here |\n"
     shown = str(template).replace("|", r"\|")
     return f"| prompts | in the text {shown!r} |\n"
+
+
+def _more(config: RunConfig) -> str:
+    """What else about a local round is not as usual."""
+    said = [] if config.lora.alpha is None else [f"alpha {config.lora.alpha:g}{' (rsLoRA)' * config.lora.rslora}"]
+    weights = config.train.class_weights
+    if weights is not None:
+        shown = weights if isinstance(weights, str) else ", ".join(f"{name} {w:g}" for name, w in weights.items())
+        said.append(f"class weights {shown}")
+    return "".join(f", {one}" for one in said)
+
+
+def _cell(text: str) -> str:
+    """As a cell of a table."""
+    return " ".join(text.split()).replace("|", r"\|")

@@ -66,7 +66,7 @@ def execute_events(
     prepared: Prepared, folder: RunFolder, *, resume: bool = False
 ) -> Iterator[ClientDone | RoundRecord]:
     """`execute`, with an event for each client that is done as well: for a progress bar."""
-    with crewed(prepared) as crew:
+    with crewed(prepared) as crew, folder.held():
         yield from _executed(crew, folder, resume)
 
 

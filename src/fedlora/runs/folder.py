@@ -15,7 +15,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,24 +66,26 @@ class RunFolder:
 
     def create(self, config: str, manifest: Mapping[str, Any]) -> None:
         """A new run: its configuration and manifest. Raises `CheckpointError` where it cannot be made."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"the run folder {self.path} cannot be made: {error.strerror}.") from error
+        self._make()
         files.write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
         self.write_json("manifest.json", manifest)
 
     def reopen(self) -> None:
-        """A finished run becomes an unfinished one: what was drawn and summed up at its end goes."""
-        (self.path / "summary.json").unlink(missing_ok=True)
-        shutil.rmtree(self.plots, ignore_errors=True)
+        """A finished run becomes an unfinished one: what was made at its end goes."""
+        for name in ("summary.json", "samples.jsonl", "samples.md"):
+            (self.path / name).unlink(missing_ok=True)
+        for name in ("plots", "adapter", "best", "clients"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def read_json(self, name: str) -> Any:
         """The content of one of the folder's JSON files. Raises `CheckpointError` where it is missing or damaged."""
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or not found:
+                raise ValueError("it holds no facts")
+            return found
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / name} cannot be read: {error}.") from error
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}. Was it changed by hand?") from error
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Whole or not at all. NaN becomes null: JSON has no NaN."""
@@ -92,7 +95,14 @@ class RunFolder:
         """The finished rounds' lines; a half-written last one does not count."""
         path = self.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-        return [json.loads(line) for line in lines[:-1]]  # what follows the last line break is no whole line
+        found = []
+        for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is no whole line
+            try:
+                found.append(json.loads(line))
+                found[-1]["round"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise CheckpointError(f"{path}, line {number} is damaged: {error!r}.") from error
+        return found
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """One more round, flushed to disk."""
@@ -100,6 +110,40 @@ class RunFolder:
             file.write(json.dumps(plain(line), sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else writes to the run meanwhile; the system lets go of it when this process ends, however.
+
+        Raises:
+            CheckpointError: another process has it, or it cannot be made.
+        """
+        self._make()
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            yield
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    f"another process is at work on the run in {self.path}. Wait for it or end it, or choose another "
+                    f"--out."
+                ) from error
+            except OSError:  # a file system without locks
+                pass
+            yield
+        finally:
+            os.close(handle)
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the run folder {self.path} cannot be made: {error.strerror}.") from error
 
     def sweep(self) -> None:
         """Remove what a killed process had half written."""
@@ -112,6 +156,12 @@ class RunFolder:
     def rewind(self, round: int) -> list[dict[str, Any]]:
         """Forget what comes after `round`: rounds that were logged, but whose state was lost. Returns what is left."""
         kept = [line for line in self.metrics() if line["round"] <= round]
+        if [line["round"] for line in kept] != list(range(1, round + 1)):
+            raise CheckpointError(
+                f"{self.path / 'metrics.jsonl'} does not have the lines of rounds 1 to {round} once each, and a "
+                f"checkpoint of round {round} is there: it was changed by hand, or two processes wrote to it. Sums and "
+                f"curves would be wrong. Mend it, or choose another --out."
+            )
         text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept)
         files.write(self.path / "metrics.jsonl", text)
         return kept

@@ -127,6 +127,12 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     validation, test = evaluator(data.validation, data.own_validation), evaluator(data.test, data.own_test)
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
     trainer = config.train.trainer(model, parts, settings, config.run.seed)
+    longest = max(trainer.longest(), *(each.longest() for each in (validation, test, *probes.values()) if each), 0)
+    if model.positions is not None and longest > model.positions:
+        raise ConfigError(
+            f"the longest text has {longest} tokens within data.max_length = {config.data.max_length}, and the model "
+            f"has {model.positions} positions: it cannot go through. Set data.max_length to {model.positions} or less."
+        )
     facts = {
         **manifest(config, data, clients, model, server.method),
         "evaluation_target": target,
@@ -222,6 +228,11 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
         raise ConfigError(
             f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
             f"data.max_length = {config.data.max_length}."
+        )
+    if config.server.heads is not None and not initial.heads:
+        raise ConfigError(
+            f"server.heads = {config.server.heads!r} says what becomes of classifiers and other modules that are "
+            f"trained in full, and this run has none. Leave it out."
         )
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")

@@ -18,9 +18,9 @@ from fedlora.runs.manifest import prompted
 from fedlora.runs.unused import has_no_effect
 
 # What is stored, shown or measured on the way; no round depends on it. run.rounds has a rule of its own below, and
-# torch's threads are compared as they were, in the manifest.
+# torch's threads and the prompts' template are compared as they were, in the manifest.
 HARMLESS = frozenset((
-    "run.workers", "run.threads",
+    "run.workers", "run.threads", "data.template",
     "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads", "run.track",
     "evaluate.every", "evaluate.clients_at_end",
 ))  # fmt: skip
@@ -119,10 +119,10 @@ def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> No
             f"{schedule!r} the learning rate of every round depends on their number, so the rounds that are done are "
             f"not those of the longer run. Only a constant schedule can be extended; choose another --out."
         )
-    if here < done:
+    if here < there:  # what is due in the last round, an evaluation or kept uploads, was not done in that one
         raise CheckpointError(
-            f"{folder.path} holds {done} rounds, and run.rounds = {here} are asked for: rounds cannot be taken back. "
-            f"Choose another --out."
+            f"{folder.path} holds {done} rounds of a run of {there}, and run.rounds = {here} are asked for: a run can "
+            f"be made longer, not shorter. Choose another --out."
         )
 
 
@@ -135,6 +135,9 @@ def _other_data(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
             said += _compared(f"the data of {name!r}", there.get(name), here.get(name))
     for part in ("validation", "test"):
         said += _compared(f"the {part} data", theirs.get(part), ours[part])
+    there, here = theirs.get("own_test", {}), ours.get("own_test", {})
+    for name in dict.fromkeys((*there, *here)):
+        said += _compared(f"{name}'s own test data", there.get(name), here.get(name))
     return said if said or theirs.get("labels") == ours["labels"] else ["the names of the labels"]
 
 

@@ -426,7 +426,9 @@ class EvaluateSection(Section):
 
     def stopping(self) -> Patience | None:
         """When to stop early."""
-        return None if self.patience is None else Patience(score_name(self.metric), self.patience, self.min_delta)
+        if self.patience is None:
+            return None
+        return Patience(score_name(self.metric), self.patience, self.min_delta, self.every)
 
     def evaluator(
         self,

@@ -13,12 +13,15 @@ from fedlora.training.metrics import is_better
 class Patience:
     """Stop after `evaluations` in a row that are not better, by more than `min_delta`, than the best one before them.
 
-    A score that is no number (NaN, a diverged run) is not better either.
+    every: rounds between evaluations. What was measured in between, as the last round of a run that was then extended,
+    does not count, so that the longer run stops where it would have stopped from the start. A score that is no number
+    (NaN, a diverged run) is not better either.
     """
 
     metric: str
     evaluations: int
     min_delta: float = 0.0
+    every: int = 1
 
     def stop(self, lines: Iterable[Mapping[str, Any]], rounds: int) -> dict[str, Any] | None:
         """Where and why a run ends before its time, or None: what summary.json says as "stopped_early".
@@ -30,7 +33,7 @@ class Patience:
         best: float | None = None
         since, best_round = 0, None
         for line in lines:
-            if not line["metrics"]:
+            if not line["metrics"] or (line["round"] % self.every and line["round"] != rounds):
                 continue
             score = line["metrics"][self.metric]
             if is_better(self.metric, score, best, by=self.min_delta):

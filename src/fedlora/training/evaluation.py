@@ -99,6 +99,11 @@ class ModelEvaluator:
         self._through: Through | None = None
         self._parts = 1
 
+    def longest(self) -> int:
+        """Tokens of the longest example."""
+        sets = [*self._groups.values(), *(held for own in self._own.values() for held in own.values())]
+        return max((len(one["input_ids"]) for held in sets for one in held.examples), default=0)
+
     def cut(self) -> dict[str, Cut]:
         """How much of the held-out text did not fit: "read", where the wanted answer stands behind a prompt (losses,
         and scores of classes), and "asked", prompts to answer, which leave room for max_new_tokens."""

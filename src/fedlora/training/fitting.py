@@ -99,6 +99,9 @@ def fit_prompt(data: TextData, k: int, room: int, tokenizer: Any, template: Temp
         )
     text, begins = template.around(data.text[k])
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text: here the answer comes behind it
+        bare = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = ids[:-1] if not bare or bare[-1] != ids[-1] or len(ids) > len(bare) + 1 else ids
     surplus = len(ids) - room
     if surplus <= 0:
         return ids, 0

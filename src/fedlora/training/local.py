@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,24 @@ class TrainSettings:
     bf16: bool = False
     class_weights: ClassWeights | None = None
     template: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for what no round can be trained with."""
+        for name, words in (("optimizer", get_args(Optimizer)), ("schedule", get_args(Schedule))):
+            if getattr(self, name) not in words:
+                raise ConfigError(f"TrainSettings: {name} is one of {', '.join(words)}; got {getattr(self, name)!r}.")
+        for name, least in (("batch_size", 1), ("rounds", 1), ("max_length", 1), ("steps", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"TrainSettings: {name} is a whole number >= {least}; got {value!r}.")
+        for name, positive in (("lr", True), ("epochs", True), ("weight_decay", False), ("clip", False)):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and (value > 0 if positive else value >= 0)):
+                raise ConfigError(f"TrainSettings: {name} is a number {'> 0' if positive else '>= 0'}; got {value!r}.")
+        if self.accumulation != "auto" and (not isinstance(self.accumulation, int) or self.accumulation < 1):
+            raise ConfigError(
+                f"TrainSettings: accumulation is a whole number >= 1, or 'auto'; got {self.accumulation!r}."
+            )
 
 
 class RoundTrainer(ABC):
@@ -153,6 +171,10 @@ class LocalTrainer(RoundTrainer):
         }  # fmt: skip
         self._class_weights = {client: weigh_classes(part, settings.class_weights) for client, part in data.items()}
 
+    def longest(self) -> int:
+        """Tokens of the longest example."""
+        return max((len(one["input_ids"]) for data in self._data.values() for one in data), default=0)
+
     def cut(self) -> dict[str, Cut]:
         """Client -> how much of its data did not fit into max_length."""
         return {client: cut_of(data) for client, data in self._data.items()}
@@ -161,7 +183,7 @@ class LocalTrainer(RoundTrainer):
         """A client's encoded examples. Raises `ConfigError` where it has none."""
         data = self._data.get(client)
         if not data:
-            raise ConfigError(f"client {client!r} has no training data; the data are of {sorted(self._data)[:5]}, ...")
+            raise ConfigError(no_data(client, self._data))
         return data
 
     def losses(self, client: str, picked: list[Example]) -> Iterator[Tensor]:
@@ -177,6 +199,14 @@ class LocalTrainer(RoundTrainer):
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
                 loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
             yield loss
+
+
+def no_data(client: str, data: Mapping[str, Any]) -> str:
+    """What is said of a client without examples."""
+    if client in data:
+        return f"client {client!r} has no training data: its part is empty."
+    more = ", ..." if len(data) > 5 else ""
+    return f"client {client!r} has no training data; there are data of {', '.join(sorted(data)[:5])}{more}."
 
 
 def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:
@@ -208,6 +238,11 @@ def micro_batch(size: int, accumulation: int | Literal["auto"], device: torch.de
 def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
     """A new optimiser, at the learning rate of `round`."""
     share = round / s.rounds
+    if s.schedule != "constant" and share >= 1:
+        raise ConfigError(
+            f"the learning rate follows a {s.schedule!r} schedule over rounds = {s.rounds}, and this is round "
+            f"{round + 1}: there is nothing left of it. Say in TrainSettings(rounds=...) how many rounds there will be."
+        )
     scale = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[s.schedule]
     kinds: dict[str, type[torch.optim.Optimizer]] = {
         "adam": torch.optim.Adam,

@@ -7,6 +7,7 @@ Knows transformers and peft; knows nothing of federation, data or optimisers. Th
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import math
 import os
@@ -87,7 +88,7 @@ class AdaptedModel:
         self._checkpointing = checkpointing
         self._model: Any = None
         self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
-        self._pristine: dict[str, Tensor] = {}
+        self._pristine: dict[str, nn.Parameter] = {}
         self._active = ""
 
     @classmethod
@@ -264,6 +265,8 @@ class AdaptedModel:
         key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
         if key in self._names:
             return self._names[key]
+        if self._model is None:
+            self._check_saved()
         name = f"ranks{len(self._names)}"
         try:
             with torch.random.fork_rng(devices=[]):  # peft draws weights that nobody will see
@@ -279,6 +282,15 @@ class AdaptedModel:
             raise ConfigError(f"LoRA cannot be put on {targets!r}: {reason}") from error
         self._names[key] = name
         return name
+
+    def _check_saved(self) -> None:
+        """Raises `ConfigError` for modules to save that there are not: peft would leave them out without a word."""
+        paths = [path for path, _ in self._base.named_modules()]
+        for name in self.settings.saved:
+            if not any(path == name or path.endswith(f".{name}") for path in paths):
+                near = difflib.get_close_matches(name, sorted({path.rpartition(".")[2] for path in paths}), n=3)
+                hint = f" Near it: {', '.join(near)}." if near else ""
+                raise ConfigError(f"lora.saved names {name!r}, and the model has no such module.{hint}")
 
     def _config(self, rank: int | Mapping[str, int]) -> Any:
         from peft import LoraConfig
@@ -301,11 +313,12 @@ class AdaptedModel:
     def _set_base(self, delta: Mapping[str, LoRA]) -> None:
         """The base weights as pre-trained, plus scaling * delta. The only place that changes them.
 
-        A changed weight is a new tensor: the pre-trained ones are never written to, for processes may share them.
+        A changed weight is a parameter of its own: the pre-trained ones are never written to, for processes may share
+        them, and a tied one is another layer's as well, whose weight does not change.
         """
         for path, weight in self._pristine.items():
             if path not in delta:
-                self._base_layer(path).weight.data = weight
+                self._base_layer(path).weight = weight
         for path, lora in delta.items():
             layer = self._base_layer(path)
             if not layer.weight.is_floating_point():
@@ -313,10 +326,11 @@ class AdaptedModel:
                     f"the base weight of {path!r} is quantised ({layer.weight.dtype}), so no update can be added to "
                     f"it: fedex-lora and flora cannot run on it. Take another method, or a base of 16 bits."
                 )
-            weight = self._pristine.setdefault(path, layer.weight.detach())
+            weight = self._pristine.setdefault(path, layer.weight)
             dense = self.settings.scaling * lora.map(_to(weight.device)).delta()
             transposed = self._model.get_submodule(f"base_model.model.{path}").fan_in_fan_out
-            layer.weight.data = weight + (dense.T if transposed else dense).to(weight.dtype)
+            changed = weight.detach() + (dense.T if transposed else dense).to(weight.dtype)
+            layer.weight = nn.Parameter(changed, requires_grad=False)
 
     def frozen(self) -> list[nn.Parameter]:
         """The base weights, that no client trains: what processes can share."""

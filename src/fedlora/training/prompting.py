@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 from typing import Any, Literal
 
 from fedlora.data.text import Message
@@ -140,7 +141,7 @@ def converse(template: Template, tokenizer: Any, messages: Sequence[Message]) ->
     _refuse_signs(tokenizer, messages)
     text = render(template, tokenizer, messages, ask=False)
     turns = []
-    for k, (role, content) in enumerate(messages):
+    for k, (role, _) in enumerate(messages):
         if role != "assistant":
             continue
         opened = render(template, tokenizer, messages[:k], ask=True)
@@ -151,15 +152,24 @@ def converse(template: Template, tokenizer: Any, messages: Sequence[Message]) ->
                 f"follow (it rewrites earlier turns, as templates of reasoning models do), so the turns to learn "
                 f"cannot be told. Split such conversations after each answer, or give a data.template that does not."
             )
-        before, found, _ = closed[len(opened) :].partition(content.strip())
-        if found and before.strip() and opened == render(template, tokenizer, messages[:k], ask=False):
+        header = _unopened(template, tokenizer, messages[:k], opened)
+        if header:
             raise DataError(
-                f"the chat template puts {before.strip()[:40]!r} before an answer and does not open it where "
+                f"the chat template puts {header[:40]!r} before an answer and does not open it where "
                 f"add_generation_prompt is on, so the model would have to say it itself. Give it that part, as "
                 f"{{% if add_generation_prompt %}}...{{% endif %}}, in a data.template."
             )
         turns.append((len(opened), len(closed)))
     return Conversation(text, tuple(turns))
+
+
+def _unopened(template: Template, tokenizer: Any, asked: Sequence[Message], opened: str) -> str:
+    """What the template puts before any answer, where it does not open answers when it is asked to."""
+    if opened != render(template, tokenizer, asked, ask=False):
+        return ""
+    two = [render(template, tokenizer, (*asked, ("assistant", word)), ask=False) for word in ("alpha", "omega")]
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(*(text[len(opened) :] for text in two), strict=False))
+    return "".join(letter for letter, _ in alike).strip()
 
 
 def _refuse_signs(tokenizer: Any, messages: Sequence[Message]) -> None:

@@ -23,6 +23,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -98,6 +99,7 @@ class Processes(Generic[R]):
                 raise HyperparameterError(f"Processes: {name} is a whole number >= 1; got {value!r}.")
         self.size = size
         self._shared = list(shared)
+        _share(self._shared)
         self._packed = _pickled((resident, begin), self._shared)
         self._threads = threads
         self._context = _context(preload)
@@ -176,17 +178,23 @@ class Processes(Generic[R]):
             task.future = self._executor.submit(_do, task.packed)
 
     def _start(self) -> None:
-        _share(self._shared)
         if self._context.get_start_method() == "forkserver":
             forkserver.ensure_running()
         reader, self._lifeline = self._context.Pipe(duplex=False)
-        number = self._context.Value("i", 0)
-        self._executor = ProcessPoolExecutor(
-            self.size,
-            mp_context=self._context,
-            initializer=_begin,
-            initargs=(self._packed, self._shared, self._threads, number, reader),
-        )
+        try:
+            number = self._context.Value("i", 0)
+            self._executor = ProcessPoolExecutor(
+                self.size,
+                mp_context=self._context,
+                initializer=_begin,
+                initargs=(self._packed, self._shared, self._threads, number, reader),
+            )
+        except OSError as error:  # semaphores lie in shared memory, too
+            free = f", of which {_SHARED_MEMORY} has {shutil.disk_usage(_SHARED_MEMORY).free / 1e6:.3g} MB left"
+            raise HyperparameterError(
+                f"{self.size} worker processes cannot be started: {error}. They need shared memory"
+                f"{free if _SHARED_MEMORY.is_dir() else ''}, and open files. Raise them, or use one worker."
+            ) from error
 
     def _recover(self, tasks: deque[_Task], broken: BrokenProcessPool) -> Died | None:
         """Start afresh after a death, and have the unfinished work done again. Returns what the first work is, if it
@@ -300,6 +308,19 @@ def _pickled(value: Any, shared: Sequence[Tensor]) -> bytes:
 
 def _share(tensors: Sequence[Tensor]) -> None:
     """Move tensors into shared memory, in place: one piece for each dtype, for every piece costs an open file."""
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise HyperparameterError(
+                f"a tensor of shape {tuple(tensor.shape)} cannot be shared: it is not contiguous, or not on the CPU. "
+                f"Leave it out of `shared`; each process then has its own copy."
+            )
+    by_place = sorted({_place(tensor): tensor for tensor in tensors}.items(), key=lambda item: item[0][0])
+    for ((first, *_), tensor), ((second, *_), _) in pairwise(by_place):
+        if first + tensor.numel() * tensor.element_size() > second:
+            raise HyperparameterError(
+                "two tensors to share overlap in memory, as views of one, and would come apart. Leave both out of "
+                "`shared`; each process then has its own copy."
+            )
     moving: dict[torch.dtype, dict[tuple[Any, ...], list[Tensor]]] = {}
     for tensor in tensors:
         if not tensor.is_shared():  # type: ignore[no-untyped-call]
@@ -321,8 +342,8 @@ def _check_room(needed: int) -> None:
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else needed
     if needed > free:
         raise HyperparameterError(
-            f"the model's weights take {needed / 1e6:.0f} MB of shared memory, and {_SHARED_MEMORY} has "
-            f"{free / 1e6:.0f} MB left. In a container raise it (docker run --shm-size=...), or use one worker."
+            f"the model's weights take {needed / 1e6:.3g} MB of shared memory, and {_SHARED_MEMORY} has "
+            f"{free / 1e6:.3g} MB left. In a container raise it (docker run --shm-size=...), or use one worker."
         )
 
 
