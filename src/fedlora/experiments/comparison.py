@@ -15,7 +15,8 @@ from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError
-from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.digits import shown
+from fedlora.experiments.plan import PlannedRun, check_number
 from fedlora.experiments.results import Result, summarise
 from fedlora.experiments.runner import failure_report
 from fedlora.experiments.spec import Experiment, Profile, Tune
@@ -50,7 +51,8 @@ def comparison(
 
     Raises:
         ConfigError: methods that are none or take no such settings, all of them in one line; a reference that is no
-            label; a search on compared seeds, or without validation data.
+            label; a search on compared seeds, or without validation data; a metric that is none, or that no run of
+            the configuration has.
     """
     methods = {label: base.method if label == base.method.name else section for label, section in methods.items()}
     wrong = {label: why for label, section in methods.items() if (why := _wrong(section)) is not None}
@@ -63,15 +65,21 @@ def comparison(
     if tune is not None and len(set(tune.values)) > 1 and base.data.validation == 0:
         raise ConfigError("a search chooses on validation data, and data.validation = 0 leaves none.")
     one_thread = base.model_copy(update={"run": base.run.model_copy(update={"threads": 1, "workers": None})})
+    folders: dict[str, str] = {}
+    for label in methods:
+        if (same := folders.setdefault(folder_name(label), label)) != label:
+            raise ConfigError(f"the runs of {same!r} and {label!r} would share the folder {folder_name(label)!r}.")
     run = one_thread.model_dump(mode="json", exclude_defaults=True)
     axis = {
         label: {"method": {"name": section.name, **section.model_dump(mode="json", exclude_defaults=True)}}
         for label, section in methods.items()
     }
-    return Experiment(
+    found = Experiment(
         name=name, title=name, question="", metric=metric, reference=reference, run=run,
         axes={AXIS: axis}, tune=tune, profiles={PROFILE: Profile(seeds=list(seeds))},
     )  # fmt: skip
+    check_number(found, PROFILE, metric)
+    return found
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class ComparedRuns:
 
     def _name(self, run: PlannedRun) -> Path:
         search = ["search"] if run.searching else []
-        value = [] if run.tuned is None else [f"{self.tuned_key}={run.tuned:g}"]
+        value = [] if run.tuned is None else [f"{self.tuned_key}={shown(run.tuned)}"]
         return Path(folder_name(run.cell[AXIS]), *search, *value, f"seed-{run.seed}")
 
 
