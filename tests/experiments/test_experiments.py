@@ -211,11 +211,12 @@ def test_an_impossible_key_names_the_cell(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tune": Tune(key="train.lr.x", values=[1, 2])}, r"'train.lr.x' is no key: train.lr is a value"),
+        ({"tune": Tune(key="train.lr.x", values=[1, 2])}, "train.lr: input should be a valid number"),
+        ({"tune": Tune(key="train.steps.x", values=[1, 2])}, "'train.steps.x' is no key: train.steps is a value"),
+        ({"tune": Tune(key="model.checkpointing", values=[0, 1])}, "model.checkpointing is none: it became False"),
         ({"tune": Tune(key="train", values=[1, 2])}, "train"),
         ({"tune": Tune(key="train.optimizer", values=[1, 2])}, "train.optimizer"),
-        ({"tune": Tune(key="model.gradient_checkpointing", values=[0, 1])}, "model.gradient_checkpointing"),
-        ({"tune": Tune(key="nothing.at_all", values=[1, 2])}, "nothing"),
+        ({"tune": Tune(key="nothing.at_all", values=[1, 2])}, "unknown key 'nothing'"),
     ],
 )
 def test_a_search_is_over_numbers_that_there_are(experiment: Experiment, changes: dict[str, Any], says: str) -> None:
