@@ -17,10 +17,10 @@ from fedlora.cli.runs import Config, DataRoot, Sets
 from fedlora.cli.scores import difference_sheet, direction, records, score_sheet
 from fedlora.cli.screen import can_write, complain, notes, plotted
 from fedlora.errors import ConfigError
-from fedlora.experiments.comparison import AXIS, PROFILE, SEARCH_SEED, ComparedRuns, comparison
+from fedlora.experiments.comparison import AXIS, PROFILE, SEARCH_SEED, ComparedRuns, check_alike, check_data, comparison
 from fedlora.experiments.digits import shown
 from fedlora.experiments.numbers import titled
-from fedlora.experiments.plan import PlannedRun, at_the_edge, dead_end, mains
+from fedlora.experiments.plan import PlannedRun, at_the_edge, dead_end, mains, searches
 from fedlora.experiments.results import Result
 from fedlora.experiments.runner import Outcome, missing
 from fedlora.experiments.spec import NOT_TO_SEARCH, Experiment, Tune
@@ -86,6 +86,9 @@ def compare(
         raise typer.Exit(
             complain(f"{kept.root} already holds a run; add --resume to go on with it, or choose another --out.")
         )
+    if planned and resume:
+        done = kept.finished()
+        check_data([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], done, data_root)
     if planned:
         _say_before(base, compared, seeds is None, workers)
     _print(experiment, kept, _run(experiment, kept, workers), form)
@@ -306,6 +309,7 @@ def _print(experiment: Experiment, kept: ComparedRuns, ran: _Ran, form: Format) 
         labels = dict.fromkeys(f.label for f in failures)
         why = "; ".join(f"{label}: {_reason(first[label])}" for label in labels)
         raise typer.Exit(complain(f"no method could run: {why}"))
+    check_alike(runs)
     found = _found(experiment, results, runs, ran.given_up)
     sheets = [_scores(found), *_against(found), *_placings(found), _costs(found)]
     remarks = [*(f.words() for f in failures), *_remarks(found)]
@@ -358,7 +362,7 @@ def _scores(found: _Found) -> Sheet:
     n = len(found.seeds)
     how = "one seed" if n == 1 else f"mean ± standard deviation over {n} seeds"
     metric = found.metric.replace("_", "-")
-    return score_sheet(f"Same clients, data and start: {metric}, {how}", by, [AXIS])
+    return score_sheet(f"{metric}: {how}; same clients, data and start", by, [AXIS])
 
 
 def _against(found: _Found) -> list[Sheet]:
