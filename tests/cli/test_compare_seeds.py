@@ -75,14 +75,15 @@ def test_what_people_see(compared: tuple[Path, Any]) -> None:
     out, result = compared
     said = result.stdout
     assert "…" not in said and said.count("fedit not run:") == 1
-    assert "standard deviation over 3 seeds" in said and "test, best: difference to glora, paired by seed" in said
+    assert "standard deviation over 3 seeds" in said and "accuracy (test, best): difference to glora, paired" in said
     scores = stored(out, "svd", range(3))
     shown = f"{statistics.fmean(scores):.4f} ± {statistics.stdev(scores):.4f}"
     rows = [cells(line) for line in said.splitlines() if line.startswith("│ svd ")]
     assert rows[0][:3] == ["svd", "3", shown]
     assert len(rows) == 4, "scores, difference, places, costs"
     assert "With 2 of them the chance that one or more leave out zero" in said
-    assert "places by seed" in said and sum(int(n) for n in rows[2][1:4]) == 3
+    assert "accuracy: mean ± standard deviation" in said and "accuracy (test, best): places by seed" in said
+    assert "Smaller is better" not in said and sum(int(n) for n in rows[2][1:4]) == 3
     assert min(pixels(out / "comparison.png").shape[:2]) > 500
     assert sorted(path.name for path in (out / "svd").iterdir()) == ["seed-0", "seed-1", "seed-2"]
 
@@ -93,13 +94,15 @@ def test_csv_parses_and_markdown_is_whole(compared: tuple[Path, Any], project: P
     value = json.loads(compare(project, out, *again, "json").stdout)
     read = list(csv.DictReader(io.StringIO(compare(project, out, *again, "csv").stdout)))
     assert [row["method"] for row in read] == list(METHODS)
+    assert {(row["metric"], row["score"]) for row in read} == {("test, best", "accuracy")}
+    assert (value["metric"], value["score"], value["smaller_is_better"]) == ("test, best", "accuracy", False)
     for row in read:
         assert float(row["mean"]) == value["methods"][row["method"]]["mean"] and int(row["n"]) == 3
     assert read[0]["difference"] == "" and float(read[1]["difference"]) == value["differences"][0]["mean"]
     markdown = compare(project, out, *again, "markdown").stdout
     table = [line for line in markdown.splitlines() if line.startswith("| svd |")]
     assert len(table) == 4 and f"| {value['methods']['svd']['mean']:.4f} ± " in table[0]
-    assert "| :--- | ---: |" in markdown
+    assert "| :--- | ---: |" in markdown and "accuracy (test, best): difference to glora" in markdown
 
 
 def test_two_workers_give_the_same_numbers_and_bits(compared: tuple[Path, Any], project: Path, tmp_path: Path) -> None:
@@ -185,6 +188,69 @@ def test_a_failing_run_is_named_and_the_others_go_on(
     assert [found["n"] for found in again["methods"].values()] == [3, 3] and again["failed"] == []
 
 
+def test_a_value_of_a_search_that_fails_is_dropped_and_the_method_goes_on(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    """train.lr = 1e30 diverges by itself: its uploads are refused. svd's others fail too, so that svd has nothing;
+    glora goes on with the values that ran. Two values that agree to six digits have folders of their own."""
+    real = fedlora.runs.preparation.prepare
+
+    def prepare(config: Any, data_root: Path | None = None) -> Any:
+        if config.method.name == "svd" and config.train.lr < 1:
+            raise DataError("out of paper.")
+        return real(config, data_root)
+
+    monkeypatch.setattr("fedlora.runs.preparation.prepare", prepare)
+    tune = ("--tune", "train.lr=0.01,0.0100000001,1e30", "--seeds", "0,1")
+    result = compare(project, tmp_path / "runs", *tune, "--json", methods="glora,svd")
+    said, search = json.loads(result.stdout), tmp_path / "runs" / "glora" / "search"
+    assert {path.name for path in search.iterdir()} >= {"train.lr=0.01", "train.lr=0.0100000001"}
+    assert list(said["methods"]) == ["glora"] and said["methods"]["glora"]["n"] == 2
+    assert said["methods"]["glora"]["tuned"] in (0.01, 0.0100000001) and said["failed"] == []
+    assert any(
+        w.startswith("glora: train.lr = 1e+30 is dropped from the search, for it failed") for w in said["dropped"]
+    )
+    assert any(w.startswith("svd: train.lr = 0.0100000001 is dropped") for w in said["dropped"])
+    assert said["refused"] == {"svd": "no run of the search over train.lr = 0.01, 0.0100000001, 1e+30 came to its end."}
+    assert "svd not run: no run of the search" in result.stderr
+
+
+def test_by_loss_it_is_said_that_smaller_is_better(project: Path, tmp_path: Path, undrawn: None) -> None:
+    """The same method by two names is level on every seed: both first, the difference is equal, and ties are told."""
+    more = ("--seeds", "0,1", "--set", "evaluate.metric=loss")
+    said = compare(project, tmp_path / "runs", *more, methods="glora,glora rho=1.0").stdout
+    assert "loss (test, best): places by seed" in said and "Smaller is better" in said
+    rows = [cells(line) for line in said.splitlines() if line.startswith("│ glora ")]
+    assert ["glora", "2", "0", "1.00"] in rows and "share the better place, and it counts for each" in said
+    (gap,) = [cells(line) for line in said.splitlines() if line.startswith("│ glora rho=1.0 ") and "+0.0000" in line]
+    assert gap == ["glora rho=1.0", "+0.0000", "+0.0000 .. +0.0000", "2", "equal"]
+
+
+def test_runs_of_other_data_are_not_compared(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """A file that changes between two calls: said before more is run; and where all is there, before anything is told.
+    A finished run that cannot be read is named with what to do."""
+    lines = (project / "train.jsonl").read_text().splitlines(keepends=True)
+    data, out = tmp_path / "d.jsonl", tmp_path / "runs"
+    data.write_text("".join(lines))
+    args = ("--set", f"data.train={data}", "--set", "run.rounds=1", "--out", out)
+    both = ("compare", project / "config.toml", "--methods", "glora,svd", *args)
+    invoke("compare", project / "config.toml", "--methods", "glora", *args)
+    data.write_text("".join(lines[1:]))
+    before = contents(out)
+    assert "glora, seed 0 is finished, and its train data are not those" in main(*both, "--resume").complaint()
+    assert contents(out) == before
+    invoke("compare", project / "config.toml", "--methods", "svd", *args[:-1], tmp_path / "other")
+    (tmp_path / "other" / "svd").rename(out / "svd")
+    assert "glora and svd had another train data on seed 0" in main(*both, "--resume").complaint()
+    for name, text in (("metrics.jsonl", '{"round"\n'), ("summary.json", "{}")):
+        (out / "svd" / "seed-0" / name).write_text(text)
+        assert "Delete that folder, and --resume runs it again" in main(*both, "--resume").complaint()
+    (out / "svd" / "seed-0" / "manifest.json").write_text("[]")
+    data.write_text("".join(lines))
+    said = invoke(*both, "--resume").stdout
+    assert "svd failed on seed 0: " in said and "manifest.json" in said
+
+
 # ---- kills -----------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +324,21 @@ def test_seeds_as_they_are_typed() -> None:
         (("--tune", "train.lr=1e-3,1e-2", "--tune-seeds", "0"), "seed 0 is both searched on and compared on"),
         (("--tune", "train.lr=1e-3,1e-2", "--set", "data.validation=0"), "data.validation = 0 leaves none"),
         (("--json", "--format", "csv"), "two formats"),
+        (("--seeds", "0:2", "--set", "run.seed =1"), "--seeds and --set run.seed=... both say"),
+        (("--seeds", "0:2", "--set", "run={seed=1}"), "--seeds and --set run.seed=... both say"),
+        (("--tune", "train.lr=1e-3,1e-2", "--set", "train.lr=1"), "--tune and --set train.lr=... both say"),
+        (("--methods", "svd", "--set", "method.rho=0.5"), "--set method.... is of the config's method, glora"),
+        (("--tune-seeds", "77"), "--tune-seeds 77 is of a search, and there is none"),
+        (("--tune", "train.lr=1e-3", "--tune-seeds", "77"), "has one value: nothing is searched"),
+        (("--tune", "train.lr=1e-3,nan"), "no finite number"),
+        (("--tune", "train.lr=1e-3,0.001"), "names a value twice"),
+        (("--tune", "train.lr.x=1,2"), "'train.lr.x' is no key: train.lr is a value"),
+        (("--tune", "train.optimizer=1,2"), "train.optimizer"),
+        (("--tune", "data.validation=0.1,0.2"), "that is no setting to search"),
+        (("--metric", "nonsense"), "no number of a run is called 'nonsense'; there are: test, best; test, last;"),
+        (("--metric", "rounds to abc"), "no number of a run is called 'rounds to abc'"),
+        (("--metric", "validation, jitter", "--set", "run.rounds=1"), "it takes 3 evaluations, and run.rounds = 1"),
+        (("--metric", "validation, last", "--set", "data.validation=0"), "data.validation = 0 leaves none"),
     ],
 )
 def test_what_contradicts_itself_is_one_line_and_runs_nothing(

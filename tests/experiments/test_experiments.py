@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.experiments.plan import chosen_value, mains, searches
+from fedlora.experiments.plan import chosen_value, dead_end, mains, searches
 from fedlora.experiments.report import write_report
 from fedlora.experiments.results import Result, read_results, write_result
 from fedlora.experiments.runner import Places, missing, run_all
-from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.spec import Experiment, Tune, load_experiment
 from fedlora.experiments.tables import CellScore, difference, paired, score_cells
 from fedlora.runs.config import parse_config
 from support.command_line import Said, invoke
@@ -44,7 +44,6 @@ dropout = 0.0
 [run.clients]
 count = 2
 ranks = [2]
-min_size = 4
 [run.data]
 task = "sst2"
 validation = 0.2
@@ -57,7 +56,7 @@ rounds = 2
 threads = 1
 
 [axes.split]
-skewed = {{ "clients.alpha" = 0.5 }}
+skewed = {{ "clients.alpha" = 0.5, "clients.min_size" = 4 }}
 even = {{ "clients.partition" = "iid" }}
 [axes.method]
 FedIT = {{ "method.name" = "fedit" }}
@@ -157,8 +156,8 @@ def test_by_loss_the_search_chooses_the_least_and_thresholds_are_reached_from_ab
     done = {r.digest: by_loss(r.digest, losses[r.tuned or 0]) for r in search}
     assert {chosen_value(experiment, "mini", r.cell, done) for r in search} == {1e-3}
     done = {r.digest: by_loss(r.digest, None) for r in search}
-    with pytest.raises(ConfigError, match="all of them diverged"):
-        chosen_value(experiment, "mini", search[0].cell, done)
+    assert chosen_value(experiment, "mini", search[0].cell, done) is None and mains(experiment, "mini", done) == []
+    assert "all of them diverged" in (dead_end(experiment, "mini", search[0].cell, done) or "")
     fell = by_loss("x", 0.5)
     assert (fell.rounds_to(0.6), fell.rounds_to(0.5), fell.rounds_to(0.4)) == (2, 2, None)
     assert fell.score("validation, largest drop") == pytest.approx(0.2), "from 0.5 up to 0.7: the one change for worse"
@@ -185,6 +184,14 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
         ('title = "Tiny"', "titel = 3", "titel: Extra inputs"),
         ("[run.model]", "[run.model", "is not TOML"),
         ("seeds = [0, 1]", "seeds = []", "seeds: List should have at least 1"),
+        ("seeds = [0, 1]", "seeds = [0, 0]", "profile mini names a seed twice"),
+        ("seeds = [7]", "seeds = [1]", "seed 1 is both searched on and of profile mini"),
+        ('reference = "FedIT"', 'reference = "fedit"', "reference names method = 'fedit', which no axis has"),
+        ('rows = ["method"]', "rows = []", "names no axis"),
+        ('at = {{ split = "skewed" }}', 'at = {{ splt = "skewed" }}', "tune.at names splt = 'skewed'"),
+        ('paper = "tiny"', 'paper = "tiny"\nskip = [{{ split = "odd" }}]', "skip names split = 'odd'"),
+        ('paper = "tiny"', 'paper = "tiny"\nmetric = "test last"', "no number of a run is called 'test last'"),
+        ("values = [1e-3, 1e-2]", 'key = "run.seed"\nvalues = [1, 2]', "no setting to search"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -199,6 +206,44 @@ def test_an_impossible_key_names_the_cell(experiment: Experiment) -> None:
     wrong = experiment.model_copy(update={"axes": axes | {"split": {"skewed": {"clients.alhpa": 1}}}})
     with pytest.raises(ConfigError, match=r"experiment tiny, .*unknown key 'clients.alhpa'; did you mean 'alpha'"):
         mains(wrong, "one", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tune": Tune(key="train.lr.x", values=[1, 2])}, "train.lr: input should be a valid number"),
+        ({"tune": Tune(key="train.steps.x", values=[1, 2])}, "'train.steps.x' is no key: train.steps is a value"),
+        ({"tune": Tune(key="model.checkpointing", values=[0, 1])}, "model.checkpointing is none: it became False"),
+        ({"tune": Tune(key="train", values=[1, 2])}, "train"),
+        ({"tune": Tune(key="train.optimizer", values=[1, 2])}, "train.optimizer"),
+        ({"tune": Tune(key="nothing.at_all", values=[1, 2])}, "unknown key 'nothing'"),
+    ],
+)
+def test_a_search_is_over_numbers_that_there_are(experiment: Experiment, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        searches(experiment.model_copy(update=changes), "mini")
+
+
+def test_a_change_below_a_value_is_refused(experiment: Experiment) -> None:
+    axes = {**experiment.axes, "method": {"FedIT": {"run.rounds.z": 1}}}
+    with pytest.raises(ConfigError, match=r"'run.rounds.z' is no key: run.rounds is a value, not a table"):
+        mains(experiment.model_copy(update={"axes": axes}), "one", {})
+
+
+def test_a_value_of_the_search_whose_run_fails_is_dropped(experiment: Experiment) -> None:
+    """Chosen among the others; where none is left, nothing is, and it is said. 0.9 would have won."""
+    search = searches(experiment, "mini")
+    done = {r.digest: result(r.digest, 7, 0.9 if r.tuned == 1e-2 else 0.5) for r in search}
+    large = [r.digest for r in search if r.tuned == 1e-2]
+    left = {digest: found for digest, found in done.items() if digest not in large}
+    cell = search[0].cell
+    assert chosen_value(experiment, "mini", cell, done) == 1e-2
+    assert chosen_value(experiment, "mini", cell, left) is None and dead_end(experiment, "mini", cell, left) is None
+    assert chosen_value(experiment, "mini", cell, left, large) == 1e-3
+    assert len(mains(experiment, "mini", left, large)) == 8
+    every = [r.digest for r in search]
+    assert mains(experiment, "mini", {}, every) == []
+    assert "no run of the search over train.lr = 0.001, 0.01" in (dead_end(experiment, "mini", cell, {}, every) or "")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.stem)

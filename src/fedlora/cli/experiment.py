@@ -12,14 +12,16 @@ from rich.table import Table
 
 from fedlora.cli.batches import WorkersHelp, run_batch, worker_count
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, chosen, show
-from fedlora.cli.scores import cell_value, difference_sheet, records, score_sheet
+from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet
 from fedlora.cli.screen import complain, console, notes, plotted, print_json
 from fedlora.errors import ConfigError
-from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.numbers import parse_number, titled
+from fedlora.experiments.plan import PlannedRun, check_number, dead_end, mains, searches
 from fedlora.experiments.report import write_report
+from fedlora.experiments.results import Result
 from fedlora.experiments.runner import Outcome, Places, missing
 from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.tables import paired, score_cells
+from fedlora.experiments.tables import measured_by, paired, score_cells
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and what came of them.", no_args_is_help=True)
 
@@ -40,7 +42,7 @@ def run(
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what would be run, and run nothing")] = False,
-    budget: Annotated[float | None, typer.Option(help="hours after which no further run is started")] = None,
+    budget: Annotated[float | None, typer.Option(min=0.0, help="hours after which no further run is started")] = None,
     experiments: Directory = _EXPERIMENTS,
     results: Results = _RESULTS,
     work: Work = _WORK,
@@ -49,6 +51,13 @@ def run(
     places = Places(results, work, data_root)
     loaded = [_load(name, experiments) for name in names]
     only = _seeds(seeds)
+    for experiment in loaded:
+        if unknown := sorted({*(only or [])} - {*experiment.profile(profile).seeds}):
+            raise ConfigError(
+                f"--seeds {unknown[0]} is no seed of {experiment.name}, profile {profile}: it has "
+                f"{', '.join(map(str, experiment.profile(profile).seeds))}."
+            )
+        check_number(experiment, profile, experiment.profile(profile).metric or experiment.metric)
     if plan:
         _show_plan(loaded, profile, places, only)
         return
@@ -62,6 +71,9 @@ def run(
         for _ in range(2):  # the search, then what it decides
             todo = [r for r in missing(experiment, profile, places, only) if not places.failure(r.digest).exists()]
             run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, outcomes.append)
+    for experiment in loaded:
+        for line in _dead_ends(experiment, profile, places.finished(unclean=True)):
+            notes.print(line, style="yellow", markup=False, soft_wrap=True)
     if until is not None and time.monotonic() > until:
         notes.print("the budget is used up; run again to go on", style="yellow")
     failed = [outcome for outcome in outcomes if outcome.error is not None]
@@ -127,14 +139,22 @@ def show_table(
     """Means and spreads over seeds, and paired differences with 95 % intervals."""
     experiment = _load(name, experiments)
     which = metric or experiment.profile(profile).metric or experiment.metric
-    cells = score_cells(experiment, profile, Places(results, work, None).finished(), metric)
+    parse_number(which)
+    done = Places(results, work, None).finished()
+    cells = score_cells(experiment, profile, done, metric)
+    measured = measured_by(cells)
+    title = titled(which, measured)
     reference, axis = experiment.reference, experiment.rows[0]
     differences = paired(cells, axis, reference) if reference else []
-    sheets = [score_sheet(f"{experiment.title} ({which}: mean ± sd)", {which: cells}, list(experiment.axes))]
+    sheets = [score_sheet(f"{experiment.title}: {title}, mean ± sd", {which: cells}, list(experiment.axes))]
     if differences:
-        sheets.append(difference_sheet(f"Against {reference}, paired by seed", differences))
-    value = {"cells": [cell_value(c) for c in cells], "differences": [vars(d) for d in differences]}
-    show(Printed(sheets, records(which, cells, differences, axis), value), chosen(format, json))
+        sheets.append(difference_sheet(f"{title}: against {reference}, paired by seed", differences))
+    remarks = [*direction(which, cells), *_dead_ends(experiment, profile, done)]
+    value = {
+        "metric": which, "score": measured, "cells": [cell_value(c) for c in cells],
+        "differences": [vars(d) for d in differences],
+    }  # fmt: skip
+    show(Printed(sheets, records(which, cells, differences, axis), value, remarks), chosen(format, json))
 
 
 @app.command("plot")
@@ -178,6 +198,12 @@ def report(
 
 
 # -------------------------------------------------------------------------------------------------------- inside
+
+
+def _dead_ends(experiment: Experiment, profile: str, results: Mapping[str, Result]) -> list[str]:
+    """A line for each cell that has no result because its search chose nothing."""
+    found = [(cell, dead_end(experiment, profile, cell, results)) for cell in experiment.cells(profile)]
+    return [f"{', '.join(cell.values())} not run: {why}" for cell, why in found if why is not None]
 
 
 def _load(name: str, folder: Path) -> Experiment:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.cli.formats import Sheet
+from fedlora.experiments.digits import difference_in_words, in_words, shown
+from fedlora.experiments.numbers import parse_number
 from fedlora.experiments.tables import CellScore, Difference
 
 
@@ -17,7 +19,7 @@ def score_sheet(title: str, scores: Mapping[str, Sequence[CellScore]], axes: Seq
     rows = []
     for k, cell in enumerate(first):
         n = str(len(cell.scores)) if len(cell.scores) == cell.planned else f"{len(cell.scores)} of {cell.planned}"
-        value = [] if not tuned else ["" if cell.tuned is None else f"{cell.tuned:g}"]
+        value = [] if not tuned else ["" if cell.tuned is None else shown(cell.tuned)]
         rows.append([*cell.cell.values(), n, *value, *(_spread(cells[k]) for cells in scores.values())])
     return Sheet(title, columns, rows, names=len(axes))
 
@@ -26,8 +28,8 @@ def difference_sheet(title: str, differences: Sequence[Difference]) -> Sheet:
     """A row a difference, with its 95 % interval."""
     rows = [
         [
-            d.other, *([", ".join(d.where.values())] if d.where else []), f"{d.mean:+.4f}",
-            f"{d.low:+.4f} .. {d.high:+.4f}", str(d.pairs), d.verdict,
+            d.other, *([", ".join(d.where.values())] if d.where else []), *difference_in_words(d.mean, d.low, d.high),
+            str(d.pairs), d.verdict,
         ]
         for d in differences
     ]  # fmt: skip
@@ -36,15 +38,16 @@ def difference_sheet(title: str, differences: Sequence[Difference]) -> Sheet:
 
 
 def records(which: str, cells: Sequence[CellScore], differences: Sequence[Difference], axis: str) -> list[Any]:
-    """A record a cell, with its difference to the reference where there is one."""
+    """A record a cell, with its difference to the reference where there is one. metric: which number; score: of what,
+    as "accuracy"."""
     found = []
     for cell in cells:
         where = {name: label for name, label in cell.cell.items() if name != axis}
         ours = [d for d in differences if d.other == cell.cell[axis] and dict(d.where) == where]
         record: dict[str, Any] = {
-            **cell.cell, "metric": which, "n": len(cell.scores), "planned": cell.planned, "mean": cell.mean,
-            "sd": cell.spread, "tuned": cell.tuned, "reference": None, "pairs": None, "difference": None,
-            "low": None, "high": None, "p": None, "decided": None,
+            **cell.cell, "metric": which, "score": cell.metric, "n": len(cell.scores), "planned": cell.planned,
+            "mean": cell.mean, "sd": cell.spread, "tuned": cell.tuned, "reference": None, "pairs": None,
+            "difference": None, "low": None, "high": None, "p": None, "decided": None,
         }  # fmt: skip
         for d in ours:
             record |= {
@@ -59,12 +62,22 @@ def cell_value(cell: CellScore) -> dict[str, Any]:
     """A cell for JSON."""
     return {
         "cell": dict(cell.cell), "scores": dict(cell.scores), "mean": cell.mean, "spread": cell.spread,
-        "planned": cell.planned, "tuned": cell.tuned,
+        "planned": cell.planned, "tuned": cell.tuned, "score": cell.metric,
     }  # fmt: skip
+
+
+def direction(which: str, cells: Sequence[CellScore]) -> list[str]:
+    """A line where less is better, for who reads an order or the sign of a difference."""
+    metrics = dict.fromkeys(cell.metric for cell in cells if cell.metric is not None)
+    less = [metric for metric in metrics if parse_number(which).smaller_is_better(metric)]
+    if not less:
+        return []
+    where = "" if len(less) == len(metrics) else f" of {' and '.join(less)}"
+    return [f"Smaller is better{where}: a negative difference is ahead of the reference."]
 
 
 def _spread(cell: CellScore) -> str:
     """Mean and standard deviation."""
     if cell.mean is None:
         return "none"
-    return f"{cell.mean:.4f}" if cell.spread is None else f"{cell.mean:.4f} ± {cell.spread:.4f}"
+    return in_words(cell.mean, cell.spread)

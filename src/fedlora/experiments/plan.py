@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.digits import shown
+from fedlora.experiments.numbers import parse_number
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, parse_config
@@ -29,7 +31,7 @@ class PlannedRun:
     @property
     def label(self) -> str:
         """The cell, the value and the seed in words."""
-        value = "" if self.tuned is None else f", {self.tuned:g}"
+        value = "" if self.tuned is None else f", {shown(self.tuned)}"
         return f"{', '.join(self.cell.values())}{value}, seed {self.seed}"
 
 
@@ -47,11 +49,13 @@ def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
     return list(planned.values())
 
 
-def mains(experiment: Experiment, profile: str, results: Mapping[str, Result]) -> list[PlannedRun]:
-    """The runs that count, of those cells whose search is done."""
+def mains(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> list[PlannedRun]:
+    """The runs that count, of those cells whose search is done. failed: as `chosen_value` takes it."""
     planned = []
     for cell in experiment.cells(profile):
-        value = chosen_value(experiment, profile, cell, results)
+        value = chosen_value(experiment, profile, cell, results, failed)
         if value is None and experiment.tune is not None:
             continue
         for seed in experiment.profile(profile).seeds:
@@ -59,25 +63,48 @@ def mains(experiment: Experiment, profile: str, results: Mapping[str, Result]) -
     return planned
 
 
-def chosen_value(experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result]) -> float | None:
+def chosen_value(
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> float | None:
     """The searched value that is best on validation, in the mean over the search's runs of all cells that share it.
 
-    Best by the runs' metric: the largest, or of a loss the least. None while one of them is missing. A tie goes to the
-    smaller value.
+    Best by the runs' metric: the largest, or of a loss the least. None while one of them is missing, and where no value
+    has a score (`dead_end` says so). A tie goes to the smaller value.
+
+    Args:
+        failed: digests of runs that cannot be had. A value with one of them is none of the search.
     """
+    value, _ = _search(experiment, profile, cell, results, failed)
+    return value
+
+
+def dead_end(
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> str | None:
+    """Why a search that is done could choose nothing; None where it chose or is not done."""
+    _, why = _search(experiment, profile, cell, results, failed)
+    return why
+
+
+def _search(
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str]
+) -> tuple[float | None, str | None]:
+    """(value, why there is none where there can be none)"""
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None:
-        return None
+        return None, None
     if len(values) == 1:
-        return values[0]
+        return values[0], None
     alike = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
     means: list[tuple[float, float]] = []
     metrics: set[str] = set()
     for value in values:
         runs = [_planned(experiment, profile, c, seed, value, searching=True) for c in alike for seed in tune.seeds]
+        if any(run.digest in failed for run in runs):
+            continue
         found = [results[run.digest] for run in runs if run.digest in results]
         if len(found) < len(runs):
-            return None
+            return None, None
         means.append((value, fmean(result.validation_best for result in found)))
         metrics |= {result.metric for result in found}
     if len(metrics) > 1:
@@ -85,13 +112,28 @@ def chosen_value(experiment: Experiment, profile: str, cell: Cell, results: Mapp
             f"experiment {experiment.name}: a search over runs of different metrics ({', '.join(sorted(metrics))}) "
             f"cannot choose; give them one evaluate.metric."
         )
+    grid = f"{tune.key} = {', '.join(map(shown, values))}"
+    if not means:
+        return None, f"no run of the search over {grid} came to its end."
     best = best_of(metrics.pop(), means, lambda pair: pair[1])
     if best is None:
-        raise ConfigError(
-            f"experiment {experiment.name}: none of {tune.key} = {', '.join(f'{v:g}' for v in values)} has a score on "
-            f"validation that is a number for {dict(cell)}: all of them diverged. Add smaller values."
-        )
-    return best[0]
+        return None, f"none of {grid} has a score on validation that is a number: all of them diverged. Try others."
+    return best[0], None
+
+
+def check_number(experiment: Experiment, profile: str, which: str) -> None:
+    """Raises `ConfigError`, before anything is run, for a number (`results.Result.score`) that is none, or that no run
+    of the profile can have."""
+    number, whys = parse_number(which), []
+    for cell in experiment.cells(profile):
+        value = _values(experiment, profile)[0] if experiment.tune else None
+        seed = experiment.profile(profile).seeds[0]
+        why = number.lacks(_planned(experiment, profile, cell, seed, value, searching=False).config)
+        if why is None:
+            return
+        whys.append(why)
+    if whys:
+        raise ConfigError(f"no run can have the number {which!r}: {whys[0]}.")
 
 
 def at_the_edge(experiment: Experiment, profile: str, value: float | None) -> str | None:
@@ -118,25 +160,40 @@ def _planned(
     experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, *, searching: bool
 ) -> PlannedRun:
     raw: dict[str, Any] = deepcopy(experiment.run)
-    for axis, label in cell.items():
-        _apply(raw, experiment.axes[axis][label])
-    _apply(raw, experiment.profile(profile).set)
-    for axis, label in cell.items():  # a cell's own changes win over the profile's scale
-        _apply(raw, experiment.axes[axis][label])
-    _apply(raw, {"run.seed": seed})
-    if value is not None and experiment.tune is not None:
-        _apply(raw, {experiment.tune.key: value})
+    where = f"experiment {experiment.name}, {dict(cell)}"
     try:
+        for axis, label in cell.items():
+            _apply(raw, experiment.axes[axis][label])
+        _apply(raw, experiment.profile(profile).set)
+        for axis, label in cell.items():  # a cell's own changes win over the profile's scale
+            _apply(raw, experiment.axes[axis][label])
+        _apply(raw, {"run.seed": seed})
+        if value is not None and experiment.tune is not None:
+            _apply(raw, {experiment.tune.key: value})
         config = parse_config(raw)
     except ConfigError as error:
-        raise ConfigError(f"experiment {experiment.name}, {dict(cell)}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
+    if value is not None and experiment.tune is not None:
+        _check_number_key(config, experiment.tune.key, where)
     return PlannedRun(cell, seed, value, searching, config, config.digest())
+
+
+def _check_number_key(config: RunConfig, key: str, where: str) -> None:
+    """A key that is searched has a number: true and false are none, though a file may write them as 1 and 0."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{where}: the search is over numbers, and {key} is none: it became {value!r}.")
 
 
 def _apply(raw: dict[str, Any], changes: Changes) -> None:
     for key, value in changes.items():
         *path, last = key.split(".")
         table = raw
-        for part in path:
+        for depth, part in enumerate(path, start=1):
             table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                known = ".".join(path[:depth])
+                raise ConfigError(f"{key!r} is no key: {known} is a value, not a table.")
         table[last] = deepcopy(value)

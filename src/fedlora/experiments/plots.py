@@ -60,20 +60,14 @@ def plot_curves(
 
 
 def plot_comparison(
-    experiment: Experiment,
-    profile: str,
-    results: Mapping[str, Result],
+    runs: Mapping[str, Mapping[int, Result]],
     differences: Sequence[Difference],
     which: str,
     path: Path,
 ) -> Path:
     """Left: the validation metric by round, a line a method with the range of its seeds. Right, where there are several
     seeds: the paired differences of `which` to the reference with their 95 % intervals."""
-    axis_name = experiment.rows[0]
-    found: dict[str, list[Result]] = {}
-    for run in mains(experiment, profile, results):
-        if run.digest in results:
-            found.setdefault(run.cell[axis_name], []).append(results[run.digest])
+    found = {label: list(by_seed.values()) for label, by_seed in runs.items()}
     colours = {label: COLOURS[k % len(COLOURS)] for k, label in enumerate(found)}
     styles = {label: ("-", "--", ":")[k // len(COLOURS) % 3] for k, label in enumerate(found)}
     metric = words(next(iter(found.values()))[0].metric)
@@ -84,8 +78,8 @@ def plot_comparison(
         panels, width = (2, 13.0) if differences else (1, 7.5)
         figure, axes = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
         left, right = axes[0][0], axes[0][-1]
-        for label, runs in found.items():
-            _curve(left, runs, colours[label], styles[label], f"{label} ({runs[0].raw['target']})")
+        for label, each in found.items():
+            _curve(left, each, colours[label], styles[label], f"{label} ({each[0].raw['target']})")
         left.set(xlabel="round", ylabel=f"validation {metric}")
         left.set_title("one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: lowest to highest")
         left.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -14,10 +14,12 @@ from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import ConfigError
+from fedlora.experiments.digits import difference_in_words, in_words, shown
+from fedlora.experiments.numbers import titled
 from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
-from fedlora.experiments.tables import CellScore, paired, score_categories, score_cells
+from fedlora.experiments.tables import CellScore, measured_by, paired, score_categories, score_cells
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>fedlora: experiments</title>
@@ -49,7 +51,7 @@ and best rounds were chosen on a share of the training data, never on the test s
 {% if e.has_paper %}<th class="paper">paper</th>{% endif %}{% endfor %}</tr></thead>
 <tbody>{% for row in e.rows %}<tr><td>{{ row.label }}</td>{% for c in row.cells %}
 {% if c.mean is none %}<td class="none">not run</td>
-{% else %}<td title="{{ c.seeds }} of {{ c.planned }} seeds{{ c.tuned }}">{{ c.mean }}{{ c.spread }}
+{% else %}<td title="{{ c.seeds }} of {{ c.planned }} seeds{{ c.tuned }}">{{ c.mean }}
 {%- if c.seeds != c.planned %}<sup>{{ c.seeds }}</sup>{% endif %}</td>{% endif %}
 {% if e.has_paper %}<td class="paper">{{ c.paper }}</td>{% endif %}{% endfor %}</tr>{% endfor %}
 </tbody></table></div>
@@ -131,7 +133,7 @@ def _section(
         "title": f"{experiment.title}{apart}",
         "question": experiment.question,
         "note": experiment.profile(profile).note,
-        "metric": experiment.profile(profile).metric or experiment.metric,
+        "metric": titled(experiment.profile(profile).metric or experiment.metric, measured_by(cells)),
         "categories": _categories(experiment, profile, results),
         "row_name": ", ".join(experiment.rows),
         "columns": columns,
@@ -143,10 +145,11 @@ def _section(
         "reference": experiment.reference,
         "differences": [
             {
-                "other": d.other, "where": ", ".join(d.where.values()), "mean": f"{d.mean:+.4f}",
-                "interval": f"{d.low:+.4f} to {d.high:+.4f}", "pairs": d.pairs, "decided": d.decided,
+                "other": d.other, "where": ", ".join(d.where.values()), "mean": mean, "interval": interval,
+                "pairs": d.pairs, "decided": d.decided,
             }
             for d in differences
+            for mean, interval in [difference_in_words(d.mean, d.low, d.high, " to ")]
         ],
         "digest_count": len(runs),
         "config": "\n".join([*(f"{r.digest}  {r.label}" for r in runs), "", *(r.config.canonical() for r in runs[:1])]),
@@ -183,15 +186,14 @@ def _labels(cells: Sequence[CellScore], axes: Sequence[str]) -> list[str]:
 
 
 def _cell(cell: CellScore | None, paper: object) -> dict[str, Any]:
-    shown = {"paper": "" if paper is None else str(paper), "mean": None, "spread": "", "seeds": 0, "planned": 0}
+    bare = {"paper": "" if paper is None else str(paper), "mean": None, "seeds": 0, "planned": 0}
     if cell is None or cell.mean is None:
-        return shown
-    return shown | {
-        "mean": f"{cell.mean:.4f}",
-        "spread": "" if cell.spread is None else f" ± {cell.spread:.4f}",
+        return bare
+    return bare | {
+        "mean": in_words(cell.mean, cell.spread),
         "seeds": len(cell.scores),
         "planned": cell.planned,
-        "tuned": "" if cell.tuned is None else f", tuned {cell.tuned:g}",
+        "tuned": "" if cell.tuned is None else f", tuned {shown(cell.tuned)}",
     }
 
 

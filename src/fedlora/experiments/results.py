@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError
+from fedlora.experiments.numbers import Number, parse_number
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.training.metrics import find_metric, is_better
 
@@ -44,43 +46,57 @@ class Result:
         score = self.raw["validation"]["best"].get(self.metric)
         return math.nan if score is None else float(score)
 
-    def score(self, which: str, last_k: int = 3) -> float | None:
+    def score(self, which: str) -> float | None:
         """A number by its name: "test, last", "test, best" (by validation), "unseen, last", "clients, last" (the mean
         of their own readouts), "validation, mean of last 3", "validation, largest drop", "validation, jitter" (the
         standard deviation of its change from one evaluation to the next), "rounds to 0.92" (the first evaluated round
-        whose validation reaches it). None where the run has no such number, or never got there.
+        whose validation reaches it). None where the run has no such number: it diverged, never got there, or was
+        evaluated too seldom. Raises `ConfigError` for a name that `numbers.KNOWN` lacks.
         """
-        if which.startswith("rounds to "):
-            return self.rounds_to(float(which.removeprefix("rounds to ")))
-        where, _, what = which.partition(", ")
-        history = [line["metrics"][self.metric] for line in self.raw["history"] if line["metrics"]]
-        history = [math.nan if score is None else score for score in history]  # no JSON number: it diverged
-        if where == "validation":
-            changes = [b - a for a, b in pairwise(history)]
-            if what == "last":
-                return float(history[-1])
-            if what == "best":
-                return self.validation_best
-            if what.startswith("mean of last"):
-                k = int(what.rsplit(" ", 1)[1])
-                return float(sum(history[-k:]) / len(history[-k:]))
-            if what == "largest drop":  # a rise, where less is better
-                up = find_metric(self.metric).larger_is_better
-                return float(max([0.0, *(-change if up else change for change in changes)]))
-            if what == "jitter":
-                mean = sum(changes) / len(changes)
-                return float((sum((c - mean) ** 2 for c in changes) / max(len(changes) - 1, 1)) ** 0.5)
-        if where == "clients":
-            each = [scores[self.metric] for scores in self.raw["clients_at_end"].values()]
-            return sum(each) / len(each) if each else None
-        scores = self.raw["test"] if where == "test" else self.raw["probes"]
-        found = scores.get(what, {}) if where == "test" else scores.get(what, {}).get(where, {})
-        return None if found.get(self.metric) is None else float(found[self.metric])
+        number = parse_number(which)
+        if number.where == "rounds":
+            return self.rounds_to(number.amount)
+        if number.where == "validation":
+            found = self._of_validation(number)
+        elif number.where == "clients":
+            each = [scores.get(self.metric) for scores in self.raw["clients_at_end"].values()]
+            found = math.nan if not each or None in each else sum(each) / len(each)
+        else:
+            found = self._held_out(number.where, number.what).get(self.metric, math.nan)
+        return None if found is None or math.isnan(found) else float(found)
+
+    def _of_validation(self, number: Number) -> float:
+        """NaN where there is no such number."""
+        if number.what == "best":
+            return self.validation_best
+        found = [line["metrics"][self.metric] for line in self.raw["history"] if line["metrics"]]
+        history: list[float] = [
+            math.nan if score is None else float(score) for score in found
+        ]  # no JSON number: it diverged
+        if len(history) < number.evaluations():
+            return math.nan
+        if number.what == "last":
+            return history[-1]
+        if number.what == "mean of last":
+            return fmean(history[-int(number.amount) :])
+        changes = [b - a for a, b in pairwise(history)]
+        if any(map(math.isnan, changes)):
+            return math.nan
+        if number.what == "jitter":
+            return stdev(changes)
+        up = find_metric(self.metric).larger_is_better
+        return max([0.0, *(-change if up else change for change in changes)])  # a rise, where less is better
+
+    def _held_out(self, where: str, what: str) -> Mapping[str, Any]:
+        """The scores on the test set or on a further one; empty where it was not measured."""
+        found: Mapping[str, Any] = self.raw["test"] if where == "test" else self.raw["probes"]
+        found = found.get(what, {})
+        return found if where == "test" else found.get(where, {})
 
     def by_group(self, which: str) -> dict[str, float]:
         """Held-out set -> its own score, of "test, last", "unseen, last" and so on, where there are several sets."""
-        where, _, what = which.partition(", ")
-        scores = self.raw["test"].get(what, {}) if where == "test" else self.raw["probes"].get(what, {}).get(where, {})
+        number = parse_number(which)
+        scores = self._held_out(number.where, number.what)
         return {name.removeprefix("group/"): x for name, x in scores.items() if name.startswith("group/")}
 
     def rounds_to(self, target: float) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
@@ -88,11 +88,16 @@ class Outcome:
 
 
 def missing(
-    experiment: Experiment, profile: str, places: Keeper, seeds: Sequence[int] | None = None
+    experiment: Experiment,
+    profile: str,
+    places: Keeper,
+    seeds: Sequence[int] | None = None,
+    failed: Collection[str] = (),
 ) -> list[PlannedRun]:
-    """The runs that can be started now: of the search, or, where it is done for a cell, of the cell."""
+    """The runs that can be started now: of the search, or, where it is done for a cell, of the cell. failed: digests of
+    runs of the search that it goes without."""
     done = places.finished(unclean=True)
-    wanted = [*searches(experiment, profile), *mains(experiment, profile, done)]
+    wanted = [*searches(experiment, profile), *mains(experiment, profile, done, failed)]
     found: dict[str, PlannedRun] = {}
     for run in wanted:
         if run.digest not in done and (seeds is None or run.searching or run.seed in seeds):

@@ -18,7 +18,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.numbers import parse_number
 
+# What changes no score, and what a search would be judged by.
+NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
 Changes = dict[str, Any]
 Cell = Mapping[str, str]  # axis -> label
 
@@ -107,12 +110,39 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def _check_labels(experiment: Experiment, path: Path) -> None:
+    """Raises `ConfigError` where the file names what it does not have: nothing in it may be without effect."""
+    axes, tune = experiment.axes, experiment.tune
+
+    def refuse(what: str) -> None:
+        raise ConfigError(f"{path}: {what}")
+
+    def look(whose: str, axis: str, label: str) -> None:
+        if label not in axes.get(axis, {}):
+            refuse(f"{whose} names {axis} = {label!r}, which no axis has.")
+
+    for metric in [experiment.metric, *(profile.metric for profile in experiment.profiles.values())]:
+        if metric is not None:
+            parse_number(metric)
+    if not experiment.rows:
+        refuse("rows = [] names no axis; a table has at least one.")
+    for axis in [*experiment.rows, *experiment.columns, *(tune.over if tune else [])]:
+        if axis not in axes:
+            refuse(f"{axis!r} is no axis; there are {', '.join(axes)}.")
+    if experiment.reference is not None:
+        look("reference", experiment.rows[0], experiment.reference)
     for name, profile in experiment.profiles.items():
         for axis, labels in profile.axes.items():
-            unknown = set(labels) - set(experiment.axes.get(axis, {}))
-            if unknown:
-                raise ConfigError(f"{path}: profile {name} names {axis} = {sorted(unknown)[0]!r}, which no axis has.")
-    named = [*experiment.rows, *experiment.columns, *(experiment.tune.over if experiment.tune else [])]
-    for axis in named:
-        if axis not in experiment.axes:
-            raise ConfigError(f"{path}: {axis!r} is no axis; there are {', '.join(experiment.axes)}.")
+            for label in labels:
+                look(f"profile {name}", axis, label)
+        if len({*profile.seeds}) < len(profile.seeds):
+            refuse(f"profile {name} names a seed twice: {profile.seeds}.")
+        shared = sorted({*profile.seeds} & {*tune.seeds}) if tune and len(profile.tune or tune.values) > 1 else []
+        if shared:
+            refuse(f"seed {shared[0]} is both searched on and of profile {name}; keep the two apart.")
+    for skipped in experiment.skip:
+        for axis, label in skipped.items():
+            look("skip", axis, label)
+    for axis, label in (tune.at if tune else {}).items():
+        look("tune.at", axis, label)
+    if tune is not None and tune.key in NOT_TO_SEARCH:
+        refuse(f"tune.key = {tune.key!r}: that is no setting to search.")

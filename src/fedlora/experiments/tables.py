@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from fedlora.experiments.digits import ALIKE, alike, places
+from fedlora.experiments.numbers import parse_number
 from fedlora.experiments.plan import chosen_value, mains
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Cell, Experiment
@@ -15,12 +17,13 @@ from fedlora.experiments.spec import Cell, Experiment
 @dataclass(frozen=True)
 class CellScore:
     """One cell. scores: seed -> value, of the seeds that were run. planned: how many were meant. tuned: the value that
-    the search chose."""
+    the search chose. metric: what the scores are of, as "accuracy"; None where nothing was run."""
 
     cell: Cell
     scores: Mapping[int, float]
     planned: int
     tuned: float | None
+    metric: str | None = None
 
     @property
     def mean(self) -> float | None:
@@ -52,16 +55,17 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """ "undecided" where the interval holds zero; where all gaps are alike there is none."""
+        """ "undecided" where the interval holds zero; where all gaps are alike there is none, and where they are all
+        zero the scores are "equal"."""
         if self.low == self.high:
-            return "no spread"
+            return "no spread" if self.mean else "equal"
         return "" if self.decided else "undecided"
 
 
 @dataclass(frozen=True)
 class Placing:
     """Which places a label took among the others. counts: of the first place, the second, ..., over the seeds that all
-    have. Labels of one score share the better place."""
+    have. Labels whose scores are alike (`digits.alike`) share the better place."""
 
     label: str
     counts: tuple[int, ...]
@@ -72,21 +76,36 @@ class Placing:
 
 
 def score_cells(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], which: str | None = None
+    experiment: Experiment,
+    profile: str,
+    results: Mapping[str, Result],
+    which: str | None = None,
+    failed: Collection[str] = (),
 ) -> list[CellScore]:
-    """Every cell of the profile with what has been run of it. which: a name as `Result.score` takes it."""
+    """Every cell of the profile with what has been run of it. which: a name as `Result.score` takes it. failed: as
+    `plan.chosen_value` takes it."""
     which = which or experiment.profile(profile).metric or experiment.metric
     done: dict[tuple[str, ...], dict[int, float]] = {}
-    for run in mains(experiment, profile, results):
+    metrics: dict[tuple[str, ...], str] = {}
+    for run in mains(experiment, profile, results, failed):
         if run.digest in results:
+            metrics[tuple(run.cell.values())] = results[run.digest].metric
             value = results[run.digest].score(which)
             if value is not None:
                 done.setdefault(tuple(run.cell.values()), {})[run.seed] = value
     planned = len(experiment.profile(profile).seeds)
     return [
-        CellScore(cell, done.get(tuple(cell.values()), {}), planned, chosen_value(experiment, profile, cell, results))
+        CellScore(
+            cell, done.get(tuple(cell.values()), {}), planned,
+            chosen_value(experiment, profile, cell, results, failed), metrics.get(tuple(cell.values())),
+        )
         for cell in experiment.cells(profile)
-    ]
+    ]  # fmt: skip
+
+
+def measured_by(cells: Sequence[CellScore]) -> str | None:
+    """The metric of the cells' scores, or all of them; None where nothing was run."""
+    return " and ".join(dict.fromkeys(cell.metric for cell in cells if cell.metric is not None)) or None
 
 
 def score_categories(
@@ -111,32 +130,24 @@ def placings(cells: Sequence[CellScore], axis: str, *, smaller_is_better: bool =
     seeds = set.intersection(*(set(cell.scores) for cell in cells)) if cells else set()
     if not seeds:
         return []
-    sign = 1 if smaller_is_better else -1
     counts = [[0] * len(cells) for _ in cells]
     for seed in seeds:
-        scores = [sign * cell.scores[seed] for cell in cells]
-        for k, score in enumerate(scores):
-            counts[k][sum(other < score for other in scores)] += 1
+        for k, place in enumerate(places([cell.scores[seed] for cell in cells], smaller_is_better=smaller_is_better)):
+            counts[k][place] += 1
     return [Placing(cell.cell[axis], tuple(count)) for cell, count in zip(cells, counts, strict=True)]
 
 
 def orders(cells: Sequence[CellScore], *, smaller_is_better: bool = False) -> tuple[int, int]:
-    """How many different orders of the cells there are over the seeds that all have, and how many seeds these are."""
+    """How many different orders of the cells there are over the seeds that all have, and how many seeds these are.
+    An order in which two share a place is another one than those in which one of them is ahead."""
     seeds = set.intersection(*(set(cell.scores) for cell in cells)) if cells else set()
-    sign = 1 if smaller_is_better else -1
-    found = {
-        tuple(sum(sign * o.scores[seed] < sign * cell.scores[seed] for o in cells) for cell in cells) for seed in seeds
-    }
+    found = {places([cell.scores[seed] for cell in cells], smaller_is_better=smaller_is_better) for seed in seeds}
     return len(found), len(seeds)
 
 
 def smaller_is_better(which: str, metric: str) -> bool:
     """Whether of a number, as `Result.score` takes its name, less is better."""
-    return (
-        which.startswith("rounds to ")
-        or which in ("validation, largest drop", "validation, jitter")
-        or metric in ("loss", "perplexity")
-    )
+    return parse_number(which).smaller_is_better(metric)
 
 
 def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Difference]:
@@ -158,12 +169,14 @@ def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Differ
 def difference(
     reference: str, other: str, where: Mapping[str, str], pairs: Sequence[tuple[float, float]]
 ) -> Difference:
-    """The paired t interval of (other, reference) pairs."""
+    """The paired t interval of (other, reference) pairs. What differs by rounding alone (`digits.alike`) is no gap."""
     from scipy import stats
 
-    gaps = [a - b for a, b in pairs]
-    if max(gaps) - min(gaps) < 1e-12:  # no spread: the interval is the number itself
-        return Difference(reference, other, where, len(gaps), gaps[0], gaps[0], gaps[0], math.nan)
+    gaps = [0.0 if alike(a, b) else a - b for a, b in pairs]
+    rounding = ALIKE * max(abs(score) for pair in pairs for score in pair)
+    if max(gaps) - min(gaps) <= rounding:  # no spread: the interval is the number itself
+        mean = fmean(gaps)
+        return Difference(reference, other, where, len(gaps), mean, mean, mean, math.nan)
     test = stats.ttest_1samp(gaps, 0.0)
     interval = test.confidence_interval(0.95)
     return Difference(

@@ -165,6 +165,14 @@ def _known_keys(section: tuple[int | str, ...]) -> list[str]:
     return list(getattr(model, "model_fields", ()))
 
 
+def overridden(overrides: Sequence[str]) -> dict[str, Any]:
+    """What `a.b=c` overrides say by themselves, as nested tables. Raises `ConfigError`."""
+    said: dict[str, Any] = {}
+    for override in overrides:
+        _override(said, override)
+    return said
+
+
 def _override(raw: dict[str, Any], text: str) -> None:
     key, found, value = text.partition("=")
     if not found or not all(key.split(".")):

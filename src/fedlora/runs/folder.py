@@ -24,6 +24,12 @@ from typing import Any
 from fedlora.core import files
 from fedlora.errors import CheckpointError
 
+# What each file has in every version, so that a damaged one is told from a whole one.
+_HAS = {
+    "summary.json": ("method", "metric", "rounds", "validation", "test"),
+    "manifest.json": ("config_digest", "data"),
+}
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -81,27 +87,37 @@ class RunFolder:
         """The content of one of the folder's JSON files. Raises `CheckpointError` where it is missing or damaged."""
         try:
             found = json.loads((self.path / name).read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or not found:
-                raise ValueError("it holds no facts")
-            return found
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / name} cannot be read: {error}. Was it changed by hand?") from error
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}.") from error
+        lacks = [key for key in _HAS.get(name, ()) if not isinstance(found, dict) or key not in found]
+        if lacks or not isinstance(found, dict):
+            what = f"it has no {lacks[0]!r}" if isinstance(found, dict) else "it is no table of keys"
+            raise CheckpointError(f"{self.path / name} is damaged: {what}. Choose another --out.")
+        return found
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Whole or not at all. NaN becomes null: JSON has no NaN."""
         files.write(self.path / name, json.dumps(plain(value), indent=2, sort_keys=True) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The finished rounds' lines; a half-written last one does not count."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-        found = []
-        for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is no whole line
+        """The finished rounds' lines; a half-written last one does not count.
+
+        Raises:
+            CheckpointError: a line that is damaged, missing or there twice. No number is told of a log with holes.
+        """
+        path, found = self.path / "metrics.jsonl", []
+        whole, _, _ = path.read_bytes().rpartition(b"\n") if path.is_file() else (b"", b"", b"")
+        for number, text in enumerate(whole.split(b"\n") if whole else [], start=1):
             try:
-                found.append(json.loads(line))
-                found[-1]["round"]
+                line = json.loads(text)
+                if line["round"] != number:
+                    raise ValueError(f"it is of round {line['round']}")
             except (ValueError, TypeError, KeyError) as error:
-                raise CheckpointError(f"{path}, line {number} is damaged: {error!r}.") from error
+                raise CheckpointError(
+                    f"{path} is damaged: line {number} is not that of round {number} ({error}). Restore it, or choose "
+                    f"another --out."
+                ) from error
+            found.append(line)
         return found
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:

@@ -43,11 +43,8 @@ def manifest(
         "seed": config.run.seed,
         "model": {"path": config.model.path, "sha256": model_digests(path)},
         "data": {
-            "train": {c: _facts(p) for c, p in parts.items()},
-            "validation": _facts(TextData.concat(list(data.validation.values()))),
-            "test": _facts(TextData.concat(list(data.test.values()))),
+            **data_facts(data),
             **({"own_test": {c: _facts(p) for c, p in data.own_test.items()}} if config.clients.own_test else {}),
-            "probes": {name: _facts(TextData.concat(list(sets.values()))) for name, sets in data.probes.items()},
             "categories": dict(data.categories),
             "labels": list(first.label_names),
             "label_counts": dict(zip(parts, counts.tolist(), strict=True)) if counts is not None else None,
@@ -68,6 +65,16 @@ def _template(config: RunConfig, model: AdaptedModel) -> dict[str, str]:
 def prompted(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
     """A stored manifest's data; one of a language model that does not say its template is of a time without: raw."""
     return theirs if "template" in theirs or "template" not in ours else {**theirs, "template": "raw"}
+
+
+def data_facts(data: Dealt) -> dict[str, Any]:
+    """What the data are: sizes and digests, of each client's and of what is held out."""
+    return {
+        "train": {c: _facts(p) for c, p in data.parts.items()},
+        "validation": _facts(TextData.concat(list(data.validation.values()))),
+        "test": _facts(TextData.concat(list(data.test.values()))),
+        "probes": {name: _facts(TextData.concat(list(sets.values()))) for name, sets in data.probes.items()},
+    }
 
 
 def _facts(data: TextData) -> dict[str, Any]:

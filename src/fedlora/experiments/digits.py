@@ -1,0 +1,57 @@
+"""How numbers are told apart and written: what differs by round-off is alike, and what differs is seen to differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+ALIKE = (
+    1e-6  # relative: training in float32 repeats a score to about 1e-7, and one example of a million moves it by this
+)
+
+
+def alike(a: float, b: float) -> bool:
+    """Whether two scores are the same but for rounding."""
+    return math.isclose(a, b, rel_tol=ALIKE, abs_tol=1e-12)
+
+
+def places(scores: Sequence[float], *, smaller_is_better: bool = False) -> tuple[int, ...]:
+    """The place of each, from 0: how many are better. Scores that are alike share the better place."""
+    order = sorted(range(len(scores)), key=lambda k: scores[k] if smaller_is_better else -scores[k])
+    found = [0] * len(scores)
+    for place, k in enumerate(order):
+        before = order[place - 1]
+        found[k] = found[before] if place and alike(scores[k], scores[before]) else place
+    return tuple(found)
+
+
+def in_words(mean: float, spread: float | None = None) -> str:
+    """ "0.8123" or "0.8123 ± 0.0210": four digits behind the point, more where two of the spread's (of a number without
+    one: of its own) begin later."""
+    if spread is None:
+        return written(mean, mean)
+    small = abs(mean) if spread <= ALIKE * abs(mean) else spread
+    return f"{written(mean, small)} ± {written(spread, small)}"
+
+
+def difference_in_words(mean: float, low: float, high: float, between: str = " .. ") -> tuple[str, str]:
+    """(difference, interval), with the digits that tell the interval's ends apart."""
+    small = (high - low) / 2 or abs(mean)
+    return written(
+        mean, small, sign=True
+    ), f"{written(low, small, sign=True)}{between}{written(high, small, sign=True)}"
+
+
+def written(value: float, small: float, *, sign: bool = False) -> str:
+    """`value` with two significant digits of `small`, and at least four behind the point."""
+    plus = "+" if sign else ""
+    if not math.isfinite(small) or small == 0:
+        return f"{value:{plus}.4f}"
+    digits = max(4, 1 - math.floor(math.log10(abs(small))))
+    return f"{value:{plus}.{digits}f}" if digits <= 9 else f"{value:{plus}.2e}"
+
+
+def shown(value: float) -> str:
+    """A setting's value, as short as it is exact: 0.003, 1e-05, 0.0010000001."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
