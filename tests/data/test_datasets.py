@@ -126,7 +126,7 @@ class TestParquet:
         parquet = pytest.importorskip("pyarrow.parquet")
         twice = pyarrow.table([["a"], ["b"], [0]], names=["text", "text", "label"])
         parquet.write_table(twice, tmp_path / "twice.parquet")
-        with pytest.raises(DataError, match="cannot be read as Parquet: .*text"):
+        with pytest.raises(DataError, match=r"cannot be read as Parquet: .*text"):
             read_classification(tmp_path / "twice.parquet", text="text", label="label")
         broken = pyarrow.table({"text": ["a"], "label": [0]}).replace_schema_metadata({"huggingface": "{"})
         parquet.write_table(broken, tmp_path / "broken.parquet")

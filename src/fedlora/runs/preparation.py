@@ -18,6 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.base_names import base_name
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
+from fedlora.runs.copies import straddling
 from fedlora.runs.exported import named
 from fedlora.runs.manifest import manifest
 from fedlora.runs.samples import draw_samples
@@ -131,6 +132,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         **manifest(config, data, clients, model, server.method),
         "evaluation_target": target,
         "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
+        "copies": straddling(data),
         "answer_ends": list(ends),
         "cut_held_out": {
             name: {how: asdict(cut) for how, cut in found.items()}

@@ -122,6 +122,11 @@ class AdaptedModel:
             GenerationConfig,
         )
 
+        if task == "classification" and len(labels) < 2:  # of one, transformers would make a regression without a word
+            raise ConfigError(
+                f"a classification needs the names of two classes or more, as labels; got {list(labels)}. Data of one "
+                f"class leave nothing to tell apart."
+            )
         extra: dict[str, Any] = {"num_labels": len(labels)} if task == "classification" else {}
         kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
         folder = Path(path)
