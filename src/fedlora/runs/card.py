@@ -63,6 +63,7 @@ names = json.loads(Path(here, "labels.json").read_text())["id2label"].values()
 labels = {{"id2label": dict(enumerate(names)), "label2id": {{name: k for k, name in enumerate(names)}}}}
 model = AutoPeftModelForSequenceClassification.from_pretrained(here, **labels).eval()
 tokenizer = AutoTokenizer.from_pretrained(here)
+model.config.pad_token_id = tokenizer.pad_token_id
 
 texts = ["one text", "another text"]{pair}
 with torch.no_grad():
@@ -93,8 +94,7 @@ def model_card(
 ) -> str:
     """The README.md of a run's adapter, with the front matter that the hub reads. client: whose own one it is."""
     base = base_name(config.model.path, manifest["model"]["sha256"])
-    train, t = manifest["data"]["train"], config.train
-    length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
+    train = manifest["data"]["train"]
     ranks = sorted(set(adapter.ranks.values()))
     commit = manifest["commit"]
     return _TEMPLATE.format(
@@ -112,7 +112,7 @@ def model_card(
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
         examples=sum(part["examples"] for part in train.values()),
-        local=f"{length} of {t.batch_size}, {t.optimizer}, learning rate {t.lr:g}",
+        local=_local(config),
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
         classes=_classes(manifest, metrics),
@@ -124,16 +124,35 @@ def model_card(
 
 def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """Rows with the classes by name: how many examples were trained on, and which share of the test's was found."""
-    names = [name.replace("|", r"\|") for name in manifest["data"]["labels"]]  # a table's cells
+    names = [_cell(name) for name in manifest["data"]["labels"]]
     counts = (manifest["data"]["label_counts"] or {}).values()
     if not 0 < len(names) <= _MOST_CLASSES:
         return ""
     total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
     rows = f"| training examples by class | {', '.join(f'{n} {c}' for n, c in zip(names, total, strict=True))} |\n"
-    found = {k.removeprefix("recall/").replace("|", r"\|"): v for k, v in metrics.items() if k.startswith("recall/")}
+    found = {_cell(k.removeprefix("recall/")): v for k, v in metrics.items() if k.startswith("recall/")}
     if found:
         rows += f"| recall on the test set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
     return rows
+
+
+def _cell(text: str) -> str:
+    """A text within a table's cell, on one line."""
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def _local(config: RunConfig) -> str:
+    """A client's round in words; what is not at its default is said."""
+    t, lora = config.train, config.lora
+    length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
+    said = [f"{length} of {t.batch_size}", t.optimizer, f"learning rate {t.lr:g}"]
+    if t.class_weights is not None:
+        table = t.class_weights
+        weights = table if isinstance(table, str) else ", ".join(f"{_cell(k)} {v:g}" for k, v in table.items())
+        said.append(f"class weights {weights}")
+    if lora.alpha is not None:
+        said.append(f"alpha {lora.alpha:g}, {'alpha / sqrt(r)' if lora.rslora else 'alpha / r'} for each rank")
+    return ", ".join(said)
 
 
 def _snippet(config: RunConfig, ends: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.class_weights import ClassWeights, weigh_classes
-from fedlora.training.encoding import Cut, Encoded, Example, LossOn, collate, cut_of, encode, scored
+from fedlora.training.encoding import Cut, Encoded, Example, LossOn, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -61,6 +61,25 @@ class TrainSettings:
     bf16: bool = False
     class_weights: ClassWeights | None = None
     template: str | None = None
+
+    def __post_init__(self) -> None:
+        rules = {
+            f"optimizer is one of {', '.join(get_args(Optimizer))}": self.optimizer in get_args(Optimizer),
+            f"schedule is one of {', '.join(get_args(Schedule))}": self.schedule in get_args(Schedule),
+            "lr, weight_decay and clip are numbers >= 0": all(
+                0 <= x < math.inf for x in (self.lr, self.weight_decay, self.clip)
+            ),
+            "batch_size, rounds and max_length are whole numbers >= 1": all(
+                isinstance(n, int) and n >= 1 for n in (self.batch_size, self.rounds, self.max_length)
+            ),
+            "accumulation is 'auto' or a whole number >= 1": self.accumulation == "auto"
+            or (isinstance(self.accumulation, int) and self.accumulation >= 1),
+            "steps is a whole number, and with steps = 0 epochs a number > 0": isinstance(self.steps, int)
+            and (self.steps > 0 or (self.steps == 0 and 0 < self.epochs < math.inf)),
+        }
+        said = next((rule for rule, right in rules.items() if not right), None)
+        if said:
+            raise ConfigError(f"TrainSettings: {said}; got {self}.")
 
 
 class RoundTrainer(ABC):
@@ -127,6 +146,16 @@ class RoundTrainer(ABC):
         return _stream(len(self.examples(client)), position, self._seed, client)
 
 
+def without_data(client: str, data: Mapping[str, Any]) -> str:
+    """What is to be said of a client without examples: it has an empty list of them, or none is of its name."""
+    if client in data:
+        return f"client {client!r} has no training data: its list of examples is empty. Give it some, or leave it out."
+    names = sorted(data)
+    return f"client {client!r} has no training data; the data are of {names[:5]}" + (
+        f" and {len(names) - 5} more." if len(names) > 5 else "."
+    )
+
+
 class LocalTrainer(RoundTrainer):
     """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`.
 
@@ -151,6 +180,8 @@ class LocalTrainer(RoundTrainer):
             )
             for client, part in data.items()
         }  # fmt: skip
+        for examples in self._data.values():
+            check_length(examples, model.longest)
         self._class_weights = {client: weigh_classes(part, settings.class_weights) for client, part in data.items()}
 
     def cut(self) -> dict[str, Cut]:
@@ -161,7 +192,7 @@ class LocalTrainer(RoundTrainer):
         """A client's encoded examples. Raises `ConfigError` where it has none."""
         data = self._data.get(client)
         if not data:
-            raise ConfigError(f"client {client!r} has no training data; the data are of {sorted(self._data)[:5]}, ...")
+            raise ConfigError(without_data(client, self._data))
         return data
 
     def losses(self, client: str, picked: list[Example]) -> Iterator[Tensor]:

@@ -87,7 +87,7 @@ class AdaptedModel:
         self._checkpointing = checkpointing
         self._model: Any = None
         self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
-        self._pristine: dict[str, Tensor] = {}
+        self._pristine: dict[str, nn.Parameter] = {}
         self._active = ""
 
     @classmethod
@@ -183,6 +183,16 @@ class AdaptedModel:
         config: Any = getattr(self._base, "config", None)
         found = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
         return found if isinstance(found, int) else None
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that the model can read: the rows of its table of positions. None where it has no such table."""
+        tables = [
+            module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+            for name, module in self.network.named_modules()
+            if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        ]
+        return min([*tables, *([] if self.positions is None else [self.positions])]) if tables else None
 
     @property
     def quantised(self) -> bool:
@@ -306,11 +316,12 @@ class AdaptedModel:
     def _set_base(self, delta: Mapping[str, LoRA]) -> None:
         """The base weights as pre-trained, plus scaling * delta. The only place that changes them.
 
-        A changed weight is a new tensor: the pre-trained ones are never written to, for processes may share them.
+        A changed weight is a new parameter of that layer alone: the pre-trained ones are never written to, for
+        processes may share them, and so may other layers (an output layer that is tied to the embedding).
         """
         for path, weight in self._pristine.items():
             if path not in delta:
-                self._base_layer(path).weight.data = weight
+                self._base_layer(path).weight = weight
         for path, lora in delta.items():
             layer = self._base_layer(path)
             if not layer.weight.is_floating_point():
@@ -318,10 +329,11 @@ class AdaptedModel:
                     f"the base weight of {path!r} is quantised ({layer.weight.dtype}), so no update can be added to "
                     f"it: fedex-lora and flora cannot run on it. Take another method, or a base of 16 bits."
                 )
-            weight = self._pristine.setdefault(path, layer.weight.detach())
+            weight = self._pristine.setdefault(path, layer.weight)
             dense = self.settings.scaling * lora.map(_to(weight.device)).delta()
             transposed = self._model.get_submodule(f"base_model.model.{path}").fan_in_fan_out
-            layer.weight.data = weight + (dense.T if transposed else dense).to(weight.dtype)
+            added = weight.detach() + (dense.T if transposed else dense).to(weight.dtype)
+            layer.weight = nn.Parameter(added, requires_grad=False)
 
     def frozen(self) -> list[nn.Parameter]:
         """The base weights, that no client trains: what processes can share."""
