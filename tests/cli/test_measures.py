@@ -8,6 +8,7 @@ import support.command_line  # noqa: F401 - first, for it expects what typer's i
 
 # isort: split
 from fedlora.cli.measures import (
+    byte_size,
     confusion_table,
     label_cell,
     label_title,
@@ -38,6 +39,11 @@ def test_classes_stand_in_the_title_and_counts_in_its_order() -> None:
     names = [f"c{k}" for k in range(20)]
     assert label_title(names) == "by label"
     assert label_cell([0, 3, 0, 9], names) == "2 of 20 classes, most: c3 9, c1 3"
+
+
+def test_bytes_in_a_unit_that_shows_them() -> None:
+    shown = [byte_size(n) for n in (0, 999, 30_161, 999_940, 1_500_000)]
+    assert shown == ["0 bytes", "999 bytes", "30.2 KB", "999.9 KB", "1.5 MB"]
 
 
 def test_scores_in_words_and_what_is_no_number() -> None:

@@ -89,6 +89,22 @@ def test_what_can_never_run_as_written_is_said_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_copies_in_a_test_file_of_ones_own_are_told_and_empty_columns_left_out(
+    project: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """The first five of the training rows are in the test file of eight; nobody asked for the clients' own scores."""
+    lines = (project / "train.jsonl").read_text().splitlines()
+    (project / "train.jsonl").write_text("\n".join(lines[:-3]))
+    (project / "test.jsonl").write_text("\n".join([*lines[:5], *lines[-3:]]))
+    sets = ("data.test=test.jsonl", "data.validation=0", "run.rounds=1")
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    assert said.code == 0
+    assert "of the 8 examples of test, 5 are copies of training texts" in said.err
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["copies"] == {"test": {"examples": 8, "in training": 5, "in validation": 0}}
+    assert "own readout" not in said.out and "KB / " in said.out and "last loss" in said.out
+
+
 def test_a_missing_or_broken_config_is_one_line(tmp_path: Path, main: Callable[..., Said]) -> None:
     out = tmp_path / "run"
     assert "nowhere.toml cannot be read" in main("run", tmp_path / "nowhere.toml", "--out", out).complaint()

@@ -5,6 +5,8 @@ Kinds of evidence: *oracle* (by hand), *contract* (bad input is one line).
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -50,6 +52,29 @@ class TestObjects:
         assert from_dataset(rows, prompt="q", response="a") == from_dataset(rows, messages="messages") == want
 
     @pytest.mark.parametrize(
+        ("values", "names"),
+        [
+            ([True, False], None), ([True, False], ["no", "yes"]), (["10", "9"], None), ([1, 0], ["1", "0"]),
+            (["b", "a "], None), ([2, 0], None), (["pos", "1"], None), ([0.0, 1.0], None), ([1, -1], None),
+        ],
+    )  # fmt: skip
+    def test_labels_are_read_as_a_file_with_them_is(self, values: list[Any], names: Any, tmp_path: Path) -> None:
+        """One rule: what `read_classification` makes of the JSONL of the same rows, errors included."""
+        rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": values})
+        (tmp_path / "d.jsonl").write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
+
+        def read(read_it: Any, source: Any) -> Any:
+            try:
+                return read_it(source, text="text", label="label", label_names=names)
+            except DataError as error:
+                return re.sub(r", line \d", "", str(error).replace(str(source), "the data set"))
+
+        assert read(from_dataset, rows) == read(read_classification, tmp_path / "d.jsonl")
+
+    def test_a_data_set_in_numpys_format_is_the_same(self, news: Any) -> None:
+        assert from_dataset(news.with_format("numpy"), text="text", label="label") == named(news)
+
+    @pytest.mark.parametrize(
         ("columns", "said"),
         [
             ({}, "got none"),
@@ -84,6 +109,29 @@ class TestParquet:
         assert read_classification(tmp_path / "news.parquet", text="text", label="label") == named(news)
         more = ("business", "science", "sports", "world")
         assert read_classes(tmp_path / "news.parquet", text="text", label="label", label_names=more).labels == (0, 3)
+
+    def test_a_name_with_a_blank_at_its_edge(self, tmp_path: Path) -> None:
+        """The names are as the file has them, through the file and through the object."""
+        features = datasets.Features(
+            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=[" x", "y "])}
+        )
+        rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+        rows.to_parquet(tmp_path / "a.parquet")
+        want = TextData("classification", ("a", "b"), labels=(1, 0), label_names=(" x", "y "))
+        assert read_classification(tmp_path / "a.parquet", text="text", label="label") == want
+        assert from_dataset(rows, text="text", label="label") == want
+
+    def test_a_column_that_is_there_twice_and_a_broken_note_of_the_library(self, tmp_path: Path) -> None:
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        twice = pyarrow.table([["a"], ["b"], [0]], names=["text", "text", "label"])
+        parquet.write_table(twice, tmp_path / "twice.parquet")
+        with pytest.raises(DataError, match=r"cannot be read as Parquet: .*text"):
+            read_classification(tmp_path / "twice.parquet", text="text", label="label")
+        broken = pyarrow.table({"text": ["a"], "label": [0]}).replace_schema_metadata({"huggingface": "{"})
+        parquet.write_table(broken, tmp_path / "broken.parquet")
+        with pytest.raises(DataError, match="what the library datasets has written"):
+            read_classification(tmp_path / "broken.parquet", text="text", label="label")
 
     def test_conversations_and_instructions(self, tmp_path: Path) -> None:
         rows = datasets.Dataset.from_dict({"prompt": ["Hi"], "response": ["Hello"], "talk": [TALK]})

@@ -53,14 +53,16 @@ class TestHub:
         """GLUE's public test sets hold -1 in place of each label."""
         rows = [row | {"mood": -1} for row in FILMS]
         hub({"test": HubRows(rows, {"mood": ("neg", "pos")})})
-        with pytest.raises(DataError, match=r"labels outside 0\.\.1: is it an unlabelled split\?") as error:
+        with pytest.raises(
+            DataError, match=r"row 1: 'mood' is -1, and its classes are 0\.\.1 .*unlabelled split\?"
+        ) as error:
             read_hub("f", None, "test", text="review", label="mood")
         one_line(error)
 
     def test_a_label_beyond_the_given_names_is_refused(self, hub: Hub) -> None:
         """Two names are the classes 0 and 1."""
         hub({"train": HubRows([*FILMS, {"review": "so-so", "mood": 2, "by": "c"}])})
-        with pytest.raises(DataError, match=r"labels outside 0\.\.1"):
+        with pytest.raises(DataError, match=r"row 3: label '2' is not among the 2 label_names"):
             read_hub("f", None, "train", text="review", label="mood", label_names=("neg", "pos"))
 
     def test_labels_that_are_strings_are_read_or_refused(self, hub: Hub) -> None:

@@ -200,9 +200,11 @@ class TestReaders:
             ([2, 0], None, (2, 0), ("0", "1", "2")),
             (["2", "0"], None, (2, 0), ("0", "1", "2")),
             ([" 10", "9"], None, (10, 9), tuple(str(k) for k in range(11))),
-            (["10", "b", "9"], None, (0, 2, 1), ("10", "9", "b")),
+            (["10", "b", "9"], ["9", "10", "b"], (1, 2, 0), ("9", "10", "b")),
             (["b", "a", "b"], None, (1, 0, 1), ("a", "b")),
             ([True, False], None, (1, 0), ("false", "true")),
+            ([True, False], ["no", "yes"], (1, 0), ("no", "yes")),
+            ([" a", "a", "b "], [" a", "a", "b"], (0, 1, 2), (" a", "a", "b")),
             (["b", "a"], ["b", "a"], (0, 1), ("b", "a")),
             ([1, "0", "b"], ["b", "a"], (1, 0, 0), ("b", "a")),
             ([2, "1"], ["1", "2"], (1, 0), ("1", "2")),
@@ -224,6 +226,11 @@ class TestReaders:
             ([-1], ["a", "b"], "label '-1' is not among"),
             ([0, 1.5], None, "row 2, line 2: label 1.5 is not a whole number"),
             (["3.25"], None, "not a whole number"),
+            (["pos", 1], None, r"labels are names \(row 1, line 1: 'pos'\) and numbers \(row 2, line 2: 1\)"),
+            (["10", "b"], None, r"numbers \(row 1, line 1: '10'\) and names \(row 2, line 2: 'b'\)"),
+            ([0, 1, True], None, r"numbers \(row 1, line 1: 0\) and true or false \(row 3, line 3: True\)"),
+            ([False, "neg"], None, r"true or false \(row 1, line 1: False\) and names \(row 2"),
+            ([True], ["1", "0"], "label 'true' is not among"),
             ([["a"]], None, r"a label is a name or a whole number; got \['a'\]"),
             ([0, 10_000], None, "10001 classes"),
             ([10**17], None, "100000000000000001 classes"),
@@ -235,6 +242,22 @@ class TestReaders:
         file = write("d.jsonl", jsonl(*({"t": "x", "y": value} for value in values)))
         with pytest.raises(DataError, match=message):
             read_classification(file, text="t", label="y", label_names=names)
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ('{"t": "a", "t": "b", "y": 0}', "line 2 .* the key 't' stands in one object twice"),
+            ('{"t": "a", "y": 0, "more": [{"k": 1, "k": 2}]}', "line 2 .* the key 'k' stands in one object twice"),
+            ('{"t": "a", "y": 0, "more": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2 .* it is nested too deep"),
+            ('{"t": "a", "y": ' + "9" * 5_000 + "}", "line 2 is not a JSON object"),
+        ],
+    )
+    def test_json_that_python_would_take_or_die_of(self, write, line, said):
+        """One line of a file that another program wrote; a DataError names it."""
+        file = write("d.jsonl", '{"t": "x", "y": 1}\n' + line)
+        with pytest.raises(DataError, match=said) as error:
+            read_classification(file, text="t", label="y")
+        assert "\n" not in str(error.value)
 
     def test_missing_file_and_folder(self, tmp_path):
         with pytest.raises(DataError, match=r"nowhere\.csv does not exist"):

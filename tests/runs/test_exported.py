@@ -81,6 +81,29 @@ def test_with_one_alpha_for_mixed_ranks_the_folders_are_the_models_that_were_mea
         assert right > 0.4, "it learnt something"
 
 
+def test_a_base_without_a_padding_token_and_a_class_name_of_two_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The snippet asks two texts at once, as a Llama cannot by itself; and the card's rows stay rows."""
+    base = llama()
+    assert base.config.pad_token_id is None, "the case is as constructed"
+    save_model(tmp_path / "model", base, classifies=False)
+    names = ["one\nclass", "a|b"]
+    rows = [json.dumps({"text": f"w{k % 5} w{k % 3}" * (1 + k % 2), "label": names[k % 2]}) for k in range(40)]
+    (tmp_path / "t.jsonl").write_text("\n".join(rows))
+    (tmp_path / "c.toml").write_text(
+        '[model]\npath = "model"\n[data]\ntrain = "t.jsonl"\nmax_length = 16\n'
+        '[lora]\ntargets = ["q_proj"]\nalpha = 8\n[clients]\ncount = 2\npartition = "iid"\nranks = [2]\n'
+        '[train]\nsteps = 1\nclass_weights = "balanced"\n[run]\nrounds = 1\nthreads = 1\n'
+    )
+    folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
+    found = executed(folder, monkeypatch, capsys)
+    assert len(found["answers"]) == 2
+    card = (folder / "README.md").read_text()
+    assert re.search(r"^\| training examples by class \| a\\\|b \d+, one class \d+ \|$", card, re.MULTILINE)
+    assert "learning rate 0.003, class weights balanced, alpha 8, alpha / r for each rank |" in card
+
+
 def test_the_folder_holds_what_a_stranger_needs_and_no_path(finished: Finished, project: Path) -> None:
     for which in ("adapter", "best", "clients/site-2"):
         folder = finished.folder.path / which

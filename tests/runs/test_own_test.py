@@ -84,6 +84,7 @@ def test_without_own_tests_nothing_changes_in_the_manifest(project: Path, tmp_pa
     [
         (("clients.own_test=0.2",), r"holds out data that nothing would measure: set evaluate\.clients_at_end"),
         (("clients.own_test=0.2", "data.test=0"), r"data\.test = 0\.0 holds nothing"),
+        (("clients.own_test=0.2", "data.test=0", "evaluate.clients_at_end=true"), r"data\.test = 0\.0 holds nothing"),
         (("evaluate.clients_at_end=both",), r"'both' is .* and there is a common one only"),
     ],
 )

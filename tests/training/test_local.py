@@ -24,6 +24,7 @@ from fedlora.server.server import start
 from fedlora.simulation import simulate
 from fedlora.training.encoding import collate, encode
 from fedlora.training.local import LocalTrainer, TrainSettings, micro_batch
+from fedlora.training.models import AdaptedModel, LoRASettings
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, Recorder, base_weights, bits, dense, distance, download, drawn, logits, same
 from support.tiny_models import bert, gpt2, llama
@@ -584,3 +585,33 @@ def test_a_client_without_data_is_refused(load: Loader) -> None:
 def test_micro_batches_are_as_documented(size: int, accumulation: Any, device: str, want: int) -> None:
     """By hand, from the docstring of TrainSettings."""
     assert micro_batch(size, accumulation, torch.device(device)) == want
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"optimizer": "adan"}, "optimizer is one of adam, adamw, sgd; got"),
+        ({"schedule": "cosin"}, "schedule is one of constant, linear, cosine"),
+        ({"batch_size": 0}, "batch_size, rounds and max_length are whole numbers >= 1"),
+        ({"lr": -1.0}, "lr, weight_decay and clip are numbers >= 0"),
+        ({"lr": float("nan")}, "lr, weight_decay and clip"),
+        ({"accumulation": 0}, "accumulation is 'auto' or"),
+        ({"steps": 0, "epochs": 0.0}, "with steps = 0 epochs a number > 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_where_they_are_made(wrong: dict[str, Any], said: str) -> None:
+    """Not by a client that fails in its first round."""
+    with pytest.raises(ConfigError, match=said):
+        TrainSettings(**wrong)
+
+
+def test_what_is_longer_than_the_models_table_of_positions_is_said_before_training(classifier: Path) -> None:
+    """The tiny BERT has 16 positions (tests/support/tiny_models.py); 20 words with [CLS] and [SEP] are 22 tokens."""
+    model = AdaptedModel.load(classifier, "classification", LoRASettings(["query"]), labels=("a", "b", "c"))
+    assert model.longest == 16
+    data = {"x": TextData("classification", (" ".join(["w1"] * 20),), labels=(0,), label_names=("a", "b", "c"))}
+    with pytest.raises(ConfigError, match="an example has 22 tokens, and the model has positions for 16 only"):
+        LocalTrainer(model, data, TrainSettings(max_length=64), seed=0)
+    LocalTrainer(model, data, TrainSettings(max_length=16), seed=0)
+    with pytest.raises(ConfigError, match=r"labels; got \['only'\]"):
+        AdaptedModel.load(classifier, "classification", LoRASettings(["query"]), labels=("only",))

@@ -407,3 +407,48 @@ def test_batches_of_any_shape_reach_the_loss() -> None:
             torch.equal(a, b)
             for (_, a), (_, b) in zip(named_tensors(got.adapter), named_tensors(plain.adapter), strict=True)
         )
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, as a language model's output layer and its embedding: x (n, 5) -> (n, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 5), nn.Linear(5, 5, bias=False), nn.Linear(5, 2)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out
+
+
+def test_a_client_without_examples_and_one_without_a_name_are_told_apart() -> None:
+    model = tiny()
+    adapter, _ = model.seed_adapter(3, seed=0)
+    with pytest.raises(ConfigError, match=r"'a' has no training data: its list of examples is empty"):
+        trained(model, adapter, a=[], b=[1])
+    with pytest.raises(ConfigError, match=r"'a' has no training data; the data are of \['b', 'c'\]\.$"):
+        trained(model, adapter, b=[1], c=[1])
+    with pytest.raises(ConfigError, match=r"are of \['b', 'c', 'd', 'e', 'f'\] and 1 more\.$"):
+        trained(model, adapter, **{name: [1] for name in "bcdefg"})
+
+
+@pytest.mark.parametrize("targets", [["first"], ["second"], ["first", "second"]])
+def test_an_update_of_a_layer_stays_on_it_where_another_has_the_same_weight(targets: list[str]) -> None:
+    """Added to the base it is the same function as an adapter on that layer, which peft computes beside the weight; and
+    both weights are one again when it is taken off."""
+    model = LoRAModule(seeded(Tied, torch.float64), targets, heads=["head"])
+    adapter = some_adapter(model)
+    nothing = Adapter({name: LoRA(lora.B * 0, lora.A) for name, lora in adapter.modules.items()}, adapter.heads)
+    x = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+
+    def output(*state: Any) -> Tensor:
+        model.activate(*state)
+        with torch.no_grad():
+            return model.network(x)
+
+    plain, wanted = output(nothing), output(adapter)
+    assert (plain - wanted).abs().max() > 1e-3
+    torch.testing.assert_close(output(nothing, dict(adapter.modules)), wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(output(nothing), plain)
+    assert model.network.first.weight is model.network.second.weight  # type: ignore[union-attr]

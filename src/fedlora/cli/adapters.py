@@ -16,6 +16,7 @@ from fedlora.adapters.merge import Collection
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.untrusted_files import Limits
 from fedlora.analysis.inspection import difference, facts, overlap
+from fedlora.cli.measures import byte_size
 from fedlora.cli.screen import complain, console, import_plots, plotted, print_json, tracked
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.runs.folder import plain
@@ -63,7 +64,7 @@ def inspect(
             table.add_row(module, used, f"{x.effective:.1f}", scale, f"{x.norm:.3g}", values, f"{x.balance:.2g}")
         console.print(table)
         kinds = f"base model {file.base_model or 'not named'}, {len(file.modules)} modules, {len(file.heads)} heads"
-        console.print(f"{kinds}, {file.size() / 1e6:.1f} MB", markup=False)
+        console.print(f"{kinds}, {byte_size(file.size())}", markup=False)
     if shared:
         table = Table(
             "overlap", *(str(k + 1) for k in range(len(files))), title="Shared column space, mean over modules"

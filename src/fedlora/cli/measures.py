@@ -19,6 +19,13 @@ def number(score: float | None) -> str:
     return "no number" if score is None else f"{score:.3f}"
 
 
+def byte_size(count: float) -> str:
+    """Bytes in the unit that shows them: 999 bytes, 30.2 KB, 1.5 MB."""
+    if count < 1e3:
+        return f"{count:.0f} bytes"
+    return f"{count / 1e3:.1f} KB" if count < 1e6 else f"{count / 1e6:.1f} MB"
+
+
 def label_title(names: Sequence[str]) -> str:
     """The title of a column of `label_cell`s."""
     return escape(" / ".join(names)) if 0 < len(names) <= _NAMED_CLASSES else "by label"

@@ -24,6 +24,7 @@ from fedlora.adapters.truncation import (
 from fedlora.adapters.uploads import read_facts, read_round
 from fedlora.adapters.writer import AdapterWriter, pad_rank
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, MaxBytes, MaxTensors, opened
+from fedlora.cli.measures import byte_size
 from fedlora.cli.method_names import parse_methods
 from fedlora.cli.screen import can_write, complain, console, print_json, tracked
 from fedlora.core.lora import LoRA
@@ -160,4 +161,4 @@ def _show(given: Collection, reports: Sequence[ModuleReport], out: Path, off: st
     console.print(f"{off} {total_error(reports):.2e}", markup=False)
     if not any(r.norm for r in reports):
         console.print("the updates cancel: the merged adapter is zero", style="yellow")
-    console.print(f"{out}: {size / 1e6:.1f} MB, from {before / 1e6:.1f} MB", markup=False)
+    console.print(f"{out}: {byte_size(size)}, from {byte_size(before)}", markup=False)

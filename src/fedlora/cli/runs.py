@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fedlora.cli.measures import (
+    byte_size,
     confusion_table,
     label_cell,
     label_title,
@@ -22,7 +23,17 @@ from fedlora.cli.measures import (
     other_scores,
     worst_client,
 )
-from fedlora.cli.screen import complain, console, import_plots, notes, plotted, print_json, tell_cut, tell_held_out_cut
+from fedlora.cli.screen import (
+    complain,
+    console,
+    import_plots,
+    notes,
+    plotted,
+    print_json,
+    tell_copies,
+    tell_cut,
+    tell_held_out_cut,
+)
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
@@ -85,6 +96,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root)
+    tell_copies(prepared.manifest["copies"])
     tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
     tell_held_out_cut(prepared.manifest["cut_held_out"], config.data.max_length, config.evaluate.max_new_tokens)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
@@ -135,7 +147,9 @@ def _show(folder: RunFolder) -> None:
     names = manifest["data"]["labels"]
     common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
     readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
-    clients = Table("client", "rank", "examples", label_title(names), "last loss", *readouts, title="Clients")
+    readouts = readouts if s["clients_at_end"] else []  # a column that nothing would stand in is left out
+    labelled = [label_title(names)] if names else []
+    clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
     last = folder.metrics()[-1]
     counts = manifest["data"]["label_counts"] or {}
     for client, rank in manifest["clients"].items():
@@ -145,9 +159,9 @@ def _show(folder: RunFolder) -> None:
             client,
             str(rank),
             str(manifest["data"]["train"][client]["examples"]),
-            label_cell(counts.get(client, []), names),
+            *([label_cell(counts.get(client, []), names)] if names else []),
             "" if loss is None else f"{loss:.3f}",
-            f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else "",
+            *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
             *([number(common[client][metric])] if common else []),
         )
     if len(manifest["clients"]) <= 12:
@@ -168,7 +182,7 @@ def _show(folder: RunFolder) -> None:
     if s["clients_at_end"]:
         table.add_row("worst client's own readout", worst_client(s["clients_at_end"], metric))
     up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
-    table.add_row("sent up / down", f"{up / 1e6:.1f} MB / {(s['bytes']['total'] - up) / 1e6:.1f} MB")
+    table.add_row("sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
     if s["server_rank"] is not None:
         table.add_row("rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)")

@@ -77,6 +77,21 @@ def tell_held_out_cut(cut: Mapping[str, Mapping[str, Mapping[str, int]]], max_le
             )  # fmt: skip
 
 
+def tell_copies(copies: Mapping[str, Mapping[str, int]]) -> None:
+    """A line for each held-out set with texts that stand on the other side too."""
+    for name, counts in copies.items():
+        where = " and ".join(
+            f"{counts[other]} are copies of {words}"
+            for other, words in (("in training", "training texts"), ("in validation", "validation texts"))
+            if counts.get(other)
+        )
+        notes.print(
+            f"of the {counts['examples']} examples of {name}, {where}, so its scores flatter. The files are taken as "
+            f"they are; take the copies out of one of them, or let fedlora split one file by shares.",
+            style="yellow", markup=False, soft_wrap=True,
+        )  # fmt: skip
+
+
 def complain(message: str) -> int:
     """One red line on stderr; the exit code of bad input."""
     notes.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -62,6 +62,11 @@ def train(
     if label in columns:
         examples = read_classification(data, text=text, label=label, pair=pair, label_names=names)
         given = list(examples.label_names or ())
+        if len(given) < 2:
+            raise ConfigError(
+                f"{data}: every example is of one class, {given[0]!r}, and a classifier needs two or more. Where other "
+                f"sites have more of them, name all with --labels, the same at every site."
+            )
         if names is None and given != [str(k) for k in range(len(given))]:
             raise ConfigError(
                 f"{data} has the classes {given[:5]} by name, and another site may number them otherwise, so the "

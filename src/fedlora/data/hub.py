@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.data.chat import chat_of
-from fedlora.data.tables import Rows, checked
+from fedlora.data.labels import Cells, decode_labels
+from fedlora.data.tables import Rows, checked, name_of_class
 from fedlora.data.text import TextData, instructions_of, string
 from fedlora.errors import DataError
 
@@ -38,9 +39,9 @@ def from_dataset(
 
     Args:
         dataset: one split, in memory or on disk; not a DatasetDict, and not a stream.
-        label_names: the classes by index. By default those that a ClassLabel column names, else the sorted words or the
-            numbers. Where they hold all that the column names itself, labels go by name; otherwise they rename these by
-            index.
+        label_names: the classes by index. By default those that a ClassLabel column names. Where they hold all that the
+            column names itself, labels go by name; otherwise they rename these by index. Of a column without names, as
+            `read_classification` takes them.
         name: what error messages call it.
 
     Raises:
@@ -76,8 +77,8 @@ def from_dataset(
     missing = [column for column in columns if column not in dataset.column_names]
     if missing:
         raise DataError(f"{name} has no column {missing[0]!r}; it has {list(dataset.column_names)}.")
-    cells = zip(*(list(dataset[column]) for column in columns), strict=True)
-    rows: Rows = [(f"row {k + 1}", dict(zip(columns, row, strict=True))) for k, row in enumerate(cells)]
+    values = zip(*(list(dataset[column]) for column in columns), strict=True)
+    rows: Rows = [(f"row {k + 1}", dict(zip(columns, row, strict=True))) for k, row in enumerate(values)]
     if not rows:
         raise DataError(f"{name} holds no rows.")
     checked(name, rows, columns)
@@ -86,7 +87,8 @@ def from_dataset(
     if prompt and response:
         return instructions_of(name, rows, prompt, response)
     assert text and label
-    labels, names = _labels(name, [row[label] for _, row in rows], dataset.features[label], label_names)
+    cells = [(where, _plain(row[label])) for where, row in rows]
+    labels, names = _labels(name, cells, label, dataset.features[label], label_names)
     return TextData(
         kind="classification",
         text=tuple(string(name, where, text, row[text]) for where, row in rows),
@@ -179,25 +181,25 @@ def _reach_the_hub() -> None:
 
 
 def _labels(
-    source: str, found: Sequence[Any], feature: Any, label_names: Sequence[str] | None
+    source: str, cells: Cells, column: str, feature: Any, label_names: Sequence[str] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Class indices and names, by the rule in `from_dataset`."""
-    own: Sequence[str] | None = getattr(feature, "names", None)
-    if own and label_names is not None and set(own) <= set(label_names):
-        found = [own[y] if isinstance(y, int) and 0 <= y < len(own) else y for y in found]
-    names = tuple(label_names or own or _names(found))
-    index = {name: k for k, name in enumerate(names)}
-    try:
-        labels = tuple(index[y] if isinstance(y, str) and y in index else int(y) for y in found)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{source} has a label that is no class of {list(names)}: {error}.") from error
-    if any(not 0 <= y < len(names) for y in labels):
-        raise DataError(f"{source} has labels outside 0..{len(names) - 1}: is it an unlabelled split?")
-    return labels, names
+    own = tuple(getattr(feature, "names", None) or ())
+    if not own:
+        return decode_labels(source, cells, label_names)
+    named = [(where, name_of_class(source, where, column, value, own)) for where, value in cells]
+    if label_names is None or set(own) <= set(label_names):
+        return decode_labels(source, named, label_names or own)
+    renamed = dict(zip(own, label_names, strict=False))  # by index
+    beyond = next(((where, name) for where, name in named if name not in renamed), None)
+    if beyond:
+        raise DataError(
+            f"{source}, {beyond[0]}: {column!r} is class {own.index(str(beyond[1]))}, {beyond[1]!r}, and label_names "
+            f"renames {len(label_names)} of its {len(own)} classes: {list(label_names)}."
+        )
+    return decode_labels(source, [(where, renamed[str(name)]) for where, name in named], label_names)
 
 
-def _names(labels: Sequence[Any]) -> list[str]:
-    """The classes of labels that nobody named: sorted words, or "0" to the largest number."""
-    if any(isinstance(y, str) for y in labels):
-        return sorted({str(y) for y in labels})
-    return [str(k) for k in range(max((int(y) for y in labels), default=0) + 1)]
+def _plain(value: Any) -> Any:
+    """A label as Python has it, also where the data set gives its values as NumPy's or torch's."""
+    return value.item() if hasattr(value, "item") else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -68,6 +69,52 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
             )
     train, val, tst = (data.select(rng.permutation(np.array(part, dtype=np.int64))) for part in parts)
     return train, val, tst
+
+
+Parts = tuple[TextData, TextData, TextData]  # train, validation, test
+
+
+def follow(parts: Mapping[str, Parts]) -> dict[str, Parts]:
+    """The parts of several files, where copies of one text do not straddle two splits across the files either.
+
+    A text that several files hold goes, in all of them, where the first of these files has it; a copy that moves stands
+    at the end of its new part. Nothing is lost, and files that share no text are as they were.
+
+    Args:
+        parts: file -> its parts, of which none has copies of one text in two (as `split` makes them).
+
+    Raises:
+        DataError: a part would have nothing left.
+    """
+    places: dict[tuple[str, str], int] = {}
+    found: dict[str, Parts] = {}
+    for name, three in parts.items():
+        stay: list[list[int]] = [[], [], []]
+        come: list[list[TextData]] = [[], [], []]
+        for k, part in enumerate(three):
+            for i, one in enumerate(inputs(part)):
+                wanted = places.setdefault(one, k)
+                if wanted == k:
+                    stay[k].append(i)
+                else:
+                    come[wanted].append(part.select([i]))
+        moved = sum(map(len, come))
+        if not moved:
+            found[name] = three
+            continue
+        for k, which in enumerate(("train", "validation", "test")):
+            if len(three[k]) and not stay[k] and not come[k]:
+                raise DataError(
+                    f"{name!r} has no {which} example left: {moved} of its {sum(map(len, three))} examples are copies "
+                    f"of texts in files before it and go where those have them, so that no file is tested on what "
+                    f"another trains on. Take the copies out of one of the files, or ask for other shares."
+                )
+        train, validation, test = (
+            TextData.concat([part.select(stay[k]), *come[k]]) if come[k] else part.select(stay[k])
+            for k, part in enumerate(three)
+        )
+        found[name] = (train, validation, test)
+    return found
 
 
 def inputs(data: TextData) -> list[tuple[str, str]]:

@@ -7,12 +7,12 @@ Alpaca template, as FlexLoRA uses it; the first output is trained on, all of the
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedlora.data.strict_json import parse_json
 from fedlora.data.text import TextData
 from fedlora.errors import DataError
 from fedlora.seeds import derive_seed
@@ -192,7 +192,7 @@ def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
 
 def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(path.read_text(encoding="utf-8"))
         sound = isinstance(raw, dict) and _strings(raw["Definition"]) and _strings(raw["Categories"])
         for key in ("Input_language", "Output_language"):  # may be left out, or empty
             sound = sound and (raw.get(key, []) == [] or _strings(raw[key]))

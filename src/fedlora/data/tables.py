@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import difflib
 import io
-import json
 import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from fedlora.data.strict_json import parse_json
 from fedlora.errors import DataError
 
 Rows = list[tuple[str, dict[str, object]]]  # (where, {column: value})
@@ -80,7 +80,7 @@ def class_names(path: str | os.PathLike[str], column: str) -> tuple[str, ...] | 
     file = Path(path)
     if file.suffix.lower() != ".parquet" or not file.is_file():
         return None
-    return _class_labels(_parquet(file).schema).get(column)
+    return _class_labels(file, _parquet(file).schema).get(column)
 
 
 def _parquet(file: Path) -> Any:
@@ -99,29 +99,35 @@ def _parquet_rows(file: Path) -> Rows:
     table = _parquet(file)
     if not table.num_rows:
         raise DataError(f"{file} holds no rows. Was it written to the end?")
-    named = _class_labels(table.schema)
+    named = _class_labels(file, table.schema)
     rows: Rows = [(f"row {k + 1}", row) for k, row in enumerate(table.to_pylist())]
     for where, row in rows:
         for column, names in named.items():
-            row[column] = _class_name(file, where, column, row[column], names)
+            row[column] = name_of_class(file, where, column, row[column], names)
     return rows
 
 
-def _class_name(file: Path, where: str, column: str, value: object, names: tuple[str, ...]) -> str | None:
+def name_of_class(source: object, where: str, column: str, value: object, names: tuple[str, ...]) -> str | None:
+    """The name of a class by its index. Raises `DataError` where it has none."""
     if value is None:
         return None
     if not (isinstance(value, int) and 0 <= value < len(names)):
         raise DataError(
-            f"{file}, {where}: {column!r} is {value}, and its classes are 0..{len(names) - 1} ({', '.join(names[:5])}"
+            f"{source}, {where}: {column!r} is {value}, and its classes are 0..{len(names) - 1} ({', '.join(names[:5])}"
             f"{', ...' if len(names) > 5 else ''}). Is it an unlabelled split?"
         )
     return names[int(value)]
 
 
-def _class_labels(schema: Any) -> dict[str, tuple[str, ...]]:
+def _class_labels(file: Path, schema: Any) -> dict[str, tuple[str, ...]]:
     """Column -> names by index, of what `datasets` has written as ClassLabel into a Parquet file."""
-    written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = written.get("info", {}).get("features") or {}
+    try:
+        written = parse_json((schema.metadata or {}).get(b"huggingface", b"{}").decode())
+        features = written.get("info", {}).get("features") or {}
+    except (ValueError, AttributeError) as error:
+        raise DataError(
+            f"{file}: what the library datasets has written of its columns cannot be read ({error}). Write it again."
+        ) from error
     return {
         column: tuple(kind["names"])
         for column, kind in features.items()
@@ -135,7 +141,7 @@ def _json_rows(file: Path, content: str) -> Rows:
         if not line.strip():
             continue
         try:
-            value = json.loads(line, parse_constant=_no_constant)
+            value = parse_json(line)
         except ValueError as error:
             array = content.lstrip().startswith("[")
             advice = (
@@ -149,10 +155,6 @@ def _json_rows(file: Path, content: str) -> Rows:
             )
         rows.append((f"row {len(rows) + 1}, line {number}", value))
     return rows
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")
 
 
 def _csv_rows(file: Path, content: str, suffix: str) -> Rows:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import operator
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,15 +16,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlora.data.labels import decode_labels
 from fedlora.data.tables import Rows, class_names, read_table
 from fedlora.errors import DataError
 
-MAX_LABELS = 10_000  # more classes than this is a column of ids or free text, not of labels
 _EXTRAS = ("references", "droppable", "history")
 Message = tuple[str, str]  # (role, content)
 _PER_EXAMPLE = ("pair", "labels", "responses", *_EXTRAS)
-_WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -206,10 +203,11 @@ def read_classification(
     Use it for your own data. Give `label_names` whenever you read more than one file of a task: without it each file
     numbers the classes it happens to contain.
 
-    Labels are names, or whole numbers. Without label_names: if all are whole numbers they are the class indices and the
-    names "0".."max"; otherwise the classes are the sorted names. With label_names: a label is looked up as a name;
-    a whole number is taken as an index, unless some label name is itself a number (then only names count). A ClassLabel
-    in a Parquet file brings its names.
+    Labels are names, whole numbers, or true and false; a column of more than one of these is refused. Without
+    label_names: whole numbers are the class indices and the names "0".."max"; true and false are the classes "false",
+    "true"; otherwise the classes are the sorted names. With label_names: a label is looked up as a name; a whole number
+    (false is 0, true is 1) is taken as an index, unless some label name is itself a number (then only names count). A
+    ClassLabel in a Parquet file brings its names.
 
     Args:
         path: a UTF-8 file. JSONL has one object per line; CSV and TSV have a header row and Excel's quoting.
@@ -231,7 +229,7 @@ def read_classification(
     rows = read_table(path, columns)
     if label_names is None:
         label_names = class_names(path, label)
-    labels, names = _decode_labels(path, [(where, values[label]) for where, values in rows], label_names)
+    labels, names = decode_labels(path, [(where, values[label]) for where, values in rows], label_names)
     return TextData(
         kind="classification",
         text=tuple(string(path, where, text, values[text]) for where, values in rows),
@@ -284,56 +282,3 @@ def string(source: object, where: str, column: str, value: object) -> str:
                 f"tokeniser can read. The text was cut inside an emoji or the like: mend the row."
             ) from error
     return value
-
-
-def _decode_labels(
-    path: str | os.PathLike[str], cells: Sequence[tuple[str, object]], label_names: Sequence[str] | None
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Class indices and names, by the rule in `read_classification`."""
-    raw: list[str] = []
-    for where, value in cells:
-        if not isinstance(value, str | int | float):
-            raise DataError(f"{path}, {where}: a label is a name or a whole number; got {value!r}.")
-        raw.append(str(value).lower() if isinstance(value, bool) else str(value).strip())
-    if label_names is None:
-        for (where, _), value in zip(cells, raw, strict=True):
-            if _NUMBER.fullmatch(value) and not value.lstrip("+-").isdecimal():
-                raise DataError(
-                    f"{path}, {where}: label {value} is not a whole number. Classes are 0, 1, 2, ... or names; scores "
-                    f"to regress on (STS-B) are not supported. If it is a name, pass label_names."
-                )
-        if all(_WHOLE.fullmatch(value) for value in raw):
-            low = min(range(len(raw)), key=lambda i: int(raw[i]))
-            if int(raw[low]) < 0:
-                raise DataError(
-                    f"{path}, {cells[low][0]}: label {raw[low]} is negative. GLUE marks the unlabelled rows of its "
-                    f"test sets with -1: use the validation set. If -1 is a class, pass label_names=('-1', '0', '1')."
-                )
-            count = max(int(value) for value in raw) + 1
-            names = tuple(str(k) for k in range(min(count, MAX_LABELS + 1)))
-        else:
-            names = tuple(sorted(set(raw)))
-            count = len(names)
-        if count > MAX_LABELS:
-            raise DataError(
-                f"{path}: the label column would make {count} classes (limit {MAX_LABELS}); first value {raw[0]!r}. "
-                f"Is it a column of ids or of text? If it is right, pass label_names."
-            )
-    else:
-        names = tuple(label_names)
-        if not names or len(set(names)) < len(names):
-            raise DataError(f"label_names must be different names, at least one; got {names}.")
-    lookup = {name: k for k, name in enumerate(names)}
-    by_index = label_names is None or not any(_WHOLE.fullmatch(name) for name in names)
-    labels: list[int] = []
-    for (where, _), value in zip(cells, raw, strict=True):
-        k = lookup.get(value)
-        if k is None and by_index and _WHOLE.fullmatch(value) and 0 <= int(value) < len(names):
-            k = int(value)
-        if k is None:
-            raise DataError(
-                f"{path}, {where}: label {value!r} is not among the {len(names)} label_names {list(names[:20])}"
-                f"{', ...' if len(names) > 20 else ''}. Add it to label_names, or drop the row."
-            )
-        labels.append(k)
-    return tuple(labels), names

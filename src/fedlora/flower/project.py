@@ -87,6 +87,24 @@ WantedBy=multi-user.target
 """
 
 
+_NOT_HERE = (
+    "server.sketch_rank", "server.gauge_stress", "evaluate.patience", "evaluate.every", "evaluate.clients_at_end",
+    "run.keep_uploads", "run.readouts", "run.track",
+)  # fmt: skip
+
+
+def check_config(config: RunConfig) -> None:
+    """Raises `ConfigError` for what `fedlora run` does and the Flower app does not: nothing would look at it."""
+    for key in _NOT_HERE:
+        table, name = key.split(".")
+        section = getattr(config, table)
+        if (value := getattr(section, name)) != type(section).model_fields[name].get_default(call_default_factory=True):
+            raise ConfigError(
+                f"{key} = {json.dumps(value)} is for runs on one machine (fedlora run): the Flower app plays the "
+                f"rounds and measures the server's model at the end, and would not look at it. Leave it out."
+            )
+
+
 def write_project(folder: Path, prepared: Prepared, *, port: int, insecure: bool) -> None:
     """The folder of a federation from a prepared run.
 

@@ -94,8 +94,7 @@ def model_card(
 ) -> str:
     """The README.md of a run's adapter, with the front matter that the hub reads. client: whose own one it is."""
     base = base_name(config.model.path, manifest["model"]["sha256"])
-    train, t = manifest["data"]["train"], config.train
-    length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
+    train = manifest["data"]["train"]
     ranks = sorted(set(adapter.ranks.values()))
     commit = manifest["commit"]
     return _TEMPLATE.format(
@@ -113,7 +112,7 @@ def model_card(
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
         examples=sum(part["examples"] for part in train.values()),
-        local=f"{length} of {t.batch_size}, {t.optimizer}, learning rate {t.lr:g}{_more(config)}",
+        local=_local(config),
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
         classes=_classes(manifest, metrics),
@@ -135,6 +134,25 @@ def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     if found:
         rows += f"| recall on the test set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
     return rows
+
+
+def _cell(text: str) -> str:
+    """A text within a table's cell, on one line."""
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def _local(config: RunConfig) -> str:
+    """A client's round in words; what is not at its default is said."""
+    t, lora = config.train, config.lora
+    length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
+    said = [f"{length} of {t.batch_size}", t.optimizer, f"learning rate {t.lr:g}"]
+    if t.class_weights is not None:
+        table = t.class_weights
+        weights = table if isinstance(table, str) else ", ".join(f"{_cell(k)} {v:g}" for k, v in table.items())
+        said.append(f"class weights {weights}")
+    if lora.alpha is not None:
+        said.append(f"alpha {lora.alpha:g}, {'alpha / sqrt(r)' if lora.rslora else 'alpha / r'} for each rank")
+    return ", ".join(said)
 
 
 def _snippet(config: RunConfig, ends: Sequence[int]) -> str:
@@ -170,18 +188,3 @@ def _prompts(config: RunConfig) -> str:
         return "| prompts | in the chat template that is in the tokenizer here |\n"
     shown = str(template).replace("|", r"\|")
     return f"| prompts | in the text {shown!r} |\n"
-
-
-def _more(config: RunConfig) -> str:
-    """What else about a local round is not as usual."""
-    said = [] if config.lora.alpha is None else [f"alpha {config.lora.alpha:g}{' (rsLoRA)' * config.lora.rslora}"]
-    weights = config.train.class_weights
-    if weights is not None:
-        shown = weights if isinstance(weights, str) else ", ".join(f"{name} {w:g}" for name, w in weights.items())
-        said.append(f"class weights {shown}")
-    return "".join(f", {one}" for one in said)
-
-
-def _cell(text: str) -> str:
-    """As a cell of a table."""
-    return " ".join(text.split()).replace("|", r"\|")

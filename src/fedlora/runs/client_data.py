@@ -22,7 +22,7 @@ from fedlora.data import (
     select_tasks,
     split,
 )
-from fedlora.data.splits import inputs
+from fedlora.data.splits import follow, inputs
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.sections import DataSection
@@ -65,7 +65,21 @@ def deal(config: RunConfig, data_root: Path | None) -> Dealt:
     if config.data.task == "superni":
         return _superni(config, data_root)
     dealt = _glue(config, data_root) if config.data.task is not None else _files(config)
+    _check_classes(config, dealt)
     return dealt if share is None else _with_own_tests(dealt, share, config.run.seed)
+
+
+def _check_classes(config: RunConfig, dealt: Dealt) -> None:
+    """Raises `DataError` for a classification that has nothing to tell apart."""
+    names = next(iter(dealt.parts.values())).label_names
+    if config.model.task == "classification" and len(names) < 2:
+        d = config.data
+        files = dict.fromkeys(f for f in (d.train, *d.clients.values(), d.validation, d.test) if isinstance(f, str))
+        raise DataError(
+            f"{', '.join(files)}: every example is of one class, {names[0]!r} (column {d.label!r}), and a classifier "
+            f"needs two or more to tell apart. Is {d.label!r} the column of the classes, and was the file cut short or "
+            f"sorted? For text without classes there is model.task = 'causal-lm'."
+        )
 
 
 def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
@@ -178,7 +192,7 @@ def _files(config: RunConfig) -> Dealt:
     files = [path for path in (*sources.values(), d.validation, d.test) if isinstance(path, str)]
     text = _read(config, list(dict.fromkeys(files)))
     whole = {client: text[path] for client, path in sources.items() if path}
-    pieces = {c: split(data, **shares, seed=config.run.seed) for c, data in whole.items()}
+    pieces = follow({c: split(data, **shares, seed=config.run.seed) for c, data in whole.items()})
     pieces = {
         c: (
             _at_most(train, d.max_train if d.clients else None, config.run.seed, "train", c),

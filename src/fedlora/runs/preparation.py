@@ -18,6 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.base_names import base_name
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
+from fedlora.runs.copies import straddling
 from fedlora.runs.exported import named
 from fedlora.runs.manifest import manifest
 from fedlora.runs.samples import draw_samples
@@ -127,16 +128,11 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     validation, test = evaluator(data.validation, data.own_validation), evaluator(data.test, data.own_test)
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
     trainer = config.train.trainer(model, parts, settings, config.run.seed)
-    longest = max(trainer.longest(), *(each.longest() for each in (validation, test, *probes.values()) if each), 0)
-    if model.positions is not None and longest > model.positions:
-        raise ConfigError(
-            f"the longest text has {longest} tokens within data.max_length = {config.data.max_length}, and the model "
-            f"has {model.positions} positions: it cannot go through. Set data.max_length to {model.positions} or less."
-        )
     facts = {
         **manifest(config, data, clients, model, server.method),
         "evaluation_target": target,
         "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
+        "copies": straddling(data),
         "answer_ends": list(ends),
         "cut_held_out": {
             name: {how: asdict(cut) for how, cut in found.items()}

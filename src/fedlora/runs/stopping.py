@@ -49,7 +49,7 @@ class Patience:
 
     def _why(self, best_round: int | None) -> str:
         if best_round is None:
-            return f"{self.evaluations} evaluations on validation without a {self.metric} that is a number"
+            return f"{self.evaluations} evaluations on validation in which {self.metric} was no number"
         more = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
             f"{self.evaluations} evaluations on validation in a row without a better {self.metric} than round "

@@ -72,11 +72,11 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "train.epochs", f"train.steps = {config.train.steps} goes before it. Set train.steps = 0 to train epochs"
     if config.model.task == "classification":
         yield "evaluate.max_new_tokens", "it is for generated text, and model.task = 'classification'"
-    if d.test == 0:
+    if d.test == 0 and c.own_test is None:  # an own test set asks for a common one: `prepare` says so
         yield "evaluate.clients_at_end", "clients are measured on the test set, and data.test = 0 leaves none"
-        if d.validation == 0 and d.task != "superni":  # whose unseen tasks are measured in any case
-            for name in ("metric", "batch_size"):
-                yield f"evaluate.{name}", "data.validation = 0 and data.test = 0 leave nothing to measure on"
+    if d.test == 0 and d.validation == 0 and d.task != "superni":  # whose unseen tasks are measured in any case
+        for name in ("metric", "batch_size"):
+            yield f"evaluate.{name}", "data.validation = 0 and data.test = 0 leave nothing to measure on"
     if d.validation == 0:
         yield "evaluate.every", "data.validation = 0 leaves nothing to measure on between rounds"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedlora.data.text import TextData
-from fedlora.errors import DataError
+from fedlora.errors import ConfigError, DataError
 from fedlora.training.fitting import fit_prompt, fit_talk, talk_of
 from fedlora.training.prompting import Template, find_template
 
@@ -91,6 +91,16 @@ def cut_of(examples: Iterable[Example]) -> Cut:
     """How much of these examples was cut."""
     lost = [example.get("cut", 0) for example in examples]
     return Cut(len(lost), sum(tokens > 0 for tokens in lost), sum(lost))
+
+
+def check_length(examples: Iterable[Example], longest: int | None) -> None:
+    """Raises `ConfigError` for an example of more tokens than a model can read (None: any number)."""
+    most = max((len(example["input_ids"]) for example in examples), default=0)
+    if longest is not None and most > longest:
+        raise ConfigError(
+            f"an example has {most} tokens, and the model has positions for {longest} only: set data.max_length (of "
+            f"TrainSettings and the evaluator, max_length) to {longest} or less, and longer ones are cut to that."
+        )
 
 
 def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:

@@ -20,7 +20,7 @@ from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
-from fedlora.training.encoding import IGNORED, Cut, Encoded, collate, cut_of, cut_prompts, encode
+from fedlora.training.encoding import IGNORED, Cut, Encoded, check_length, collate, cut_of, cut_prompts, encode
 from fedlora.training.generation import greedy, teacher_forced
 from fedlora.training.looks import client_model, server_model
 from fedlora.training.metrics import METRICS, MetricName, confusion_matrix, generates, recall, score_name, worst_of
@@ -98,11 +98,6 @@ class ModelEvaluator:
         self._own = {c: {"": self._prepared(part)} for c, part in (own or {}).items()}
         self._through: Through | None = None
         self._parts = 1
-
-    def longest(self) -> int:
-        """Tokens of the longest example."""
-        sets = [*self._groups.values(), *(held for own in self._own.values() for held in own.values())]
-        return max((len(one["input_ids"]) for held in sets for one in held.examples), default=0)
 
     def cut(self) -> dict[str, Cut]:
         """How much of the held-out text did not fit: "read", where the wanted answer stands behind a prompt (losses,
@@ -241,6 +236,7 @@ class ModelEvaluator:
             prompts, lost = _apart(cut_prompts(data, tokenizer, max_length=room, template=self._template))
         references = data.references or tuple((response,) for response in data.responses or ())
         examples = encode(data, tokenizer, max_length=max_length, template=self._template)
+        check_length(examples, self._model.longest)
         # Batches of alike length waste little padding.
         reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
         answering = reading if prompts is None else sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

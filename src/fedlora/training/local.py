@@ -22,7 +22,7 @@ from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.class_weights import ClassWeights, weigh_classes
-from fedlora.training.encoding import Cut, Encoded, Example, LossOn, collate, cut_of, encode, scored
+from fedlora.training.encoding import Cut, Encoded, Example, LossOn, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -63,22 +63,23 @@ class TrainSettings:
     template: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for what no round can be trained with."""
-        for name, words in (("optimizer", get_args(Optimizer)), ("schedule", get_args(Schedule))):
-            if getattr(self, name) not in words:
-                raise ConfigError(f"TrainSettings: {name} is one of {', '.join(words)}; got {getattr(self, name)!r}.")
-        for name, least in (("batch_size", 1), ("rounds", 1), ("max_length", 1), ("steps", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"TrainSettings: {name} is a whole number >= {least}; got {value!r}.")
-        for name, positive in (("lr", True), ("epochs", True), ("weight_decay", False), ("clip", False)):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and (value > 0 if positive else value >= 0)):
-                raise ConfigError(f"TrainSettings: {name} is a number {'> 0' if positive else '>= 0'}; got {value!r}.")
-        if self.accumulation != "auto" and (not isinstance(self.accumulation, int) or self.accumulation < 1):
-            raise ConfigError(
-                f"TrainSettings: accumulation is a whole number >= 1, or 'auto'; got {self.accumulation!r}."
-            )
+        rules = {
+            f"optimizer is one of {', '.join(get_args(Optimizer))}": self.optimizer in get_args(Optimizer),
+            f"schedule is one of {', '.join(get_args(Schedule))}": self.schedule in get_args(Schedule),
+            "lr, weight_decay and clip are numbers >= 0": all(
+                0 <= x < math.inf for x in (self.lr, self.weight_decay, self.clip)
+            ),
+            "batch_size, rounds and max_length are whole numbers >= 1": all(
+                isinstance(n, int) and n >= 1 for n in (self.batch_size, self.rounds, self.max_length)
+            ),
+            "accumulation is 'auto' or a whole number >= 1": self.accumulation == "auto"
+            or (isinstance(self.accumulation, int) and self.accumulation >= 1),
+            "steps is a whole number, and with steps = 0 epochs a number > 0": isinstance(self.steps, int)
+            and (self.steps > 0 or (self.steps == 0 and 0 < self.epochs < math.inf)),
+        }
+        said = next((rule for rule, right in rules.items() if not right), None)
+        if said:
+            raise ConfigError(f"TrainSettings: {said}; got {self}.")
 
 
 class RoundTrainer(ABC):
@@ -145,6 +146,16 @@ class RoundTrainer(ABC):
         return _stream(len(self.examples(client)), position, self._seed, client)
 
 
+def without_data(client: str, data: Mapping[str, Any]) -> str:
+    """What is to be said of a client without examples: it has an empty list of them, or none is of its name."""
+    if client in data:
+        return f"client {client!r} has no training data: its list of examples is empty. Give it some, or leave it out."
+    names = sorted(data)
+    return f"client {client!r} has no training data; the data are of {names[:5]}" + (
+        f" and {len(names) - 5} more." if len(names) > 5 else "."
+    )
+
+
 class LocalTrainer(RoundTrainer):
     """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`.
 
@@ -169,11 +180,9 @@ class LocalTrainer(RoundTrainer):
             )
             for client, part in data.items()
         }  # fmt: skip
+        for examples in self._data.values():
+            check_length(examples, model.longest)
         self._class_weights = {client: weigh_classes(part, settings.class_weights) for client, part in data.items()}
-
-    def longest(self) -> int:
-        """Tokens of the longest example."""
-        return max((len(one["input_ids"]) for data in self._data.values() for one in data), default=0)
 
     def cut(self) -> dict[str, Cut]:
         """Client -> how much of its data did not fit into max_length."""
@@ -183,7 +192,7 @@ class LocalTrainer(RoundTrainer):
         """A client's encoded examples. Raises `ConfigError` where it has none."""
         data = self._data.get(client)
         if not data:
-            raise ConfigError(no_data(client, self._data))
+            raise ConfigError(without_data(client, self._data))
         return data
 
     def losses(self, client: str, picked: list[Example]) -> Iterator[Tensor]:
@@ -199,14 +208,6 @@ class LocalTrainer(RoundTrainer):
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
                 loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
             yield loss
-
-
-def no_data(client: str, data: Mapping[str, Any]) -> str:
-    """What is said of a client without examples."""
-    if client in data:
-        return f"client {client!r} has no training data: its part is empty."
-    more = ", ..." if len(data) > 5 else ""
-    return f"client {client!r} has no training data; there are data of {', '.join(sorted(data)[:5])}{more}."
 
 
 def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:

@@ -123,6 +123,11 @@ class AdaptedModel:
             GenerationConfig,
         )
 
+        if task == "classification" and len(labels) < 2:  # of one, transformers would make a regression without a word
+            raise ConfigError(
+                f"a classification needs the names of two classes or more, as labels; got {list(labels)}. Data of one "
+                f"class leave nothing to tell apart."
+            )
         extra: dict[str, Any] = {"num_labels": len(labels)} if task == "classification" else {}
         kind = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
         folder = Path(path)
@@ -179,6 +184,16 @@ class AdaptedModel:
         config: Any = getattr(self._base, "config", None)
         found = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
         return found if isinstance(found, int) else None
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that the model can read: the rows of its table of positions; None where it has none."""
+        tables = [
+            module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+            for name, module in self.network.named_modules()
+            if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        ]
+        return min([*tables, *([] if self.positions is None else [self.positions])]) if tables else None
 
     @property
     def quantised(self) -> bool:
@@ -313,8 +328,8 @@ class AdaptedModel:
     def _set_base(self, delta: Mapping[str, LoRA]) -> None:
         """The base weights as pre-trained, plus scaling * delta. The only place that changes them.
 
-        A changed weight is a parameter of its own: the pre-trained ones are never written to, for processes may share
-        them, and a tied one is another layer's as well, whose weight does not change.
+        A changed weight is a new parameter of that layer alone: the pre-trained ones are never written to, for
+        processes may share them, and so may other layers (an output layer that is tied to the embedding).
         """
         for path, weight in self._pristine.items():
             if path not in delta:
@@ -329,8 +344,8 @@ class AdaptedModel:
             weight = self._pristine.setdefault(path, layer.weight)
             dense = self.settings.scaling * lora.map(_to(weight.device)).delta()
             transposed = self._model.get_submodule(f"base_model.model.{path}").fan_in_fan_out
-            changed = weight.detach() + (dense.T if transposed else dense).to(weight.dtype)
-            layer.weight = nn.Parameter(changed, requires_grad=False)
+            added = weight.detach() + (dense.T if transposed else dense).to(weight.dtype)
+            layer.weight = nn.Parameter(added, requires_grad=False)
 
     def frozen(self) -> list[nn.Parameter]:
         """The base weights, that no client trains: what processes can share."""

@@ -28,7 +28,7 @@ from fedlora.core.trainer import Trained
 from fedlora.errors import ConfigError
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
-from fedlora.training.local import RoundTrainer, TrainSettings, no_data
+from fedlora.training.local import RoundTrainer, TrainSettings, without_data
 from fedlora.training.looks import Look, client_model, server_model
 from fedlora.training.models import AdaptedModel, LoRASettings
 
@@ -142,7 +142,7 @@ class ModuleTrainer(RoundTrainer):
         """A client's examples, as they were given."""
         data = self._data.get(client)
         if data is None or len(data) == 0:
-            raise ConfigError(no_data(client, self._data))
+            raise ConfigError(without_data(client, self._data))
         return data  # type: ignore[return-value] # a length and places are all that is asked of it
 
     def ready(self) -> nn.Module:
