@@ -23,7 +23,6 @@ from typing import Any
 from fedlora.core import files
 from fedlora.errors import CheckpointError
 
-
 # What each file has in every version, so that a damaged one is told from a whole one.
 _HAS = {
     "summary.json": ("method", "metric", "rounds", "validation", "test"),
@@ -80,9 +79,11 @@ class RunFolder:
         self.write_json("manifest.json", manifest)
 
     def reopen(self) -> None:
-        """A finished run becomes an unfinished one: what was drawn and summed up at its end goes."""
+        """A finished run becomes an unfinished one: what was drawn and summed up at its end goes, and so do clients'
+        readouts, which a longer run may be asked to do without."""
         (self.path / "summary.json").unlink(missing_ok=True)
         shutil.rmtree(self.plots, ignore_errors=True)
+        shutil.rmtree(self.path / "clients", ignore_errors=True)
 
     def read_json(self, name: str) -> Any:
         """The content of one of the folder's JSON files. Raises `CheckpointError` where it is missing or damaged."""
