@@ -110,7 +110,7 @@ def test_two_workers_give_the_same_numbers_and_bits(compared: tuple[Path, Any], 
     one, _ = compared
     two = tmp_path / "two"
     done = compare(project, two, "--seeds", "0:2", "--workers", "2", "--set", "run.threads=2", methods="glora,svd")
-    assert "one thread in place of run.threads = 2" in done.stderr
+    assert "thread in place of run.threads," in done.stderr
     for method in ("glora", "svd"):
         for seed in range(2):
             ours, theirs = (RunFolder(out / method / f"seed-{seed}") for out in (one, two))

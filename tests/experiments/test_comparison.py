@@ -55,7 +55,7 @@ def test_runs_are_named_for_people_and_found_by_digest(tmp_path: Path) -> None:
     assert kept.folder(one).path == tmp_path / "glora" / "train.lr=0.02" / "seed-3"
     elsewhere = tmp_path / "glora" / "renamed"
     elsewhere.mkdir(parents=True)
-    (elsewhere / "manifest.json").write_text(json.dumps({"config_digest": one.digest}))
+    (elsewhere / "manifest.json").write_text(json.dumps({"config_digest": one.digest, "data": {}}))
     assert kept.folder(one).path == elsewhere and kept.finished() == {}
 
 

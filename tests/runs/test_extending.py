@@ -18,6 +18,7 @@ import pytest
 from fedlora.errors import CheckpointError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.resuming import _other_data
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, contents, make_project, ran, same_run
@@ -127,3 +128,29 @@ def test_a_missing_tracker_leaves_no_folder_behind(
     assert "run.track names wandb, which is not installed" in said.complaint()
     assert not (tmp_path / "run").exists()
     assert main(*arguments).code == 0
+
+
+def test_a_round_on_the_way_is_not_made_the_last_one(project: Path, tmp_path: Path) -> None:
+    """It was not evaluated (every = 3), nor checked, nor were its uploads kept: fewer rounds than that are refused."""
+    folder = ran(configured(project, "run.rounds=4", "evaluate.every=3"), tmp_path / "run", 2)
+    fewer = configured(project, "run.rounds=2", "evaluate.every=3", "run.keep_uploads=last")
+    with pytest.raises(CheckpointError, match=r"round 2 was run as one on the way.*run.rounds = 3 or more"):
+        ran(fewer, folder.path, resume=True)
+    ran(configured(project, "run.rounds=3", "evaluate.every=3"), folder.path, resume=True)
+    assert folder.read_json("summary.json")["rounds"] == 3
+
+
+def test_readouts_of_the_shorter_run_do_not_stay(project: Path, tmp_path: Path) -> None:
+    folder = ran(configured(project, "run.rounds=1", "run.readouts=true"), tmp_path / "run")
+    assert (folder.path / "clients").is_dir()
+    ran(configured(project, "run.rounds=2"), folder.path, resume=True)
+    assert not (folder.path / "clients").exists()
+
+
+def test_a_changed_own_test_set_is_other_data() -> None:
+    """A part that the manifest has of a client's own; the same is no difference."""
+    data = {"train": {}, "probes": {}, "validation": None, "test": None, "labels": []}
+    ours = {**data, "own_test": {"a": {"examples": 3, "sha256": "x"}}}
+    theirs = {**data, "own_test": {"a": {"examples": 3, "sha256": "y"}}}
+    assert _other_data(theirs, ours) == ["the own test set of 'a' (3 examples there, 3 here, other ones)"]
+    assert _other_data(ours, ours) == []

@@ -238,7 +238,7 @@ def _grouped(experiment: Experiment, failed: Sequence[Outcome]) -> list[_Failure
     for outcome in failed:
         if outcome.unfit:
             unfit.setdefault((outcome.run.cell[AXIS], str(outcome.error)), set()).add(_part(outcome.run)[1])
-    whole = {key for key, values in unfit.items() if None in values or (tune and values >= {*tune.values})}
+    whole = [key for key, values in unfit.items() if None in values or (tune and values >= {*tune.values})]
     none_left = {label for label, _ in whole}
     found = [_Failure(label, (), why) for label, why in whole]
     seeds: dict[tuple[str, float | None, str], list[int]] = {}

@@ -112,7 +112,8 @@ def _placeless(value: Any) -> Any:
 
 
 def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> None:
-    done = max((line["round"] for line in folder.metrics()), default=0)
+    lines = folder.metrics()
+    done = len(lines)
     if schedule != "constant":
         raise CheckpointError(
             f"{folder.path} holds a run of run.rounds = {there}, and {here} are asked for: with train.schedule = "
@@ -124,15 +125,22 @@ def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> No
             f"{folder.path} holds {done} rounds of a run of {there}, and run.rounds = {here} are asked for: a run can "
             f"be made longer, not shorter. Choose another --out."
         )
+    if here == done and lines[-1].get("gauge_drift") is None:
+        raise CheckpointError(
+            f"{folder.path} holds {done} rounds of {there}, and run.rounds = {here} are asked for: round {done} was "
+            f"run as one on the way, without what belongs to a last one (validation, gauge check, uploads). Ask for "
+            f"run.rounds = {done + 1} or more, or choose another --out."
+        )
 
 
 def _other_data(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """What of the data differs, in words."""
     said = []
-    for part in ("train", "probes"):
-        there, here = theirs.get(part, {}), ours[part]
+    for part in ("train", "probes", "own_test"):
+        there, here = theirs.get(part, {}), ours.get(part, {})
         for name in dict.fromkeys((*there, *here)):
-            said += _compared(f"the data of {name!r}", there.get(name), here.get(name))
+            what = f"the own test set of {name!r}" if part == "own_test" else f"the data of {name!r}"
+            said += _compared(what, there.get(name), here.get(name))
     for part in ("validation", "test"):
         said += _compared(f"the {part} data", theirs.get(part), ours[part])
     there, here = theirs.get("own_test", {}), ours.get("own_test", {})
