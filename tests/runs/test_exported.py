@@ -110,7 +110,7 @@ def test_the_folder_holds_what_a_stranger_needs_and_no_path(finished: Finished, 
         assert json.loads((folder / LABELS_FILE).read_text())["id2label"] == {"0": "blue", "1": "green", "2": "red"}
         assert not (folder / "config.json").exists(), "transformers would take the folder for a whole model"
         card = (folder / "README.md").read_text()
-        assert "| classes | blue, green, red |" in card and "base_model:" not in card
+        assert "| training examples by class | blue " in card and "base_model:" not in card
         assert str(project) not in card and "/tmp" not in card
         assert "a local directory, `model`" in card
         assert finished.folder.read_json("manifest.json")["model"]["sha256"]["model.safetensors"] in card

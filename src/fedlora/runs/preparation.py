@@ -225,6 +225,11 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
             f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
             f"data.max_length = {config.data.max_length}."
         )
+    if config.server.heads is not None and not initial.heads:
+        raise ConfigError(
+            f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "
+            f"or name modules to train in full in lora.saved."
+        )
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
     if target == "server" and not server.has_global_model(initial):

@@ -160,6 +160,13 @@ class AdaptedModel:
             tokenizer.pad_token = tokenizer.eos_token
         if base.config.get_text_config().pad_token_id is None:
             base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        paths = [name for name, _ in base.named_modules()]
+        absent = [name for name in settings.saved if not any(f".{path}".endswith(f".{name}") for path in paths)]
+        if absent:
+            raise ConfigError(
+                f"lora.saved: {absent[0]!r} is no module of the model, and nothing would be trained in full by that "
+                f"name. Its modules begin with {', '.join(paths[1:8])}, ..."
+            )
         if task == "causal-lm":  # greedy is greedy, whatever the model's own generation settings are
             base.generation_config = GenerationConfig()
         if labels:
@@ -186,7 +193,7 @@ class AdaptedModel:
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that the model can read: the rows of its table of positions. None where it has no such table."""
+        """The most tokens that the model can read: the rows of its table of positions. None where it has none."""
         tables = [
             module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
             for name, module in self.network.named_modules()
