@@ -163,7 +163,7 @@ def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, 
     [
         (["--set", "train.lr=0.5"], "another configuration: train.lr is 0.02 there and 0.5 here. "),
         (["--set", "run.seed=9", "--set", "method.name=svd"], "run.seed is 0 there and 9 here; method.name is 'glora'"),
-        (["--set", "run.rounds=1"], "holds 2 rounds of a run of 3, and run.rounds = 1 are asked for"),
+        (["--set", "run.rounds=1"], "holds 2 rounds, and run.rounds = 1 are asked for"),
         (["--set", "train.schedule=linear"], "train.schedule is 'constant' there and 'linear' here"),
         ([], "another content of: the data of 'site-1' ("),
     ],

@@ -605,7 +605,7 @@ def test_settings_that_cannot_be_are_refused_where_they_are_made(wrong: dict[str
         TrainSettings(**wrong)
 
 
-def test_what_is_longer_than_the_models_table_of_positions_is_said_before_training(classifier: Path) -> None:
+def test_what_a_model_cannot_do_is_said_before_training(classifier: Path) -> None:
     """The tiny BERT has 16 positions (tests/support/tiny_models.py); 20 words with [CLS] and [SEP] are 22 tokens."""
     model = AdaptedModel.load(classifier, "classification", LoRASettings(["query"]), labels=("a", "b", "c"))
     assert model.longest == 16
@@ -613,5 +613,9 @@ def test_what_is_longer_than_the_models_table_of_positions_is_said_before_traini
     with pytest.raises(ConfigError, match="an example has 22 tokens, and the model has positions for 16 only"):
         LocalTrainer(model, data, TrainSettings(max_length=64), seed=0)
     LocalTrainer(model, data, TrainSettings(max_length=16), seed=0)
+    with pytest.raises(ConfigError, match=r"lora\.saved: 'nothere' is no module of the model"):
+        AdaptedModel.load(
+            classifier, "classification", LoRASettings(["query"], saved=["nothere"]), labels=("a", "b", "c")
+        )
     with pytest.raises(ConfigError, match=r"labels; got \['only'\]"):
         AdaptedModel.load(classifier, "classification", LoRASettings(["query"]), labels=("only",))

@@ -30,12 +30,17 @@ def init(
 ) -> None:
     """Write all that a federation needs: app, start, policy, certificates and keys for a trial, systemd units."""
     needed()
-    from fedlora.flower.project import check_config, write_project
+    from fedlora.flower.project import not_looked_at, write_project
 
     demo = Path(sys.modules["fedlora"].__file__ or "").parent / "demo.toml"
     trial = ["clients.count=3", "clients.ranks=[2,4,8]", "run.rounds=3", "server.quorum=2", "run.threads=1"]
     loaded = load_config(config or demo, [*(trial if config is None else []), *(set or [])])
-    check_config(loaded)
+    if config is not None and (ignored := not_looked_at(loaded)):
+        notes.print(
+            f"{', '.join(ignored)}: for fedlora run; the Flower app measures the server's model at the end, and stores "
+            f"the rounds and the adapter.",
+            style="yellow", markup=False, soft_wrap=True,
+        )  # fmt: skip
     if insecure:
         notes.print(
             "warning: without TLS and node authentication anybody on this machine can take part.", style="yellow"

@@ -87,22 +87,32 @@ WantedBy=multi-user.target
 """
 
 
-_NOT_HERE = (
-    "server.sketch_rank", "server.gauge_stress", "evaluate.patience", "evaluate.every", "evaluate.clients_at_end",
-    "run.keep_uploads", "run.readouts", "run.track",
-)  # fmt: skip
+_OTHER_ROUNDS = ("server.sketch_rank", "server.gauge_stress", "evaluate.patience")  # the rounds would be others
+_MORE_SEEN = ("evaluate.every", "evaluate.clients_at_end", "run.keep_uploads", "run.readouts", "run.track")
 
 
-def check_config(config: RunConfig) -> None:
-    """Raises `ConfigError` for what `fedlora run` does and the Flower app does not: nothing would look at it."""
-    for key in _NOT_HERE:
-        table, name = key.split(".")
-        section = getattr(config, table)
-        if (value := getattr(section, name)) != type(section).model_fields[name].get_default(call_default_factory=True):
-            raise ConfigError(
-                f"{key} = {json.dumps(value)} is for runs on one machine (fedlora run): the Flower app plays the "
-                f"rounds and measures the server's model at the end, and would not look at it. Leave it out."
-            )
+def not_looked_at(config: RunConfig) -> list[str]:
+    """The keys that are set, that `fedlora run` measures or stores something by, and that the Flower app ignores.
+
+    Raises:
+        ConfigError: a key that would make other rounds than the Flower app plays.
+    """
+    for key in _set_of(config, _OTHER_ROUNDS):
+        raise ConfigError(
+            f"{key} is for runs on one machine (fedlora run), and the Flower app would play the rounds without it. "
+            f"Leave it out."
+        )
+    return _set_of(config, _MORE_SEEN)
+
+
+def _set_of(config: RunConfig, keys: Sequence[str]) -> list[str]:
+    """Those keys that are not at their defaults."""
+    found = []
+    for key in keys:
+        section, name = getattr(config, key.split(".")[0]), key.split(".")[1]
+        default = type(section).model_fields[name].get_default(call_default_factory=True)
+        found += [key] if getattr(section, name) != default else []
+    return found
 
 
 def write_project(folder: Path, prepared: Prepared, *, port: int, insecure: bool) -> None:

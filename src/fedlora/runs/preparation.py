@@ -227,8 +227,8 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
         )
     if config.server.heads is not None and not initial.heads:
         raise ConfigError(
-            f"server.heads = {config.server.heads!r} says what becomes of classifiers and other modules that are "
-            f"trained in full, and this run has none. Leave it out."
+            f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "
+            f"or name modules to train in full in lora.saved."
         )
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")

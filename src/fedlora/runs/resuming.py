@@ -120,10 +120,10 @@ def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> No
             f"{schedule!r} the learning rate of every round depends on their number, so the rounds that are done are "
             f"not those of the longer run. Only a constant schedule can be extended; choose another --out."
         )
-    if here < there:  # what is due in the last round, an evaluation or kept uploads, was not done in that one
+    if here < done:
         raise CheckpointError(
-            f"{folder.path} holds {done} rounds of a run of {there}, and run.rounds = {here} are asked for: a run can "
-            f"be made longer, not shorter. Choose another --out."
+            f"{folder.path} holds {done} rounds, and run.rounds = {here} are asked for: rounds cannot be taken back. "
+            f"Choose another --out."
         )
     if here == done and lines[-1].get("gauge_drift") is None:
         raise CheckpointError(
@@ -143,9 +143,6 @@ def _other_data(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
             said += _compared(what, there.get(name), here.get(name))
     for part in ("validation", "test"):
         said += _compared(f"the {part} data", theirs.get(part), ours[part])
-    there, here = theirs.get("own_test", {}), ours.get("own_test", {})
-    for name in dict.fromkeys((*there, *here)):
-        said += _compared(f"{name}'s own test data", there.get(name), here.get(name))
     return said if said or theirs.get("labels") == ours["labels"] else ["the names of the labels"]
 
 

@@ -7,7 +7,6 @@ Knows transformers and peft; knows nothing of federation, data or optimisers. Th
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import math
 import os
@@ -161,6 +160,13 @@ class AdaptedModel:
             tokenizer.pad_token = tokenizer.eos_token
         if base.config.get_text_config().pad_token_id is None:
             base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        paths = [name for name, _ in base.named_modules()]
+        absent = [name for name in settings.saved if not any(f".{path}".endswith(f".{name}") for path in paths)]
+        if absent:
+            raise ConfigError(
+                f"lora.saved: {absent[0]!r} is no module of the model, and nothing would be trained in full by that "
+                f"name. Its modules begin with {', '.join(paths[1:8])}, ..."
+            )
         if task == "causal-lm":  # greedy is greedy, whatever the model's own generation settings are
             base.generation_config = GenerationConfig()
         if labels:
@@ -187,7 +193,7 @@ class AdaptedModel:
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that the model can read: the rows of its table of positions; None where it has none."""
+        """The most tokens that the model can read: the rows of its table of positions. None where it has none."""
         tables = [
             module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
             for name, module in self.network.named_modules()
@@ -280,8 +286,6 @@ class AdaptedModel:
         key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
         if key in self._names:
             return self._names[key]
-        if self._model is None:
-            self._check_saved()
         name = f"ranks{len(self._names)}"
         try:
             with torch.random.fork_rng(devices=[]):  # peft draws weights that nobody will see
@@ -297,15 +301,6 @@ class AdaptedModel:
             raise ConfigError(f"LoRA cannot be put on {targets!r}: {reason}") from error
         self._names[key] = name
         return name
-
-    def _check_saved(self) -> None:
-        """Raises `ConfigError` for modules to save that there are not: peft would leave them out without a word."""
-        paths = [path for path, _ in self._base.named_modules()]
-        for name in self.settings.saved:
-            if not any(path == name or path.endswith(f".{name}") for path in paths):
-                near = difflib.get_close_matches(name, sorted({path.rpartition(".")[2] for path in paths}), n=3)
-                hint = f" Near it: {', '.join(near)}." if near else ""
-                raise ConfigError(f"lora.saved names {name!r}, and the model has no such module.{hint}")
 
     def _config(self, rank: int | Mapping[str, int]) -> Any:
         from peft import LoraConfig
