@@ -56,7 +56,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries for 5 clients"),
     "too many clients": (["clients.count=90", "clients.ranks=[2]"], "90 clients"),
     "mixed ranks": (["method.name=fedit"], "FedIT averages factors entry by entry, so all clients need one rank"),
-    "no such target module": (['lora.targets=["q_proj"]'], "LoRA cannot be put on ['q_proj']"),
+    "no such target module": (['lora.targets=["q_proj"]'], "lora.targets: 'q_proj' matches no module of the model"),
     "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, DataError
@@ -107,6 +108,24 @@ class TestTurns:
         ):
             with pytest.raises(DataError, match=rf"what the {role} says holds '\[(SEP|EOS)\]' at character 3"):
                 converse(find_template(PLAIN, talking(None)), talking(None), talk)
+
+    @pytest.mark.parametrize(("template", "left"), [("none", [3, 4]), ("w7 {prompt} w8", [7, 3, 4, 8])])
+    def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(self, template: str, left: list[int]) -> None:
+        """The answer stands right behind it: an end token in between would be read as the end."""
+        ending = talking(None)
+        ending._tokenizer.post_processor = TemplateProcessing(single="$A [EOS]", special_tokens=[("[EOS]", EOS)])
+        assert ending("w3")["input_ids"] == [word(3), EOS]
+        data = TextData("instruction", ("w3 w4",), responses=("w5",))
+        (example,) = encode(data, ending, max_length=64, template=template)
+        assert example["input_ids"] == [*words(*left), *words(5), EOS]
+        assert encode_prompts(data, ending, max_length=64, template=template) == [words(*left)]
+
+    def test_an_answers_words_in_the_header_do_not_hide_it(self) -> None:
+        """ "w9" stands before every answer, where the template was not asked for one; and it is the answer, too."""
+        silent = PLAIN.replace("{% if add_generation_prompt %}w9 {% endif %}", "")
+        talk = TextData("instruction", ("w3 w4",), responses=("w9",))
+        with pytest.raises(DataError, match="puts 'w9' before an answer and does not open it"):
+            encode(talk, talking(silent), max_length=64)
 
     def test_a_template_that_wants_a_system_message_has_an_end(self) -> None:
         wants = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + PLAIN
