@@ -297,7 +297,8 @@ def test_a_paired_interval_is_students() -> None:
     assert d.p == pytest.approx(1 - t / (t * t + 2) ** 0.5, abs=1e-9)
     assert not d.decided
     level = difference("a", "b", {}, [(1.0, 0.5), (2.0, 1.5)])
-    assert (level.low, level.mean, level.high) == (0.5, 0.5, 0.5) and level.decided
+    assert (level.low, level.mean, level.high) == (0.5, 0.5, 0.5)
+    assert level.interval is None and not level.decided, "three gaps alike tell nothing of a fourth"
 
 
 def test_differences_pair_what_agrees_in_all_other_axes_and_seeds() -> None:

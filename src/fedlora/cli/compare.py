@@ -478,7 +478,7 @@ def _value(found: _Found, failures: Sequence[_Failure]) -> dict[str, Any]:
         "metric": found.which, "score": found.metric,
         "smaller_is_better": smaller_is_better(found.which, found.metric),
         "seeds": list(found.seeds), "reference": found.reference, "methods": methods,
-        "differences": [{**vars(d), "decided": d.decided} for d in found.differences],
+        "differences": [_difference(d) for d in found.differences],
         "places": {p.label: list(p.counts) for p in found.placings},
         "refused": {f.label: f.why for f in failures if not f.seeds},
         "failed": [
@@ -516,3 +516,9 @@ def _mean(values: Sequence[float]) -> float:
 def _plain(label: str | None) -> str | None:
     """A label as `parse_methods` writes it."""
     return None if label is None else " ".join(label.split())
+
+
+def _difference(d: Difference) -> dict[str, Any]:
+    """As JSON has it. Gaps that are all alike have no interval."""
+    low, high = d.interval or (None, None)
+    return {**vars(d), "low": low, "high": high, "decided": d.decided}

@@ -51,7 +51,8 @@ def records(which: str, cells: Sequence[CellScore], differences: Sequence[Differ
         }  # fmt: skip
         for d in ours:
             record |= {
-                "reference": d.reference, "pairs": d.pairs, "difference": d.mean, "low": d.low, "high": d.high,
+                "reference": d.reference, "pairs": d.pairs, "difference": d.mean,
+                "low": d.interval[0] if d.interval else None, "high": d.interval[1] if d.interval else None,
                 "p": d.p, "decided": d.decided,
             }  # fmt: skip
         found.append(record)

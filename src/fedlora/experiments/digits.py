@@ -35,8 +35,10 @@ def in_words(mean: float, spread: float | None = None) -> str:
 
 
 def difference_in_words(mean: float, low: float, high: float, between: str = " .. ") -> tuple[str, str]:
-    """(difference, interval), with the digits that tell the interval's ends apart."""
-    small = (high - low) / 2 or abs(mean)
+    """(difference, interval), with the digits that tell the interval's ends apart; "none" where they are one."""
+    if low == high:
+        return written(mean, abs(mean), sign=True), "none"
+    small = (high - low) / 2
     return written(
         mean, small, sign=True
     ), f"{written(low, small, sign=True)}{between}{written(high, small, sign=True)}"

@@ -50,8 +50,13 @@ class Difference:
 
     @property
     def decided(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return self.low > 0 or self.high < 0
+        """Whether the interval leaves out zero. Gaps that are all alike have no interval, and decide nothing."""
+        return self.low != self.high and (self.low > 0 or self.high < 0)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """None where all gaps are alike."""
+        return None if self.low == self.high else (self.low, self.high)
 
     @property
     def verdict(self) -> str:
