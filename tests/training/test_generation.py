@@ -806,7 +806,7 @@ class TestFederationOfTasks:
         assert [next(playing).round for _ in range(2)] == [1, 2]
         playing.close()  # type: ignore[attr-defined]
         other = write_root(tmp_path / "root", seed=1)
-        with pytest.raises(CheckpointError, match="holds a run with another data"):
+        with pytest.raises(CheckpointError, match="holds a run with another content of: the data of"):
             next(execute(prepare(config, other), folder, resume=True))
         assert [record.round for record in execute(prepare(config, project / "root"), folder, resume=True)] == [3, 4]
 
@@ -834,7 +834,7 @@ class TestFederationOfTasks:
 
     REFUSALS: Mapping[str, tuple[list[str], str]] = {
         "no room for a prompt": (["evaluate.max_new_tokens=48"], "leaves no room for a prompt within data.max_length"),
-        "a classifier": (["model.task=classification"], "set model.task = 'causal-lm'"),
+        "a classifier": (["model.task=classification", "evaluate.max_new_tokens=64"], "set model.task = 'causal-lm'"),
         "too many tasks": (["data.tasks=6"], "6 tasks in 5 categories cannot give 6 clients and 2 unseen tasks"),
         "ranks for another number": (["clients.ranks=[2, 4]"], "clients.ranks has 2 entries for 3 clients"),
         "a response that is too long": (["data.max_length=4", "evaluate.max_new_tokens=2"], "leaves no room"),

@@ -152,7 +152,8 @@ def test_what_cannot_be_shared_is_refused_and_left_alone() -> None:
 
 
 SLEEPERS = """
-    import os, sys
+    import os, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell started in the background ignores
     sys.path[:0] = {path!r}
     from fedlora.workers import Processes
     from support import in_processes as work

@@ -108,6 +108,9 @@ def _check_types(config: Mapping[str, Any], refuse: Callable[[str, str], Adapter
         text = isinstance(value, str) and field not in ("modules_to_save", "target_parameters")
         if value is not None and not named and not text:
             raise refuse(field, "it must be a list of names")
+    base = config.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        raise refuse("base_model_name_or_path", "it must be a name or a path")
     layers = config.get("layers_to_transform")
     listed = layers if isinstance(layers, list | tuple) else [] if layers is None else [layers]
     if not all(isinstance(layer, int) for layer in listed):
