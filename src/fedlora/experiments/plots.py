@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, BinaryIO
 
 import matplotlib.pyplot as plt
@@ -21,7 +23,7 @@ def plot_curves(
     experiment: Experiment, profile: str, results: Mapping[str, Result], path: Path | BinaryIO
 ) -> Path | BinaryIO:
     """The validation metric by round, a panel for each combination of labels but the first row axis, a line a label of
-    that: means over seeds, with the range of the seeds around."""
+    that: means over seeds, with their standard errors."""
     axis_name = experiment.rows[0]
     runs = [run for run in mains(experiment, profile, results) if run.digest in results]
     panels: dict[str, dict[str, list[Result]]] = {}
@@ -51,7 +53,7 @@ def plot_curves(
         loc="outside lower center",
         ncols=min(5, len(labels) or 1),
     )
-    figure.suptitle(f"{experiment.title}: mean over seeds, range shaded", fontsize=11)
+    figure.suptitle(f"{experiment.title}: mean over seeds, shaded: ± standard error", fontsize=11)
     if isinstance(path, Path):
         return saved(figure, path)
     figure.savefig(path, dpi=110)
@@ -65,8 +67,8 @@ def plot_comparison(
     which: str,
     path: Path,
 ) -> Path:
-    """Left: the validation metric by round, a line a method with the range of its seeds. Right, where there are several
-    seeds: the paired differences of `which` to the reference with their 95 % intervals."""
+    """Left: the validation metric by round, a line a method with its standard error over seeds. Right, where there are
+    several seeds: the paired differences of `which` to the reference with their 95 % intervals."""
     found = {label: list(by_seed.values()) for label, by_seed in runs.items()}
     colours = {label: COLOURS[k % len(COLOURS)] for k, label in enumerate(found)}
     styles = {label: ("-", "--", ":")[k // len(COLOURS) % 3] for k, label in enumerate(found)}
@@ -81,7 +83,7 @@ def plot_comparison(
         for label, each in found.items():
             _curve(left, each, colours[label], styles[label], f"{label} ({each[0].raw['target']})")
         left.set(xlabel="round", ylabel=f"validation {metric}")
-        left.set_title("one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: lowest to highest")
+        left.set_title("one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: ± standard error")
         left.xaxis.set_major_locator(MaxNLocator(integer=True))
         left.grid(alpha=0.3)
         left.legend(fontsize=11)
@@ -109,10 +111,14 @@ def _intervals(axis: Any, differences: Sequence[Difference], colours: Mapping[st
 
 
 def _curve(axis: Any, found: Sequence[Result], colour: str, style: str, label: str) -> None:
-    """The mean over runs by round, and the range around it; of the rounds that all have evaluated."""
+    """The mean over runs by round, with a band of one standard error (the range of the runs would hide the lines of
+    other methods); of the rounds that all have evaluated."""
     curves = [{line["round"]: line["metrics"][r.metric] for line in r.raw["history"] if line["metrics"]} for r in found]
     rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = [[curve[t] for curve in curves] for t in rounds]
-    axis.plot(rounds, [sum(v) / len(v) for v in values], style, color=colour, label=label, linewidth=2)
+    means = [fmean(v) for v in values]
+    axis.plot(rounds, means, style, color=colour, label=label, linewidth=2)
     if len(found) > 1:
-        axis.fill_between(rounds, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.1)
+        errors = [stdev(v) / math.sqrt(len(v)) for v in values]
+        low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
+        axis.fill_between(rounds, low, high, color=colour, alpha=0.12, linewidth=0)
