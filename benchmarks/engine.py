@@ -104,7 +104,7 @@ def peak_memory(clients: int) -> float:
 
 def _one_round_and_peak(clients: int) -> None:
     ranks = [(2, 8, 16)[k % 3] for k in range(clients)]
-    sets = [*QUICK, "run.rounds=1", "train.steps=2", f"clients.ranks={ranks}", "clients.partition=iid"]
+    sets = [*QUICK, "run.rounds=1", "train.steps=2", f"clients.ranks={ranks}", "clients.alpha=100"]
     prepared = prepare(load_config(DEMO, sets))
     for _ in simulate(
         prepared.server, prepared.clients, prepared.trainer, start(prepared.server, prepared.seed_adapter), rounds=1
@@ -116,7 +116,7 @@ def _one_round_and_peak(clients: int) -> None:
 def worker_rounds(clients: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of rounds of the demo's model, `clients` clients of four steps each; without the first of each."""
     sets = [*QUICK, "train.steps=4", f"clients.ranks={[(2, 4, 8)[k % 3] for k in range(clients)]}"]
-    sets += ["clients.partition=iid", f"run.rounds={repeats + 1}"]
+    sets += ["clients.alpha=100", f"run.rounds={repeats + 1}"]
     one = prepare(load_config(DEMO, [*sets, "run.threads=1"]))
     with crewed(prepare(load_config(DEMO, [*sets, "run.threads=0", "run.workers=2"]))) as two:
         crews = {
@@ -143,7 +143,7 @@ def flower_rounds(clients: int, repeats: int) -> list[float]:
     from fedlora.flower.trial import free_port
 
     sets = [*QUICK, "train.steps=4", f"clients.ranks={[(2, 4, 8)[k % 3] for k in range(clients)]}"]
-    sets += ["clients.partition=iid", f"run.rounds={repeats + 1}", "run.threads=1", "data.validation=0.01"]
+    sets += ["clients.alpha=100", f"run.rounds={repeats + 1}", "run.threads=1", "data.validation=0.01"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "f"
         write_project(folder, prepare(load_config(DEMO, sets)), port=free_port(), insecure=False)
@@ -173,7 +173,7 @@ def _memory(workers: int) -> None:
                 total += process.memory_full_info().pss / 1e6
         return total
 
-    sets = [*QUICK, "run.rounds=1", "train.steps=4", "clients.ranks=[8,8,8,8]", "clients.partition=iid"]
+    sets = [*QUICK, "run.rounds=1", "train.steps=4", "clients.ranks=[8,8,8,8]", "clients.alpha=100"]
     prepared = prepare(load_config(DEMO, [*sets, "run.threads=0", f"run.workers={workers}"]))
     before, peak, over = together(), 0.0, threading.Event()
 
