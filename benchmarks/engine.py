@@ -138,15 +138,15 @@ def worker_rounds(clients: int, repeats: int) -> dict[str, list[float]]:
 
 def flower_rounds(clients: int, repeats: int) -> list[float]:
     """The same rounds in Flower's simulation, two of its processes at work; without the first."""
-    from fedlora.flower.project import write_project
+    from fedlora.flower.serving.trial import free_port
+    from fedlora.flower.setup.init_steps import trial as write_trial
     from fedlora.flower.simulated import simulate_federation
-    from fedlora.flower.trial import free_port
 
     sets = [*QUICK, "train.steps=4", f"clients.ranks={[(2, 4, 8)[k % 3] for k in range(clients)]}"]
     sets += ["clients.alpha=100", f"run.rounds={repeats + 1}", "run.threads=1", "data.validation=0.01"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "f"
-        write_project(folder, prepare(load_config(DEMO, sets)), port=free_port(), insecure=False)
+        write_trial(folder, load_config(DEMO, sets), free_port(), False)
         with contextlib.redirect_stdout(io.StringIO()):
             simulate_federation(folder, resume=False, evaluate=False)
         lines = (folder / "server" / "rounds.jsonl").read_text().splitlines()

@@ -32,10 +32,15 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedlora.client import receive, send
 from fedlora.core.messages import Upload
 from fedlora.core.parcels import pack
-from fedlora.flower.project import write_project
-from fedlora.flower.records import parcel_record, record_parcel, record_upload, upload_record
-from fedlora.flower.resident import ask, node_work
-from fedlora.flower.trial import Trial, free_port
+from fedlora.flower.messages.envelope import Envelope
+from fedlora.flower.messages.records import parcel_record, record_parcel, record_upload, upload_record
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.trial import Trial
+from fedlora.flower.setup.init_steps import trial as write_trial
+from fedlora.flower.site.node_process import free_port
+from fedlora.flower.site.resident import ask
+from fedlora.flower.site.site_work import SiteWork
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import Prepared, prepare
 from fedlora.server.server import start
@@ -47,7 +52,7 @@ DEMO = Path(__file__).parent.parent / "src" / "fedlora" / "demo.toml"
 
 def prepared_for(rounds: int) -> Prepared:
     sets = ["clients.count=3", "clients.ranks=[2,4,8]", "train.steps=2", "run.threads=1", "server.quorum=2"]
-    sets += [f"run.rounds={rounds}", "data.validation=0.01", "data.test=0.01"]
+    sets += [f"run.rounds={rounds}", "data.validation=0.01", "data.test=0.01", "evaluate.clients_at_end=false"]
     return prepare(load_config(DEMO, sets))
 
 
@@ -99,17 +104,19 @@ def resident(prepared: Prepared, folder: Path, repeats: int = 3) -> dict[str, fl
     """Seconds of one message's work: by a trainer that stays (its first and later ones), and with loading each time."""
     server, state = prepared.server, start(prepared.server, prepared.seed_adapter)
     client = prepared.clients[0]
-    record = parcel_record(pack(server.download(state.server, client), None), "b")
-    home = folder / "n"
+    settings = FederationSettings.load(FederationFolder(folder).settings)
+    site = FederationFolder(folder).site(client.id).site
+    parcel = pack(server.download(state.server, client), None)
+    record = parcel_record(parcel, "b", Envelope(settings.travelling()))
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        ask(folder / "run.toml", client.id, home, record)
+        ask(site, "train", record)
         times.append(time.perf_counter() - began)
     loads = []
-    for k in range(repeats):
+    for _ in range(repeats):
         began = time.perf_counter()
-        node_work(folder / "run.toml", client.id, folder / f"m{k}")(record)
+        SiteWork(site)("train", record)
         loads.append(time.perf_counter() - began)
     return {"first": times[0], "resident": median(times[1:]), "loading": median(loads)}
 
@@ -132,18 +139,19 @@ def main() -> None:
     found["wire"] = wire(prepared)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "f"
-        write_project(folder, prepared, port=free_port(), insecure=False)
+        write_trial(folder, prepared.config, free_port())
         found["resident"] = resident(prepared, folder)
         if not options.skip_simulation:
             from fedlora.flower.simulated import simulate_federation
 
             with contextlib.redirect_stdout(io.StringIO()):
-                simulate_federation(folder, resume=False, evaluate=False)
+                simulate_federation(folder)
             rows["simulation (Ray)"] = rounds_of(folder)
             shutil.rmtree(folder / "server")
-            shutil.rmtree(folder / "nodes", ignore_errors=True)
-        with Trial(folder) as trial:
-            trial.run(out=lambda line: None)
+            for site in (folder / "sites").iterdir():  # what they kept is of rounds that are played anew
+                shutil.rmtree(site / "state")
+                (site / "state").mkdir(mode=0o700)
+        Trial(folder).play()
         rows["deployment (TLS)"] = rounds_of(folder)
     print(f"{'':20}{'first round, s':>16}{'later rounds, s':>17}{'beyond training, s':>20}")
     for name, times in rows.items():

@@ -25,6 +25,7 @@ from peft import PeftModel
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from fedlora.adapters import AdapterFile
 from fedlora.cli import app
 from fedlora.errors import FedLoRAError
 from support import peft_cases
@@ -54,8 +55,11 @@ def by_peft(case: Any, folders: list[Path], out: Path, kind: str) -> None:
 
 
 def by_fedlora(case: Any, folders: list[Path], out: Path, kind: str) -> None:
+    narrow = {stored.dtype for stored in AdapterFile(folders[0]).stored.values()} & {"F16", "BF16"}
+    more = ["--dtype", "float32"] if narrow else []  # as peft, which computes and writes narrow adapters in float32
+    args = ["merge", *map(str, folders), "--weights", "0.7,0.3", *more, "-o", str(out), "--json"]
     with contextlib.redirect_stdout(io.StringIO()):
-        app(["merge", *map(str, folders), "--weights", "0.7,0.3", "-o", str(out), "--json"], standalone_mode=False)
+        app(args, standalone_mode=False)
 
 
 def outcome(case: Any, folders: list[Path], merge: Callable[..., None], kind: str, base: Any, want: Any) -> str:

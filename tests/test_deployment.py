@@ -1,19 +1,20 @@
-"""A real deployment on loopback: SuperLink and three SuperNodes over TLS with node authentication. Kind: *end to end*.
+"""A trial on loopback, its processes killed one after the other: supervised, it ends as if nothing had happened.
 
-Marked `deployment` and run by its own step of CI (`make deployment`), for it takes a minute or two of real processes.
+Kind: *end to end*. SuperLink and three nodes over TLS with node authentication, as `fedlora flower up` starts them.
+Marked `deployment_all` (`make deployment-all`), for it takes some minutes of real processes. On separate machines:
+tests/deployment.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ pytest.importorskip("flwr")
 
 from fedlora import read_adapter
 from fedlora.core import checkpoint
-from fedlora.flower.strategy import FlowerState
-from fedlora.flower.trial import Trial, free_port
+from fedlora.flower import children
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.strategy import FlowerState
+from fedlora.flower.serving.serve_lock import holder
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
@@ -35,16 +38,17 @@ from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import classification, save_model
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment, pytest.mark.timeout(420)]
+pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment_all, pytest.mark.timeout(1200)]
 
+ROUNDS = 6
 CONFIG = """\
 model = {{ path = "{base}" }}
 lora = {{ targets = ["query", "value"] }}
-server = {{ quorum = 2 }}
+server = {{ quorum = 3 }}
 clients = {{ ranks = [1, 2, 4] }}
 train = {{ lr = 0.01, steps = 2, batch_size = 4 }}
-run = {{ rounds = 4, threads = 1 }}
-evaluate = {{ every = 4 }}
+run = {{ rounds = {rounds}, threads = 1 }}
+evaluate = {{ every = 6 }}
 [data]
 clients = {{ a = "{root}/a.jsonl", b = "{root}/b.jsonl", c = "{root}/c.jsonl" }}
 validation = 0.2
@@ -53,116 +57,110 @@ max_length = 16
 """
 
 
-def until(true: Callable[[], bool], seconds: float, trial: Trial) -> None:
+@contextmanager
+def command(log: Path, *words: object) -> Iterator[subprocess.Popen[bytes]]:
+    """`fedlora WORDS` as a process, its output in `log`; killed in the end, with what it started in its group."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedlora.cli", *map(str, words)], stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until(true: Callable[[], bool], seconds: float, log: Path) -> None:
     end = time.monotonic() + seconds
     while not true():
-        if time.monotonic() > end:
-            logs = "\n".join(f"{p.name}: {p.read_text()[-600:]}" for p in (trial.home / "logs").iterdir())
-            raise AssertionError(f"not within {seconds} s\n{logs}")
+        assert time.monotonic() < end, f"not within {seconds} s\n{children.tail(log, 6000)}"
         time.sleep(0.2)
 
 
-def test_three_nodes_over_tls_one_killed_the_superlink_restarted(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """Round 1 is the in-process engine's, bit for bit; a dead node holds round 2 no longer than the deadline; after the
-    SuperLink is killed the run goes on where its checkpoint stands, and ends with an adapter."""
+def rounds_of(folder: FederationFolder) -> list[dict[str, Any]]:
+    with suppress(FileNotFoundError):
+        return [json.loads(line) for line in folder.rounds.read_text().splitlines()]
+    return []
+
+
+def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """The SuperLink killed -9 twice, the ServerApp once, `up` itself once: the state is bit for bit the in-process
+    engine's after as many rounds, each round is recorded once, and nothing is left behind."""
     base = save_model(tmp_path / "base", bert(), classifies=True)
     for k, name in enumerate("abc"):
         data = classification(30, k)
         assert data.labels is not None
         rows = [json.dumps({"text": t, "label": y}) for t, y in zip(data.text, data.labels, strict=True)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
-    (tmp_path / "run.toml").write_text(CONFIG.format(base=base, root=tmp_path))
-    folder = tmp_path / "f"
-    done = main("flower", "init", folder, "--config", tmp_path / "run.toml", "--port", free_port())
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(base=base, root=tmp_path, rounds=ROUNDS))
+    folder = FederationFolder(tmp_path / "f")
+    done = main("flower", "init", folder.path, "--config", config, "--superlink-port", free_port())
     assert done.code == 0, done.err
-    policy = folder / "policy.toml"
-    policy.write_text(policy.read_text().replace("deadline = 600.0", "deadline = 40.0"))
-    assert main("doctor", folder).code == 0
-    for secret in [folder / "certs" / "server.key", *(folder / "keys" / n for n in "abc")]:
-        assert secret.stat().st_mode & 0o077 == 0
 
-    rounds = folder / "server" / "rounds.jsonl"
+    def processes(*programs: str) -> list[int]:
+        return children.server_processes(folder.path, programs)
 
-    def played() -> int:
-        return len(rounds.read_text().splitlines()) if rounds.exists() else 0
+    def kill(program: str) -> None:
+        until(lambda: bool(processes(program)), 60, log)
+        os.kill(processes(program)[0], signal.SIGKILL)
 
-    with Trial(folder) as trial:
-        assert sorted(trial.online()) == ["a", "b", "c"]
-        running = trial.launch()
-        until(lambda: played() >= 1, 120, trial)
-        copy = tmp_path / "after1"
-        shutil.copytree(folder / "server" / "checkpoints", copy)
-        trial.kill("c")
-        killed = time.monotonic()
-        until(lambda: played() >= 2, 120, trial)
-        assert time.monotonic() - killed < 90
-        trial.kill("superlink")
-        running.kill()
-        running.communicate()
-        assert running.stdout is not None and running.stdout.closed
-        at = played()
-        trial.start_superlink()
-        trial.wait_online(2)
-        log: list[str] = []
-        code = trial.run(resume=True, evaluate=True, out=log.append)
-        assert code == 0, "\n".join(log[-30:])
-    assert not [line for line in processes() if str(folder) in line]
+    def played(number: int) -> Callable[[], bool]:
+        return lambda: len(rounds_of(folder)) >= number
 
-    facts = [json.loads(line) for line in rounds.read_text().splitlines()]
-    assert at < 4 and [f["round"] for f in facts][-1] == 4 and {f["round"] for f in facts} == {1, 2, 3, 4}
-    assert set(facts[0]["weights"]) == {"a", "b", "c"} and set(facts[-1]["weights"]) == {"a", "b"}
-    summary = json.loads((folder / "server" / "summary.json").read_text())
-    assert summary["rounds"] == 4 and 0 <= summary["test"]["accuracy"] <= 1
-    adapter, _ = read_adapter(folder / "server" / "adapter")
+    log = tmp_path / "up.log"
+    with command(log, "flower", "up", folder.path) as up:
+        until(played(1), 240, log)
+        second = main("flower", "up", folder.path)
+        assert second.code == 2 and f"served already, by process {up.pid}" in second.err
+        assert holder(folder.lock) == up.pid
+        kill("flower-superlink")
+        until(played(2), 240, log)
+        kill("flwr-serverapp")
+        until(played(3), 240, log)
+        kill("flower-superlink")
+        until(played(4), 240, log)
+        up.kill()  # and with it nothing that it started: these have groups of their own
+    said = log.read_text()
+    assert said.count("the SuperLink ended with code -9: killed; starting again") == 2
+    assert "the ServerApp was killed" in said
+    assert folder.database.stat().st_mode & 0o077 == 0
+
+    again = tmp_path / "again.log"
+    with command(again, "flower", "up", folder.path) as up:
+        assert up.wait(400) == 0, children.tail(again, 6000)
+    said = again.read_text()
+    assert "processes of an earlier run were still there: ended" in said
+    assert f"complete after {ROUNDS} rounds" in said and "raise [run] rounds" in said
+    assert not children.server_processes(folder.path) and not children.site_processes(folder.path)
+
+    finished = main("flower", "up", folder.path)
+    assert finished.code == 0 and f"complete after {ROUNDS} rounds" in finished.out
+    told = json.loads(main("flower", "status", folder.path, "--json").out)
+    assert (told["round"], told["finished"], told["superlink"], told["served_by"]) == (ROUNDS, "complete", False, None)
+    assert all(told["sites"][name]["rounds"] == ROUNDS for name in "abc")
+
+    lines = rounds_of(folder)
+    assert [line["round"] for line in lines] == list(range(1, ROUNDS + 1))
+    assert all(set(line["losses"]) == {"a", "b", "c"} for line in lines)
+    adapter, _ = read_adapter(folder.adapter)
     assert adapter.modules and adapter.heads
 
-    config = load_config(folder / "run.toml", [])
-    server = config.server.build(config.method.build(), config.run.seed)
-    loaded = checkpoint.load_newest(copy, FlowerState, server.method.State, upto=1)
-    assert loaded is not None
-    prepared: Any = prepare(config)
-    record = next(
-        simulate(
-            prepared.server, prepared.clients, prepared.trainer, start(prepared.server, prepared.seed_adapter), rounds=1
-        )
-    )
-    assert bits(loaded[1].state.server) == bits(record.state.server)
+    loaded_config = load_config(config, [])
+    prepared: Any = prepare(loaded_config)
+    state = start(prepared.server, prepared.seed_adapter)
+    expected = list(simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=ROUNDS))[-1]
+    loaded = checkpoint.load_newest(folder.checkpoints, FlowerState, prepared.server.method.State)
+    assert loaded is not None and loaded[0] == ROUNDS
+    assert bits(loaded[1].state.server) == bits(expected.state.server)
 
 
-def processes() -> list[str]:
-    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+def free_port() -> int:
+    """A port of loopback that nobody uses at the moment."""
+    import socket
 
-
-def test_a_key_that_is_not_registered_gets_no_work(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """A stranger with a key of its own and the CA's certificate is refused by the SuperLink."""
-    from fedlora.flower.project import supernode_command, write_keys
-
-    base = save_model(tmp_path / "base", bert(), classifies=True)
-    (tmp_path / "d.csv").write_text("text,label\n" + "w1 w2,0\nw3 w4,1\nw5 w6,2\n" * 8)
-    config = tmp_path / "run.toml"
-    config.write_text(
-        f'model = {{ path = "{base}" }}\nlora = {{ targets = ["query"] }}\nclients = {{ ranks = [2] }}\n'
-        f'[data]\ntrain = "{tmp_path}/d.csv"\nvalidation = 0.0\ntest = 0.0\n'
-    )
-    folder = tmp_path / "f"
-    assert main("flower", "init", folder, "--config", config, "--port", free_port()).code == 0
-    trial = Trial(folder)
-    try:
-        trial.start_superlink()
-        write_keys(tmp_path / "stranger", ["mallory"])
-        command = supernode_command(trial.home, "mallory", trial.address, free_port(), insecure=False)
-        command[command.index("--auth-supernode-private-key") + 1] = str(tmp_path / "stranger" / "mallory")
-        program = str(Path(sys.executable).parent / command[0])
-        with (tmp_path / "log").open("wb") as log:
-            stranger = subprocess.Popen(
-                [program, *command[1:]], env=trial._env, stdout=log, stderr=log, start_new_session=True
-            )
-        try:
-            assert stranger.wait(60) != 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # what it has started itself stays behind
-                os.killpg(stranger.pid, signal.SIGKILL)
-        assert "305" in (tmp_path / "log").read_text()  # Flower's code for a refused key
-        assert not trial.online()
-    finally:
-        trial.stop()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedlora import METHODS, Server, build
 from fedlora.core import checkpoint
 from fedlora.core.checkpoint import _encode
-from fedlora.flower.strategy import FlowerState
+from fedlora.flower.rounds.strategy import FlowerState
 from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder

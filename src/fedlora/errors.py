@@ -21,6 +21,21 @@ class FedLoRAError(Exception):
         return _again, (type(self), self.args, self.__dict__)
 
 
+def escaped(text: str) -> str:
+    """Every letter that prints as itself; any other (control, line break, direction mark, half a letter) by its code.
+
+    Example:
+        >>> from fedlora.errors import escaped
+        >>> print(escaped(chr(27) + "[31m"))
+        \\x1b[31m
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else _code(c) for c in text)
+
+
+def _code(letter: str) -> str:
+    return letter.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
 def _again(kind: type[FedLoRAError], args: tuple[object, ...], facts: dict[str, object]) -> FedLoRAError:
     """An error as it was, without its `__init__`, which may take other arguments than the message."""
     error = kind.__new__(kind, *args)
@@ -78,7 +93,13 @@ class KeptStateError(FedLoRAError, ValueError):
 
 
 class AdapterFormatError(FedLoRAError, ValueError):
-    """A PEFT adapter that cannot be read, or that means something other than W0 + s B A."""
+    """A PEFT adapter that cannot be read, or that means something other than W0 + s B A.
+
+    One line of letters that print, whatever the files and folders are called.
+    """
+
+    def __str__(self) -> str:
+        return escaped(super().__str__())
 
 
 class CheckpointError(FedLoRAError, ValueError):

@@ -49,6 +49,8 @@ pytestmark = [
     for rule in (
         # peft 0.21 asks transformers 5 for a property of its old name, whenever an adapter is added.
         r"ignore:.is_gradient_checkpointing. is deprecated:FutureWarning:transformers\.modeling_utils",
+        # Without a base model fedlora says what it would have asked it.
+        r"ignore:.*with ensure_weight_tying, the base model decides:UserWarning",
         # peft's save_pretrained takes every lora_B.bias for a damaged matrix.
         r"ignore:Adapter 'default'. \d+ LoRA tensor.s. have invalid shape:UserWarning:peft\.utils\.save_and_load",
         # ... says that it saves an embedding that is adapted, and cannot look up a base that has no name.
@@ -171,9 +173,14 @@ def test_what_is_read_is_written_with_the_same_meaning(name: str, made: Callable
 def test_a_merge_is_the_mean_of_the_dense_models(
     name: str, made: Callable[[str], Made], main: Callable[..., Said], tmp_path: Path
 ) -> None:
-    """`fedlora merge` of both: every tensor of peft's dense model of the result is the weighted mean of both ones'."""
+    """`fedlora merge` of both: every tensor of peft's dense model of the result is the weighted mean of both ones'.
+
+    Narrow ones are written wide here: what rounding them again costs, tests/adapters/test_merge_api.py measures.
+    """
     x = made(name)
-    done = main("merge", *x.folders, "--weights", ",".join(map(str, WEIGHTS)), "-o", tmp_path / "m")
+    more = ["--missing", "zero"] if name in ("regex, list", "some layers") else []  # no module in common: to be said
+    more += ["--dtype", "float32"] if 1e-10 < x.case.tolerance < 1e-5 else []
+    done = main("merge", *x.folders, "--weights", ",".join(map(str, WEIGHTS)), *more, "-o", tmp_path / "m")
     assert done.code == 0, done.err
     assert_states(dense(x.case, tmp_path / "m").state_dict(), x.mean, x, (0, 1))
     want = dense(x.case, x.folders[0])

@@ -305,7 +305,7 @@ class TestReadAdapter:
     @pytest.mark.parametrize("field", ["target_modules", "exclude_modules"])
     def test_the_spec_does_not_depend_on_the_order_of_a_set(self, field, plain):
         # peft keeps both as sets, so their order in the file is arbitrary.
-        names = ["q_proj", "v_proj", "x", "y"]
+        names = [*(["q_proj", "v_proj"] if field == "target_modules" else []), "x", "y"]
         edit(plain, **{field: names})
         _, spec = read_adapter(plain)
         edit(plain, **{field: names[::-1]})
@@ -416,6 +416,11 @@ class TestWriteAdapter:
         again, spec_again = read_adapter(tmp_path / "out", scaling=spec.scaling)
         assert_same(again, adapter)
         changed = {"use_rslora", "init_lora_weights"}  # both folded into the numbers
+        if name in ("regex", "some layers", "excluded"):  # names are written in place of what chooses among them
+            assert sorted(spec_again.config["target_modules"]) == sorted(adapter.modules)
+            choosing = {"exclude_modules", "layers_to_transform", "layers_pattern"}
+            assert not any(spec_again.config[field] for field in choosing)
+            changed |= {"target_modules", *choosing}
         assert {k: v for k, v in spec_again.config.items() if k not in changed} == {
             k: v for k, v in spec.config.items() if k not in changed
         }
@@ -871,7 +876,7 @@ class TestRefusedConfigs:
     @pytest.mark.parametrize(("field", "value"), EDITED, ids=str)
     def test_a_config_is_refused_by_field(self, field, value, plain):
         edit(plain, **{field: value})
-        with pytest.raises(AdapterFormatError, match=rf"\b{field} = "):
+        with pytest.raises(AdapterFormatError, match=rf"\b{field} = |is not JSON: it has (NaN|Infinity)"):
             read_adapter(plain)
 
     @pytest.mark.parametrize("field", VARIANTS)
@@ -898,7 +903,7 @@ class TestRefusedConfigs:
     @pytest.mark.parametrize("value", [0, -4, None, "8", True, math.nan, math.inf], ids=str)
     def test_a_pattern_gives_no_positive_alpha(self, value, plain):
         edit(plain, alpha_pattern={"q_proj": value})
-        with pytest.raises(AdapterFormatError, match="alpha_pattern"):
+        with pytest.raises(AdapterFormatError, match=r"alpha_pattern|is not JSON: it has (NaN|Infinity)"):
             read_adapter(plain)
 
     @pytest.mark.parametrize("value", [0, -4, None, "8"], ids=str)

@@ -56,6 +56,15 @@ def test_a_cut_is_the_best_of_its_rank_and_its_error_is_known(rank: int) -> None
     assert report.error == pytest.approx(float(s[rank:].norm() / s.norm()), abs=1e-12)
 
 
+def test_a_share_of_the_energy_is_one_component_at_least() -> None:
+    """The largest component holds any share that is small enough; only of nothing nothing is kept."""
+    pair = LoRA(torch.diag(torch.tensor([3.0, 2.0, 1.0])), torch.eye(3))
+    for size in (1.0, 1e-30, 1e30):
+        small = LoRA(pair.factors[0] * size, pair.factors[1])
+        assert merge_module("m", [small], [1.0], RankRule("energy", 1e-12))[1].kept == 1
+    assert merge_module("m", [LoRA(torch.zeros(3, 3), torch.eye(3))], [1.0], RankRule("energy", 0.5))[1].kept == 0
+
+
 def test_energy_keeps_the_least_rank_that_holds_it() -> None:
     """By hand: singular values 3, 2, 1 hold 9/14, 13/14 and all of the energy."""
     pair = LoRA(torch.diag(torch.tensor([3.0, 2.0, 1.0]).double()), torch.eye(3).double())
@@ -198,6 +207,14 @@ def test_a_budget_is_spent_where_it_saves_most() -> None:
         assert lost(ranks) == pytest.approx(min(lost(r) for r in fitting))
 
 
+def test_a_budget_goes_on_where_one_component_is_too_dear() -> None:
+    """Of 400 numbers, slots of 50 and 150: one of each is 200; of what is left the dear one takes 150, then the cheap
+    one the last 50, by hand. A third of the dear one would not have fitted, and stopped the rest."""
+    spectra = [(3.0, 0.1), (9.0, 8.0, 7.0)]
+    reports = [ModuleReport(str(k), len(s), len(s), len(s), 0.0, math.hypot(*s), s) for k, s in enumerate(spectra)]
+    assert budget_ranks(reports, [50, 150], 2) == [2, 2]
+
+
 def test_a_budget_from_the_command_line(tmp_path: Path, main: Callable[..., Said]) -> None:
     folders = [saved(tmp_path, name, 4) for name in "ab"]
     out = tmp_path / "o"
@@ -211,10 +228,15 @@ def test_a_budget_from_the_command_line(tmp_path: Path, main: Callable[..., Said
     assert said["error"] == pytest.approx(math.sqrt(gap / size), rel=1e-4)
 
 
-def test_for_vllm_one_rank_that_it_takes_and_no_saved_modules(tmp_path: Path, main: Callable[..., Said]) -> None:
+def test_for_vllm_one_rank_that_it_takes(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """A saved classifier goes along, as vLLM takes it since August 2026, and a line says so; --drop heads leaves it."""
     folders = [saved(tmp_path, "a", 2), saved(tmp_path, "b", 7)]
+    done = main("merge", *folders, "--for", "vllm", "-o", tmp_path / "with")
+    assert done.code == 0 and "older ones need --drop heads" in done.err
+    assert set(read_adapter(tmp_path / "with")[0].heads) == set(HEADS)
     out = tmp_path / "o"
-    assert main("merge", *folders, "--for", "vllm", "-o", out).code == 0
+    done = main("merge", *folders, "--for", "vllm", "--drop", "heads", "-o", out)
+    assert done.code == 0 and "left out, heads: 2" in done.out
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == 16 and not config["rank_pattern"] and not config["modules_to_save"]
     keys = load_file(out / "adapter_model.safetensors")
@@ -232,6 +254,8 @@ def test_a_head_that_only_some_have(tmp_path: Path, main: Callable[..., Said]) -
     a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 2)
     bare = load_file(b / "adapter_model.safetensors")
     save_file({k: t for k, t in bare.items() if "classifier" not in k}, b / "adapter_model.safetensors")
+    config = json.loads((b / "adapter_config.json").read_text())  # or peft would miss the head that it names
+    (b / "adapter_config.json").write_text(json.dumps(config | {"modules_to_save": None, "task_type": None}))
     done = main("merge", a, b, "-o", tmp_path / "o")
     assert done.code == 2 and "--heads holders" in done.err and not (tmp_path / "o").exists()
     assert main("merge", a, b, "--heads", "holders", "-o", tmp_path / "o").code == 0

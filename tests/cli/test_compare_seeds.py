@@ -20,6 +20,7 @@ from rich.console import Console
 from scipy import stats
 
 import fedlora.runs.preparation
+from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, cells, invoke
@@ -215,6 +216,29 @@ def test_a_value_of_a_search_that_fails_is_dropped_and_the_method_goes_on(
     assert "svd not run: no run of the search" in result.stderr
 
 
+def test_a_value_that_the_machine_failed_is_waited_for(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    """A full disk under one value of glora's search: nothing is chosen without it, svd goes on; --resume mends it."""
+    real = fedlora.runs.preparation.prepare
+
+    def prepare(config: Any, data_root: Path | None = None) -> Any:
+        if config.method.name == "glora" and config.train.lr == 0.01:
+            raise OSError(28, "No space left on device")
+        return real(config, data_root)
+
+    args = ("--tune", "train.lr=0.01,0.02", "--set", "run.rounds=1", "--json")
+    with monkeypatch.context() as patched:
+        patched.setattr("fedlora.runs.preparation.prepare", prepare)
+        result = compare(project, tmp_path / "runs", *args, methods="glora,svd")
+    said = json.loads(result.stdout)
+    assert list(said["methods"]) == ["svd"] and said["dropped"] == []
+    assert said["failed"][0]["method"] == "glora" and "No space left" in said["failed"][0]["why"]
+    assert "glora: the search waits for train.lr = 0.01, which the machine could not run on seed 1000" in result.stderr
+    again = json.loads(compare(project, tmp_path / "runs", *args, "--resume", methods="glora,svd").stdout)
+    assert list(again["methods"]) == ["glora", "svd"] and again["failed"] == []
+
+
 def test_by_loss_it_is_said_that_smaller_is_better(project: Path, tmp_path: Path, undrawn: None) -> None:
     """The same method by two names is level on every seed: both first, the difference is equal, and ties are told."""
     more = ("--seeds", "0,1", "--set", "evaluate.metric=loss")
@@ -305,11 +329,11 @@ def test_a_killed_worker_loses_nothing_and_an_interrupt_leaves_what_is_finished(
 
 def test_seeds_as_they_are_typed() -> None:
     """By hand; half-open as Python's ranges."""
-    parse = fedlora.cli.compare.parse_seeds
-    assert [parse(text, "--seeds") for text in ("0:3", "0,3,5", "7")] == [[0, 1, 2], [0, 3, 5], [7]]
-    for text, says in (("3:3", "names no seed"), ("1,1", "a seed twice"), ("a", "takes seeds as"), ("0:4:2", "takes")):
+    assert [parse_seeds(text, "--seeds") for text in ("0:3", "0,3,5", "7")] == [[0, 1, 2], [0, 3, 5], [7]]
+    for text, says in (("3:3", "names no seed"), ("1,1", "a seed twice"), ("a", "takes seeds as"), ("0:4:2", "takes"),
+                       ("0:99999999999", "99,999,999,999 seeds")):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
-            parse(text, "--seeds")
+            parse_seeds(text, "--seeds")
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, process
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import FEDSA, Finished, configured, same_run
+from support.projects import FEDSA, Finished, same_run
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -126,16 +125,3 @@ def test_usage_errors_are_typers_and_code_2(main: Callable[..., Said]) -> None:
     for args in (["run"], ["walk"], ["run", "a.toml", "--nope"]):
         said = main(*args)
         assert said.code == 2 and "Traceback" not in said.err
-
-
-def test_what_the_flower_app_would_not_look_at(project: Path) -> None:
-    """What is only measured or stored is named; what would make other rounds is refused."""
-    pytest.importorskip("flwr")
-    from fedlora.flower.project import not_looked_at
-
-    assert not_looked_at(configured(project)) == []
-    seen = configured(project, "evaluate.every=2", "run.keep_uploads=all", 'run.track=["tensorboard"]')
-    assert not_looked_at(seen) == ["evaluate.every", "run.keep_uploads", "run.track"]
-    for key in ("server.gauge_stress=10", "evaluate.patience=2", "server.sketch_rank=4"):
-        with pytest.raises(ConfigError, match=f"{key.partition('=')[0]} is for runs on one machine"):
-            not_looked_at(configured(project, key))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedlora import METHODS, Adapter, Client, Download, LoRA, Readout, Roles, Server, Update, build
-from fedlora.core.checkpoint import load_newest, save
+from fedlora.core.checkpoint import keep_also, load_newest, save
 from fedlora.core.messages import ClientMemory
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import Trained
@@ -520,27 +520,17 @@ def refuse(*_: object, **__: object) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-class HalfWritten(io.BytesIO):
+class HalfWritten(io.FileIO):
     """A file on a disk with room for half of what is written."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
     def write(self, data: Any) -> int:
-        with open(self._path, "wb") as file:  # not Path.open, which is replaced
-            file.write(data[: len(data) // 2])
+        super().write(data[: len(data) // 2])
         return refuse()
-
-
-def open_half_written(path: Path, mode: str) -> HalfWritten:
-    assert mode == "xb"
-    return HalfWritten(path)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "instead"),
-    [(Path, "open", refuse), (Path, "open", open_half_written), (os, "fsync", refuse), (os, "replace", refuse)],
+    [(os, "open", refuse), (os, "fdopen", HalfWritten), (os, "fsync", refuse), (os, "replace", refuse)],
     ids=["open", "write", "fsync", "replace"],
 )
 def test_a_full_disk_leaves_the_older_ones_and_no_part(owner: Any, name: str, instead: Any, tmp_path: Path) -> None:
@@ -601,3 +591,31 @@ def test_what_was_just_written_is_never_removed(tmp_path: Path) -> None:
     for round in (5, 6):
         save(tmp_path, round, Box(round))
     assert save(tmp_path, 2, Box(2), keep=1).exists()
+
+
+# ---- kept in a second place ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_checkpoint_is_kept_in_a_second_place_whatever_becomes_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """As a link where there are any, as a copy elsewhere; only the newest ones stay; the same round twice is one."""
+    if not links:
+
+        def none(*_: Any) -> None:
+            raise OSError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(os, "link", none)
+    main, best = tmp_path / "main", tmp_path / "best"
+    for number in (1, 2, 3):
+        path = save(main, number, ClientMemory(position=number), keep=1)
+        keep_also(best, main, number, keep=2)
+        keep_also(best, main, number, keep=2)
+        assert (best / path.name).samefile(path) == links
+    path.unlink()
+    assert [p.name[:11] for p in sorted(best.iterdir())] == ["round-00002", "round-00003"]
+    loaded = load_newest(best, ClientMemory)
+    assert loaded is not None and loaded[1].position == 3
+    with pytest.raises(CheckpointError, match="no checkpoint of round 9"):
+        keep_also(best, main, 9)

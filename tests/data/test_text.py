@@ -280,6 +280,11 @@ class TestReaders:
         ):
             read_classification(write(name, content), text="sentense", label="label")
 
+    @pytest.mark.parametrize(("mark", "named"), [(";", "';'"), ("\t", r"'\\t'"), ("|", r"'\|'")])
+    def test_another_separator_than_the_commas_is_named(self, write, mark, named):
+        with pytest.raises(DataError, match=rf"Is {named} meant to stand between columns\? A \.csv has commas"):
+            read_classification(write("d.csv", f"text{mark}label\nx{mark}0\n"), text="text", label="label")
+
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [

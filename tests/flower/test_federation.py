@@ -22,9 +22,17 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from fedlora import Adapter, Client, Server, build
 from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError, QuorumNotMet
-from fedlora.flower.node import Node
-from fedlora.flower.policy import Policy
-from fedlora.flower.records import NUMPY, RecordError, parcel_record, record_parcel, to_array, to_tensor
+from fedlora.flower.messages.records import (
+    NUMPY,
+    PROTOCOL,
+    RecordError,
+    parcel_record,
+    record_parcel,
+    to_array,
+    to_tensor,
+)
+from fedlora.flower.site.node import Node
+from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.federations import noise
@@ -226,15 +234,18 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "another form": (said(form="subspace"), "'factors' was asked for"),
     "kept names": (said(kept=[1, 2]), "no list of names"),
     "kept names that nobody has": (said(kept=["x" * 1000]), "no list of names"),
-    "no json": (altered(config=lambda r: ConfigRecord({"protocol": "fedlora/2", "upload": "{"})), "not JSON"),
+    "no json": (altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "{"})), "not JSON"),
     "deep json": (
-        altered(config=lambda r: ConfigRecord({"protocol": "fedlora/2", "upload": "[" * 100000})),
+        altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "[" * 100000})),
         "not JSON",
     ),
-    "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), "fedlora/2"),
-    "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), "fedlora/2"),
+    "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), "fedlora/3"),
+    "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), "fedlora/3"),
     "its app raised": (lambda asked, reply: Message(Error(2, "boom"), reply_to=asked), "it failed: boom"),
-    "nothing came": (lambda asked, reply: None, "nothing"),
+    "nothing came": (lambda asked, reply: None, "no answer within 3600 s"),
+    "loss NaN": (numbers(loss=float("nan")), "its loss is nan"),
+    "loss -inf": (numbers(loss=float("-inf")), "its loss is -inf"),
+    "loss inf": (numbers(loss=float("inf")), "its loss is inf"),
 }
 
 
@@ -244,27 +255,25 @@ def test_a_bad_reply_costs_its_sender_the_round_and_nobody_else(tmp_path: Path, 
     meddle, reason = ATTACKS[name]
     server = Server(build("glora"), quorum=1)
     facts: list[Any] = []
-    strategy, grid = federation(tmp_path / "a", server, on_round=facts.append)
+    strategy, grid = federation(tmp_path / "a", server, after_round=facts.append)
     grid.meddle = {"three": meddle}
     strategy.start(grid, num_rounds=1)
     want = good_state(tmp_path / "b")
     tally = strategy.memory.state.server.tally
     assert tally is not None and set(tally.weights) == {"one", "two"}
     assert bits(replace(strategy.memory.state.server, tally=None)) == bits(replace(want, tally=None))
-    if name == "nothing came":
-        assert facts[0]["refused"] == {}
-    else:
-        assert reason in facts[0]["refused"]["three"], facts[0]["refused"]
-        counted = {} if name == "its app raised" else {"three": 1}  # a failure at the client is no attempt at anything
-        assert strategy.memory.refusals == counted
+    assert reason in facts[0]["refused"]["three"], facts[0]["refused"]
+    fate = {"nothing came": "late", "its app raised": "failed"}.get(name, "refused")
+    assert facts[0]["fates"]["three"]["fate"] == fate
+    assert strategy.memory.refusals == ({"three": 1} if fate == "refused" else {})  # only what was tried counts
     strategy.start(grid, num_rounds=2)  # and the next round works, whatever is held by now
     assert strategy.round == 2
 
 
-def test_a_second_reply_and_a_late_one_do_not_count(tmp_path: Path) -> None:
+def test_a_second_reply_and_a_late_one_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = Server(build("glora"), quorum=1)
     facts: list[Any] = []
-    strategy, grid = federation(tmp_path, server, on_round=facts.append)
+    strategy, grid = federation(tmp_path, server, after_round=facts.append)
     kept: list[Message] = []
 
     def twice(asked: Message, reply: Message) -> list[Message]:
@@ -276,7 +285,8 @@ def test_a_second_reply_and_a_late_one_do_not_count(tmp_path: Path) -> None:
 
     grid.meddle = {"two": twice}
     strategy.start(grid, num_rounds=1)
-    assert set(facts[0]["weights"]) == set(RANKS) and "a second reply" in facts[0]["refused"]["two"]
+    assert set(facts[0]["weights"]) == set(RANKS) and not facts[0]["refused"]
+    assert "two: a second reply in one round" in caplog.text
     grid.meddle = {"two": late}
     strategy.start(grid, num_rounds=2)
     assert set(facts[1]["weights"]) == {"one", "three"} and "late or replayed" in facts[1]["refused"]["two"]
@@ -313,7 +323,7 @@ def test_a_third_of_the_nodes_corrupt(tmp_path: Path) -> None:
 
 def test_too_few_replies_are_tried_again_and_then_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never a run that ends well without training: the error names who was missing, the state is stored."""
-    monkeypatch.setattr("fedlora.flower.strategy.time.sleep", lambda s: None)
+    monkeypatch.setattr("fedlora.flower.rounds.strategy.time.sleep", lambda s: None)
     server = Server(build("glora"), quorum=3)
     strategy, grid = federation(tmp_path, server, policy=Policy(RANKS, retries=2, deadline=0.05, quarantine=0))
     strategy.start(grid, num_rounds=1)
@@ -359,7 +369,7 @@ def test_a_node_that_lost_its_state_says_so_and_is_sent_everything_next_time(tmp
     """FFA-LoRA's A travels once. A node whose disk was replaced misses it: one round without it, then all is well."""
     ranks = dict.fromkeys(RANKS, 4)
     facts: list[Any] = []
-    strategy, grid = federation(tmp_path, Server(build("ffa-lora"), quorum=2), ranks, on_round=facts.append)
+    strategy, grid = federation(tmp_path, Server(build("ffa-lora"), quorum=2), ranks, after_round=facts.append)
     strategy.start(grid, num_rounds=1)
     for path in (tmp_path / "nodes" / "two").rglob("*.safetensors"):
         path.unlink()
@@ -404,7 +414,7 @@ def test_the_share_is_capped_in_a_round(tmp_path: Path) -> None:
 
 def test_work_for_another_client_or_of_no_server_is_refused(tmp_path: Path) -> None:
     node = Node("one", Toy(), tmp_path)
-    with pytest.raises(RecordError, match="no parcel of fedlora/2"):
+    with pytest.raises(RecordError, match="this site speaks fedlora/3"):
         node.work(RecordDict({"config": ConfigRecord({"x": 1})}))
 
 

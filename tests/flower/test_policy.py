@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
-from fedlora.flower.policy import Policy
+from fedlora.flower.terms.policy import Policy
 
 
 @pytest.mark.parametrize("share", [0.2, 0.34, 0.5, 0.9, 1.0])
@@ -49,3 +49,24 @@ def test_a_bad_policy_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "policy.toml").write_text(text)
     with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
         Policy.read(tmp_path / "policy.toml")
+
+
+@pytest.mark.parametrize(("sites", "share"), [(1, 1.0), (2, 1.0), (3, 2 / 3), (4, 0.5), (40, 0.5)])
+def test_without_a_word_nobody_of_four_or_more_has_more_than_half(sites: int, share: float) -> None:
+    """max(0.5, 2 / sites): two honest sites of three outweigh a third one, whatever it claims."""
+    policy = Policy({f"s{k}": 1 for k in range(sites)})
+    assert policy.share == pytest.approx(share)
+    counts = policy.examples({f"s{k}": 1e8 if k == 0 else 10.0 for k in range(sites)})
+    assert counts["s0"] / sum(counts.values()) <= share * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "\x1b[2J", "x" * 101])
+def test_a_client_has_a_name_that_prints(name: str) -> None:
+    with pytest.raises(ConfigError, match="is no name"):
+        Policy({name: 1})
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "4", True])
+def test_an_uploads_limit_is_a_positive_number(value: object) -> None:
+    with pytest.raises(ConfigError, match="max_upload_mb is a positive number"):
+        Policy({"a": 1}, max_upload_mb=value)  # type: ignore[arg-type]

@@ -1,9 +1,18 @@
-"""The resident trainer and its socket. Kinds of evidence: contract (the same work in this process), attack."""
+"""The resident trainer and its socket. Kinds of evidence: contract (the same work in this process), attack, fault
+(a trainer that is killed, settings that change, an owner that ends)."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,45 +22,284 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedlora import Client, Server, build
-from fedlora.flower.node import Node
-from fedlora.flower.records import RAW, parcel_record, to_array
-from fedlora.flower.resident import TrainerFailed, ask, private_directory, serve, socket_of
-from fedlora.flower.wire import receive_message, send_message
+from fedlora.core.parcels import pack
+from fedlora.errors import ConfigError, DataError
+from fedlora.flower.messages.envelope import Envelope
+from fedlora.flower.messages.records import RAW, parcel_record, to_array
+from fedlora.flower.messages.wire import receive_message, send_message
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.site.node import Node
+from fedlora.flower.site.owner import OWNER, owner_of_this
+from fedlora.flower.site.resident import TrainerFailed, ask, private_directory, serve, socket_of
+from fedlora.flower.site.site_work import Changed, SiteWork, told_to_server
+from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
+from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from support.flower_grid import RUN, Toy, seed_adapter
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.tiny_models import bert
+from support.training_data import save_model
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 
-def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path) -> None:
-    """The same work in this process and through the socket; an exception comes back as its words; strangers' modes."""
+def question(client: str = "one", **more: Any) -> RecordDict:
     server = Server(build("glora"))
-    from fedlora.core.parcels import pack
-
     state = start(server, seed_adapter()).server
-    record = parcel_record(pack(server.download(state, Client("one", 2)), None), RUN)
-    folder = tmp_path / "n"
-    work = Node("one", Toy(), tmp_path / "state").work
-    sock = socket_of(tmp_path / "unused.toml", "one", folder)
-    thread = threading.Thread(target=serve, args=(work, sock), kwargs={"owner": None, "idle": 1.5}, daemon=True)
+    return parcel_record(pack(server.download(state, Client(client, 2)), None), RUN, **more)
+
+
+def serving(site: SiteFolder, work: Any, **more: Any) -> threading.Thread:
+    thread = threading.Thread(target=serve, args=(work, socket_of(site)), kwargs={"owner": None, **more}, daemon=True)
     thread.start()
-    for _ in range(100):
-        if sock.exists():
-            break
-        threading.Event().wait(0.02)
-    assert folder.stat().st_mode & 0o777 == 0o700 and sock.stat().st_mode & 0o777 == 0o600
-    reply = ask(tmp_path / "unused.toml", "one", folder, record)
+    until_true(lambda: socket_of(site).exists())
+    return thread
+
+
+def until_true(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path, deep: bool) -> None:
+    """The same work in this process and through the socket, also in a folder whose path no socket can have; an
+    exception comes back as its words; strangers' modes."""
+    site = SiteFolder(tmp_path / ("d" * 60 + "/" + "e" * 60 if deep else "s"))
+    node = Node("one", Toy(), tmp_path / "state")
+
+    def work(do: str, record: RecordDict) -> RecordDict:
+        return node.work(record)
+
+    thread = serving(site, work, idle=1.5)
+    record = question()
+    assert site.state.stat().st_mode & 0o777 == 0o700 and socket_of(site).stat().st_mode & 0o777 == 0o600
+    reply = ask(site.site, "train", record)
     alone = Node("one", Toy(), tmp_path / "other").work(record)
     assert {k: a.data for k, a in reply["arrays"].items()} == {k: a.data for k, a in alone["arrays"].items()}
     assert dict(reply["metrics"]) == dict(alone["metrics"]) and dict(reply["config"]) == dict(alone["config"])
     with pytest.raises(TrainerFailed, match="'one', and the work is for 'two'"):
-        other = parcel_record(pack(server.download(state, Client("two", 2)), None), RUN)
-        ask(tmp_path / "unused.toml", "one", folder, other)
+        ask(site.site, "train", question("two"))
     thread.join(10)
-    assert not thread.is_alive() and not sock.exists()
+    assert not thread.is_alive() and not socket_of(site).exists()
 
 
-def test_a_trainer_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(TrainerFailed, match=r"did not start: .*nothing\.toml"):
-        ask(tmp_path / "nothing.toml", "one", tmp_path / "n", RecordDict())
+def test_what_is_asked_for_reaches_the_work(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def work(do: str, record: RecordDict) -> RecordDict:
+        asked.append(do)
+        return record
+
+    site = SiteFolder(tmp_path)
+    serving(site, work, idle=2)
+    ask(site.site, "train", question())
+    ask(site.site, "evaluate", question())
+    assert asked == ["train", "evaluate"]
+
+
+def test_an_error_of_the_data_stays_at_home(tmp_path: Path) -> None:
+    """A server hears its kind alone; the site hears all of it."""
+
+    def work(do: str, record: RecordDict) -> RecordDict:
+        raise DataError("row 3: label 'Jane Doe, HIV' is not among the classes")
+
+    site = SiteFolder(tmp_path)
+    serving(site, work, idle=2)
+    with pytest.raises(TrainerFailed) as error:
+        ask(site.site, "train", question())
+    assert "Jane" not in str(error.value) and "DataError" in str(error.value) and "own log" in str(error.value)
+    assert "Jane Doe" in error.value.full
+    try:
+        raise KeyError("Jane Doe")
+    except KeyError as unforeseen:
+        assert "Jane" not in told_to_server(unforeseen, tmp_path)
+
+
+# ---- one site.toml, one content of the settings ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save_model(tmp_path_factory.mktemp("m") / "base", bert(), classifies=True))
+
+
+def a_site(folder: Path, base: Path) -> SiteFolder:
+    site = SiteFolder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "d.csv").write_text("text,label\n" + "".join(f"w{k} w{k + 1},{k % 2}\n" for k in range(30)))
+    site.site.write_text(Site(name="one", data="d.csv", model=str(base)).toml())
+    return site
+
+
+def agreed(**tables: Any) -> FederationSettings:
+    raw = {"data": {"labels": ["0", "1", "2"], "max_length": 16}, "train": {"steps": 1}, "run": {"threads": 1}}
+    return FederationSettings(id="fed-1", **{**raw, **tables})
+
+
+def asked_of(settings: FederationSettings, site: SiteFolder, facts: Facts | None = None) -> RecordDict:
+    prepared = prepare(settings.for_site(Site.read(site.site), 2))
+    state = start(prepared.server, prepared.seed_adapter).server
+    parcel = pack(prepared.server.download(state, Client("one", 2)), None)
+    return parcel_record(parcel, settings.id, Envelope(settings.travelling(), (facts or Facts()).text()))
+
+
+def test_a_site_works_by_the_settings_that_come_with_the_message(tmp_path: Path, base: Path) -> None:
+    """It is loaded with the first message; other settings, or another site.toml, are another trainer's."""
+    site = a_site(tmp_path / "s", base)
+    work, record = SiteWork(site.site), asked_of(agreed(), site)
+    reply = work("train", record)
+    said = json.loads(str(reply["config"]["agreement"]))
+    assert said["labels"] == ["0", "1", "2"] and said["max_length"] == 16 and said["targets"]
+    assert (site.state / "fed-1" / "one").is_dir() and (site.state / "base.json").is_file()
+    assert work("train", record)["arrays"].keys() == reply["arrays"].keys()
+    with pytest.raises(Changed):
+        work("train", asked_of(agreed(train={"steps": 2}), site))
+    site.site.write_text(site.site.read_text() + "threads = 2\n")
+    with pytest.raises(Changed):
+        work("train", record)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (Facts(base="0" * 64), "base model has the weights 000000000000"),
+        (Facts(tokenizer="0" * 64), "the server's tokenizer is 000000000000"),
+        (Facts(architecture={"hidden_size": 64}), "hidden_size is 64 at the server and 32 at one"),
+        (Facts(versions={"torch": "1.13.0"}), r"torch is 1\.13\.0 at the server"),
+        (Facts(versions={"fedlora": "99.0.0"}), r"fedlora is 99\.0\.0 at the server"),
+        (Facts(labels=("2", "1", "0")), "classes are"),
+        (Facts(scaling=8.0), "scaling is 8"),
+        (Facts(max_length=8), "max_length is 8"),
+    ],
+)
+def test_another_base_model_is_refused_before_anything_is_loaded(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, facts: Facts, said: str
+) -> None:
+    site = a_site(tmp_path / "s", base)
+    record = asked_of(agreed(), site, facts)
+    monkeypatch.setattr("fedlora.runs.preparation.prepare", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=said):
+        SiteWork(site.site)("train", record)
+    assert not list(site.state.rglob("round-*"))
+
+
+def test_other_targets_are_refused_before_training(tmp_path: Path, base: Path) -> None:
+    """Only a loaded model says which modules it has."""
+    site = a_site(tmp_path / "s", base)
+    with pytest.raises(ValueError, match="adapters are of 1 modules and those of one of 4"):
+        SiteWork(site.site)("train", asked_of(agreed(), site, Facts(targets=("x.q 8x8",))))
+    assert not list(site.state.rglob("round-*"))
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def trainers(site: SiteFolder) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            words = b""
+            try:
+                words = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if (
+                b"fedlora.flower.site.resident" in words
+                and str(site.site).encode() in words
+                and not ended(int(entry.name))
+            ):
+                found.append(int(entry.name))
+    return found
+
+
+def begun(site: SiteFolder) -> bool:
+    """Whether the newest trainer has loaded its model."""
+    return (site.logs / "trainer.log").read_text().count("Loading weights: 100%") >= 2
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # that of a message ends before it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.timeout(600)
+def test_real_trainers_stay_change_and_die(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process for all messages of one content of the settings; another one, and no second, for another; killed in
+    the middle of its work, the reply says so, and the next message finds a new one; it ends with its owner."""
+    site = a_site(tmp_path / "s", base)
+    owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setenv(OWNER, str(owner.pid))
+    assert owner_of_this() == owner.pid
+    one, long = asked_of(agreed(), site), asked_of(agreed(train={"steps": 10**6}), site)
+    first = ask(site.site, "train", one)
+    (pid,) = trainers(site)
+    assert {k: a.data for k, a in ask(site.site, "train", one)["arrays"].items()} == {
+        k: a.data for k, a in first["arrays"].items()
+    }
+    assert trainers(site) == [pid]
+    failed: list[TrainerFailed] = []
+
+    def asking() -> None:
+        try:
+            ask(site.site, "train", long)
+        except TrainerFailed as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=asking)
+    thread.start()
+    until_true(lambda: begun(site), 200)
+    (working,) = set(trainers(site)) - {pid}
+    until_true(lambda: trainers(site) == [working], 200)  # its predecessor is gone
+    os.kill(working, signal.SIGKILL)
+    thread.join(60)
+    assert "died in the middle of the work: it was killed" in str(failed[0]) and "memory" in str(failed[0])
+    ask(site.site, "train", one)
+    last = max(trainers(site))
+    owner.kill()
+    owner.communicate()
+    until_true(lambda: ended(last))
+
+
+def test_a_trainer_that_is_nobodys_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --isolation process no SuperNode is above it; nothing would ever end it."""
+    from fedlora.flower.site import resident
+
+    assert resident.ALONE < 300 < resident.IDLE
+    monkeypatch.setattr(resident, "ALONE", 1.0)
+    began = time.monotonic()
+    serving(SiteFolder(tmp_path), lambda do, record: record).join(10)
+    assert time.monotonic() - began < 8
+
+
+def test_a_trainer_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(TrainerFailed, match="did not start") as error:
+        ask(tmp_path / "site.toml", "train", RecordDict())
+    assert "no word" in error.value.full
+
+
+def test_a_site_file_that_is_not_there_is_told_without_its_place(tmp_path: Path) -> None:
+    site = SiteFolder(tmp_path)
+    serving(site, SiteWork(site.site), idle=2)
+    with pytest.raises(TrainerFailed, match=r"ConfigError: the site file <site>/site\.toml cannot be read") as error:
+        ask(site.site, "train", question(envelope=Envelope(agreed().travelling())))
+    assert str(tmp_path) in error.value.full
+
+
+def test_no_path_of_a_site_is_told(tmp_path: Path) -> None:
+    """Those of its data and its model lie elsewhere."""
+    (tmp_path / "site.toml").write_text(Site(name="a", data="/secret/d.csv", model="/secret/m").toml())
+    words = told_to_server(ConfigError(f"/secret/m of {tmp_path}/site.toml has no tokenizer; /secret/d.csv"), tmp_path)
+    assert words == "ConfigError: <its model> of <site>/site.toml has no tokenizer; <its data>"
 
 
 def test_a_directory_that_others_can_read_becomes_private(tmp_path: Path) -> None:

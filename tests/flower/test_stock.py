@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from fedlora import Server, build
 from fedlora.errors import ConfigError
-from fedlora.flower.codecs import StockClients
+from fedlora.flower.messages.codecs import StockClients
 from support.flower_grid import RANKS, SHAPES, LocalGrid, federation, seed_adapter
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, Server, Upload, build, read_adapter
+from fedlora.adapters.collection import Collection
+from fedlora.adapters.reader import AdapterFile
+from fedlora.core import checkpoint
+from fedlora.errors import CheckpointError
+from fedlora.offline import ByHand
 from support.adapter_folders import saved, updates
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
@@ -97,9 +103,47 @@ def test_readout_ranks_from_a_file_and_names_that_are_paths(tmp_path: Path, main
     assert done.code == 0, done.err
     got = {path.name: read_adapter(path)[0].ranks for path in (tmp_path / "o" / "clients").iterdir()}
     assert {name: set(ranks.values()) for name, ranks in got.items()} == {"b": {3}, "evil": {1}, "new": {2}}
+    assert "names 'new', and none of the merged adapters is of that client" in done.err
+    (tmp_path / "few.toml").write_text("b = 30\n")
+    done = main("merge", *folders, "--readout", tmp_path / "few.toml", "-o", tmp_path / "few")
+    assert done.code == 0 and "names no rank for 'x/../../evil', so no adapter" in done.err
+    assert "rank 30 of client 'b' is more than the update has (8)" in done.err
     (tmp_path / "bad.toml").write_text("b = 0\n")
     done = main("merge", *folders, "--readout", tmp_path / "bad.toml", "-o", tmp_path / "p")
     assert done.code == 2 and "whole ranks from 1" in done.err
+
+
+@pytest.mark.parametrize("method", ["svd", "glora", "hetlora"])
+def test_what_clients_get_says_how_far_off_it_is(tmp_path: Path, main: Callable[..., Said], method: str) -> None:
+    """Oracle: dense float64 of the written folders. In the table, the JSON and each card; a dry run says the same."""
+    folders = [saved(tmp_path, name, rank) for name, rank in (("a", 2), ("b", 5))]
+    command = ["merge", *folders, "--method", method, "--readout", "same"]
+    done = main(*command, "-o", tmp_path / "o", "--json")
+    said = json.loads(done.out)["clients"]
+    whole = updates(tmp_path / "o")
+    size = sum(float(update.square().sum()) for update in whole.values())
+    assert [(c["client"], c["ranks"], c["modules"]) for c in said] == [("a", [2, 2], 2), ("b", [5, 5], 2)]
+    for c in said:
+        folder = tmp_path / "o" / "clients" / c["client"]
+        got = updates(folder)
+        off = (sum(float((got[m] - whole[m]).square().sum()) for m in whole) / size) ** 0.5
+        assert (off > 0.1 or c["client"] == "b") and abs(c["error"] - off) < 1e-5
+        assert f"relative distance {c['error']:.2e} from the global update" in (folder / "README.md").read_text()
+    assert json.loads(main(*command, "-o", tmp_path / "p", "--dry-run", "--json").out)["clients"] == said
+    table = main(*command, "-o", tmp_path / "q").out
+    assert "off the global update" in table and f"{said[0]['error']:.1e}" in table
+    worst = max(c["error"] for c in said)
+    refused = main(*command, "-o", tmp_path / "r", "--max-error", f"{worst * 0.999}").complaint()
+    assert ("would be off the global update" in refused or method == "hetlora") and not (tmp_path / "r").exists()
+
+
+def test_what_is_asked_of_a_result_holds_for_what_clients_get(tmp_path: Path, main: Callable[..., Said]) -> None:
+    folders = [saved(tmp_path, name, 2) for name in "ab"]
+    done = main("merge", *folders, "--readout", "same", "--drop", "heads", "--dtype", "bfloat16", "-o", tmp_path / "o")
+    assert done.code == 0, done.err
+    for place in ("o", "o/clients/a", "o/clients/b"):
+        file = AdapterFile(tmp_path / place)
+        assert not file.heads and {stored.dtype for stored in file.stored.values()} == {"BF16"}
 
 
 def test_an_upload_counts_once_and_outputs_are_checked_before_the_work(
@@ -173,3 +217,74 @@ def test_class_names_need_an_order_that_all_sites_share(tmp_path: Path, main: Ca
     (tmp_path / "e.csv").write_text("a,b\n1,2\n")
     done = main("train", "--base", base, "--data", tmp_path / "e.csv", "--client", "a", "-o", tmp_path / "o")
     assert done.code == 2 and "e.csv has no column 'label' (classes), 'response' (answers) or 'messages'" in done.err
+
+
+def test_a_round_that_another_process_saved_meanwhile_is_not_counted_twice(
+    tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """Two servers read one state; the second to save is refused, and what came before is as it was."""
+    files = [AdapterFile(saved(tmp_path, name, 2)) for name in "ab"]
+    given = Collection.of(files, [1.0, 1.0])
+
+    def server() -> ByHand:
+        return ByHand(build("svd"), "svd", tmp_path / "state", base="tiny", missing="zero")
+
+    for begun in (False, True):  # a folder that is not there yet, and one with a round in it
+        hands = [server(), server()]
+        for hand in hands:
+            hand.aggregate(given, ["a", "b"], [1.0, 1.0], [None, None])
+        with hands[1].saving() if begun else nullcontext():  # the other one is at it just now
+            if begun:
+                with pytest.raises(CheckpointError, match="another process"):
+                    hands[0].save()
+        hands[1 if begun else 0].save()
+        before = {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()}
+        with pytest.raises(CheckpointError, match="another process"):
+            hands[0 if begun else 1].save()
+        assert {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()} == before
+    assert server().state.round == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "state"]
+
+
+def test_a_state_that_fails_leaves_no_result_and_no_state(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses the state: the result, which is whole by then, does not appear either."""
+    folders = [saved(tmp_path, name, 2) for name in "ab"]
+    real = checkpoint._encode
+
+    def full(*args: object) -> object:
+        raise CheckpointError("the disk is full")
+
+    for state in ("new", "empty"):
+        if state == "empty":
+            (tmp_path / state).mkdir()
+        monkeypatch.setattr(checkpoint, "_encode", full)
+        done = main("merge", *folders, "--method", "glora", "--state", tmp_path / state, "-o", tmp_path / "o")
+        assert "the disk is full" in done.complaint() and not (tmp_path / "o").exists()
+        monkeypatch.setattr(checkpoint, "_encode", real)
+        done = main("merge", *folders, "--method", "glora", "--state", tmp_path / state, "-o", tmp_path / state / "o")
+        assert done.code == 0, done.err
+        assert sorted(p.name[:11] for p in (tmp_path / state).iterdir()) == ["method.json", "o", "round-00001"]
+        assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_site_weighs_its_classes(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """One step by the balanced weights is that by the same weights as a table (n / (k n_c) by
+    hand), and another than without; a name that is no class is refused before anything is trained."""
+    base = save_model(tmp_path / "base", bert().bert, classifies=True)
+    lines = ["w0 w1 w2,blue", "w1 w2 w0,blue", "w2 w1,blue", "w4 w5,green"]
+    (tmp_path / "d.csv").write_text("text,label\n" + "".join(f"{line}\n" for line in lines))
+    common = ["train", "--base", base, "--data", tmp_path / "d.csv", "--client", "a", "--labels", "blue,green"]
+    common += ["--steps", 1, "--batch-size", 4]
+    weights = {"none": [], "balanced": ["balanced"], "table": [f"blue={4 / (2 * 3)},green={4 / 2}"]}
+    for name, given in weights.items():
+        option = ["--class-weights", *given] if given else []
+        assert main(*common, *option, "-o", tmp_path / name).code == 0
+    files = {name: (tmp_path / name / "adapter_model.safetensors").read_bytes() for name in weights}
+    assert files["balanced"] == files["table"] != files["none"]
+    facts = json.loads((tmp_path / "balanced" / "upload.json").read_text())
+    assert facts["settings"]["class_weights"] == "balanced"
+    for wrong, says in (("red=2", "--class-weights names 'red'"), ("blue", "--class-weights is balanced or"),
+                        ("blue=-1", "finite numbers > 0")):  # fmt: skip
+        assert says in main(*common, "--class-weights", wrong, "-o", tmp_path / "o").complaint()

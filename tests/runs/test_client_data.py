@@ -227,6 +227,55 @@ def test_one_class_is_nothing_to_tell_apart(tmp_path: Path) -> None:
     one_line(error)
 
 
+def labelled(*names: str) -> list[dict[str, Any]]:
+    return [{"text": f"t {k} {name}", "label": name} for k in range(10) for name in names]
+
+
+def test_with_labels_named_a_file_may_lack_a_class(tmp_path: Path) -> None:
+    """Numbers are the places in the list, in every file and every split; by hand."""
+    files = {"a": labelled("no", "yes", "maybe"), "b": labelled("yes"), "c": labelled("maybe", "no")}
+    config = clients_of(tmp_path, files, 'labels = ["yes", "no", "maybe"]\nvalidation = 0.1\ntest = 0.2\n')
+    dealt = deal(config, None)
+    sets = [*dealt.parts.values(), *dealt.validation.values(), *dealt.own_test.values(), *dealt.test.values()]
+    for part in sets:
+        assert part.label_names == ("yes", "no", "maybe") and part.labels is not None
+        assert all(text.endswith(part.label_names[y]) for text, y in zip(part.text, part.labels, strict=True))
+    assert set(dealt.parts["b"].labels or ()) == {0} and len(dealt.own_test["b"]) == 2
+
+
+def test_a_client_whose_file_is_of_one_class_takes_part_alone(tmp_path: Path) -> None:
+    """What a site of a federation reads: its own file only, of which the others know nothing."""
+    dealt = deal(clients_of(tmp_path, {"a": labelled("yes")}, 'labels = ["no", "yes"]\n'), None)
+    assert set(dealt.parts["a"].labels or ()) == {1}
+    one = clients_of(tmp_path, {"a": labelled("yes")[:1]}, 'labels = ["no", "yes"]\nvalidation = 0\ntest = 0\n')
+    assert len(deal(one, None).parts["a"]) == 1
+
+
+@pytest.mark.parametrize("value", ["Yes", "nein", 0, 1, True])
+def test_a_class_that_nobody_named_is_an_error_with_its_row(tmp_path: Path, value: Any) -> None:
+    """Also a number: by itself it does not say whose numbering it is of."""
+    rows = [*labelled("no", "yes"), {"text": "t", "label": value}]
+    config = clients_of(tmp_path, {"a": rows}, 'labels = ["no", "yes"]\n')
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, row 21, line 21: label .* 2 classes of data\.labels, \['no', 'yes'\]"
+    ) as error:
+        deal(config, None)
+    one_line(error)
+
+
+def test_classes_that_are_called_by_numbers(tmp_path: Path) -> None:
+    rows = [{"text": f"t {k}", "label": 1 + k % 2} for k in range(20)]
+    dealt = deal(clients_of(tmp_path, {"a": rows}, 'labels = ["2", "1", "0"]\n'), None)
+    assert sorted(set(dealt.parts["a"].labels or ())) == [0, 1]
+
+
+def test_the_demo_has_classes_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "t", "label": "no"}) + "\n")
+    data = {"train": "demo", "test": str(tmp_path / "t.jsonl"), "labels": ["no", "yes"]}
+    with pytest.raises(ConfigError, match="the demo's classes are"):
+        deal(config_of(data, clients=CLIENTS), None)
+
+
 SUPERNI = {"task": "superni", "tasks": 3, "unseen": 2}
 
 

@@ -291,7 +291,7 @@ def other(key: str, value: Any) -> Any:
         "name": "fedit", "preset": "paper", "keep_uploads": "last", "metric": "rouge-l", "loss_on": "all",
         "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
         "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2, "accumulation": 2,
-        "messages": "talk", "template": "Q: {prompt} A:",
+        "labels": ["no", "yes"], "messages": "talk", "template": "Q: {prompt} A:",
         "quorum": 2, "memory": 8.0, "workers": 2, "sketch_rank": 4, "count": 3, "pair": "second", "dropout": 0.25,
     }  # fmt: skip
     if key in words:

@@ -11,6 +11,7 @@ import pytest
 from fedlora.data import TextData
 from fedlora.data.splits import inputs
 from fedlora.errors import ConfigError
+from fedlora.experiments.numbers import parse_number
 from fedlora.runs.client_data import deal
 from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -83,14 +84,24 @@ def test_without_own_tests_nothing_changes_in_the_manifest(project: Path, tmp_pa
     ("sets", "says"),
     [
         (("clients.own_test=0.2",), r"holds out data that nothing would measure: set evaluate\.clients_at_end"),
-        (("clients.own_test=0.2", "data.test=0"), r"data\.test = 0\.0 holds nothing"),
-        (("clients.own_test=0.2", "data.test=0", "evaluate.clients_at_end=true"), r"data\.test = 0\.0 holds nothing"),
         (("evaluate.clients_at_end=both",), r"'both' is .* and there is a common one only"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(project: Path, sets: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         prepare(configured(project, *sets))
+
+
+def test_without_a_common_test_set_the_own_ones_together_are_it(project: Path, tmp_path: Path) -> None:
+    """The server's model is measured on all of them, counted by peft; a score needs nobody's readout."""
+    config = configured(project, *OWN, "data.test=0", "run.rounds=1")
+    dealt = deal(config, None)
+    assert Counter(dealt.test[""].text) == Counter(t for part in dealt.own_test.values() for t in part.text)
+    assert len(dealt.test[""]) > 20 and parse_number("test, last").lacks(config) is None
+    folder = ran(config, tmp_path / "run")
+    network = peft_model(project, folder.path / "adapter")
+    shown = folder.read_json("summary.json")["test"]["last"]["accuracy"]
+    assert shown == pytest.approx(accuracy(network, dealt.test[""]))
 
 
 def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> None:

@@ -48,6 +48,7 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "data.text": ("sentence", [FILE, OWN, changed(DEMO, data__test="t.csv")], [DEMO, GLUE, NI, TEXT]),
     "data.pair": ("second", [FILE, OWN], [DEMO, GLUE, NI, TEXT]),
     "data.label": ("topic", [FILE, OWN], [DEMO, GLUE, NI, TEXT]),
+    "data.labels": (["no", "yes"], [FILE, OWN, changed(DEMO, data__test="t.csv")], [DEMO, GLUE, NI, TEXT]),
     "data.prompt": ("question", [TEXT], [FILE, OWN, DEMO, GLUE, NI]),
     "data.response": ("answer", [TEXT], [FILE, OWN, DEMO, GLUE, NI]),
     "data.loss_on": ("all", [TEXT, NI], [FILE, OWN, DEMO, GLUE]),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fedlora import Adapter, LoRA, read_adapter, write_adapter
@@ -30,6 +32,25 @@ def saved(folder: Path, name: str, rank: int, *, modules: Sequence[str] = tuple(
     }  # fmt: skip
     write_adapter(folder / name, Adapter(pairs, heads), AdapterSpec(config, 2.0))
     return folder / name
+
+
+def bare(folder: Path, ranks: Mapping[str, int], *, dtype: torch.dtype = torch.float32, scale: float = 1.0,
+         beside: Mapping[str, Tensor] | None = None, seed: str = "", **config: object) -> Path:  # fmt: skip
+    """A PEFT directory of 20 x 12 modules with no more fields than peft has ever needed, by hand; alpha = 2 r."""
+    folder.mkdir(parents=True)
+    tensors = {f"base_model.model.{name}": tensor for name, tensor in (beside or {}).items()}
+    for module, rank in ranks.items():
+        pair = lora(20, rank, 12, folder.name, module, seed)
+        for letter, tensor in pair.tensors().items():
+            tensors[f"base_model.model.{module}.lora_{letter}.weight"] = (tensor * scale).to(dtype).contiguous()
+    common = max(ranks.values())
+    patterns = {module: rank for module, rank in ranks.items() if rank != common}
+    fields = {"peft_type": "LORA", "r": common, "lora_alpha": 2 * common, "target_modules": list(ranks)} | config
+    if patterns:
+        fields |= {"rank_pattern": patterns, "alpha_pattern": {m: 2 * r for m, r in patterns.items()}}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def updates(folder: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("flwr")  # a test file that imports this is skipped with it
 
-from flwr.app import Error, Message
+from flwr.app import Error, Message, MessageType
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
@@ -21,11 +21,13 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedlora import Adapter, LoRA, Server
 from fedlora.core.trainer import Trained
-from fedlora.flower.node import Node
-from fedlora.flower.policy import Policy
-from fedlora.flower.strategy import FedLoRA
+from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.site.node import Node
+from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
 from support.federations import noise
+
+TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 1, 1, 1  # no `Message` can be made without
 
 SHAPES = {"a.q": (12, 9), "b.v": (7, 10)}
 RANKS: dict[str, Any] = {"one": 2, "two": 4, "three": 3}
@@ -66,7 +68,8 @@ class Watching(Toy):
 class LocalGrid(Grid):
     """Flower's grid in one process: every message goes through Flower's protobuf, both ways.
 
-    meddle: node name -> what becomes of its reply. offline: nodes that are not there.
+    meddle: node name -> what becomes of its reply. offline: nodes that are not there. waiting: replies that were not
+    pulled yet, in the order in which they will be.
     """
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
@@ -74,7 +77,7 @@ class LocalGrid(Grid):
         self.meddle: dict[str, Callable[[Message, Message], Message | list[Message] | None]] = {}
         self.offline: set[str] = set()
         self.sent: list[Message] = []
-        TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 1, 1, 1
+        self.waiting: list[Message] = []
 
     def set_run(self, run_id: int) -> None: ...
 
@@ -86,10 +89,26 @@ class LocalGrid(Grid):
         raise NotImplementedError
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
+        assert isinstance(messages, list)  # a generator is answered with HTTP 500 in deployment
+        ids = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = f"m{len(self.sent)}"
+            self.sent.append(message)
+            ids.append(message.metadata.message_id)
+            name, node = self.nodes[message.metadata.dst_node_id]
+            asked = wired(message)
+            try:
+                work = node.measure if message.metadata.message_type == MessageType.EVALUATE else node.work
+                reply = Message(work(asked.content), reply_to=asked)
+            except Exception as error:
+                reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=asked)
+            found = self.meddle[name](asked, reply) if name in self.meddle else reply
+            self.waiting += [wired(m) for m in (found if isinstance(found, list) else [found] if found else [])]
+        return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError
+        found, self.waiting = self.waiting, []
+        return found
 
     def get_node_ids(self) -> Iterable[int]:
         return [i for i, (name, _) in self.nodes.items() if name not in self.offline]
@@ -98,20 +117,20 @@ class LocalGrid(Grid):
         return [NodeInfo(node_id=i, name=self.nodes[i][0]) for i in self.get_node_ids()]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        replies: list[Message] = []
-        assert isinstance(messages, list)  # a generator is answered with HTTP 500 in deployment
-        for number, message in enumerate(messages):
-            message.metadata.__dict__["_message_id"] = f"m{len(self.sent)}-{number}"
-            self.sent.append(message)
-            name, node = self.nodes[message.metadata.dst_node_id]
-            asked = wired(message)
-            try:
-                reply = Message(node.work(asked.content), reply_to=asked)
-            except Exception as error:
-                reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=asked)
-            found = self.meddle[name](asked, reply) if name in self.meddle else reply
-            replies += [wired(m) for m in (found if isinstance(found, list) else [found] if found else [])]
-        return replies
+        return list(self.pull_messages(self.push_messages(messages)))
+
+
+class FastClock:
+    """A clock on which waiting takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float, /) -> None:
+        self.now += seconds
 
 
 def wired(message: Message) -> Message:
@@ -137,6 +156,7 @@ def federation(
 ) -> tuple[FedLoRA, LocalGrid]:
     state = start(server, seed_adapter(max(r if isinstance(r, int) else max(r.values()) for r in ranks.values())))
     policy = more.pop("policy", None) or Policy(ranks, retries=0)
+    more.setdefault("clock", FastClock())
     strategy = FedLoRA(server, policy, state, run=RUN, folder=folder / "server", **more)
     made = nodes or {name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in ranks}
     return strategy, LocalGrid(made)

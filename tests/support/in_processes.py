@@ -104,3 +104,8 @@ class Raising(Toy):
         if download.client.id == "b":
             raise ZeroDivisionError("b divides by zero") if download.round == 0 else Unpicklable("x")
         return super().train(download, adapter, position)
+
+
+def mask(answer: Any) -> None:
+    """Whether SIGINT is held back in this process."""
+    answer.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))

@@ -129,6 +129,33 @@ def test_closed_processes_are_gone_and_start_again() -> None:
     assert not first & second
 
 
+def test_other_processes_of_the_program_still_hear_of_ctrl_c() -> None:
+    """In a program of its own, whose first process of this kind is ours: the server that all are forked from must not
+    hold back SIGINT, for what it forks for others would, too."""
+    program = textwrap.dedent("""
+        import multiprocessing
+        from multiprocessing import resource_tracker
+        from fedlora.workers import Processes
+        from support import in_processes as work
+        if __name__ == "__main__":
+            resource_tracker.ensure_running()  # else it is started with the server, and lets go of the signal
+            with Processes({"base": 1}, 1) as processes:
+                assert list(processes.map(work.add, [1])) == [2]
+            context = multiprocessing.get_context("forkserver")
+            here, there = context.Pipe()
+            child = context.Process(target=work.mask, args=(there,))
+            child.start()
+            print("held" if here.recv() else "free")
+            child.join()
+    """)
+    tests = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])},
+    )  # fmt: skip
+    assert done.stdout.strip() == "free"
+
+
 def test_there_is_a_core_for_each_that_is_available() -> None:
     assert available() == len(os.sched_getaffinity(0)) >= 1
 

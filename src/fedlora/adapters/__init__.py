@@ -4,7 +4,17 @@ alpha / r ends here: inside fedlora an update is B A. Strangers' files are opene
 """
 
 from fedlora.adapters.io import read_adapter, write_adapter
+from fedlora.adapters.merging import MergeReport, merge, resize
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.writer import AdapterSpec, AdapterWriter
 
-__all__ = ["AdapterFile", "AdapterSpec", "AdapterWriter", "read_adapter", "write_adapter"]
+__all__ = [
+    "AdapterFile",
+    "AdapterSpec",
+    "AdapterWriter",
+    "MergeReport",
+    "merge",
+    "read_adapter",
+    "resize",
+    "write_adapter",
+]

@@ -1,7 +1,8 @@
-"""A full model's safetensors files: do adapters fit it, and the model with an adapter written into it.
+"""The files of a full model: its weights by their headers, its config, and what lies beside them.
 
-One tensor in memory at a time: each shard is copied piece by piece, and only what the adapter changes is read as
-numbers. Knows file names and shapes; knows no transformers.
+A base model may come from a stranger as an adapter may: the index and the headers are checked against each other, no
+link is followed out of the folder (the hub's cache excepted), and what is no part of the model is named, not copied.
+Knows file names and shapes; knows no transformers.
 """
 
 from __future__ import annotations
@@ -9,303 +10,272 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import struct
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
-import safetensors.torch
-import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from fedlora.adapters.layouts import Layout
-from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.untrusted_files import Limits, read_header, read_json
-from fedlora.core import files
+from fedlora.adapters import allocation
+from fedlora.adapters.limits import Limits
+from fedlora.adapters.reader import CONFIG_FILE as ADAPTER_CONFIG
+from fedlora.adapters.untrusted_files import FLOATS, Stored, StrangersFile, header_of, read_json, tensor_of
+from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError, ConfigError
 
-Change = Callable[[Tensor], Tensor]
-_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "ctrl")  # models of transformers' Conv1D
-_CONV1D_LAYERS = ("c_attn", "c_proj", "c_fc", "q_attn")
-_INDEX = "model.safetensors.index.json"
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+_LIMITS = Limits(total=2**45, tensors=1_000_000, header=2**28, json=2**28, values=16_000_000)
+_LARGEST_FILE = 2**28  # of those beside the weights: tokenizers have some 20 MB
+_LARGEST_WEIGHTS = 2**34  # of a further module, such as a dense layer of a sentence encoder
+_MOST_FILES = 10_000
+_PIECE = 2**23
+# Endings of what is copied; anything else may hold weights of the unchanged model, or a program.
+_COPIED = frozenset((
+    ".json", ".txt", ".md", ".model", ".jinja", ".jsonl", ".py", ".tiktoken", ".vocab", ".spm", ".bpe", ".codes",
+    ".yaml", ".yml", ".rst",
+))  # fmt: skip
+_COPIED_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", ".gitattributes", "VERSION")
+_NAME = re.compile(r"[A-Za-z0-9_.@()+, -]{1,200}")
+# What names and types tell of quantised weights: (part of a tensor's name, kind).
+_QUANTISED = (
+    (".absmax", "bitsandbytes 4 bit"), (".quant_state.", "bitsandbytes 4 bit"), (".SCB", "bitsandbytes 8 bit"),
+    (".qweight", "GPTQ or AWQ"), (".qzeros", "GPTQ or AWQ"), (".g_idx", "GPTQ"),
+    (".weight_packed", "compressed-tensors"), ("_scale_inv", "fp8"), (".weight_scale", "fp8 or int8"),
+    (".input_scale", "fp8"), (".codebooks", "AQLM"), ("proj_blocks", "mxfp4"),
+    (".weight_format", "bitsandbytes 8 bit"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SideFile:
+    """A file beside the weights that belongs to the model. name: within its folder. source: where its bytes are."""
+
+    name: str
+    source: Path
 
 
 class BaseFiles:
-    """The safetensors files of a model directory.
+    """The safetensors files of a model directory, by their headers.
+
+    Args:
+        limits: only `memory` counts, for what one tensor may take.
 
     Raises:
-        ConfigError: there are none, or they cannot be read.
+        ConfigError: there are none, they contradict their index, or their weights are quantised.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        limits = Limits(total=2**45, tensors=1_000_000, header=2**28)
-        index, single = directory / _INDEX, directory / "model.safetensors"
+    def __init__(self, directory: Path, limits: Limits | None = None) -> None:
+        self.directory, self._limits = directory, limits or Limits()
         try:
-            names = ["model.safetensors"] if single.is_file() else sorted(
-                set(read_json(index, limits)["weight_map"].values()) if index.is_file() else ())  # fmt: skip
-            if not names or any("/" in name or not (directory / name).is_file() for name in names):
-                raise ConfigError(f"{directory} is no model directory: it has no complete safetensors weights.")
-            self._of: dict[str, str] = {}
-            self._shapes: dict[str, tuple[int, ...]] = {}
-            for name in names:
-                for tensor, stored in read_header(directory / name, limits).items():
-                    self._of[tensor], self._shapes[tensor] = name, stored.shape
-        except (AdapterFormatError, KeyError, AttributeError, TypeError) as error:
+            self._read()
+        except (AdapterFormatError, OSError) as error:
             raise ConfigError(f"the base model in {directory} cannot be read: {error}") from error
-        self.shards: Sequence[str] = names
-        described = directory / "config.json"
-        self.config: Mapping[str, Any] = read_json(described, Limits()) if described.is_file() else {}
 
-    def find(self, name: str) -> str | None:
-        """The stored name of a parameter: its own, or without the outermost module, as encoders are stored alone."""
-        inner = name.partition(".")[2]
-        return name if name in self._of else inner if inner in self._of else None
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def shard(self, name: str) -> str:
-        return self._of[name]
-
-    def weight_of(self, path: str, layout: Layout) -> str:
-        """The stored name of the weight that a pair updates. Raises `AdapterFormatError` where there is none."""
-        wanted = layout.pattern if layout.kind == "parameter" else f"{path}.weight"
-        found = self.find(wanted)
-        if found is None:
-            raise AdapterFormatError(
-                f"the base model in {self.directory} has no {wanted!r}: another model, or a weight tied to another one "
-                f"and not stored. It has {', '.join(list(self._of)[:3])}, ..."
+    def _read(self) -> None:
+        directory = self.directory
+        if os.path.lexists(directory / ADAPTER_CONFIG):
+            raise ConfigError(f"{directory} is no model directory but an adapter's: it has {ADAPTER_CONFIG}.")
+        self.home = directory.resolve(strict=True)
+        self.config: Mapping[str, Any] = (
+            read_json(directory / CONFIG, Limits()) if os.path.lexists(directory / CONFIG) else {}
+        )
+        self._refuse_quantised_config()
+        single = os.path.lexists(directory / SINGLE)
+        weight_map = None if single else self._weight_map()
+        self.shards: Sequence[str] = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+        self._of: dict[str, str] = {}
+        self._stored: dict[str, Stored] = {}
+        self._files = {shard: StrangersFile(directory / shard) for shard in self.shards}
+        self._in: dict[str, list[str]] = {shard: [] for shard in self.shards}
+        for shard in self.shards:
+            for name, stored in header_of(self._files[shard], _LIMITS).items():
+                if name in self._of:
+                    raise ConfigError(f"{directory}: {self._of[name]} and {shard} both hold {name!r}.")
+                self._of[name], self._stored[name] = shard, stored
+                self._in[shard].append(name)
+        if weight_map is not None and weight_map != self._of:
+            odd = sorted(n for n in {*weight_map, *self._of} if weight_map.get(n) != self._of.get(n))
+            raise ConfigError(
+                f"{directory}: {INDEX} and the files contradict each other: {odd[0][:200]!r} is in "
+                f"{self._of.get(odd[0]) or 'none'}, by the index in {weight_map.get(odd[0]) or 'none'} "
+                f"({len(odd)} such tensors)."
             )
+        self._refuse_quantised_tensors()
+
+    def _weight_map(self) -> dict[str, str]:
+        """Tensor -> its file, as the index has it; all files are there, and in the directory itself."""
+        if not os.path.lexists(self.directory / INDEX):
+            raise ConfigError(
+                f"{self.directory} is no model directory: it has no complete safetensors weights ({SINGLE}, or {INDEX} "
+                f"and its files)."
+            )
+        found = read_json(self.directory / INDEX, _LIMITS).get("weight_map")
+        if not isinstance(found, dict) or not found or not all(isinstance(shard, str) for shard in found.values()):
+            raise ConfigError(f"{self.directory / INDEX} is damaged: its weight_map must name a file for each tensor.")
+        for shard in set(found.values()):
+            if not _NAME.fullmatch(shard) or not shard.endswith(".safetensors"):
+                raise ConfigError(f"{self.directory / INDEX} names {shard[:200]!r}, which is no file of weights.")
+            if not os.path.lexists(self.directory / shard):
+                raise ConfigError(
+                    f"{self.directory} is no model directory: it has no complete safetensors weights; {shard} is "
+                    f"missing."
+                )
         return found
 
-
-def check_fit(where: Path, path: str, layout: Layout, update: tuple[int, int], weight: tuple[int, ...]) -> None:
-    """Raises `AdapterFormatError` unless an update (d_out, d_in) can be added to a weight of that shape."""
-    if layout.kind == "conv":
-        have: list[tuple[int, ...]] = [(weight[0], math.prod(weight[1:]))]
-    elif layout.kind == "parameter":
-        have = [weight[-2:], weight[-2:][::-1]]
-        if len(weight) == 3 and weight[0] != layout.experts:
-            have = []
-    elif layout.kind == "embedding":
-        have = [weight[::-1]]
-    else:
-        have = [weight, weight[::-1]]  # Conv1D keeps its weights transposed
-    if tuple(update) not in have:
-        raise AdapterFormatError(
-            f"{where}: module {path!r} is an update of {update}, but the base model's weight is {weight}: "
-            f"the adapter is of another model."
-        )
-
-
-def apply_adapter(
-    file: AdapterFile, base: BaseFiles, out: Path, progress: Callable[[Sequence[str]], Iterable[str]] = iter
-) -> list[str]:
-    """Write the base model with the adapter in it to `out`; return the names of what was changed or added.
-
-    Raises:
-        AdapterFormatError: the adapter does not fit the base model. ConfigError: `out` is not empty, or cannot be
-            written.
-    """
-    _check_tied(file, base)
-    if file.config.get("layer_replication"):
-        raise AdapterFormatError(f"{file.directory}: layer_replication makes another model, which is not written here.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not empty; name another directory.")
-    changes, added = _changes(file, base)
-    out = out.absolute()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    except OSError as error:
-        raise ConfigError(f"the model cannot be written to {out}: {error.strerror or error}.") from error
-    try:
-        for path in sorted(base.directory.iterdir()):
-            if (
-                path.is_file()
-                and path.suffix not in (".safetensors", ".bin", ".pt", ".h5", ".gguf")
-                and path.name != _INDEX
-            ):
-                shutil.copy(path, beside / path.name)
-        _write_shards(base, beside, changes, added, progress)
-        if out.exists():
-            out.rmdir()
-        beside.chmod(0o755)
-        beside.rename(out)
-    except OSError as error:
-        raise ConfigError(f"the model cannot be written to {out}: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return [*changes, *added]
-
-
-def _changes(file: AdapterFile, base: BaseFiles) -> tuple[dict[str, Change], dict[str, Tensor]]:
-    """Stored name -> how its tensor changes, and what the base model does not have."""
-    changes: dict[str, Change] = {}
-    for path, layout in file.layouts.items():
-        name = base.weight_of(path, layout)
-        B, A = file.lora(layout.modules(path)[0]).factors
-        check_fit(file.directory, path, layout, (B.shape[0], A.shape[1]), base.shape(name))
-        if name in changes:
-            raise AdapterFormatError(f"{file.directory}: two of its modules are the one stored weight {name!r}.")
-        square = layout.kind == "linear" and len(set(base.shape(name))) == 1
-        changes[name] = _update(file, path, layout, flipped=square and _transposed(file, base, path))
-    added: dict[str, Tensor] = {}
-    for head in sorted(file.heads, key=lambda path: file.kind(path) == "added"):  # what replaces first, then what adds
-        kind, value = file.kind(head), file.head(head)
-        plain = head.replace(".base_layer.", ".")
-        if kind == "added":
-            plain = f"{head.removesuffix('.lora_B.bias')}.bias"
-        if kind == "tokens":
-            plain = head.replace(".token_adapter.trainable_tokens_delta", ".weight")
-        found = base.find(plain)
-        if kind in ("added", "tokens") and found is None:
-            raise AdapterFormatError(
-                f"{file.directory}: {head!r} changes {plain!r}, which the base model does not have."
-            )
-        if found is None:
-            added[plain] = value
-            continue
-        before = changes.get(found)
-        changes[found] = _combined(before, kind, value, _token_rows(file, plain) if kind == "tokens" else [])
-    return changes, added
-
-
-def _combined(before: Change | None, kind: str, value: Tensor, rows: Sequence[int]) -> Change:
-    """A tensor beside the pairs put in place; an update of the same weight comes after what replaces it."""
-
-    def change(weight: Tensor) -> Tensor:
-        if kind == "added":
-            before_it = before(weight) if before is not None else weight
-            return (before_it.double() + value.double()).to(weight.dtype)
-        if kind == "tokens":
-            weight = weight.clone()
-            weight[list(rows)] = value.to(weight.dtype)
-        else:
-            weight = value.to(weight.dtype)
-        return before(weight) if before is not None else weight
-
-    return change
-
-
-def _check_tied(file: AdapterFile, base: BaseFiles) -> None:
-    """Raises `AdapterFormatError` for an embedding trained in full on a base that has no head of its own: the head
-    would become another one with it."""
-    saved = [path for path in file.heads if file.kind(path) == "head" and ("embed" in path or "wte" in path)]
-    ties = base.config.get("tie_word_embeddings", False) is True
-    if saved and ties and base.find("lm_head.weight") is None and "lm_head.weight" not in file.heads:
-        raise AdapterFormatError(
-            f"{file.directory} trained {saved[0]!r} in full, and the base model has no head of its own but "
-            f"ties it to the embedding: written into it, the adapter would change the head too. Merge it with "
-            f"peft's merge_and_unload."
-        )
-
-
-def _transposed(file: AdapterFile, base: BaseFiles, path: str) -> bool:
-    """Whether a square weight is kept as (d_in, d_out). The config's fan_in_fan_out is of one layer only, so the base
-    model's type decides."""
-    conv1d = base.config.get("model_type") in _CONV1D and path.rpartition(".")[2] in _CONV1D_LAYERS
-    if bool(file.config.get("fan_in_fan_out")) and base.config.get("model_type") not in _CONV1D:
-        raise AdapterFormatError(
-            f"{path!r} is square, and which way round this base model ({base.config.get('model_type')}) keeps it is "
-            f"not known here. Merge this adapter with peft's merge_and_unload."
-        )
-    return conv1d
-
-
-def _token_rows(file: AdapterFile, weight: str) -> list[int]:
-    indices: Any = file.config.get("trainable_token_indices")
-    if isinstance(indices, Mapping):
-        module = weight.removesuffix(".weight")
-        indices = next((rows for name, rows in indices.items() if f".{module}".endswith(f".{name}")), None)
-    if not isinstance(indices, list) or not all(isinstance(row, int) and row >= 0 for row in indices):
-        raise AdapterFormatError(f"{file.directory}: trainable_token_indices does not say which rows of {weight!r}.")
-    return indices
-
-
-def _update(file: AdapterFile, path: str, layout: Layout, *, flipped: bool) -> Change:
-    def change(weight: Tensor) -> Tensor:
-        updates = []
-        for module in layout.modules(path):
-            lora = file.lora(module).map(Tensor.float)
-            updates.append(lora.delta())
-        delta = torch.stack(updates) if layout.kind == "parameter" else updates[0]
-        if layout.kind == "parameter" and weight.dim() == 3 and weight.shape[1] == weight.shape[2]:
-            raise AdapterFormatError(
-                f"{path!r}: its experts are square {tuple(weight.shape)}, so which way round the model keeps them "
-                f"cannot be told without its code. Merge this adapter with peft's merge_and_unload."
-            )
-        if layout.kind == "parameter" and weight.dim() == 2:
-            delta = delta[0]
-        if layout.kind == "conv":
-            delta = delta.reshape(weight.shape)
-        elif delta.shape != weight.shape or flipped or layout.kind == "embedding":
-            delta = delta.mT
-        return (weight.float() + delta).to(weight.dtype) if weight.dtype != torch.float64 else weight + delta.double()
-
-    return change
-
-
-def _write_shards(
-    base: BaseFiles,
-    target: Path,
-    changes: Mapping[str, Change],
-    added: Mapping[str, Tensor],
-    progress: Callable[[Sequence[str]], Iterable[str]],
-) -> None:
-    """Every shard with its changed tensors; what is new goes to a shard of its own."""
-    total = len(base.shards) + bool(added)
-    names = [
-        f"model-{k + 1:05d}-of-{total:05d}.safetensors" if total > 1 else "model.safetensors" for k in range(total)
-    ]
-    weight_map: dict[str, str] = {}
-    size = 0
-    for shard, name in zip(progress(base.shards), names, strict=False):
-        header = _copy_shard(base.directory / shard, target / name, changes)
-        weight_map |= dict.fromkeys(header, name)
-        size += (target / name).stat().st_size
-    if added:
-        _write_added(target / names[-1], added)
-        weight_map |= dict.fromkeys(added, names[-1])
-    if total > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        files.write(target / _INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def _copy_shard(source: Path, target: Path, changes: Mapping[str, Change]) -> list[str]:
-    """A copy of a safetensors file in which some tensors have other values; the layout stays, byte for byte."""
-    shutil.copyfile(source, target)
-    with target.open("rb") as stream:
-        length = struct.unpack("<Q", stream.read(8))[0]
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    with safe_open(source, framework="pt") as tensors, target.open("r+b") as stream:
-        for name in (name for name in header if name in changes):
-            before = tensors.get_tensor(name)
-            if not before.is_floating_point():
-                raise AdapterFormatError(
-                    f"the base model's {name!r} is {before.dtype}: quantised weights cannot take it."
+    def _refuse_quantised_config(self) -> None:
+        described = self.config.get("quantization_config")
+        if described:
+            method = described.get("quant_method") if isinstance(described, Mapping) else None
+            if method is None and isinstance(described, Mapping):
+                method = next(
+                    (f"bitsandbytes ({k})" for k in ("load_in_4bit", "load_in_8bit") if described.get(k)), None
                 )
-            after = changes[name](before)
-            if after.shape != before.shape:
-                raise AdapterFormatError(
-                    f"the base model's {name!r} has shape {tuple(before.shape)}, the adapter's {tuple(after.shape)}: "
-                    f"the vocabulary or the labels were changed. Save the base model so, and apply to that."
-                )
-            stream.seek(8 + length + header[name]["data_offsets"][0])
-            stream.write(_bytes(after))
-        stream.flush()
-        os.fsync(stream.fileno())
-    return list(header)
+            raise self._quantised(f"by its config.json, {str(method or 'of an unknown kind')[:80]}")
+
+    def _refuse_quantised_tensors(self) -> None:
+        for name, stored in self._stored.items():
+            for part, kind in _QUANTISED:
+                if name.endswith(part) or (part.endswith(".") and part in name):
+                    raise self._quantised(f"{kind}, by its tensor {name!r}")
+            if name.endswith(".weight") and stored.dtype not in FLOATS:
+                raise self._quantised(f"its {name!r} is of type {stored.dtype}")
+
+    def _quantised(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"the base model in {self.directory} is quantised ({why}): its weights cannot take an update. "
+            f"Apply to the model that it was quantised from, and quantise the result."
+        )
+
+    @property
+    def repository(self) -> str | None:
+        """The hub's name of a model in the hub's cache, models--ORGANISATION--NAME/snapshots/REVISION."""
+        folder = self.home.parent.parent.name
+        told = self.home.parent.name == "snapshots" and folder.startswith("models--")
+        return folder.removeprefix("models--").replace("--", "/") if told else None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._of
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._of.keys()
+
+    def stored(self, name: str) -> Stored:
+        return self._stored[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored[name].shape
+
+    def of_shard(self, shard: str) -> list[str]:
+        """The names of a file's tensors, in the order of their bytes."""
+        return sorted(self._in[shard], key=lambda name: self._stored[name].begin)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor. Raises `AdapterFormatError` where it, and another of its shape, would take too much memory."""
+        stored = self._stored[name]
+        needed = stored.size + 8 * math.prod(stored.shape)
+        allocation.check(needed, f"changing the base model's {name!r}", self._limits)
+        return tensor_of(self._files[self._of[name]], stored)
+
+    def pieces(self, name: str) -> Iterator[bytes | bytearray]:
+        """A tensor's bytes, some MB at a time, of a file that is still the one that was opened."""
+        file, stored = self._files[self._of[name]], self._stored[name]
+        for begin in range(stored.begin, stored.begin + stored.size, _PIECE):
+            yield file.read(begin, min(_PIECE, stored.begin + stored.size - begin))
+
+    def side_files(self) -> tuple[list[SideFile], list[str]]:
+        """What lies beside the weights and belongs to the model, and what is left out, each with its reason.
+
+        Raises:
+            ConfigError: a link leads out of the folder.
+        """
+        kept: list[SideFile] = []
+        left: list[str] = []
+        own = {*self.shards, INDEX}
+        self._sort_folder(self.directory, "", own, kept, left)
+        for name in self._module_folders():
+            self._sort_folder(self.directory / name, f"{name}/", set(), kept, left)
+        return kept, left
+
+    def _sort_folder(self, folder: Path, prefix: str, own: set[str], kept: list[SideFile], left: list[str]) -> None:
+        entries = sorted(os.listdir(folder))
+        if len(entries) > _MOST_FILES:
+            raise ConfigError(f"{folder} has {len(entries):,} entries; a model's folder has a few dozen.")
+        folders = set(self._module_folders()) if not prefix else set()
+        for name in entries:
+            if name in own or name in folders:
+                continue
+            why, source = self._judged(folder / name, name, inside=bool(prefix))
+            if why is not None:
+                left.append(f"{shown(prefix + name)} ({why})")
+            elif source is not None:
+                kept.append(SideFile(prefix + name, source))
+
+    def _judged(self, path: Path, name: str, *, inside: bool) -> tuple[str | None, Path | None]:
+        """(why a file is left out, None) or (None, where its bytes are)."""
+        if not _NAME.fullmatch(name):
+            return "an odd name", None
+        source = self._within(path)
+        if source is None:
+            return "a link to nothing", None
+        facts = source.stat()
+        if stat.S_ISDIR(facts.st_mode):
+            return "a folder", None
+        if not stat.S_ISREG(facts.st_mode):
+            return "no ordinary file", None
+        ending = PurePath(name).suffix.lower()
+        wanted = ending in _COPIED or name.startswith(_COPIED_NAMES) or (inside and ending == ".safetensors")
+        if not wanted:
+            return "may hold other weights" if not inside else "no file of this module", None
+        if facts.st_size > _most(name):
+            return f"{facts.st_size:,} bytes", None
+        return None, source
+
+    def _within(self, path: Path) -> Path | None:
+        """Where a path ends; None where nowhere. Raises `ConfigError` where that is not in the model's folder."""
+        try:
+            target = path.resolve(strict=True)
+        except (OSError, RuntimeError):
+            return None
+        cache = self.home.parent.parent / "blobs" if self.repository else None
+        if self.home in target.parents or (cache is not None and target.parent == cache):
+            return target
+        raise ConfigError(f"{shown(str(path))} is a link to another place; a model's files lie in its directory.")
+
+    def _module_folders(self) -> list[str]:
+        """Folders of sentence-transformers' further modules, by modules.json: poolings and dense layers."""
+        described = self.directory / "modules.json"
+        if not os.path.lexists(described) or self._within(described) is None:
+            return []
+        try:
+            source = StrangersFile(self._within(described) or described)
+            paths = [module["path"] for module in json.loads(source.read(0, min(source.size, 2**20)))]
+        except (ValueError, TypeError, KeyError, RecursionError, AdapterFormatError):
+            return []
+        names = [p for p in paths if isinstance(p, str) and _NAME.fullmatch(p) and p.strip(".")]
+        return sorted({p for p in names if (self._within(self.directory / p) or described).is_dir()})
 
 
-def _write_added(path: Path, added: Mapping[str, Tensor]) -> None:
-    safetensors.torch.save_file({name: t.contiguous() for name, t in added.items()}, path, metadata={"format": "pt"})
+def copy_side_file(file: SideFile, to: Path) -> None:
+    """The bytes of a file beside the weights, which is still an ordinary one, and of bounded size."""
+    try:
+        source = StrangersFile(file.source)
+    except AdapterFormatError as error:
+        raise ConfigError(f"the base model cannot be read: {error}") from error
+    if source.size > _most(file.name):
+        raise ConfigError(f"{shown(file.name)} has grown to {source.size:,} bytes since it was looked at.")
+    to.parent.mkdir(exist_ok=True)
+    with to.open("xb") as target:
+        for begin in range(0, source.size, _PIECE):
+            target.write(source.read(begin, min(_PIECE, source.size - begin)))
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def _most(name: str) -> int:
+    """Bytes that a file of that name may have."""
+    return _LARGEST_WEIGHTS if name.endswith(".safetensors") else _LARGEST_FILE

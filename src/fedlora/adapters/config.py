@@ -6,18 +6,17 @@ Rules of peft 0.21, read in its source and tested against it. No tensors and no 
 from __future__ import annotations
 
 import math
-import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
-import regex
-
+from fedlora.adapters.config_types import check_adalora, check_types
 from fedlora.adapters.layouts import Layout, stored_path
+from fedlora.adapters.loadable import check_fields
+from fedlora.adapters.patterns import Question, is_name, matches
+from fedlora.adapters.resolved import Parameters, Resolved, asked_as
+from fedlora.core.echo import quoted, shown
 from fedlora.errors import AdapterFormatError
 
 # Fields of adapter_config.json (peft 0.21) that leave the update alone, whatever their value. Those of an
@@ -57,9 +56,9 @@ _FILES_ONLY: Mapping[str, str] = {
     "trainable_token_indices": "token embeddings would be trained beside the update",
     "layer_replication": "the base model is another one than its name says; merge it first",
 }
-_LARGEST_RANK, _LARGEST_SCALE = 1_000_000, 10_000.0
-_PATTERN_SECONDS = 3.0  # of CPU time, for all that the patterns of one file are asked; peft's are done in microseconds
-_left: ContextVar[list[float] | None] = ContextVar("left", default=None)  # of the file that is being read
+_LARGEST_RANK, LARGEST_SCALE, _SMALLEST_SCALE = 1_000_000, 10_000.0, 1e-6
+# Fields that leave out some of the targets.
+_CHOOSING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 # Initialisations that only choose where A and B start. Others (PiSSA, OLoRA, ...) change the base weights too.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -72,24 +71,32 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
     """
 
     def refuse(field: str, why: str) -> AdapterFormatError:
-        return AdapterFormatError(f"{where}: {field} = {config.get(field)!r} is not supported: {why}.")
+        return AdapterFormatError(f"{where}: {shown(field)} = {quoted(config.get(field))} is not supported: {why}.")
 
     ada = is_adalora(config)
-    if str(config.get("peft_type")).upper().removeprefix("PEFTTYPE.") != "LORA" and (in_model or not ada):
+    if config.get("peft_type") != "LORA" and (in_model or not ada):
         raise refuse("peft_type", "only LORA adapters can be combined (and ADALORA's read as LORA)")
     for field, why in ({**_REFUSED, **_FILES_ONLY} if in_model else _REFUSED).items():
         if config.get(field):
             raise refuse(field, why)
     if config.get("bias", "none") not in (("none",) if in_model else ("none", "all", "lora_only")):
         raise refuse("bias", "trained biases are no part of B @ A; train with bias='none'")
-    if config.get("init_lora_weights", True) not in _PLAIN_INITS:
+    init = config.get("init_lora_weights", True)
+    if not isinstance(init, bool | str | None) or init not in _PLAIN_INITS:
         raise refuse(
             "init_lora_weights",
             "such an initialisation may change the base weights, and the adapter is then relative to another base; "
             "save it with peft's path_initial_model_for_weight_conversion",
         )
-    _check_types(config, refuse)
+    check_types(config, refuse, in_model=in_model)
+    if ada:
+        check_adalora(config, refuse)
+    if config.get("target_parameters") and config.get("lora_dropout"):
+        raise refuse("lora_dropout", "peft takes none beside target_parameters")
     _check_ranks(config, refuse, ada)
+    if not in_model:
+        check_fields(config, refuse)
+    ignored = []
     known = _HARMLESS | _APPLIED | set(_REFUSED) | set(_FILES_ONLY) | (ADALORA_FIELDS if ada else frozenset())
     for field in sorted(set(config) - known - set(allow)):
         if config[field]:
@@ -97,24 +104,11 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
                 field,
                 "the field is unknown (a newer peft?) and may change the update; --allow-unknown takes it as harmless",
             )
-        warnings.warn(f"{where}: unknown field {field!r} = {config[field]!r} is ignored.", stacklevel=3)
-
-
-def _check_types(config: Mapping[str, Any], refuse: Callable[[str, str], AdapterFormatError]) -> None:
-    """Fields that name modules are names, or lists of names."""
-    for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "target_parameters"):
-        value = config.get(field)
-        named = isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
-        text = isinstance(value, str) and field not in ("modules_to_save", "target_parameters")
-        if value is not None and not named and not text:
-            raise refuse(field, "it must be a list of names")
-    base = config.get("base_model_name_or_path")
-    if base is not None and not isinstance(base, str):
-        raise refuse("base_model_name_or_path", "it must be a name or a path")
-    layers = config.get("layers_to_transform")
-    listed = layers if isinstance(layers, list | tuple) else [] if layers is None else [layers]
-    if not all(isinstance(layer, int) for layer in listed):
-        raise refuse("layers_to_transform", "it must be a list of whole numbers")
+        ignored.append(field)
+    if ignored:
+        first = ", ".join(f"{quoted(field, 80)} = {quoted(config[field], 80)}" for field in ignored[:3])
+        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        warnings.warn(f"{where}: unknown field {first}{more} is ignored.", stacklevel=3)
 
 
 def _check_ranks(config: Mapping[str, Any], refuse: Callable[[str, str], AdapterFormatError], ada: bool) -> None:
@@ -127,17 +121,22 @@ def _check_ranks(config: Mapping[str, Any], refuse: Callable[[str, str], Adapter
         raise refuse("lora_alpha", "it must be a positive number")
     tests = [("alpha_pattern", _positive)] + ([] if ada else [("rank_pattern", _is_rank)])
     for field, test in tests:
-        by_module = config.get(field) or {}
+        by_module = config.get(field, {})
+        by_module = {} if by_module is None and ada else by_module
         if not isinstance(by_module, Mapping) or not all(test(value) for value in by_module.values()):
             raise refuse(field, "it must map patterns of module names to positive numbers, whole ones for ranks")
     alphas = [config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()]
-    if max(alphas) > _LARGEST_SCALE * (config["init_r"] if ada else config["r"]):
-        raise refuse("lora_alpha", f"alpha / r is at most {_LARGEST_SCALE:,.0f} here; real adapters have 0.1 to 100")
+    ranks = [config["init_r"] if ada else config["r"], *(() if ada else (config.get("rank_pattern") or {}).values())]
+    if max(alphas) > LARGEST_SCALE * max(ranks) or min(alphas) < _SMALLEST_SCALE * min(ranks):
+        raise refuse(
+            "lora_alpha" if max(alphas) == config["lora_alpha"] else "alpha_pattern",
+            f"alpha / r is {_SMALLEST_SCALE:g} to {LARGEST_SCALE:,.0f} here; real adapters have 0.1 to 100",
+        )
 
 
 def is_adalora(config: Mapping[str, Any]) -> bool:
     """Whether the adapter is AdaLoRA's, whose update is B diag(E) A."""
-    return str(config.get("peft_type")).upper().removeprefix("PEFTTYPE.") == "ADALORA"
+    return config.get("peft_type") == "ADALORA"
 
 
 def _is_rank(value: object) -> bool:
@@ -155,65 +154,14 @@ def check_scaling(scaling: float) -> None:
         raise AdapterFormatError(f"scaling is the adapter's alpha / r, a positive number; got {scaling!r}.")
 
 
-def module_rank(config: Mapping[str, Any], module: str) -> int:
-    """r of one module, by rank_pattern. AdaLoRA's follows from its tensors alone: not to be asked here."""
-    rank: int = _by_pattern(config, "rank_pattern", module, config["r"])
-    return rank
-
-
-def relative_scaling(config: Mapping[str, Any], module: str, scaling: float) -> float:
+def relative_scaling(said: Resolved, name: str, scaling: float) -> float:
     """(the module's own alpha / r, or alpha / sqrt(r) with rsLoRA) / scaling; 1.0 exactly where they are the same."""
-    if is_adalora(config):  # peft divides by the rank that training began with, plus this
-        return float(config["lora_alpha"] / (config["init_r"] + 1e-5) / scaling)
-    r = module_rank(config, module)
-    alpha = _by_pattern(config, "alpha_pattern", module, config["lora_alpha"])
-    if config.get("use_rslora"):
+    if is_adalora(said.config):  # peft divides by the rank that training began with, plus this
+        return float(said.config["lora_alpha"] / (said.config["init_r"] + 1e-5) / scaling)
+    r, alpha = said.rank(name), said.alpha(name)
+    if said.config.get("use_rslora"):
         return float(alpha / math.sqrt(r) / scaling)
     return 1.0 if alpha == scaling * r else float(alpha / r / scaling)  # (s r) / r need not be s in floats
-
-
-def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
-    """PEFT's rule: keys are regular expressions for the end of the module path; the first match in file order wins."""
-    for key, value in (config.get(field) or {}).items():
-        if _match(rf"(.*\.)?({key})$", module, field) is not None:
-            return value
-    return default
-
-
-@contextmanager
-def pattern_budget() -> Iterator[None]:
-    """All patterns that are matched inside share one time limit."""
-    token = _left.set([_PATTERN_SECONDS])
-    try:
-        yield
-    finally:
-        _left.reset(token)
-
-
-@lru_cache(maxsize=20_000)
-def _compiled(pattern: str) -> Any:
-    return regex.compile(pattern)  # whose own cache holds 500, and compiles again beyond
-
-
-def _match(pattern: str, text: str, field: str, *, whole: bool = False) -> Any:
-    """The match of a stranger's pattern, in bounded time."""
-    left, began = _left.get() or [_PATTERN_SECONDS], time.thread_time()
-    try:
-        compiled = _compiled(pattern)
-        if left[0] <= 0:
-            raise TimeoutError
-        return (compiled.fullmatch if whole else compiled.match)(text, timeout=left[0])
-    except TimeoutError as error:
-        raise AdapterFormatError(
-            f"{field}: its patterns take more than {_PATTERN_SECONDS:g} s; the last was {pattern[:80]!r} on "
-            f"{text[:80]!r}. No pattern of module names needs that: somebody may want to keep this machine busy."
-        ) from error
-    except (regex.error, RecursionError, OverflowError) as error:
-        raise AdapterFormatError(
-            f"{field}: the pattern {pattern[:80]!r} is not a regular expression: {error}."
-        ) from error
-    finally:
-        left[0] -= time.thread_time() - began
 
 
 def is_head(path: str, config: Mapping[str, Any]) -> bool:
@@ -230,7 +178,7 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
     """What a tensor beside the LoRA pairs is, by the rules by which peft saves it; None for one that it never saves.
 
     "head": of modules_to_save. "bias": a trained bias of the base (bias = all, lora_only). "added": lora_bias, part of
-    the update and scaled like it. "base": a weight that peft stores because its vocabulary may have been resized.
+    the update and scaled like it. "base": what peft stores of a layer because its vocabulary may have been resized.
     "tokens": the rows of an embedding that were trained (trainable_token_indices).
     """
     if path.endswith(".lora_B.bias"):
@@ -244,14 +192,14 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
     if path.endswith(".bias") and config.get("bias") == "all" and "lora_" not in path:
         return "bias"
     plain = path.replace(".base_layer.", ".")
-    return "base" if plain.endswith(_EMBEDDINGS) or path.endswith(".base_layer.weight") else None
+    return "base" if plain.endswith(_EMBEDDINGS) or path.endswith((".base_layer.weight", ".base_layer.bias")) else None
 
 
-def parameter_names(module: str, rows: Sequence[int], config: Mapping[str, Any]) -> tuple[str, ...] | None:
+def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said: Resolved) -> tuple[str, ...] | None:
     """Which bare parameter of `module` each of its nested LoRA pairs adapts, outermost first; None where none is.
 
     Args:
-        rows: of the stored A, outermost first: rank times experts.
+        rows: of the stored A, outermost first: rank times experts. short: the parameters' own names, sorted.
 
     PEFT nests several parameters of one module in the order in which the model registered them, which no file tells.
     Where the patterns give them different ranks, the shapes tell; where only their alphas differ, nothing does.
@@ -260,80 +208,89 @@ def parameter_names(module: str, rows: Sequence[int], config: Mapping[str, Any])
         AdapterFormatError: the config names another number of parameters, no order fits the shapes, or several do and
             mean different updates.
     """
-    short = sorted({name.rpartition(".")[2] for name in config.get("target_parameters") or [] if _is_of(name, module)})
     if not short:
         return None
     if len(short) != len(rows) or len(short) > 6:
+        in_full = f"{module.rpartition('.')[2]}.{short[0]}"
         raise AdapterFormatError(
-            f"{module!r}: target_parameters names {len(short)} of its parameters, the file has pairs for {len(rows)}."
+            f"{quoted(module)}: target_parameters names {len(short)} parameters that may be its own "
+            f"({quoted(', '.join(short), 80)}), the file has pairs for {len(rows)}: which are meant it does not "
+            f"tell. Name them with their module, as {quoted(in_full, 80)}."
         )
-    fits: dict[tuple[tuple[int, float], ...], tuple[str, ...]] = {}
-    alike: dict[tuple[tuple[int, float], ...], tuple[str, ...]] = {}
-    for order in permutations(f"{module}.{name}" for name in short):
-        ranks = [module_rank(config, name) for name in order]
-        if all(n % r == 0 for n, r in zip(rows, ranks, strict=True)):
-            means = tuple((r, relative_scaling(config, name, 1.0)) for name, r in zip(order, ranks, strict=True))
-            fits.setdefault(means, order)
-            if len({n // r for n, r in zip(rows, ranks, strict=True)}) == 1:  # as many experts in each
-                alike.setdefault(means, order)
-    fits = alike or fits
+    names = [f"{module}.{name}" for name in short]
+    means = {name: (said.rank(name), relative_scaling(said, name, 1.0)) for name in names}
+    fits = _alike(rows, means) or _any_order(rows, means)
     if not fits:
         raise AdapterFormatError(
-            f"{module!r}: its factors have {list(rows)} rows, which fit no rank that the config gives."
+            f"{quoted(module)}: its factors have {list(rows)} rows, which fit no rank that the config gives."
         )
     if len(fits) > 1:
         raise AdapterFormatError(
-            f"{module!r}: rank_pattern or alpha_pattern gives its parameters {', '.join(short)} different scalings, "
-            f"and which of the nested factors is whose, the file does not tell. Train them with one rank and one alpha."
+            f"{quoted(module)}: rank_pattern or alpha_pattern gives its parameters {quoted(', '.join(short))} "
+            f"different scalings, and which of the nested factors is whose, the file does not tell. Train them with "
+            f"one rank and one alpha."
         )
-    return next(iter(fits.values()))
+    return fits[0]
 
 
-def _is_of(parameter: str, module: str) -> bool:
-    owner = parameter.rpartition(".")[0]
-    return bool(owner) and f".{module}".endswith(f".{owner}")
+def _alike(rows: Sequence[int], means: Mapping[str, tuple[int, float]]) -> list[tuple[str, ...]]:
+    """The order in which all have as many experts; two where several do that mean different updates."""
+    experts = sum(rows) // sum(r for r, _ in means.values())
+    if sorted(rows) != sorted(r * experts for r, _ in means.values()):
+        return []
+    of = {n: [name for name, (r, _) in means.items() if r * experts == n] for n in rows}
+    order = tuple(of[n].pop(0) for n in rows)
+    ranks = {r for r, _ in means.values()}
+    return [order] * (1 if len(set(means.values())) == len(ranks) else 2)
+
+
+def _any_order(rows: Sequence[int], means: Mapping[str, tuple[int, float]]) -> list[tuple[str, ...]]:
+    """Orders that fit the rows with some number of experts for each, one for each meaning that they may have."""
+    fits: dict[tuple[tuple[int, float], ...], tuple[str, ...]] = {}
+    for order in permutations(means) if len(means) <= 4 else ():  # more are not looked for: no model has such
+        if all(n % means[name][0] == 0 for n, name in zip(rows, order, strict=True)):
+            fits.setdefault(tuple(means[name] for name in order), order)
+    return list(fits.values())
 
 
 def targets_for(config: Mapping[str, Any], modules: Iterable[str], layouts: Mapping[str, Layout]) -> dict[str, Any]:
-    """The spec's own targets where they mean all of the adapter's modules; else the modules by their full paths."""
-    paths = dict.fromkeys(name if name in layouts else stored_path(name) for name in modules)
+    """The spec's own targets where they are names that mean all of the adapter's modules; else the modules by their
+    full paths. What is written holds no pattern."""
+    parameters = Parameters(config)
+    paths = dict.fromkeys(
+        stored_path(name) if name not in layouts and stored_path(name) in layouts else name for name in modules
+    )
     layers = [path for path in paths if path not in layouts or layouts[path].kind != "parameter"]
-    if all(_is_targeted(path, config) for path in layers):
+    targets = list(dict.fromkeys(asked_as(path, paths, parameters) for path in layers))
+    named = config.get("target_modules")
+    chosen = any(config.get(field) not in (None, [], (), "") for field in _CHOOSING)
+    if not chosen and (not layers and not named):
         return {}
-    nothing = dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
-    return {"target_modules": layers, **nothing}
-
-
-def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
-    """PEFT's rule for whether a config puts LoRA on `module`."""
-
-    def named(names: str | Sequence[str]) -> bool:
-        if isinstance(names, str):
-            return _match(names, module, "target_modules or exclude_modules", whole=True) is not None
-        return any(module == name or module.endswith(f".{name}") for name in names)
-
-    if not named(config.get("target_modules") or ()) or named(config.get("exclude_modules") or ()):
-        return False
-    layers = config.get("layers_to_transform")
-    if layers is None:
-        return True
-    patterns = config.get("layers_pattern") or [r"[^.]*"]
-    asked = [rf"(?:^|.*?\.){p}\.(?P<layer_index>\d+)\." for p in _listed(patterns)]
-    found = [_match(pattern, module, "layers_pattern") for pattern in asked]
-    index = next((int(m["layer_index"]) for m in found if m and m["layer_index"]), None)
-    return index is not None and index in _listed(layers)
+    if not chosen and isinstance(named, list | tuple | set):
+        asked = Question("target_modules", "end", tuple(named), exact=True)
+        if None not in matches([asked], targets)[0]:
+            return {}
+    return {"target_modules": targets, **{field: None for field in _CHOOSING if field in config}}
 
 
 def saved_modules_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[str, Any]:
-    """modules_to_save as the heads need it: peft demands every one that it names, and reads no other."""
+    """modules_to_save as the heads need it: peft demands every one that it names, and reads no other.
+
+    Raises:
+        AdapterFormatError: a saved module's name would be a pattern to peft.
+    """
     heads = [path for path in heads if extra_kind(path, config) in (None, "head")]
     if not heads:
         # peft adds a classifier to modules_to_save for these tasks, and would then miss it in the file.
         classifies = config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS")
         return {"modules_to_save": None} | ({"task_type": None} if classifies else {})
-    if all(is_head(path, config) for path in heads):
+    if all(map(is_name, config.get("modules_to_save") or ())) and all(is_head(path, config) for path in heads):
         return {}
-    return {"modules_to_save": sorted({path.rpartition(".")[0] for path in heads})}
+    saved = sorted({path.rpartition(".")[0] for path in heads})
+    odd = next((name for name in saved if not is_name(name)), None)
+    if odd is not None:
+        raise AdapterFormatError(f"the saved module {quoted(odd)} has a name that peft would take for a pattern.")
+    return {"modules_to_save": saved}
 
 
 def extras_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[str, Any]:
@@ -344,10 +301,6 @@ def extras_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[str, Any
         "lora_bias": "added" in kinds,
         "trainable_token_indices": config.get("trainable_token_indices") if "tokens" in kinds else None,
     }
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return [value] if isinstance(value, str | int) else value
 
 
 def alpha_for(scaling: float, r: int) -> float | int:

@@ -11,14 +11,18 @@ docs/decisions/0006-peft-boundary.md for the table.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedlora.adapters import allocation
 from fedlora.adapters.config import ADALORA_FIELDS, check_config, check_scaling, is_adalora
+from fedlora.adapters.config_types import is_carried
 from fedlora.adapters.layouts import Layout
+from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import PREFIX, AdapterFile, scaled
 from fedlora.adapters.writer import AdapterSpec, AdapterWriter, pad_rank
 from fedlora.core.lora import Adapter, LoRA
@@ -28,13 +32,16 @@ from fedlora.errors import AdapterFormatError, ShapeError
 # ------------------------------------------------------------------------------------------------------ directories
 
 
-def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> tuple[Adapter, AdapterSpec]:
+def read_adapter(
+    directory: str | os.PathLike[str], *, scaling: float = 1.0, limits: Limits | None = None
+) -> tuple[Adapter, AdapterSpec]:
     """A PEFT LoRA directory as an `Adapter` in units of `scaling`, and its spec.
 
     Args:
         directory: holds adapter_config.json and adapter_model.safetensors.
         scaling: with the default 1.0, B @ A is the update itself. Pass a run's common alpha / r to get the stored
             factors back bit for bit.
+        limits: what the files may claim, and how much memory all of the adapter may take.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that
@@ -45,26 +52,35 @@ def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> 
         >>> adapter.ranks
         {'q': 4, 'v': 4}
     """
-    file = AdapterFile(directory, scaling=scaling)
+    file = AdapterFile(directory, scaling=scaling, limits=limits)
+    for note in file.notes:
+        warnings.warn(f"{file.directory}: {note}", stacklevel=2)
+    allocation.check(
+        allocation.bytes_to_read(file.stored.values()), f"{file.directory}: reading all modules at once", file.limits
+    )
     modules = {name: file.lora(name) for name in file.modules}
     heads = {path: file.head(path) for path in file.heads}
     return Adapter(modules, heads), spec_of(file.config, scaling, file.layouts)
 
 
-def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: AdapterSpec, *, card: str = "") -> None:
+def write_adapter(
+    directory: str | os.PathLike[str], adapter: Adapter, spec: AdapterSpec, *, card: str = "", by: str = ""
+) -> None:
     """A PEFT directory that `PeftModel.from_pretrained` loads as base + spec.scaling * B @ A, rank by rank.
 
-    Modules of different ranks become rank_pattern and alpha_pattern. `card` is the text of README.md. Each file is
-    written beside and renamed, so a reader never sees half of one.
+    Modules of different ranks become rank_pattern and alpha_pattern. `card` is the text of README.md. The directory
+    appears whole, by one rename. It is new, or empty, or an adapter and nothing else, which is replaced. by: the
+    command that may replace it later, as its weights then say.
 
     Raises:
-        AdapterFormatError: a factor is missing, or values are not finite.
+        AdapterFormatError: a factor is missing, or values are not finite. ConfigError: the directory cannot be written,
+            or holds other files.
 
     Example:
         >>> adapter, spec = read_adapter("adapter", scaling=2.0)
         >>> write_adapter("copy", adapter, spec)  # the same factors, bit for bit
     """
-    with AdapterWriter(directory, spec) as writer:
+    with AdapterWriter(directory, spec, by=by) as writer:
         for name, lora in adapter.modules.items():
             writer.add(name, lora)
         writer.finish(adapter.heads, card)
@@ -154,12 +170,12 @@ def _pair(name: str, B: Tensor, A: Tensor) -> LoRA:
 def spec_of(config: Mapping[str, Any], scaling: float, layouts: Mapping[str, Layout] | None = None) -> AdapterSpec:
     """What a config says besides ranks and scaling, which follow from the adapter. AdaLoRA's becomes LoRA's."""
     gone = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", *(ADALORA_FIELDS if is_adalora(config) else ())}
-    kept = {k: v for k, v in sorted(config.items()) if k not in gone}
+    kept = {k: v for k, v in sorted(config.items()) if k not in gone and is_carried(k, v)}
     for name in ("target_modules", "exclude_modules"):  # sets in memory: any order on disk
         if isinstance(kept.get(name), list):
             kept[name] = sorted(kept[name])
     special = {path: layout for path, layout in (layouts or {}).items() if layout.kind not in ("linear", "adalora")}
-    return AdapterSpec(ReadOnly(kept), scaling, ReadOnly(special))
+    return AdapterSpec(ReadOnly(kept), scaling, ReadOnly(special), frozenset(config))
 
 
 def _plain(value: Any) -> Any:

@@ -41,6 +41,14 @@ class Layout:
         """The names of the matrices stored at `path`."""
         return [f"{path}[{e}]" for e in range(self.experts)] if self.kind == "parameter" else [path]
 
+    def expert(self, path: str, module: str) -> int:
+        """Which of the matrices stored at `path` a name of `modules` is. Raises `KeyError` for another name."""
+        text = module[len(path) + 1 : -1] if self.kind == "parameter" else ""
+        number = int(text) if text.isdecimal() and len(text) < 10 else 0
+        if module != (f"{path}[{number}]" if self.kind == "parameter" else path) or number >= max(self.experts, 1):
+            raise KeyError(module)
+        return number
+
     def keys(self, path: str) -> tuple[str, str]:
         """The names of the stored B and A."""
         if self.kind == "embedding":

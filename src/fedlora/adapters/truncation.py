@@ -1,9 +1,9 @@
-"""Combine updates of one matrix by their exact weighted mean, then cut it to a rank: what merging adapters is.
+"""Combine updates of one matrix by their exact weighted sum, then cut it to a rank: what merging adapters is.
 
     Delta W = sum_i w_i B_i A_i = U S V^T exactly, in factored form; kept: the strongest components, sqrt(s) on both
 
-No other adapter of that rank is closer to the mean (Eckart-Young), and the distance is known: the singular values left
-out. Pure functions; files are `reader`, `writer` and the command line.
+No other adapter of that rank is closer to the sum (Eckart-Young), and the distance is known: the singular values left
+out. Pure functions; files are `reader`, `writer` and `merging`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Literal
 
 import torch
 
+from fedlora.core.echo import quoted
 from fedlora.core.lora import LoRA, stack
-from fedlora.errors import HyperparameterError
-from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product
+from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
+from fedlora.linalg import rank_tolerance
+from fedlora.linalg.product import Product, product
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,11 @@ class RankRule:
     value: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> RankRule:
+    def parse(cls, text: str | int) -> RankRule:
         """From "exact", a whole number, "energy=0.99" or "budget=8". Raises `HyperparameterError`."""
+        if isinstance(text, bool) or not isinstance(text, str | int):
+            text = f"<{type(text).__name__}>"
+        text = str(text)
         if text == "exact":
             return cls("exact")
         if re.fullmatch(r"[1-9]\d{0,5}", text):
@@ -50,22 +55,22 @@ class RankRule:
             return cls("budget", value)
         raise HyperparameterError(
             f"a rank is a whole number from 1, 'exact', or 'energy=SHARE' with a share in (0, 1], or 'budget=R' with "
-            f"the mean rank R of a module; got {text!r}."
+            f"the mean rank R of a module; got {text[:80]!r}."
         )
 
-    def keep(self, spectrum: Spectrum) -> int:
-        """How many components of `spectrum` this rule keeps."""
+    def keep(self, found: Product) -> int:
+        """How many components this rule keeps."""
         if self.kind in ("exact", "budget"):  # a budget is for all modules together: cut later
-            return spectrum.rank
+            return found.rank
         if self.kind == "rank":
-            return min(int(self.value), spectrum.rank)
-        return spectrum.rank_of_energy(self.value)
+            return min(int(self.value), found.rank)
+        return found.rank_of_energy(self.value)
 
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """What became of one module. stacked: the inputs' ranks added up. full: the rank of their mean. error: relative, of
-    what was cut; norm: of the mean."""
+    """What became of one module. stacked: the inputs' ranks added up. full: the rank of their sum. error: relative, of
+    what was cut; norm: of the sum. rounding: relative, of writing it in a narrow type."""
 
     module: str
     stacked: int
@@ -74,40 +79,65 @@ class ModuleReport:
     error: float
     norm: float
     singular_values: tuple[float, ...]
+    rounding: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Combined:
+    """One module's weighted sum in energy order, not cut yet."""
+
+    module: str
+    stacked: int
+    product: Product
+
+    def cut(self, rank: int) -> tuple[LoRA, ModuleReport]:
+        """The best pair of that rank, balanced, and what the cut cost."""
+        return LoRA(*self.product.balanced(min(rank, self.product.rank))), self.report(rank)
+
+    def report(self, rank: int) -> ModuleReport:
+        """The same without the pair."""
+        s = self.product.s
+        kept, unit = min(rank, len(s)), s[0] if s else 1.0
+        energy = [(x / unit) ** 2 for x in s]  # squares of tiny numbers are zero, of large ones infinite
+        total = math.fsum(energy)
+        error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
+        return ModuleReport(self.module, self.stacked, len(s), kept, error, math.sqrt(total) * unit, s)
+
+
+def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], least: torch.dtype = torch.float32) -> Combined:
+    """The weighted sum of updates in energy order.
+
+    Args:
+        loras: of one matrix, any ranks and types; computed in float64, the result in float32, or float64 where a
+            factor is. weights: one for each; they need not sum to 1. least: no narrower than that.
+
+    Raises:
+        ShapeError: the updates are of different matrices. AdapterFormatError: their sum is too large for its type.
+    """
+    pairs = [lora.factors for lora in loras]
+    shapes = sorted({(len(B), A.shape[1]) for B, A in pairs})
+    if len(shapes) > 1:
+        raise ShapeError(f"module {quoted(name)}: the updates are of different matrices, {shapes}.")
+    dtype = reduce(
+        torch.promote_types, [t.dtype for pair in pairs for t in pair], torch.promote_types(least, torch.float32)
+    )
+    Bs, As = [B for B, _ in pairs], [A for _, A in pairs]
+    try:
+        found = product(Bs, As, weights, tolerance=rank_tolerance(dtype), dtype=dtype)
+    except OverflowError as error:
+        raise AdapterFormatError(
+            f"module {quoted(name)}: the sum of its updates is larger than numbers can be ({error}). Such weights come "
+            f"from no training: a damaged file, or a scaling mistaken."
+        ) from error
+    return Combined(name, sum(lora.rank for lora in loras), found)
 
 
 def merge_module(
     name: str, loras: Sequence[LoRA], weights: Sequence[float], rule: RankRule
 ) -> tuple[LoRA, ModuleReport]:
-    """The weighted sum of updates at the rank that the rule gives, balanced, and what the cut cost.
-
-    Args:
-        loras: of one matrix, any ranks and dtypes; computed in float64, the result in float32, or float64 where a
-            factor is. weights: one for each; they need not sum to 1.
-
-    Raises:
-        ShapeError: the updates are of different matrices.
-    """
-    stored = [t.dtype for lora in loras for t in lora.factors]
-    compute = reduce(torch.promote_types, stored, torch.float32)
-    mean = stack([lora.map(torch.Tensor.double) for lora in loras], list(weights))
-    spectrum = svd_of_product(*mean.factors, tolerance=rank_tolerance(compute), dtype=compute)
-    kept = rule.keep(spectrum)
-    energy = [float(s) ** 2 for s in spectrum.s.double()]
-    total = math.fsum(energy)
-    error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
-    values = tuple(math.sqrt(e) for e in energy)
-    report = ModuleReport(name, mean.rank, spectrum.rank, kept, error, math.sqrt(total), values)
-    return LoRA(*spectrum.head(kept).balanced), report
-
-
-def cut(lora: LoRA, report: ModuleReport, rank: int) -> tuple[LoRA, ModuleReport]:
-    """A merged module, whose slots are in the order of their size, at a smaller rank, and what that costs."""
-    kept = min(rank, report.kept)
-    B, A = lora.factors
-    energy = [s * s for s in report.singular_values]
-    error = math.sqrt(math.fsum(energy[kept:]) / math.fsum(energy)) if report.norm else 0.0
-    return LoRA(B[:, :kept], A[:kept]), replace(report, kept=kept, error=error)
+    """The weighted sum of updates (`combine`) at the rank that the rule gives, and what the cut cost."""
+    found = combine(name, loras, weights)
+    return found.cut(rule.keep(found.product))
 
 
 def against_mean(lora: LoRA, report: ModuleReport, mean: tuple[LoRA, ModuleReport]) -> tuple[LoRA, ModuleReport]:
@@ -122,7 +152,8 @@ def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_ran
     """Each module's rank, so that together they hold as many numbers as rank `mean_rank` everywhere and lose least.
 
     A component of size s in a module of d_out + d_in = cost numbers a slot saves s^2 of squared error: those with the
-    largest s^2 / cost are taken until the next would not fit. Every module keeps one at least.
+    largest s^2 / cost are taken as long as any fits: where one is too dear, cheaper ones follow. Every module keeps one
+    at least.
 
     Raises:
         HyperparameterError: not even one slot for each module fits.
@@ -131,8 +162,9 @@ def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_ran
     left = budget - sum(costs)
     if left < 0:
         raise HyperparameterError(f"a budget of mean rank {mean_rank:g} is less than one slot for each module.")
+    unit = max((report.singular_values[0] for report in reports if report.singular_values), default=1.0)
     gains = [
-        (s * s / cost, -module, -place)
+        ((s / unit) ** 2 / cost, -module, -place)
         for module, (report, cost) in enumerate(zip(reports, costs, strict=True))
         for place, s in enumerate(report.singular_values)
         if place > 0
@@ -140,20 +172,27 @@ def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_ran
     ranks = [min(1, report.full) for report in reports]
     for _, module, _ in sorted(gains, reverse=True):
         if costs[-module] > left:
-            break
+            continue  # so is the rest of its module
         ranks[-module] += 1
         left -= costs[-module]
     return ranks
 
 
-def budgeted(found: Sequence[tuple[LoRA, ModuleReport]], mean: float) -> list[tuple[LoRA, ModuleReport]]:
-    """Merged modules, each cut to its share of a budget of `mean` slots a module (`budget_ranks`)."""
-    costs = [B.shape[0] + A.shape[1] for B, A in (lora.factors for lora, _ in found)]
-    ranks = budget_ranks([report for _, report in found], costs, mean)
-    return [cut(lora, report, r) for (lora, report), r in zip(found, ranks, strict=True)]
-
-
 def total_error(reports: Sequence[ModuleReport]) -> float:
     """The relative truncation error of all modules together."""
-    size = math.fsum(r.norm**2 for r in reports)
-    return math.sqrt(math.fsum((r.error * r.norm) ** 2 for r in reports) / size) if size else 0.0
+    return _total(reports, [r.error for r in reports])
+
+
+def total_rounding(reports: Sequence[ModuleReport]) -> float:
+    """The relative error that writing in a narrow type adds, of all modules together."""
+    return _total(reports, [r.rounding for r in reports])
+
+
+def _total(reports: Sequence[ModuleReport], errors: Sequence[float]) -> float:
+    if any(math.isinf(e) for e in errors):
+        return math.inf
+    unit = max((r.norm for r in reports), default=0.0)
+    if not unit:
+        return 0.0
+    size = math.fsum((r.norm / unit) ** 2 for r in reports)
+    return math.sqrt(math.fsum((e * (r.norm / unit)) ** 2 for e, r in zip(errors, reports, strict=True)) / size)

@@ -9,27 +9,44 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
-from fedlora.adapters.untrusted_files import Limits, read_json
+from fedlora.adapters.limits import Limits
+from fedlora.adapters.untrusted_files import read_json
+from fedlora.adapters.writer import upload_folder
 from fedlora.core import files
+from fedlora.core.echo import quoted
+from fedlora.core.folders import replacing_folder
 from fedlora.core.messages import Client, Upload, checked_examples
 from fedlora.errors import AdapterFormatError
 
 FILE = "upload.json"
+_LONGEST_NAME = 200
+_MOST_EXAMPLES = 1e15  # so that sums over any number of clients stay exact enough, and finite
 
 
 def write_upload(
-    directory: Path, upload: Upload, spec: AdapterSpec, *, round: int, more: Mapping[str, object] | None = None
+    directory: Path,
+    upload: Upload,
+    spec: AdapterSpec,
+    *,
+    round: int,
+    more: Mapping[str, object] | None = None,
+    force: bool = True,
+    by: str = "fedlora",
 ) -> None:
-    """A complete upload as a PEFT directory. `round` counts from 1, as the records do; `more`: how it came about."""
+    """A complete upload as a PEFT directory, which appears whole. `round` counts from 1, as the records do; `more`: how
+    it came about. force: an upload that is there is replaced, where `by` wrote it."""
     facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round, **(more or {})}
-    # Before the adapter: without it that would be somebody else's.
-    files.write(directory / FILE, json.dumps(facts, indent=2) + "\n")
-    write_adapter(directory, upload.adapter, spec)
+    with replacing_folder(directory, force=force, kind=upload_folder(by)) as building:
+        write_adapter(building, upload.adapter, spec, by=by)
+        files.write(building / FILE, json.dumps(facts, indent=2) + "\n")
 
 
-def read_uploads(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[Upload], AdapterSpec]:
+def read_uploads(
+    directories: Sequence[str | os.PathLike[str]], *, limits: Limits | None = None
+) -> tuple[list[Upload], AdapterSpec]:
     """The adapters in PEFT directories as the uploads of one round, and the spec of the first.
 
     An adapter without upload.json is a client named by its path, with one example: all such count alike.
@@ -41,44 +58,58 @@ def read_uploads(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[Up
         raise AdapterFormatError(f"at least two adapters are needed; got {len(directories)}.")
     uploads, specs = [], []
     for directory in directories:
-        adapter, spec = read_adapter(directory)
-        client, examples = read_facts(Path(directory))
+        adapter, spec = read_adapter(directory, limits=limits)
+        client, examples = read_facts(Path(directory), limits)
         upload = Upload(Client(client, adapter.ranks), examples, adapter)
         checked_examples(upload)
         uploads.append(upload)
         specs.append(spec)
     bases = {str(directory): spec.base_model for directory, spec in zip(directories, specs, strict=True)}
     if len(set(bases.values())) > 1:
-        raise AdapterFormatError(f"the adapters are of different base models, so their updates do not add up: {bases}.")
+        raise AdapterFormatError(
+            f"the adapters are of different base models, so their updates do not add up: {quoted(bases, 1_000)}."
+        )
     names = [upload.client.id for upload in uploads]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise AdapterFormatError(
-            f"two of the adapters are of client {twice[0]!r}: give one for each client, of one round only."
+            f"two of the adapters are of client {quoted(twice[0])}: give one for each client, of one round only."
         )
     return uploads, specs[0]
 
 
-def read_round(directory: Path) -> int | None:
+def read_round(directory: Path, limits: Limits | None = None) -> int | None:
     """Which round an adapter directory says that it is of, from 1; None where it does not."""
-    path = directory / FILE
-    found = read_json(path, Limits()).get("round") if path.is_file() else None
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
+    found = (read_upload(directory, limits) or {}).get("round")
+    if found is None or (type(found) is int and 1 <= found < 2**31):
+        return found
+    raise AdapterFormatError(f"{directory / FILE}: round is a whole number from 1; got {quoted(found)}.")
 
 
-def read_facts(directory: Path) -> tuple[str, float]:
+def read_facts(directory: Path, limits: Limits | None = None) -> tuple[str, float]:
     """(client, num_examples) of an adapter directory; its own path and 1 where it has no upload.json.
 
     Raises:
         AdapterFormatError: an upload.json that does not say both.
     """
-    path = directory / FILE
-    if not path.is_file():
+    path, facts = directory / FILE, read_upload(directory, limits)
+    if facts is None:
         return str(directory), 1
-    facts = read_json(path, Limits())
     client, examples = facts.get("client"), facts.get("num_examples")
     if not isinstance(client, str) or isinstance(examples, bool) or not isinstance(examples, int | float):
         raise AdapterFormatError(f"{path} does not say whose upload it is: client and num_examples are needed.")
-    if not 0 <= examples < 1e300:  # also of whole numbers beyond every float
-        raise AdapterFormatError(f"{path}: num_examples is a finite number from 0.")
+    if not (0 < len(client) <= _LONGEST_NAME and client.isprintable()):
+        raise AdapterFormatError(
+            f"{path}: client is a name of up to {_LONGEST_NAME} letters on one line; got {quoted(client)}."
+        )
+    if not 0 <= examples <= _MOST_EXAMPLES:  # also of whole numbers beyond every float
+        raise AdapterFormatError(
+            f"{path}: num_examples is a number from 0 to {_MOST_EXAMPLES:g}; got {quoted(examples)}."
+        )
     return client, examples
+
+
+def read_upload(directory: Path, limits: Limits | None) -> dict[str, Any] | None:
+    """upload.json; None where there is none. What is there and is no ordinary file is refused, not taken for none."""
+    path = directory / FILE
+    return read_json(path, limits or Limits()) if os.path.lexists(path) else None

@@ -1,7 +1,7 @@
 """Writes a PEFT adapter module by module, so that memory holds one module, however large the adapter.
 
 The tensors go to a nameless scratch file first, for their ranks are known only when they come; the directory appears at
-the end, its config last. What is given up before that leaves nothing behind.
+the end, whole. What is given up before that leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -12,24 +12,46 @@ import re
 import shutil
 import struct
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fedlora.adapters.card_text import base_line
 from fedlora.adapters.config import alpha_for, check_scaling, extras_for, saved_modules_for, targets_for
 from fedlora.adapters.layouts import Layout, stored_path
+from fedlora.adapters.mark import marked, only_by
+from fedlora.adapters.patterns import every_one_alone
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from fedlora.adapters.untrusted_files import type_name
+from fedlora.adapters.resolved import Parameters, asked_as
+from fedlora.adapters.untrusted_files import decoded, type_name
 from fedlora.core import files
+from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.errors import AdapterFormatError
+
+# What a field that is not there means to peft, as far as the update goes; null for the others.
+_UNSAID: Mapping[str, Any] = {
+    "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "init_lora_weights": True, "bias": "none",
+    "lora_bias": False, "inference_mode": True,
+}  # fmt: skip
+_FILES = rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|README\.md"
+ADAPTER_FOLDER = FolderKind("an adapter", CONFIG_FILE, _FILES)
+MERGE, RESIZE, TRAIN = "fedlora merge", "fedlora resize", "fedlora train"  # what a folder's weights say of its writer
+_WEIGHTS = f"**/{WEIGHTS_FILE}"
+MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, rf"(clients/[^/]+/)?({_FILES})", only_by(MERGE, _WEIGHTS))
+RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _FILES, only_by(RESIZE, _WEIGHTS))
+
+
+def upload_folder(by: str) -> FolderKind:
+    """An upload that was written by `by`."""
+    return FolderKind("an upload", CONFIG_FILE, rf"{_FILES}|upload\.json", only_by(by, _WEIGHTS))
 
 
 @dataclass(frozen=True)
@@ -38,7 +60,7 @@ class AdapterSpec:
 
     config: the fields of adapter_config.json, without rank and alpha, which follow from the adapter.
     scaling: the update is scaling * B @ A for the adapter that this spec came with. layouts: path -> how the pair is
-    stored, of those that are no linear layers.
+    stored, of those that are no linear layers. fields: that the config had; None: not known.
 
     Example:
         >>> spec = AdapterSpec({"peft_type": "LORA", "target_modules": ["q", "v"]}, scaling=2.0)
@@ -50,6 +72,7 @@ class AdapterSpec:
     config: Mapping[str, Any]
     scaling: float = 1.0
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    fields: frozenset[str] | None = field(default=None, compare=False)
 
     @property
     def base_model(self) -> str | None:
@@ -64,8 +87,12 @@ class AdapterSpec:
 class AdapterWriter:
     """with AdapterWriter(directory, spec) as writer: writer.add(module, lora) ...; writer.finish(heads, card)
 
+    The directory is new, or empty, or an adapter and nothing else, which is replaced whole: never a mixture of two.
+    by: the command that may replace it (`mark`).
+
     Raises:
         AdapterFormatError: values that are not finite, a module of rank 0, an expert that is missing at the end.
+        ConfigError: the directory cannot be written, or holds other files.
 
     Example:
         >>> file = AdapterFile("adapter")
@@ -76,15 +103,19 @@ class AdapterWriter:
         ...     writer.finish({})
     """
 
-    def __init__(self, directory: str | os.PathLike[str], spec: AdapterSpec) -> None:
+    def __init__(self, directory: str | os.PathLike[str], spec: AdapterSpec, *, by: str = "") -> None:
         check_scaling(spec.scaling)
-        self._directory, self._spec = Path(directory), spec
-        home = next(p for p in self._directory.absolute().parents if p.is_dir())
-        self._scratch = tempfile.TemporaryFile(dir=home)  # noqa: SIM115 - closed by __exit__
+        self._directory, self._spec, self._by = Path(directory), spec, by
+        check_target(self._directory, force=True, kind=ADAPTER_FOLDER)
+        self._scratch = self._new_scratch()
         self._header: dict[str, dict[str, Any]] = {}
         self._modules: list[str] = []
         self._ranks: dict[str, int] = {}
         self._waiting: dict[str, dict[str, LoRA]] = {}  # experts, until all pairs of their module are there
+
+    def _new_scratch(self) -> IO[bytes]:
+        home = next(p for p in self._directory.absolute().parents if p.is_dir())
+        return tempfile.TemporaryFile(dir=home)  # closed by __exit__
 
     def __enter__(self) -> AdapterWriter:
         return self
@@ -107,20 +138,22 @@ class AdapterWriter:
         self._ranks[path] = lora.rank
         self._put_pair(path, layout, [lora])
 
-    def finish(self, heads: Mapping[str, Tensor], card: str = "") -> None:
-        """Write the directory, with the tensors beside the pairs. `card`: the text of README.md."""
+    def finish(self, heads: Mapping[str, Tensor], card: str = "", *, rank: int = 0) -> None:
+        """Write the directory, with the tensors beside the pairs. `card`: the text of README.md. rank: pairs of less
+        are padded to it with zero slots."""
         if not self._modules:
-            raise AdapterFormatError(f"the adapter has no modules; nothing was written to {self._directory}.")
-        self._put_experts()
+            raise AdapterFormatError("the adapter has no modules; nothing was written.")
+        self._put_experts(rank)
+        self._widen(rank)
         for name, head in heads.items():
             self._put(PREFIX + name, head)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._write_weights(self._directory / WEIGHTS_FILE)
-        files.write(self._directory / "README.md", card or _plain_card(self._spec))
         config = json.dumps(self._config(list(heads)), indent=2, sort_keys=True)
-        files.write(self._directory / CONFIG_FILE, config + "\n")
+        with replacing_folder(self._directory, force=True, kind=ADAPTER_FOLDER) as building:
+            self._write_weights(building / WEIGHTS_FILE)
+            files.write(building / "README.md", card or _plain_card(self._spec))
+            files.write(building / CONFIG_FILE, config + "\n")
 
-    def _put_experts(self) -> None:
+    def _put_experts(self, least: int) -> None:
         """Those that were waiting. PEFT nests the parameters of one module in an order that a file does not tell, so
         all of a module's are given one rank, and one pattern that means them all."""
         ranks: dict[str, int] = {}
@@ -132,8 +165,27 @@ class AdapterWriter:
             lacking = [name for name in layout.modules(path) if name not in pairs]
             if lacking:
                 raise AdapterFormatError(f"the adapter lacks {lacking[0]!r}, an expert of {path!r}.")
-            rank = self._ranks[path] = ranks[path.replace(".base_layer", "")]
+            rank = self._ranks[path] = max(ranks[path.replace(".base_layer", "")], least)
             self._put_pair(path, layout, [pad_rank(pairs[name], rank) for name in layout.modules(path)])
+
+    def _widen(self, rank: int) -> None:
+        """Give every pair that rank, by zero slots, in a new scratch file."""
+        narrow = [path for path, r in self._ranks.items() if r < rank]
+        if not narrow:
+            return
+        grow: dict[str, tuple[int, int]] = {}
+        for path in narrow:
+            key_B, key_A = self._spec.layouts.get(path, Layout()).keys(path)
+            grow |= {PREFIX + key_B: (1, rank - self._ranks[path]), PREFIX + key_A: (0, rank - self._ranks[path])}
+            self._ranks[path] = rank
+        before, header = self._scratch, self._header
+        self._scratch, self._header = self._new_scratch(), {}
+        with before:
+            for key, entry in header.items():
+                begin, end = entry["data_offsets"]
+                before.seek(begin)
+                tensor = decoded(before.read(end - begin), entry["dtype"], entry["shape"])
+                self._put(key, _padded(tensor, *grow[key]) if key in grow else tensor)
 
     def _put_pair(self, path: str, layout: Layout, pairs: Sequence[LoRA]) -> None:
         for key, tensor in zip(layout.keys(path), layout.packed(pairs), strict=True):
@@ -141,7 +193,7 @@ class AdapterWriter:
 
     def _put(self, key: str, tensor: Tensor) -> None:
         if not bool(torch.isfinite(tensor).all()):
-            raise AdapterFormatError(f"{key} holds NaN or Inf; nothing was written to {self._directory}.")
+            raise AdapterFormatError(f"{key} holds NaN or Inf; nothing was written.")
         stored = tensor.detach().cpu().contiguous()
         begin = self._scratch.tell()
         if stored.numel():
@@ -150,7 +202,7 @@ class AdapterWriter:
         self._header[key] = {"dtype": type_name(stored.dtype), "shape": list(stored.shape), "data_offsets": offsets}
 
     def _write_weights(self, path: Path) -> None:
-        header = json.dumps({"__metadata__": {"format": "pt"}, **dict(sorted(self._header.items()))}).encode()
+        header = json.dumps({"__metadata__": marked(self._by), **dict(sorted(self._header.items()))}).encode()
         header += b" " * (-len(header) % 8)  # the format wants the data to begin at a multiple of 8
         with files.replacing(path) as file:
             file.write(struct.pack("<Q", len(header)) + header)
@@ -158,16 +210,15 @@ class AdapterWriter:
             shutil.copyfileobj(self._scratch, file, 1 << 20)
 
     def _config(self, heads: Sequence[str]) -> dict[str, Any]:
+        """The spec's fields, with those that follow from the tensors. One that the file lacked is written only where
+        it says something: a peft that is older than the field refuses it."""
         spec = self._spec
-        common = Counter(self._ranks.values()).most_common(1)[0][0]
-        other = {self._pattern(path): r for path, r in self._ranks.items() if r != common}
-        return {
-            **spec.config,
+        largest = max(self._ranks.values())  # readers without patterns make room for this one
+        other = {self._pattern(path): r for path, r in self._ranks.items() if r != largest}
+        needed = {"peft_type": "LORA", "r": largest, "lora_alpha": alpha_for(spec.scaling, largest)}
+        found = {
             **targets_for(spec.config, self._modules, spec.layouts),
             **saved_modules_for(spec.config, heads),
-            "peft_type": "LORA",
-            "r": common,
-            "lora_alpha": alpha_for(spec.scaling, common),
             "rank_pattern": other,
             "alpha_pattern": {key: alpha_for(spec.scaling, r) for key, r in other.items()},
             "use_rslora": False,
@@ -175,12 +226,35 @@ class AdapterWriter:
             **extras_for(spec.config, heads),
             "inference_mode": True,
         }
+        known = found.keys() if spec.fields is None else spec.fields | spec.config.keys()
+        said = {key: value for key, value in found.items() if key in known or value != _UNSAID.get(key)}
+        return {**spec.config, **said, **needed}
 
     def _pattern(self, path: str) -> str:
         """A pattern that means this path and nothing else."""
-        if self._spec.layouts.get(path, Layout()).kind == "parameter":
-            return rf"^{re.escape(path.replace('.base_layer', ''))}\.[^.]+"
-        return f"^{re.escape(path)}"
+        return self._patterns[path]
+
+    @cached_property
+    def _patterns(self) -> Mapping[str, str]:
+        """For each path, the name by which peft asks for it: as it is where no pattern of them means two of the names,
+        since peft before 0.15 takes nothing but such a name for a whole path; else escaped, from its start."""
+        parameters = Parameters(self._spec.config)
+        names = {path: self._spec.layouts.get(path, Layout()).pattern or asked_as(path, self._ranks, parameters)
+                 for path in self._ranks}  # fmt: skip
+        for path, name in names.items():
+            if self._ranks[path] != self._ranks.get(name, self._ranks[path]):
+                raise AdapterFormatError(
+                    f"{path!r} has rank {self._ranks[path]} and {name!r} has {self._ranks[name]}, but peft gives both "
+                    f"one rank: choose a rank for all modules."
+                )
+        alone = every_one_alone(list(dict.fromkeys(names.values())))
+        return {path: self._owner(path) or (name if alone else f"^{re.escape(name)}") for path, name in names.items()}
+
+    def _owner(self, path: str) -> str | None:
+        """All parameters of a module, where the layout does not tell which one is stored at `path`."""
+        layout = self._spec.layouts.get(path, Layout())
+        unnamed = layout.kind == "parameter" and not layout.pattern
+        return rf"^{re.escape(path.replace('.base_layer', ''))}\.[^.]+" if unnamed else None
 
 
 def pad_rank(lora: LoRA, rank: int) -> LoRA:
@@ -190,7 +264,12 @@ def pad_rank(lora: LoRA, rank: int) -> LoRA:
     return LoRA(pad(B, (0, grow)), pad(A, (0, 0, 0, grow)))
 
 
+def _padded(tensor: Tensor, dim: int, grow: int) -> Tensor:
+    more = list(tensor.shape)
+    more[dim] = grow
+    return torch.cat([tensor, tensor.new_zeros(more)], dim=dim)
+
+
 def _plain_card(spec: AdapterSpec) -> str:
-    named = spec.base_model and not os.path.isabs(spec.base_model)  # a path of this machine names nothing
-    base = f"base_model: {spec.base_model}\n" if named else ""
-    return f"---\nlibrary_name: peft\n{base}tags:\n- lora\n- fedlora\n---\n\nA LoRA adapter written by fedlora.\n"
+    front = f"---\nlibrary_name: peft\n{base_line(spec.base_model)}tags:\n- lora\n- fedlora\n---\n"
+    return f"{front}\nA LoRA adapter written by fedlora.\n"

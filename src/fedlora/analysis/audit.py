@@ -32,11 +32,11 @@ from fedlora.server.state import ServerState
 
 def relative_difference(got: Mapping[str, LoRA], want: Mapping[str, LoRA]) -> float:
     """||got - want||_F / ||want||_F over all modules together; inf where want is zero and got is not."""
-    gap = math.fsum(
-        stack([got[m].map(Tensor.double), want[m].map(Tensor.double)], [1.0, -1.0]).norm() ** 2 for m in want
+    gap = math.hypot(
+        *(stack([got[m].map(Tensor.double), want[m].map(Tensor.double)], [1.0, -1.0]).norm() for m in want)
     )
-    size = math.fsum(want[m].norm() ** 2 for m in want)
-    return math.sqrt(gap / size) if size else (math.inf if gap else 0.0)
+    size = math.hypot(*(want[m].norm() for m in want))
+    return gap / size if size else (math.inf if gap else 0.0)
 
 
 def mean_update(uploads: Sequence[Upload], weights: Mapping[str, float]) -> dict[str, LoRA]:

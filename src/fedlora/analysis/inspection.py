@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA, stack
-from fedlora.linalg import gauge_fix, rank_tolerance, svd_of_product
+from fedlora.errors import ShapeError
+from fedlora.linalg import gauge_fix, norm, rank_tolerance, svd_of_product
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,17 @@ def facts(lora: LoRA) -> Facts:
     """
     B, A = (t.double() for t in lora.factors)
     spectrum = svd_of_product(B, A, tolerance=max(rank_tolerance(t.dtype) for t in lora.factors))
-    energy = spectrum.s.square()
+    largest = float(spectrum.s[0]) if spectrum.rank else 1.0
+    energy = (spectrum.s / largest).square()  # squares of tiny numbers are zero
     shares = energy / energy.sum() if spectrum.rank else energy
-    size_A = float(torch.linalg.vector_norm(A))
+    size_A = float(norm(A))
     return Facts(
         rank=lora.rank,
         numerical=spectrum.sound,
         effective=math.exp(-float((shares * shares.log()).sum())) if spectrum.rank else 0.0,
-        norm=float(energy.sum().sqrt()),
+        norm=float(energy.sum().sqrt()) * largest,
         dead=int(((B == 0).all(dim=0) & (A == 0).all(dim=1)).sum()),
-        balance=float(torch.linalg.vector_norm(B)) / size_A if size_A else math.inf,
+        balance=float(norm(B)) / size_A if size_A else math.inf,
         singular_values=tuple(float(s) for s in spectrum.s),
     )
 
@@ -57,11 +59,14 @@ def facts(lora: LoRA) -> Facts:
 def overlap(one: LoRA, other: LoRA) -> float:
     """How much of the smaller column space lies in the larger: the mean squared cosine of their principal angles.
 
+    Raises `ShapeError` where they are of different matrices.
+
     Example:
         >>> lora = uploads[0].adapter.modules["q"]
         >>> round(overlap(lora, lora), 6)
         1.0
     """
+    _check_same_matrix(one, other)
     U, V = (_columns(lora) for lora in (one, other))
     if not U.shape[1] or not V.shape[1]:
         return 0.0
@@ -96,6 +101,7 @@ def difference(one: LoRA, other: LoRA) -> ModuleDifference:
         >>> difference(lora, LoRA(lora.B * 2, lora.A / 2)).update < 1e-6  # the same update in another gauge
         True
     """
+    _check_same_matrix(one, other)
     gap = stack([one.map(Tensor.double), other.map(Tensor.double)], [1.0, -1.0]).norm()
     size = one.norm()
     U, V = _columns(one), _columns(other)
@@ -112,6 +118,12 @@ def difference(one: LoRA, other: LoRA) -> ModuleDifference:
     )
 
 
+def _check_same_matrix(one: LoRA, other: LoRA) -> None:
+    shapes = [(B.shape[0], A.shape[1]) for B, A in (one.factors, other.factors)]
+    if shapes[0] != shapes[1]:
+        raise ShapeError(f"one is an update of shape {shapes[0]}, the other of {shapes[1]}: of different models.")
+
+
 def _columns(lora: LoRA) -> Tensor:
     B, A = lora.factors
     return gauge_fix(B, A, tolerance=rank_tolerance(B.dtype))[0]
@@ -120,6 +132,6 @@ def _columns(lora: LoRA) -> Tensor:
 def _relative(one: Tensor, other: Tensor) -> float | None:
     if one.shape != other.shape:
         return None
-    size = float(torch.linalg.vector_norm(one.double()))
-    gap = float(torch.linalg.vector_norm(one.double() - other.double()))
+    size = float(norm(one))
+    gap = float(norm(one.double() - other.double()))
     return gap / size if size else (math.inf if gap else 0.0)

@@ -30,6 +30,10 @@ COMMANDS = {
         "merge:merge",
         "Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank.",
     ),
+    "resize": (
+        "merge:resize",
+        "Write an adapter at another rank: the best approximation that it has, and what that loses.",
+    ),
     "train": (
         "train:train",
         "A site's half of a round: train a received adapter on own data, and write the upload to hand back.",
@@ -51,7 +55,7 @@ COMMANDS = {
         "Merge an adapter into the full model, for serving without PEFT: one tensor in memory at a time.",
     ),
     "doctor": (
-        "flower:doctor",
+        "flower.doctor:doctor",
         "Check this machine for a federation: versions, ports, certificates, identity, message sizes, disk.",
     ),
     "methods": ("methods:app", "List the methods, built in and installed, or check one."),
@@ -71,6 +75,9 @@ app.callback()(lambda: None)  # nothing to do before a command
 
 def main() -> None:
     """The entry point: errors of ours are one line and exit code 2; an interrupt says how to go on."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # letters that a narrow encoding lacks are printed by their codes
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False) or 0
         if code == _INTERRUPTED:  # typer's own answer to Ctrl-C
@@ -80,6 +87,8 @@ def main() -> None:
         sys.exit(_complain(str(error)))
     except OSError as error:  # a full disk, a folder that may not be written
         sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror or error}."))
+    except MemoryError:
+        sys.exit(_complain("this machine has not the memory for that."))
     except click.ClickException as error:  # a wrong option or argument
         error.show()
         sys.exit(error.exit_code)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from fedlora.adapters.base_model import BaseFiles, apply_adapter, check_fit
-from fedlora.adapters.merge import Collection
+from fedlora.adapters import allocation
+from fedlora.adapters.apply import DTYPES, Applied, apply_adapter, check_adapter
+from fedlora.adapters.base_model import BaseFiles
+from fedlora.adapters.collection import Collection
+from fedlora.adapters.merging import open_adapters
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.untrusted_files import Limits
 from fedlora.analysis.inspection import difference, facts, overlap
+from fedlora.cli import applied
+from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
-from fedlora.cli.screen import complain, console, import_plots, plotted, print_json, tracked
-from fedlora.errors import AdapterFormatError, FedLoRAError
+from fedlora.cli.screen import cell, complain, console, import_plots, notes, plotted, print_json, tracked
+from fedlora.core.echo import quoted, shown
+from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from fedlora.runs.folder import plain
 
 Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
@@ -26,24 +31,29 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tabl
 AllowUnknown = Annotated[
     list[str] | None, typer.Option(help="a config field to take as harmless (repeatable)", show_default=False)
 ]
-MaxBytes = Annotated[int | None, typer.Option(help="largest weights file [default: 64 GiB]", show_default=False)]
-MaxTensors = Annotated[int | None, typer.Option(help="most tensors in one [default: 100,000]", show_default=False)]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="replace what an earlier call of this command left there, by the mark in its weights"),
+]
 
 
 def inspect(
     adapters: Adapters,
     plot: Annotated[Path | None, typer.Option(help="draw the overlap, module by module, into this file")] = None,
     allow_unknown: AllowUnknown = None,
+    limit: Limit = None,
     json: AsJson = False,
 ) -> None:
     """Ranks, norms, spectra, dead slots, and how much the adapters' subspaces overlap."""
-    files = _of_one_base(opened(adapters, allow_unknown))
+    files = _of_one_base(opened(adapters, allow_unknown, limit=limit))
+    _check_memory(files)
     found = {str(f.directory): {m: facts(f.lora(m)) for m in f.modules} for f in files}
     shared = [[_mean_overlap(a, b) for b in files] for a in files] if len(files) > 1 else []
     if plot is not None:
         if len(files) < 2:
             raise AdapterFormatError("--plot draws how adapters overlap: give two at least.")
-        plotted(lambda: [import_plots().plot_overlaps([f.directory.name for f in files], _overlaps(files), plot)])
+        names = [shown(file.directory.name) for file in files]
+        plotted(lambda: [import_plots().plot_overlaps(names, _overlaps(files), plot)])
     if json:
         each = {
             str(file.directory): {
@@ -54,23 +64,24 @@ def inspect(
         print_json(plain({"adapters": each, "overlap": shared}))
         return
     for file in files:
-        table = Table("module", title=str(file.directory))
+        table = Table("module", title=cell(file.directory))
         for column in ("rank", "effective", "scale", "norm", "spectrum", "‖B‖/‖A‖"):
             table.add_column(column, no_wrap=True)
         for module, x in found[str(file.directory)].items():
             used = f"{x.numerical} of {x.rank}{f', {x.dead} dead' if x.dead else ''}"
             values = " ".join(f"{s:.2g}" for s in x.singular_values[:2]) + (" ..." if x.numerical > 2 else "")
             scale = f"{file.scale(module):.3g}"
-            table.add_row(module, used, f"{x.effective:.1f}", scale, f"{x.norm:.3g}", values, f"{x.balance:.2g}")
+            table.add_row(cell(module), used, f"{x.effective:.1f}", scale, f"{x.norm:.3g}", values, f"{x.balance:.2g}")
         console.print(table)
-        kinds = f"base model {file.base_model or 'not named'}, {len(file.modules)} modules, {len(file.heads)} heads"
+        base = shown(file.base_model or "not named")
+        kinds = f"base model {base}, {len(file.modules)} modules, {len(file.heads)} heads"
         console.print(f"{kinds}, {byte_size(file.size())}", markup=False)
     if shared:
         table = Table(
             "overlap", *(str(k + 1) for k in range(len(files))), title="Shared column space, mean over modules"
         )
         for k, (file, row) in enumerate(zip(files, shared, strict=True)):
-            table.add_row(f"{k + 1} {file.directory}", *(f"{x:.2f}" for x in row))
+            table.add_row(cell(f"{k + 1} {file.directory}"), *(f"{x:.2f}" for x in row))
         console.print(table)
         console.print("1: one space lies in the other; independent ones of rank r in d dimensions share about r / d")
 
@@ -78,10 +89,12 @@ def inspect(
 def diff(
     one: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
     other: Annotated[Path, typer.Argument(help="another", show_default=False)],
+    limit: Limit = None,
     json: AsJson = False,
 ) -> None:
     """Is it the same update in another gauge? Distances of updates, of factors, and angles, module by module."""
-    a, b = _of_one_base(opened([one, other]))
+    a, b = _of_one_base(opened([one, other], limit=limit))
+    _check_memory([a, b])
     common = sorted(set(a.modules) & set(b.modules))
     found = {module: difference(a.lora(module), b.lora(module)) for module in common}
     lone = {str(f.directory): sorted(set(f.modules) - set(common)) for f in (a, b)}
@@ -94,11 +107,11 @@ def diff(
     table = Table("module", "update", "B", "A", "largest angle", "", title="Relative distances")
     for module, d in found.items():
         factors = ["other rank" if x is None else f"{x:.1e}" for x in (d.B, d.A)]
-        table.add_row(module, f"{d.update:.1e}", *factors, f"{d.angle:.2g} deg", d.verdict)
+        table.add_row(cell(module), f"{d.update:.1e}", *factors, f"{d.angle:.2g} deg", d.verdict)
     console.print(table)
     for where, only in lone.items():
         if only:
-            console.print(f"only in {where}: {', '.join(only[:3])} ({len(only)} in all)", markup=False)
+            console.print(f"only in {where}: {', '.join(map(shown, only[:3]))} ({len(only)} in all)", markup=False)
     console.print(f"[bold]{verdict}")
 
 
@@ -108,43 +121,80 @@ def validate(
     allow_unknown: AllowUnknown = None,
     max_bytes: MaxBytes = None,
     max_tensors: MaxTensors = None,
+    limit: Limit = None,
     json: AsJson = False,
 ) -> None:
     """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
     found: dict[str, str | None] = {}
+    limits = limits_of(limit, max_bytes, max_tensors)
+    fits: dict[str, Applied] = {}
+    remarks: dict[str, list[str]] = {}
     model = BaseFiles(base) if base is not None else None
     for directory in tracked(adapters, "checking"):
         try:
-            (file,) = opened([directory], allow_unknown, max_bytes, max_tensors)
-            for module in file.modules:  # reading checks that all is finite
-                file.lora(module)
-            for path in file.heads:
-                file.head(path)
+            (file,), said = open_adapters([directory], allow_unknown or (), limits, with_base=model is not None)
+            file.check()
+            remarks[str(directory)] = said
             if model is not None:
-                _fits(file, model)
+                fits[str(directory)] = check_adapter(file, model)
             found[str(directory)] = None
         except FedLoRAError as error:
             found[str(directory)] = str(error)
     if json:
-        print_json({name: {"sound": reason is None, "reason": reason} for name, reason in found.items()})
+        judged = {
+            name: {"sound": reason is None, "reason": reason, "notes": list(remarks.get(name, ()))}
+            for name, reason in found.items()
+        }
+        print_json(
+            {name: facts | (applied.as_json(fits[name]) if name in fits else {}) for name, facts in judged.items()}
+        )
     else:
         for name, reason in found.items():
             console.print(f"{name}: {'sound' if reason is None else 'refused'}", markup=False, soft_wrap=True)
+            if name in fits:
+                applied.tell(fits[name], would=True)
+            _tell(remarks.get(name, ()))
     refused = [reason for reason in found.values() if reason is not None]
     if refused:
-        raise typer.Exit(complain("; ".join(refused)))
+        more = f"; and {len(refused) - 3} more, with their reasons in --json" if len(refused) > 3 else ""
+        raise typer.Exit(complain("; ".join(shown(reason, 700) for reason in refused[:3]) + more))
 
 
 def apply(
     adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
     base: Annotated[Path, typer.Option(help="the base model's directory", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"of what is written: {', '.join(DTYPES)} [default: the base model's]", show_default=False),
+    ] = None,
+    force: Force = False,
     allow_unknown: AllowUnknown = None,
+    limit: Limit = None,
+    json: AsJson = False,
 ) -> None:
     """Merge an adapter into the full model, for serving without PEFT: one tensor in memory at a time."""
-    (file,) = opened([adapter], allow_unknown)
-    changed = apply_adapter(file, BaseFiles(base), out, progress=lambda steps: tracked(steps, "writing"))
-    console.print(f"{out}: {len(changed)} tensors changed or added", markup=False, soft_wrap=True)
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
+    (file,), said = open_adapters([adapter], allow_unknown or (), limits_of(limit, None, None), with_base=True)
+    _tell(said)
+    done = apply_adapter(
+        file,
+        BaseFiles(base),
+        out,
+        DTYPES[dtype] if dtype else None,
+        progress=lambda steps: tracked(steps, "writing"),
+        force=force,
+    )
+    if json:
+        print_json({"out": str(out)} | applied.as_json(done))
+        return
+    applied.tell(done)
+    console.print(
+        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {done.loss:.1e} of the "
+        f"update",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- inside
@@ -156,19 +206,42 @@ def opened(
     max_bytes: int | None = None,
     max_tensors: int | None = None,
     *,
+    limit: list[str] | None = None,
     least: int = 1,
 ) -> list[AdapterFile]:
-    """The adapters, checked but not read."""
-    limits = Limits()
-    limits = replace(limits, total=max_bytes or limits.total, tensors=max_tensors or limits.tensors)
-    files = [AdapterFile(directory, limits=limits, allow_unknown=allow_unknown or ()) for directory in directories]
+    """The adapters, checked but not read; what was warned of is told when all of them are sound."""
+    files, said = open_adapters(directories, allow_unknown or (), limits_of(limit, max_bytes, max_tensors))
+    _tell(said)
     if len(files) < least:
         raise AdapterFormatError(f"at least {least} adapters are needed; got {len(files)}.")
     return files
 
 
+def _tell(remarks: Sequence[str]) -> None:
+    for remark in remarks:
+        notes.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
+
+
 def _of_one_base(files: Sequence[AdapterFile]) -> list[AdapterFile]:
-    return list(Collection.of(files, [1.0] * len(files)).files)
+    files = list(Collection.of(files, [1.0] * len(files)).files)
+    first: dict[str, tuple[tuple[int, ...], AdapterFile]] = {}
+    for file in files:
+        for path in file.layouts:
+            B, A = file.pair(path)[:2]
+            shape, other = first.setdefault(path, ((*B.shape[:1], *A.shape[1:]), file))
+            if shape != (*B.shape[:1], *A.shape[1:]):
+                raise AdapterFormatError(
+                    f"module {quoted(path)} is an update of other shapes in {other.directory} and in {file.directory}: "
+                    f"other models."
+                )
+    return files
+
+
+def _check_memory(files: Sequence[AdapterFile]) -> None:
+    """Raises `AdapterFormatError` where two adapters' largest modules would not fit into memory together."""
+    largest = [max((file.pair(path) for path in file.layouts), key=allocation.bytes_to_read) for file in files]
+    largest = sorted(largest, key=allocation.bytes_to_read)[-2:]
+    allocation.check(allocation.bytes_to_merge(largest), "comparing the largest modules", files[0].limits)
 
 
 def _mean_overlap(one: AdapterFile, other: AdapterFile) -> float:
@@ -180,12 +253,3 @@ def _overlaps(files: Sequence[AdapterFile]) -> dict[str, list[list[float]]]:
     """Module -> adapter by adapter, how much their column spaces share; of the modules that all have."""
     common = [m for m in files[0].modules if all(m in file.ranks for file in files)]
     return {m: [[overlap(a.lora(m), b.lora(m)) for b in files] for a in files] for m in common}
-
-
-def _fits(file: AdapterFile, base: BaseFiles) -> None:
-    """Raises `AdapterFormatError` where a module is not in the base model, or has other shapes there."""
-    for path, layout in file.layouts.items():
-        name = base.weight_of(path, layout)
-        lora = file.lora(layout.modules(path)[0])
-        B, A = lora.factors
-        check_fit(file.directory, path, layout, (B.shape[0], A.shape[1]), base.shape(name))

@@ -12,11 +12,13 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
+from fedlora.adapters.limits import Limits
 from fedlora.adapters.uploads import read_uploads
 from fedlora.analysis.audit import Audit
 from fedlora.analysis.audit import audit as audit_method
+from fedlora.cli.limits import Limit, limits_of
 from fedlora.cli.method_names import parse_methods
-from fedlora.cli.screen import console, import_plots, notes, plotted, print_json
+from fedlora.cli.screen import cell, console, import_plots, notes, plotted, print_json
 from fedlora.core.messages import Upload
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
@@ -33,10 +35,11 @@ def audit(
     conditions: Annotated[str, typer.Option(help="condition numbers of the random coordinates")] = CONDITIONS,
     draws: Annotated[int, typer.Option(min=1, help="random coordinates for each condition")] = 3,
     plot: Annotated[Path | None, typer.Option(help="where to write the picture (default: audit.png)")] = None,
+    limit: Limit = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
-    uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights)
+    uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights, limits_of(limit))
     grid = _numbers(conditions, "--conditions", least=1.0, most=1e12)
     chosen = {label: s.build() for label, s in parse_methods(methods).items()}
     every = track(chosen.items(), "auditing", console=notes, transient=True)
@@ -49,7 +52,7 @@ def audit(
     plotted(lambda: [import_plots().plot_audit(found, target)])
 
 
-def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | None) -> list[Upload]:
+def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | None, limits: Limits) -> list[Upload]:
     if bool(adapters) == (from_run is not None):
         raise ConfigError("give adapter directories or --from-run RUN, one of the two.")
     if from_run is not None:
@@ -59,7 +62,7 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
             raise ConfigError(
                 f"{from_run} holds no uploads; run it with --set run.keep_uploads=last, which stores the last round's."
             )
-    uploads, _ = read_uploads(adapters)
+    uploads, _ = read_uploads(adapters, limits=limits)
     if weights is None:
         return uploads
     given = _numbers(weights, "--weights", least=0.0)
@@ -103,7 +106,8 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
         readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
         sent_readouts = "" if audit.sent_readout_drift is None else _size(audit.sent_readout_drift[at])
         error, sent_error = ("mean is 0" if x is None else _size(x) for x in (audit.error, audit.sent_error))
-        table.add_row(audit.method, error, sent_error, drift, sent_drift, readouts, sent_readouts, _consensus(audit))
+        numbers = (error, sent_error, drift, sent_drift, readouts, sent_readouts)
+        table.add_row(cell(audit.method), *numbers, _consensus(audit))
     console.print(table)
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for u in uploads for x in u.adapter.modules.values()
                      for t in x.tensors().values()})  # fmt: skip

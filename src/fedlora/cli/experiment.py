@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from fedlora.cli.batches import WorkersHelp, run_batch, worker_count
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, chosen, show
-from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet
+from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet, widen_lines
 from fedlora.cli.screen import complain, console, notes, plotted, print_json
+from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError
 from fedlora.experiments.numbers import parse_number, titled
-from fedlora.experiments.plan import PlannedRun, check_number, dead_end, mains, searches
+from fedlora.experiments.other_files import missing_files, other_files
+from fedlora.experiments.plan import PlannedRun, check_number, chosen_value, dead_end, mains, searches, worst_values
 from fedlora.experiments.report import write_report
 from fedlora.experiments.results import Result
 from fedlora.experiments.runner import Outcome, Places, missing
@@ -38,7 +41,7 @@ _EXPERIMENTS, _RESULTS, _WORK = Path("experiments"), Path("results/runs"), Path(
 def run(
     names: Names,
     profile: ProfileName = "mini",
-    seeds: Annotated[str | None, typer.Option(help="only these seeds, separated by commas")] = None,
+    seeds: Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")] = None,
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what would be run, and run nothing")] = False,
@@ -50,7 +53,7 @@ def run(
     """Run what is missing: finished runs are skipped, interrupted ones resumed, failures kept apart."""
     places = Places(results, work, data_root)
     loaded = [_load(name, experiments) for name in names]
-    only = _seeds(seeds)
+    only = None if seeds is None else parse_seeds(seeds, "--seeds")
     for experiment in loaded:
         if unknown := sorted({*(only or [])} - {*experiment.profile(profile).seeds}):
             raise ConfigError(
@@ -61,24 +64,38 @@ def run(
     if plan:
         _show_plan(loaded, profile, places, only)
         return
-    outcomes: list[Outcome] = []
+    for experiment in loaded:
+        todo = missing(experiment, profile, places, only, places.given_up())
+        if gone := missing_files(todo):
+            raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
+        _tell(other_files(todo, places.finished(unclean=True)))
+    failed: list[Outcome] = []
     until = time.monotonic() + budget * 3600 if budget is not None else None
 
     def wanted(run: PlannedRun) -> bool:
         return until is None or time.monotonic() < until
 
+    def heard(outcome: Outcome) -> None:
+        if outcome.error is not None:
+            failed.append(outcome)
+
     for experiment in loaded:
         for _ in range(2):  # the search, then what it decides
-            todo = [r for r in missing(experiment, profile, places, only) if not places.failure(r.digest).exists()]
-            run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, outcomes.append)
+            todo = missing(experiment, profile, places, only, places.given_up())
+            todo = [run for run in todo if not places.failure(run.digest).exists()]
+            run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, heard)
+    gone_without: set[str] = set()  # failed runs of searches that chose all the same
     for experiment in loaded:
-        for line in _dead_ends(experiment, profile, places.finished(unclean=True)):
-            notes.print(line, style="yellow", markup=False, soft_wrap=True)
+        done, given_up = places.finished(unclean=True), places.given_up()
+        _tell(_of_searches(experiment, profile, places, done))
+        for run in searches(experiment, profile):
+            if run.digest in given_up and chosen_value(experiment, profile, run.cell, done, given_up) is not None:
+                gone_without.add(run.digest)
     if until is not None and time.monotonic() > until:
         notes.print("the budget is used up; run again to go on", style="yellow")
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    failed = [outcome for outcome in failed if outcome.run.digest not in gone_without]
     for outcome in failed:
-        notes.print(f"failed: {outcome.run.label}: {outcome.error}", style="red", markup=False)
+        notes.print(f"failed: {outcome.run.label}: {outcome.error}", style="red", markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(complain(f"{len(failed)} runs failed; see {work / 'failures'}. Mend the cause, then `retry`."))
 
@@ -104,21 +121,23 @@ def status(
     """How many runs are finished, failed and still to do."""
     places = Places(results, work, None)
     done = places.finished(unclean=True)
-    table = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
+    table = Table("experiment", "search", "runs", "failed", "to do", title=escape(f"Experiments, profile {profile}"))
     found: dict[str, Any] = {}
     for name in names:
         experiment = _load(name, experiments)
-        search = searches(experiment, profile)
+        search, given_up = searches(experiment, profile), places.given_up()
         cells = sum(1 for _ in experiment.cells(profile)) * len(experiment.profile(profile).seeds)
-        finished = sum(run.digest in done for run in mains(experiment, profile, done))
-        failed = sum(places.failure(run.digest).exists() for run in missing(experiment, profile, places))
+        finished = sum(run.digest in done for run in mains(experiment, profile, done, given_up))
+        left = missing(experiment, profile, places, None, given_up)
+        failed = sum(places.failure(run.digest).exists() for run in left)
+        _tell(other_files(left, done))
         found[experiment.name] = {
             "search": [sum(run.digest in done for run in search), len(search)],
             "runs": [finished, cells], "failed": failed, "to_do": cells - finished,
         }  # fmt: skip
         f = found[experiment.name]
         shown = [f"{a} of {b}" for a, b in (f["search"], f["runs"])]
-        table.add_row(experiment.name, *shown, str(failed), str(f["to_do"]))
+        table.add_row(escape(experiment.name), *shown, str(failed), str(f["to_do"]))
     if json:
         print_json(found)
     else:
@@ -140,8 +159,9 @@ def show_table(
     experiment = _load(name, experiments)
     which = metric or experiment.profile(profile).metric or experiment.metric
     parse_number(which)
-    done = Places(results, work, None).finished()
-    cells = score_cells(experiment, profile, done, metric)
+    places = Places(results, work, None)
+    done, given_up = places.finished(), places.given_up()
+    cells = score_cells(experiment, profile, done, metric, given_up)
     measured = measured_by(cells)
     title = titled(which, measured)
     reference, axis = experiment.reference, experiment.rows[0]
@@ -149,7 +169,9 @@ def show_table(
     sheets = [score_sheet(f"{experiment.title}: {title}, mean ± sd", {which: cells}, list(experiment.axes))]
     if differences:
         sheets.append(difference_sheet(f"{title}: against {reference}, paired by seed", differences))
-    remarks = [*direction(which, cells), *_dead_ends(experiment, profile, done)]
+    remarks = [*direction(which, cells), *_of_searches(experiment, profile, places, done)]
+    remarks += widen_lines(experiment, profile, cells)
+    remarks += other_files(missing(experiment, profile, places, None, given_up), done)
     value = {
         "metric": which, "score": measured, "cells": [cell_value(c) for c in cells],
         "differences": [vars(d) for d in differences],
@@ -169,8 +191,9 @@ def draw(
     """Curves over rounds, a line a cell with its spread over seeds."""
     experiment = _load(name, experiments)
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
-    done = Places(results, work, None).finished()
-    plotted(lambda: [_plots().plot_curves(experiment, profile, done, target)])
+    places = Places(results, work, None)
+    done, given_up = places.finished(), places.given_up()
+    plotted(lambda: [_plots().plot_curves(experiment, profile, done, target, given_up)])
 
 
 def _plots() -> Any:
@@ -193,17 +216,25 @@ def report(
     loaded = [load_experiment(path) for path in files]
     if not loaded:
         raise ConfigError(f"there are no experiments in {experiments}.")
-    write_report(out, loaded, profile, Places(results, work, None).finished(), experiments / "paper_numbers.toml")
+    places = Places(results, work, None)
+    write_report(out, loaded, profile, places.finished(), experiments / "paper_numbers.toml", places.given_up())
     notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
 
 
 # -------------------------------------------------------------------------------------------------------- inside
 
 
-def _dead_ends(experiment: Experiment, profile: str, results: Mapping[str, Result]) -> list[str]:
-    """A line for each cell that has no result because its search chose nothing."""
-    found = [(cell, dead_end(experiment, profile, cell, results)) for cell in experiment.cells(profile)]
-    return [f"{', '.join(cell.values())} not run: {why}" for cell, why in found if why is not None]
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        notes.print(line, style="yellow", markup=False, soft_wrap=True)
+
+
+def _of_searches(experiment: Experiment, profile: str, places: Places, results: Mapping[str, Result]) -> list[str]:
+    """A line for each value that counts as the worst of its search, and for each cell whose search chose nothing."""
+    given_up = places.given_up()
+    found = [(cell, dead_end(experiment, profile, cell, results, given_up)) for cell in experiment.cells(profile)]
+    worst = worst_values(experiment, profile, results, given_up)
+    return worst + [f"{', '.join(cell.values())} not run: {why}" for cell, why in found if why is not None]
 
 
 def _load(name: str, folder: Path) -> Experiment:
@@ -214,15 +245,6 @@ def _load(name: str, folder: Path) -> Experiment:
     return load_experiment(path)
 
 
-def _seeds(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--seeds takes whole numbers separated by commas; got {text!r}.") from error
-
-
 def _show_plan(chosen: Sequence[Experiment], profile: str, places: Places, only: list[int] | None) -> None:
     done = places.finished(unclean=True)
     rates = [r.raw["wall_seconds"] / max(1, _examples(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
@@ -231,18 +253,21 @@ def _show_plan(chosen: Sequence[Experiment], profile: str, places: Places, only:
         search = searches(experiment, profile)
         cells = list(experiment.cells(profile))
         seeds = [s for s in experiment.profile(profile).seeds if only is None or s in only]
-        todo = missing(experiment, profile, places, only)
-        known = [r for r in mains(experiment, profile, done) if r.digest in done]
+        given_up = places.given_up()
+        todo = missing(experiment, profile, places, only, given_up)
+        planned = mains(experiment, profile, done, given_up)
+        known = [r for r in planned if r.digest in done]
         # Cells whose search is not done cannot be planned exactly; they cost what a run of the search costs.
-        like = todo or search or mains(experiment, profile, done)
+        like = todo or search or planned
         each = _examples(like[0].config.model_dump(), None) if like else 0
-        left = len(cells) * len(seeds) - len(known) + sum(r.digest not in done for r in search)
+        tried = {*done, *given_up}
+        left = len(cells) * len(seeds) - len(known) + sum(r.digest not in tried for r in search)
         hours = f"{sum(rates) / len(rates) * each * left / 3600:.1f}" if rates else "unknown: nothing was run yet"
         sizes = [done[r.digest].raw["bytes"]["total"] / 1e6 for r in known]
         travel = f"{sum(sizes) / len(sizes) * left:.0f}" if sizes else "unknown"
         table.add_row(
-            experiment.name, str(len(search)), str(len(cells) * len(seeds)), str(len(known)), f"{each * left:,}", hours,
-            travel,
+            escape(experiment.name), str(len(search)), str(len(cells) * len(seeds)), str(len(known)),
+            f"{each * left:,}", hours, travel,
         )  # fmt: skip
     console.print(table)
     console.print("hours by the mean rate of the results at hand, in one process, whatever machine made them")

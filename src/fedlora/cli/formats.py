@@ -97,10 +97,10 @@ def fitting(sheet: Sheet, width: int) -> list[Sheet]:
 
 def _table(sheet: Sheet) -> Table:
     """Numbers stand whole; where even one column of them does not fit beside the names, these are folded."""
-    table = Table(title=sheet.title, title_justify="left")
+    table = Table(title=escape(sheet.title), title_justify="left")
     for k, column in enumerate(sheet.columns):
         name = k < sheet.names
-        table.add_column(column, no_wrap=not name, overflow="fold", justify="left" if name else "right")
+        table.add_column(escape(column), no_wrap=not name, overflow="fold", justify="left" if name else "right")
     for row in sheet.rows:
         table.add_row(*(escape(cell) for cell in row))
     return table

@@ -1,164 +1,208 @@
-"""`fedlora merge`: several PEFT adapters into one, with or without a federated method, and a round of one by hand."""
+"""`fedlora merge | resize`: several PEFT adapters into one, with or without a federated method; one at another rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, cast
 
 import typer
 from rich.table import Table
 
-from fedlora.adapters.merge import Collection, for_vllm, modules_of
-from fedlora.adapters.merge_card import merge_card
-from fedlora.adapters.reader import WEIGHTS_FILE
-from fedlora.adapters.truncation import (
-    ModuleReport,
-    RankRule,
-    against_mean,
-    budgeted,
-    merge_module,
-    total_error,
-)
-from fedlora.adapters.uploads import read_facts, read_round
-from fedlora.adapters.writer import AdapterWriter, pad_rank
-from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, MaxBytes, MaxTensors, opened
+from fedlora.adapters import merging
+from fedlora.adapters.merging import MergeReport, Place, Result
+from fedlora.adapters.weighting import read_weight_map
+from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, Force
+from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
 from fedlora.cli.method_names import parse_methods
-from fedlora.cli.screen import can_write, complain, console, print_json, tracked
-from fedlora.core.lora import LoRA
-from fedlora.core.messages import Missing
+from fedlora.cli.screen import cell, console, notes, print_json, tracked
+from fedlora.core.echo import shown
+from fedlora.core.method import Method
 from fedlora.errors import ConfigError
-from fedlora.offline.readouts import hand_out, readout_ranks
-from fedlora.offline.server import ByHand
+from fedlora.offline.rounds import merge_round
 from fedlora.runs.folder import plain
+
+Out = Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)]
+Drop = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="leave out (repeatable): heads, bias, lora_bias, tokens, base, embeddings, convolutions, experts"
+    ),
+]
+DType = Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64 [default: the adapters' own]")]
+Ranks = Annotated[
+    str | None,
+    typer.Option(help="one: all modules padded to one rank; each: rank_pattern [default: one, if small]"),
+]
+MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond this relative error")]
+For = Annotated[str | None, typer.Option("--for", help="vllm: one rank that it takes, or a refusal")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
+_LISTED = 8  # names, of those with other weights
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def merge(
     adapters: Adapters,
-    out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
+    out: Out,
     weights: Annotated[str | None, typer.Option(help="one for each, separated by commas (default: alike)")] = None,
     weights_from: Annotated[str | None, typer.Option(help="num_examples: from each upload.json")] = None,
+    weight_map: Annotated[Path | None, typer.Option(help="TOML file: module or pattern = [weight, ...]")] = None,
+    sum: Annotated[
+        bool, typer.Option("--sum", help="weights as they are, also negative: a sum, not a mean (default: all 1)")
+    ] = False,
     method: Annotated[str, typer.Option(help="svd, or a federated method, as 'glora rho=0.5'")] = "svd",
     rank: Annotated[str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)")] = "exact",
-    missing: Annotated[str, typer.Option(help="a module that one lacks: zero or renormalise")] = "zero",
-    heads: Annotated[str, typer.Option(help="fully trained modules: average, holders, first or drop")] = "average",
-    max_error: Annotated[
-        float | None, typer.Option(help="refuse to write beyond this relative truncation error")
+    ranks: Ranks = None,
+    missing: Annotated[
+        str | None, typer.Option(help="a module that one lacks: zero or renormalise [default: zero]")
     ] = None,
-    serve: Annotated[str | None, typer.Option("--for", help="vllm: one rank that it takes, no saved modules")] = None,
+    heads: Annotated[str, typer.Option(help="fully trained modules: average, holders, first or drop")] = "average",
+    drop: Drop = None,
+    dtype: DType = None,
+    max_error: MaxError = None,
+    serve: For = None,
+    same_base: Annotated[
+        bool, typer.Option("--same-base", help="the adapters' base models are one, whatever they are called")
+    ] = False,
     state: Annotated[Path | None, typer.Option(help="folder that keeps the server's state between merges")] = None,
     readout: Annotated[
         str | None, typer.Option(help="also one adapter a client: 'same', or a TOML file of client = rank")
     ] = None,
+    dry_run: DryRun = False,
+    force: Force = False,
     allow_unknown: AllowUnknown = None,
+    limit: Limit = None,
     max_bytes: MaxBytes = None,
     max_tensors: MaxTensors = None,
     json: AsJson = False,
 ) -> None:
     """Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank."""
-    if missing not in get_args(Missing):
-        raise ConfigError(f"--missing is one of {', '.join(get_args(Missing))}; got {missing!r}.")
-    absent = cast("Missing", missing)
-    if serve not in (None, "vllm"):
-        raise ConfigError(f"--for is vllm; got {serve!r}.")
-    can_write(out)
-    rule = RankRule.parse(rank)
-    files = opened(adapters, allow_unknown, max_bytes, max_tensors)
-    facts = [read_facts(file.directory) for file in files]
-    given = Collection.of(files, _weights(len(files), weights, weights_from, [count for _, count in facts]))
-    clients = [name for name, _ in facts]
-    ranks = readout_ranks(readout, clients, files) if readout is not None else {}
-    extras = given.extras("drop" if serve == "vllm" and heads == "average" else heads)  # type: ignore[arg-type]
-    hand: ByHand | None = None
-    spec = given.spec()
-    with AdapterWriter(out, spec) as writer:
-        if method == "svd" and state is None and readout is None:
-            merged: Iterator[tuple[LoRA, ModuleReport]] = (
-                given.merged(m, rule, absent) for m in tracked(given.modules, "merging")
-            )
-        else:
-            hand = _by_hand(method, state, given, absent)
-            hand.aggregate(given, clients, given.weights, [read_round(file.directory) for file in files])
-            updates = hand.whole()
-            merged = (merge_module(m, [updates[m]], [1.0], rule) for m in tracked(modules_of(updates), "reading out"))
-        if rule.kind == "budget":  # needs all spectra before the first cut
-            merged = iter(budgeted(list(merged), rule.value))
-        if hand is not None and state is None:  # with a state the update is of more than these adapters
-            merged = (against_mean(lora, r, given.merged(r.module, RankRule("exact"), absent)) for lora, r in merged)
-        if serve == "vllm":
-            merged, extras = iter(for_vllm(list(merged), given)), {}
-        reports = []
-        for lora, report in merged:
-            writer.add(report.module, pad_rank(lora, 1))
-            reports.append(report)
-        error = total_error(reports)
-        if max_error is not None and error > max_error:
-            raise typer.Exit(
-                complain(
-                    f"{method} at rank {rank} loses {error:.2%} of the mean, more than --max-error {max_error:g}; "
-                    f"nothing was written. A higher rank or energy=... loses less; exact loses nothing."
-                )
-            )
-        writer.finish(extras, merge_card(given, method, rank, reports))
-    if hand is not None:
-        hand_out(hand, ranks, out, spec, extras)
-        hand.save()
-    if json:
-        print_json(plain({"out": str(out), "error": error, "modules": [asdict(r) for r in reports]}))
-        return
-    _show(
-        given,
-        reports,
-        out,
-        "off the mean of the adapters by"
-        if hand is not None and state is None
-        else "truncation error over all modules:",
-    )
-    if hand is not None and hand.state is not None:
-        console.print(f"round {hand.state.round} of {method}", markup=False)
+    counts = _numbers(weights) if weights is not None else None
+    limits = limits_of(limit, max_bytes, max_tensors)
+    allowed = allow_unknown or ()
+    finished = None
+    if method == "svd" and state is None and readout is None:
+        report = merging.merge(
+            adapters, out, rank=rank, weights=counts, weights_from=cast("Any", weights_from),
+            weight_map=read_weight_map(weight_map) if weight_map is not None else None, sum=sum,
+            missing=cast("Any", missing), heads=cast("Any", heads), drop=drop or (), dtype=dtype,
+            ranks=cast("Any", ranks), serve=cast("Any", serve), max_error=max_error, same_base=same_base,
+            dry_run=dry_run, force=force, allow_unknown=allowed, limits=limits, progress=tracked,
+        )  # fmt: skip
+    else:
+        if sum or weight_map is not None:
+            raise ConfigError("--sum and --weight-map are for merges without --method, --state and --readout.")
+        wanted = Result(rank, heads, drop or (), dtype, ranks, serve, max_error, dry_run)
+        place = Place(out, force=force, inputs=adapters)
+        place.check()
+        given, said = merging.collected(
+            adapters, counts, weights_from, missing, heads=heads, drop=drop or (), same_base=same_base,
+            allow_unknown=allowed, limits=limits,
+        )  # fmt: skip
+        chosen, label = _method(method)
+        report, finished = merge_round(
+            given, place, chosen, label, wanted, missing=cast("Any", missing or "zero"),
+            state=state, readout=readout, said=said, progress=tracked,
+        )  # fmt: skip
+    of_mean = "off the mean of the adapters by" if (method != "svd" or readout is not None) and state is None else None
+    _show(report, json, of_mean)
+    if finished is not None and report.written and not json:
+        console.print(f"round {finished} of {method}", markup=False)
+
+
+def resize(
+    adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
+    out: Out,
+    rank: Annotated[
+        str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)", show_default=False)
+    ],
+    ranks: Ranks = None,
+    drop: Drop = None,
+    dtype: DType = None,
+    max_error: MaxError = None,
+    serve: For = None,
+    dry_run: DryRun = False,
+    force: Force = False,
+    allow_unknown: AllowUnknown = None,
+    limit: Limit = None,
+    max_bytes: MaxBytes = None,
+    max_tensors: MaxTensors = None,
+    json: AsJson = False,
+) -> None:
+    """Write an adapter at another rank: the best approximation that it has, and what that loses."""
+    report = merging.resize(
+        adapter, out, rank=rank, dtype=dtype, ranks=cast("Any", ranks), serve=cast("Any", serve), drop=drop or (),
+        max_error=max_error, dry_run=dry_run, force=force, allow_unknown=allow_unknown or (),
+        limits=limits_of(limit, max_bytes, max_tensors), progress=tracked,
+    )  # fmt: skip
+    _show(report, json, None)
 
 
 # -------------------------------------------------------------------------------------------------------- inside
 
 
-def _weights(count: int, weights: str | None, weights_from: str | None, examples: Sequence[float]) -> list[float]:
-    if weights is not None and weights_from is not None:
-        raise ConfigError("give --weights or --weights-from, not both.")
-    if weights_from not in (None, "num_examples"):
-        raise ConfigError(f"--weights-from is num_examples; got {weights_from!r}.")
-    if weights_from is not None:
-        return list(examples)
-    try:
-        return [float(w) for w in weights.split(",")] if weights is not None else [1.0] * count
-    except ValueError as error:
-        raise ConfigError(f"--weights takes numbers separated by commas; got {weights!r}.") from error
+def _numbers(text: str) -> list[float]:
+    found = [part.strip() for part in text.split(",")]
+    if not all(_NUMBER.fullmatch(part) for part in found):
+        raise ConfigError(f"--weights takes numbers separated by commas; got {text[:80]!r}.")
+    return [float(part) for part in found]
 
 
-def _by_hand(text: str, state: Path | None, given: Collection, missing: Missing) -> ByHand:
+def _method(text: str) -> tuple[Method[Any], str]:
     sections = parse_methods("svd energy=1.0" if text == "svd" else text)
     if len(sections) != 1:
-        raise ConfigError(f"--method is one method; got {text!r}.")
+        raise ConfigError(f"--method is one method; got {text[:80]!r}.")
     label, section = next(iter(sections.items()))
-    chosen = section.build()
-    return ByHand(chosen, label, state, base=given.files[0].base, missing=missing)
+    return section.build(), label
 
 
-def _show(given: Collection, reports: Sequence[ModuleReport], out: Path, off: str) -> None:
-    """The modules, and how far off the result is; off: of what."""
+def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
+    """The modules, what was taken for granted, and how far off the result is; of_mean: in words, of what."""
+    if json:
+        print_json(plain(asdict(report)))
+        return
+    reports = report.modules
     if len(reports) <= 60:
         table = Table("module", "stacked rank", "rank of the mean", "kept", "error", "spectrum", title="Merged")
         for r in reports:
             values = " ".join(f"{s:.2g}" for s in r.singular_values[:4]) + (" ..." if r.full > 4 else "")
-            table.add_row(r.module, str(r.stacked), str(r.full), str(r.kept), f"{r.error:.1e}", values)
+            table.add_row(cell(r.module), str(r.stacked), str(r.full), str(r.kept), f"{r.error:.1e}", values)
         console.print(table)
-    size, before = (out / WEIGHTS_FILE).stat().st_size, sum(file.size() for file in given.files)
-    console.print(f"{len(given.files)} adapters, weights {', '.join(f'{w:.4g}' for w in given.weights)}", markup=False)
-    lacking = [m for m in given.modules if any(m not in file.ranks for file in given.files)]
-    if lacking:
-        console.print(f"{len(lacking)} modules are not in every adapter, such as {lacking[0]}", markup=False)
-    console.print(f"{off} {total_error(reports):.2e}", markup=False)
-    if not any(r.norm for r in reports):
-        console.print("the updates cancel: the merged adapter is zero", style="yellow")
-    console.print(f"{out}: {byte_size(size)}, from {byte_size(before)}", markup=False)
+    if report.clients:
+        table = Table("client", "rank", "modules", "off the global update", title="Clients")
+        for c in report.clients:
+            ranks = str(c.ranks[0]) if c.ranks[0] == c.ranks[1] else f"{c.ranks[0]} to {c.ranks[1]}"
+            table.add_row(cell(c.client), ranks, str(c.modules), f"{c.error:.1e}")
+        console.print(table)
+    for remark in report.warnings:
+        notes.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
+    told = ", ".join(f"{w:.4g}" for w in report.weights)
+    count = f"{len(report.adapters)} adapters, weights {told}" if len(report.adapters) > 1 else "1 adapter"
+    others = f"; others in {len(report.module_weights)} modules and tensors" if report.module_weights else ""
+    console.print(f"{count}{others}", markup=False)
+    for name in list(report.module_weights)[:_LISTED]:
+        console.print(f"  {shown(name)}: {', '.join(f'{w:.4g}' for w in report.module_weights[name])}", markup=False)
+    if len(report.module_weights) > _LISTED:
+        console.print(f"  and {len(report.module_weights) - _LISTED} more; --json has all", markup=False)
+    if report.beside:
+        console.print(f"{len(report.beside)} tensors beside the pairs, such as {shown(report.beside[0])}", markup=False)
+    if report.lacking:
+        console.print(
+            f"{len(report.lacking)} modules are not in every adapter, such as {shown(report.lacking[0])}", markup=False
+        )
+    for kind, names in report.dropped.items():
+        console.print(f"left out, {kind}: {len(names)}, such as {shown(names[0])}", markup=False)
+    console.print(f"{of_mean or 'truncation error over all modules:'} {report.error:.2e}", markup=False)
+    if report.rounding:
+        console.print(f"writing {report.dtype} adds {report.rounding:.2e}", markup=False)
+    if report.beside_rounding:
+        console.print(
+            f"it moves tensors beside the pairs by up to {report.beside_rounding:.2e} of their own size; what that is "
+            f"of their change, only the base model tells", markup=False, soft_wrap=True,
+        )  # fmt: skip
+    where = f"{report.out}: " if report.written else f"dry run, nothing was written to {report.out}: "
+    stored = f"rank {report.rank}" if report.one_rank else f"ranks up to {report.rank}"
+    size = f"{byte_size(report.bytes)} of {report.dtype}, from {byte_size(report.bytes_before)}"
+    console.print(f"{where}{stored}, {size}", markup=False, soft_wrap=True)

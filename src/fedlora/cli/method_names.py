@@ -1,4 +1,7 @@
-"""Methods as they are typed: "glora", "glora gamma=1", "flexlora preset=raflora", several of them behind commas."""
+"""Methods as they are typed: "glora", "glora gamma=1", "flexlora preset=raflora", several of them behind commas.
+
+Commas and spaces inside quotes or brackets belong to a value: "glora tie='error', own:Mean weights=[1, 2]".
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from fedlora.errors import ConfigError
 from fedlora.methods.registry import METHODS
 from fedlora.runs.sections import MethodSection
 
+_CLOSED_BY = {'"': '"', "'": "'", "[": "]"}
+_SPACES = " \t\r\n"
+
 
 def parse_methods(text: str) -> dict[str, MethodSection]:
     """Label -> the method's section, in the order given; "all" is every method at its defaults.
@@ -18,13 +24,22 @@ def parse_methods(text: str) -> dict[str, MethodSection]:
     Raises:
         ConfigError: what is no NAME [KEY=VALUE ...], or a label twice.
     """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = [part.strip() for part in _cut(text, ",") if part.strip()]
     names = [name for part in parts for name in (METHODS if part == "all" else [part])]
-    labels = [" ".join(name.split()) for name in names]
+    labels = [plain_label(name) for name in names]
     twice = [label for label in labels if labels.count(label) > 1]
     if twice:
         raise ConfigError(f"the method {twice[0]!r} is named twice.")
-    sections = {label: parse_method(*_split(label)) for label in labels}
+    sections = {}
+    for before, label in zip([None, *labels], labels, strict=False):
+        name, *settings = _cut(label, _SPACES)
+        if "=" in name:
+            behind = f", as {f'{before} {label}'!r}" if before else ""
+            raise ConfigError(
+                f"{label!r} names no method. A method is NAME [KEY=VALUE ...]: commas stand between methods, and "
+                f"spaces before a method's own settings{behind}."
+            )
+        sections[label] = parse_method(name, settings)
     if not sections:
         raise ConfigError("no method is named; see `fedlora methods`, or say all.")
     return sections
@@ -48,6 +63,21 @@ def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
         raise ConfigError(f"the method {text!r} cannot be read: {wrong}.") from error
 
 
-def _split(label: str) -> tuple[str, list[str]]:
-    name, *settings = label.split()
-    return name, settings
+def plain_label(text: str) -> str:
+    """One method as it is labelled: with one space between its words. Raises `ConfigError` as `parse_methods`."""
+    return " ".join(word for word in _cut(text, _SPACES) if word)
+
+
+def _cut(text: str, at: str) -> list[str]:
+    """The text in pieces, cut at each of these characters that is outside quotes and brackets."""
+    pieces, closing = [""], ""
+    for character in text:
+        if not closing and character in at:
+            pieces.append("")
+            continue
+        pieces[-1] += character
+        closed = character == closing
+        closing = "" if closed else closing or _CLOSED_BY.get(character, "")
+    if closing:
+        raise ConfigError(f"a closing {closing} is missing behind {pieces[-1].strip()!r}.")
+    return pieces

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -94,7 +95,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     if folder.exists():
         changes(folder, config)  # what cannot be gone on with is said before anything is read
     quiet_libraries()
-    with notes.status(f"{label}: reading data and model"):
+    with notes.status(f"{escape(label)}: reading data and model"):
         prepared = prepare(config, data_root)
     tell_copies(prepared.manifest["copies"])
     tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
@@ -128,7 +129,8 @@ class _Watch:
 @contextmanager
 def _progress(label: str, total: int, metric: str) -> Iterator[_Watch]:
     columns = (
-        TextColumn(f"[bold]{label}"), TextColumn("{task.fields[round]}"), BarColumn(bar_width=28), MofNCompleteColumn(),
+        TextColumn("{task.description}", style="bold", markup=False), TextColumn("{task.fields[round]}"),
+        BarColumn(bar_width=28), MofNCompleteColumn(),
         TextColumn("clients"), TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[metric]}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
@@ -156,7 +158,7 @@ def _show(folder: RunFolder) -> None:
         at_end = s["clients_at_end"].get(client)
         loss = last["losses"].get(client)
         clients.add_row(
-            client,
+            escape(client),
             str(rank),
             str(manifest["data"]["train"][client]["examples"]),
             *([label_cell(counts.get(client, []), names)] if names else []),
@@ -166,7 +168,9 @@ def _show(folder: RunFolder) -> None:
         )
     if len(manifest["clients"]) <= 12:
         console.print(clients)
-    table = Table("", "", title=f"{s['method']}, {s['rounds']} rounds, {s['clients']} clients", show_header=False)
+    table = Table(
+        "", "", title=f"{escape(s['method'])}, {s['rounds']} rounds, {s['clients']} clients", show_header=False
+    )
     for name in ("last", "best"):
         score, test = s["validation"][name], s["test"][name]
         if score and test:
@@ -178,9 +182,9 @@ def _show(folder: RunFolder) -> None:
         table.add_row("also on test, last", others)
     if s.get("stopped_early"):
         table.add_row("stopped early", f"after round {s['rounds']} of {s['stopped_early']['of']}")
-        table.add_row("because of", s["stopped_early"]["why"])
+        table.add_row("because of", escape(s["stopped_early"]["why"]))
     if s["clients_at_end"]:
-        table.add_row("worst client's own readout", worst_client(s["clients_at_end"], metric))
+        table.add_row("worst client's own readout", escape(worst_client(s["clients_at_end"], metric)))
     up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
     table.add_row("sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
@@ -194,7 +198,7 @@ def _show(folder: RunFolder) -> None:
         if method in as_sent:
             moved = as_sent[method]
             shown += f", as sent {moved:.1e}" if moved < 1e-3 else f", as sent {moved:.1%}"
-        table.add_row(f"gauge check: {method} moves by", shown)
+        table.add_row(escape(f"gauge check: {method} moves by"), shown)
     if "storing" in as_sent:
         table.add_row("storing the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}")
     if s["refused"]:

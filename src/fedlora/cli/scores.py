@@ -8,6 +8,8 @@ from typing import Any
 from fedlora.cli.formats import Sheet
 from fedlora.experiments.digits import difference_in_words, in_words, shown
 from fedlora.experiments.numbers import parse_number
+from fedlora.experiments.plan import at_the_edge
+from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import CellScore, Difference
 
 
@@ -75,6 +77,17 @@ def direction(which: str, cells: Sequence[CellScore]) -> list[str]:
         return []
     where = "" if len(less) == len(metrics) else f" of {' and '.join(less)}"
     return [f"Smaller is better{where}: a negative difference is ahead of the reference."]
+
+
+def widen_lines(experiment: Experiment, profile: str, cells: Sequence[CellScore]) -> list[str]:
+    """A line for each cell whose searched value is the largest or the smallest of those tried."""
+    said = []
+    for cell in cells:
+        edge = at_the_edge(experiment, profile, cell.tuned)
+        if edge is not None and cell.tuned is not None and experiment.tune is not None:
+            where = f"{', '.join(cell.cell.values())}: {experiment.tune.key} = {shown(cell.tuned)}"
+            said.append(f"{where} is the {edge} tried: widen the grid.")
+    return said
 
 
 def _spread(cell: CellScore) -> str:

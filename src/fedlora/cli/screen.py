@@ -9,15 +9,27 @@ from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleDimensions
 from rich.progress import track
+from rich.text import Text
 
+from fedlora.core.echo import escaped, shown
 from fedlora.errors import ConfigError
 
 T = TypeVar("T")
 _WIDE = 10_000  # characters: no table of ours is as wide
+_LONGEST = 2_500  # letters of an error: a screen
 
 
 class Screen(Console):
-    """As wide as the terminal; off a terminal, in a pipe or a file, as wide as it takes, so that nothing is cut."""
+    """As wide as the terminal; off a terminal, in a pipe or a file, as wide as it takes, so that nothing is cut.
+
+    Whoever wrote what is printed: no control sequence reaches the terminal, and words between colons stay words.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(_printable(o) if isinstance(o, str) else o for o in objects), **options)
 
     @property
     def size(self) -> ConsoleDimensions:
@@ -27,6 +39,15 @@ class Screen(Console):
     @size.setter
     def size(self, new: tuple[int, int]) -> None:
         self.width, self.height = new
+
+
+def _printable(text: str) -> str:
+    return "\n".join(escaped(line) for line in text.split("\n"))
+
+
+def cell(text: object) -> Text:
+    """A stranger's text in a table: cut, on one line, and never markup."""
+    return Text(shown(text))
 
 
 console = Screen()
@@ -94,6 +115,7 @@ def tell_copies(copies: Mapping[str, Mapping[str, int]]) -> None:
 
 def complain(message: str) -> int:
     """One red line on stderr; the exit code of bad input."""
+    message = escaped(message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ...")
     notes.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     return 2
 

@@ -9,12 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.screen import can_write, console, tell_cut
+from fedlora.adapters.writer import TRAIN, upload_folder
+from fedlora.cli.adapters import Force
+from fedlora.cli.limits import Limit, limits_of
+from fedlora.cli.screen import console, tell_cut
+from fedlora.core.folders import check_target
 from fedlora.data import TextData, demo_model, read_answers, read_classification, smollm2_model
 from fedlora.data.sources import CHAT
 from fedlora.data.tables import read_table
 from fedlora.errors import ConfigError
 from fedlora.offline.site import Fresh, train_site
+from fedlora.training.class_weights import ClassWeights, weigh_classes
 from fedlora.training.local import TrainSettings
 
 
@@ -43,19 +48,23 @@ def train(
     lr: Annotated[float, typer.Option(help="learning rate")] = 3e-3,
     batch_size: Annotated[int, typer.Option(min=1, help="examples a step")] = 16,
     max_length: Annotated[int, typer.Option(min=8, help="tokens of an example")] = 128,
+    class_weights: Annotated[
+        str | None,
+        typer.Option(metavar="balanced|NAME=WEIGHT,...", help="what an example counts in the loss, by its class"),
+    ] = None,
     round: Annotated[int, typer.Option(min=1, help="which round this is, for the record and the data order")] = 1,
     seed: Annotated[int, typer.Option(help="of the data order and dropout")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     bf16: Annotated[bool, typer.Option("--bf16", help="mixed precision")] = False,
+    limit: Limit = None,
+    force: Force = False,
 ) -> None:
     """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
         raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not empty; name another directory.")
+    check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
     if not (0 < lr < 1e6 and 0 < epochs < 1e6):
         raise ConfigError(f"--lr and --epochs are positive numbers; got {lr:g} and {epochs:g}.")
-    can_write(out)
     columns = read_columns(data)
     names = [name.strip() for name in labels.split(",")] if labels is not None else None
     examples: TextData
@@ -82,10 +91,11 @@ def train(
     ignored = template or messages
     if examples.kind == "classification" and ignored is not None:
         raise ConfigError(f"{data} holds classes ({label!r}), and --template and --messages are of language models.")
+    weights = read_class_weights(class_weights, examples)
     packaged: dict[str, Any] = {"demo": demo_model, "smollm2": smollm2_model}
     settings = TrainSettings(
         lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, max_length=max_length, bf16=bf16,
-        rounds=max(round, 1), template=template,
+        rounds=max(round, 1), template=template, class_weights=weights,
     )  # fmt: skip
     wanted = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     done = train_site(
@@ -93,7 +103,7 @@ def train(
         "classification" if examples.kind == "classification" else "causal-lm",
         adapter if adapter is not None else Fresh(wanted, rank, seed=start_seed),
         examples, settings, out, client=client, round=round, seed=seed, start_seed=start_seed, device=device,
-        data_file=data,
+        data_file=data, limits=limits_of(limit), force=force,
     )  # fmt: skip
     played = done.played
     tell_cut({client: asdict(done.cut)} if done.cut.cut else {}, done.max_length, "--max-length")
@@ -102,6 +112,24 @@ def train(
         f"{played.loss:.4f}. Hand it to whoever runs fedlora merge --weights-from num_examples.",
         markup=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def read_class_weights(text: str | None, examples: TextData) -> ClassWeights | None:
+    """Weights of classes from "balanced" or "NAME=WEIGHT,...". Raises `ConfigError`, also for what is no class."""
+    if text is None:
+        return None
+    weights: ClassWeights = "balanced"
+    if text != "balanced":
+        pairs = [part.rpartition("=") for part in text.split(",")]
+        try:
+            weights = {name.strip(): float(weight) for name, _, weight in pairs}
+        except ValueError as error:
+            raise ConfigError(f"--class-weights is balanced or NAME=WEIGHT,NAME=WEIGHT; got {text!r}.") from error
+    try:
+        weigh_classes(examples, weights)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("train.class_weights", "--class-weights")) from error
+    return weights
 
 
 def read_columns(data: Path) -> list[str]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import types
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,6 +77,15 @@ def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
     Raises:
         CheckpointError: the value holds something that cannot be stored, or the disk refuses; older ones stay.
     """
+    with saving(directory, round, value, keep=keep) as path:
+        pass
+    return path
+
+
+@contextmanager
+def saving(directory: Path, round: int, value: Any, *, keep: int = 2) -> Iterator[Path]:
+    """As `save`, around what must be seen before the checkpoint is: all of it is on the disk when the block begins, and
+    one rename is left for its end. Where the block fails there is no checkpoint."""
     tensors: dict[str, Tensor] = {}
     tree = _encode(value, "", tensors)
     try:
@@ -83,9 +94,18 @@ def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
         raise CheckpointError(f"the checkpoint of round {round} cannot be stored: {error}.") from error
     digest = hashlib.sha256(content).hexdigest()[:16]
     path = directory / f"round-{round:05d}.{digest}.safetensors"
+    in_block = False
     try:
-        files.write(path, content)
+        with files.replacing(path) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            in_block = True
+            yield path
+            in_block = False
     except OSError as error:
+        if in_block:
+            raise
         raise CheckpointError(
             f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
@@ -94,7 +114,38 @@ def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
     for k, (other, old) in enumerate(older):
         if other == round or k >= keep - 1:  # the same round stored again: the newer value stands
             old.unlink()
-    return path
+
+
+def keep_also(directory: Path, of: Path, round: int, *, keep: int = 1) -> None:
+    """The checkpoint of `round` in `of` lies in `directory` too, once on the disk where there are links, whatever
+    becomes of the other; and all but the newest `keep` of `directory` go.
+
+    Raises:
+        CheckpointError: there is none of that round, or the disk refuses.
+    """
+    found = [path for number, _, path in _listed(of) if number == round]
+    if not found:
+        raise CheckpointError(f"{of} has no checkpoint of round {round}.")
+    place = directory / found[0].name
+    try:
+        if not place.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(found[0], place)
+            except OSError:  # a file system without links
+                files.write(place, found[0].read_bytes())
+            files.sync_folder(directory)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint of round {round} could not be kept in {directory}: {error}.") from error
+    for k, (other, _, old) in enumerate([entry for entry in _listed(directory) if entry[2] != place]):
+        if other == round or k >= keep - 1:
+            old.unlink()
+
+
+def newest_round(directory: Path) -> int | None:
+    """The round of the newest checkpoint, sound or not; None where there is none."""
+    listed = _listed(directory)
+    return listed[0][0] if listed else None
 
 
 def load_newest(directory: Path, kind: type[T], *extra: type, upto: int | None = None) -> tuple[int, T] | None:

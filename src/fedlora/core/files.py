@@ -1,53 +1,114 @@
-"""Writing that is all or nothing: beside the place, flushed, renamed, and the folder flushed too."""
+"""Writing a file that is all or nothing: beside the place, flushed, renamed, and the folder flushed too.
+
+Whole folders: `folders`.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
-import threading
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from fedlora.core import beside
+from fedlora.core.beside import sync_folder
+
+__all__ = ["making", "replacing", "sweep", "sync_folder", "write"]
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that becomes `path` when the block ends well; else `path` stays as it was and nothing is left.
 
-    The folder is made where it is missing. After a crash at any moment there is the old file or the new one, whole.
+    The folder is made where it is missing. After a crash at any moment there is the old file or the new one, whole;
+    what the crash left beside it goes when `path` is written next. A link at `path` is replaced by the file, and what
+    it leads to is not touched.
 
     Raises:
         OSError: the disk refuses. The old file is untouched.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")  # two writers, two files
+    given, path = path, path.absolute()
+    lasting = not beside.is_unseen(path)
+    place: Path | None = None
     try:
-        beside.unlink(missing_ok=True)
-        with beside.open("xb") as file:
-            if path.is_file():
-                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        sync_folder(path.parent)
+        with making(path.parent):
+            if lasting:
+                sweep(path)
+            place, descriptor = _opened(path)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    with suppress(FileNotFoundError):
+                        old = path.lstat().st_mode
+                        if stat.S_ISREG(old):
+                            os.fchmod(descriptor, old & 0o777)
+                    yield file
+                    file.flush()
+                    if lasting:
+                        os.fsync(descriptor)
+                    os.replace(place, path)  # with the lock still held: else another one could take it for a leftover
+            except BaseException:
+                with suppress(OSError):
+                    place.unlink(missing_ok=True)
+                raise
+            if lasting:
+                sync_folder(path.parent)
+    except OSError as error:
+        if error.errno and str(error.filename) in ("None", str(place)):
+            raise OSError(error.errno, error.strerror, str(given)) from error  # the other name tells nobody anything
+        raise
+
+
+@contextmanager
+def making(folder: Path) -> Iterator[None]:
+    """The folder and those above it are there; where the block fails, those that were made for it go again."""
+    missing = []
+    for place in (folder, *folder.parents):
+        if os.path.lexists(place):
+            break
+        missing.append(place)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+        for place in missing:
+            with suppress(OSError):  # not empty: another process wrote there
+                place.rmdir()
         raise
 
 
 def write(path: Path, content: str | bytes) -> None:
     """`content` as the whole of `path`, as `replacing` does; text in UTF-8."""
+    raw = content.encode() if isinstance(content, str) else content
     with replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(raw)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes a folder's entries last: a rename is only safe from a power cut once the folder itself is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sweep(path: Path) -> None:
+    """Remove what crashed processes left beside `path`. What a living one is writing stays."""
+    for left in beside.leftovers(path.parent, path.name):
+        if not beside.own(left, stat.S_IFREG):
+            continue
+        with suppress(OSError):
+            descriptor = os.open(left, os.O_RDWR | _NO_LINK)
+            try:
+                if beside.hold(descriptor):
+                    left.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
+
+
+def _opened(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, and its descriptor. Opened for itself alone: no file and no link that stands there."""
+    for _ in range(beside.TRIES):
+        place = beside.fresh(path.parent, path.name)
+        with suppress(FileExistsError):
+            descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
+            if beside.hold(descriptor) is not False:
+                return place, descriptor
+            os.close(descriptor)  # another process swept it before it was locked
+    raise FileExistsError(errno.EEXIST, "its place for what is not finished yet is taken", str(path))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FactorNotShared, ShapeError
+from fedlora.linalg import norm
 from fedlora.seeds import derive_seed
 
 
@@ -92,7 +93,7 @@ class LoRA:
         B, A = self.factors
         R_B = torch.linalg.qr(B.double(), mode="r").R
         R_A = torch.linalg.qr(A.double().T, mode="r").R
-        return float(torch.linalg.matrix_norm(R_B @ R_A.T))
+        return float(norm(R_B @ R_A.T))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LoRA:
         """The same pair with `change` applied to each factor that is present (a cast, a move, a clone)."""

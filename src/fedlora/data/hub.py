@@ -27,6 +27,7 @@ def from_dataset(
     response: str | None = None,
     messages: str | None = None,
     name: str = "the data set",
+    agreed: bool = False,
 ) -> TextData:
     """The rows of a `datasets.Dataset` as text data, by the names of its columns.
 
@@ -43,6 +44,7 @@ def from_dataset(
             column names itself, labels go by name; otherwise they rename these by index. Of a column without names, as
             `read_classification` takes them.
         name: what error messages call it.
+        agreed: label_names are of several parties' data: a row has one of these names, and no index.
 
     Raises:
         DataError: a missing column, an empty or wrong value (the message names the row), or columns of two tasks.
@@ -88,7 +90,7 @@ def from_dataset(
         return instructions_of(name, rows, prompt, response)
     assert text and label
     cells = [(where, _plain(row[label])) for where, row in rows]
-    labels, names = _labels(name, cells, label, dataset.features[label], label_names)
+    labels, names = _labels(name, cells, label, dataset.features[label], label_names, agreed)
     return TextData(
         kind="classification",
         text=tuple(string(name, where, text, row[text]) for where, row in rows),
@@ -111,6 +113,7 @@ def read_hub(
     response: str | None = None,
     messages: str | None = None,
     revision: str | None = None,
+    agreed: bool = False,
 ) -> TextData:
     """One split of a data set of the hub, as `from_dataset` makes text data of it.
 
@@ -127,7 +130,7 @@ def read_hub(
     where = _shown(name, config, split)
     return from_dataset(
         load_split(name, config, split, revision=revision), text=text, label=label, pair=pair, label_names=label_names,
-        prompt=prompt, response=response, messages=messages, name=where,
+        prompt=prompt, response=response, messages=messages, name=where, agreed=agreed,
     )  # fmt: skip
 
 
@@ -181,15 +184,15 @@ def _reach_the_hub() -> None:
 
 
 def _labels(
-    source: str, cells: Cells, column: str, feature: Any, label_names: Sequence[str] | None
+    source: str, cells: Cells, column: str, feature: Any, label_names: Sequence[str] | None, agreed: bool
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Class indices and names, by the rule in `from_dataset`."""
     own = tuple(getattr(feature, "names", None) or ())
     if not own:
-        return decode_labels(source, cells, label_names)
+        return decode_labels(source, cells, label_names, agreed=agreed)
     named = [(where, name_of_class(source, where, column, value, own)) for where, value in cells]
-    if label_names is None or set(own) <= set(label_names):
-        return decode_labels(source, named, label_names or own)
+    if agreed or label_names is None or set(own) <= set(label_names):
+        return decode_labels(source, named, label_names or own, agreed=agreed)
     renamed = dict(zip(own, label_names, strict=False))  # by index
     beyond = next(((where, name) for where, name in named if name not in renamed), None)
     if beyond:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 
@@ -16,12 +17,14 @@ Cells = Sequence[tuple[str, object]]  # (where, value)
 
 
 def decode_labels(
-    source: object, cells: Cells, label_names: Sequence[str] | None
+    source: object, cells: Cells, label_names: Sequence[str] | None, *, agreed: bool = False
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Class indices and names, by the rule in `read_classification`.
 
     Args:
         source: what error messages call it.
+        agreed: label_names are data.labels, on which several parties agreed: a cell is one of these names, and its
+            index is not, for whose index it was nobody could tell.
 
     Raises:
         DataError: a value that is no label, labels of several kinds without names, a label that no name is of.
@@ -31,7 +34,7 @@ def decode_labels(
     raw = [_as_text(source, where, value, label_names or ()) for where, value in cells]
     names = _found_names(source, cells, raw) if label_names is None else tuple(label_names)
     lookup = {name: k for k, name in enumerate(names)}
-    by_index = label_names is None or not any(_WHOLE.fullmatch(name) for name in names)
+    by_index = not agreed and (label_names is None or not any(_WHOLE.fullmatch(name) for name in names))
     labels: list[int] = []
     for (where, given), value in zip(cells, raw, strict=True):
         k = lookup.get(value)
@@ -39,9 +42,18 @@ def decode_labels(
         if k is None and by_index and _WHOLE.fullmatch(index) and 0 <= int(index) < len(names):
             k = int(index)
         if k is None:
+            listed = f"{list(names[:20])}{', ...' if len(names) > 20 else ''}"
+            if agreed:
+                near = difflib.get_close_matches(value, names, n=1)
+                hint = f" Is {near[0]!r} meant?" if near else ""
+                raise DataError(
+                    f"{source}, {where}: label {value[:80]!r} is not among the {len(names)} classes of data.labels, "
+                    f"{listed}.{hint} Write the row's class as it is written there, or drop the row; or the list lacks "
+                    f"a class, which then all parties need."
+                )
             raise DataError(
-                f"{source}, {where}: label {value!r} is not among the {len(names)} label_names {list(names[:20])}"
-                f"{', ...' if len(names) > 20 else ''}. Add it to label_names, or drop the row."
+                f"{source}, {where}: label {value!r} is not among the {len(names)} label_names {listed}. Add it to "
+                f"label_names, or drop the row."
             )
         labels.append(k)
     return tuple(labels), names

@@ -28,16 +28,21 @@ def read_classes(
     label: str,
     pair: str | None = None,
     label_names: Sequence[str] | None = None,
+    agreed: bool = False,
 ) -> TextData:
     """`read_classification` of a file, or `read_hub` of "hf://owner/name?config=...&split=...&revision=...".
+
+    Args:
+        agreed: label_names are of several parties' files: a row has one of these names, and no index.
 
     Example:
         >>> read_classes("train.jsonl", text="text", label="label").label_names
         ('blue', 'green', 'red')
     """
     if not is_hub(source):
-        return read_classification(source, text=text, label=label, pair=pair, label_names=label_names)
-    return read_hub(**hub_source(str(source)), text=text, label=label, pair=pair, label_names=label_names)
+        return read_classification(source, text=text, label=label, pair=pair, label_names=label_names, agreed=agreed)
+    address = hub_source(str(source))
+    return read_hub(**address, text=text, label=label, pair=pair, label_names=label_names, agreed=agreed)
 
 
 def read_answers(
@@ -61,7 +66,7 @@ def read_answers(
         address = hub_source(str(source))
         rows: Any = load_split(address["name"], address["config"], address["split"], revision=address["revision"])
         chosen = messages or _chosen(source, list(rows.column_names), prompt, response)
-        columns = {"messages": chosen} if chosen else {"prompt": prompt, "response": response}
+        columns: dict[str, Any] = {"messages": chosen} if chosen else {"prompt": prompt, "response": response}
         return from_dataset(rows, **columns, name=str(source))
     table = read_table(source, [])
     present = list(dict.fromkeys(name for _, row in table for name in row))

@@ -65,6 +65,9 @@ def checked(source: object, rows: Rows, columns: Sequence[str]) -> Rows:
         if column not in present:
             near = difflib.get_close_matches(column, present, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
+            between = [mark for mark in ";\t|" if len(present) == 1 and mark in present[0]]
+            if between:
+                hint = f" Is {between[0]!r} meant to stand between columns? A .csv has commas, a .tsv has tabs."
             raise DataError(f"{source} has no column {column!r}; it has {present}.{hint}")
     for where, row in rows:
         for column in columns:

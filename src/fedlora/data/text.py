@@ -197,6 +197,7 @@ def read_classification(
     label: str,
     pair: str | None = None,
     label_names: Sequence[str] | None = None,
+    agreed: bool = False,
 ) -> TextData:
     """Read a classification task, one example per row, from JSONL (.jsonl, .json), CSV (.csv, .tsv) or Parquet.
 
@@ -215,6 +216,7 @@ def read_classification(
         label: the column of the class.
         pair: the column of the second sentence, if the task has one.
         label_names: the classes, by index.
+        agreed: label_names are of several parties' files: a row has one of these names, and no index.
 
     Raises:
         DataError: no such file, unknown suffix, not UTF-8, malformed row, missing column, missing or empty value,
@@ -229,7 +231,7 @@ def read_classification(
     rows = read_table(path, columns)
     if label_names is None:
         label_names = class_names(path, label)
-    labels, names = decode_labels(path, [(where, values[label]) for where, values in rows], label_names)
+    labels, names = decode_labels(path, [(where, values[label]) for where, values in rows], label_names, agreed=agreed)
     return TextData(
         kind="classification",
         text=tuple(string(path, where, text, values[text]) for where, values in rows),

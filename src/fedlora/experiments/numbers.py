@@ -45,7 +45,7 @@ class Number:
     def lacks(self, config: RunConfig) -> str | None:
         """Why a run of this configuration cannot have the number; None where it can."""
         data, task = config.data, config.data.task
-        no_test = data.test == 0 and task in (None, "superni")
+        no_test = data.test == 0 and task in (None, "superni") and config.clients.own_test is None
         needs_validation = self.where in ("validation", "rounds") or self.what == "best"
         if needs_validation and data.validation == 0:
             return "it is of validation data, and data.validation = 0 leaves none"

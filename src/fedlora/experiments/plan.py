@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -13,13 +14,15 @@ from fedlora.experiments.digits import shown
 from fedlora.experiments.numbers import parse_number
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
-from fedlora.runs.config import RunConfig, parse_config
+from fedlora.runs.config import RunConfig, located, parse_config
+from fedlora.runs.own_files import contents, digest_of
 from fedlora.training.metrics import best_of
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run. tuned: the searched value. searching: whether it belongs to the search."""
+    """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
+    files: key -> content of its own data and model, where it is known by these (`own_files.contents`)."""
 
     cell: Cell
     seed: int
@@ -27,6 +30,7 @@ class PlannedRun:
     searching: bool
     config: RunConfig
     digest: str
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -100,7 +104,7 @@ def _search(
     metrics: set[str] = set()
     for value in values:
         runs = [_planned(experiment, profile, c, seed, value, searching=True) for c in alike for seed in tune.seeds]
-        if any(run.digest in failed for run in runs):
+        if any(run.digest in failed and run.digest not in results for run in runs):
             continue
         found = [results[run.digest] for run in runs if run.digest in results]
         if len(found) < len(runs):
@@ -119,6 +123,36 @@ def _search(
     if best is None:
         return None, f"none of {grid} has a score on validation that is a number: all of them diverged. Try others."
     return best[0], None
+
+
+def worst_values(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
+) -> list[str]:
+    """A line for each value that counts as the worst of its search: a run of it failed, or has no score on validation.
+
+    failed: digest -> why, of runs that failed.
+    """
+    seeds: dict[tuple[str, str, str], list[int]] = {}
+    for run in searches(experiment, profile):
+        value = f"{experiment.tune.key} = {shown(run.tuned)}" if experiment.tune and run.tuned is not None else ""
+        if run.digest in results:
+            if not math.isnan(results[run.digest].validation_best):
+                continue
+            why = ""
+        elif run.digest in failed:
+            why = failed[run.digest]
+        else:
+            continue
+        seeds.setdefault((", ".join(run.cell.values()), value, why), []).append(run.seed)
+    return [f"{cell}: {dropped_value(value, on, why)}" for (cell, value, why), on in seeds.items()]
+
+
+def dropped_value(value: str, seeds: Sequence[int], why: str) -> str:
+    """What is said of a value that counts as the worst. why: empty where the run ended, without a score."""
+    on = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))}"
+    if not why:
+        return f"{value} counts as the worst of the search: on {on} it diverged, and has no score on validation."
+    return f"{value} is dropped from the search, for it failed on {on}: {why}"
 
 
 def check_number(experiment: Experiment, profile: str, which: str) -> None:
@@ -171,11 +205,15 @@ def _planned(
         if value is not None and experiment.tune is not None:
             _apply(raw, {experiment.tune.key: value})
         config = parse_config(raw)
+        files: Mapping[str, str] = {}
+        if experiment.folder is not None:
+            config = located(config, experiment.folder)
+            files = contents(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     if value is not None and experiment.tune is not None:
         _check_number_key(config, experiment.tune.key, where)
-    return PlannedRun(cell, seed, value, searching, config, config.digest())
+    return PlannedRun(cell, seed, value, searching, config, digest_of(config, files), files)
 
 
 def _check_number_key(config: RunConfig, key: str, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, BinaryIO
@@ -20,12 +20,16 @@ from fedlora.runs.plots import COLOURS, saved, words
 
 
 def plot_curves(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], path: Path | BinaryIO
+    experiment: Experiment,
+    profile: str,
+    results: Mapping[str, Result],
+    path: Path | BinaryIO,
+    failed: Collection[str] = (),
 ) -> Path | BinaryIO:
     """The validation metric by round, a panel for each combination of labels but the first row axis, a line a label of
-    that: means over seeds, with their standard errors."""
+    that: means over seeds, with their standard errors. failed: as `plan.chosen_value` takes it."""
     axis_name = experiment.rows[0]
-    runs = [run for run in mains(experiment, profile, results) if run.digest in results]
+    runs = [run for run in mains(experiment, profile, results, failed) if run.digest in results]
     panels: dict[str, dict[str, list[Result]]] = {}
     for run in runs:
         panel = ", ".join(label for axis, label in run.cell.items() if axis != axis_name)

@@ -16,7 +16,7 @@ from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import difference_in_words, in_words, shown
 from fedlora.experiments.numbers import titled
-from fedlora.experiments.plan import mains
+from fedlora.experiments.plan import mains, worst_values
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import CellScore, measured_by, paired, score_categories, score_cells
@@ -65,6 +65,7 @@ and best rounds were chosen on a share of the training data, never on the test s
 <thead><tr><th>category</th>{% for c in table.columns %}<th>{{ c }}</th>{% endfor %}</tr></thead><tbody>
 {% for row in table.rows %}<tr><td>{{ row.label }}</td>{% for x in row.cells %}<td>{{ x }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table></div>{% endfor %}
+{% for line in e.worst %}<p class="note">{{ line }}</p>{% endfor %}
 {% for picture in e.pictures %}<img alt="curves of {{ e.name }}" src="data:image/png;base64,{{ picture }}">{% endfor %}
 <details><summary>Configuration ({{ e.digest_count }} runs)</summary><pre>{{ e.config }}</pre></details>
 {% endfor %}
@@ -73,9 +74,16 @@ and best rounds were chosen on a share of the training data, never on the test s
 
 
 def write_report(
-    path: Path, experiments: Sequence[Experiment], profile: str, results: Mapping[str, Result], paper: Path
+    path: Path,
+    experiments: Sequence[Experiment],
+    profile: str,
+    results: Mapping[str, Result],
+    paper: Path,
+    failed: Mapping[str, str] | None = None,
 ) -> None:
     """The page, of those experiments that have the profile and any result; with "mini" go all profiles but "paper".
+
+    failed: digest -> why, of runs of a search that failed.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
@@ -86,21 +94,22 @@ def write_report(
         from fedlora.experiments.plots import plot_curves
     except ImportError as error:
         raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
-    printed = _paper_numbers(paper)
+    printed, failed = _paper_numbers(paper), failed or {}
     sections: list[dict[str, Any]] = []
     used: dict[str, Result] = {}
     for experiment in experiments:
         for name in experiment.profiles:
             if name != profile and (profile != "mini" or name == "paper"):
                 continue
-            found = {r.digest: results[r.digest] for r in mains(experiment, name, results) if r.digest in results}
+            runs = mains(experiment, name, results, failed)
+            found = {r.digest: results[r.digest] for r in runs if r.digest in results}
             if not found:
                 continue
             used |= found
             picture = io.BytesIO()
-            plot_curves(experiment, name, results, picture)
+            plot_curves(experiment, name, results, picture, failed)
             encoded = base64.b64encode(picture.getvalue()).decode()
-            sections.append(_section(experiment, name, results, printed) | {"pictures": [encoded]})
+            sections.append(_section(experiment, name, results, printed, failed) | {"pictures": [encoded]})
     if not sections:
         raise ConfigError(f"no experiment has a result of profile {profile}; run some first.")
     page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
@@ -119,14 +128,18 @@ def _machine(m: Mapping[str, Any]) -> str:
 
 
 def _section(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], printed: Mapping[str, Any]
+    experiment: Experiment,
+    profile: str,
+    results: Mapping[str, Result],
+    printed: Mapping[str, Any],
+    failed: Mapping[str, str],
 ) -> dict[str, Any]:
-    cells = score_cells(experiment, profile, results)
+    cells = score_cells(experiment, profile, results, failed=failed)
     numbers = printed.get(experiment.paper or "", {})
     rows, columns = _labels(cells, experiment.rows), _labels(cells, _columns(experiment))
     by_place = {(_label(c, experiment.rows), _label(c, _columns(experiment))): c for c in cells}
     differences = paired(cells, experiment.rows[0], experiment.reference) if experiment.reference else []
-    runs = mains(experiment, profile, results)
+    runs = mains(experiment, profile, results, failed)
     apart = "" if profile in ("mini", "paper") else f" ({profile})"
     return {
         "name": f"{experiment.name}{apart}".replace(" ", "-"),
@@ -134,7 +147,8 @@ def _section(
         "question": experiment.question,
         "note": experiment.profile(profile).note,
         "metric": titled(experiment.profile(profile).metric or experiment.metric, measured_by(cells)),
-        "categories": _categories(experiment, profile, results),
+        "categories": _categories(experiment, profile, results, failed),
+        "worst": worst_values(experiment, profile, results, failed),
         "row_name": ", ".join(experiment.rows),
         "columns": columns,
         "has_paper": bool(numbers),
@@ -156,14 +170,16 @@ def _section(
     }  # fmt: skip
 
 
-def _categories(experiment: Experiment, profile: str, results: Mapping[str, Result]) -> list[dict[str, Any]]:
+def _categories(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Scores by category, seen and unseen, where the data come in tasks."""
     tables = []
     for which, words in (
         ("test, last", "tasks that clients train on"),
         ("unseen, last", "tasks that nobody trains on"),
     ):
-        found = score_categories(experiment, profile, results, which)
+        found = score_categories(experiment, profile, results, which, failed)
         categories = sorted({category for by in found.values() for category in by})
         if categories:
             rows = [
@@ -203,5 +219,5 @@ def _paper_numbers(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}.") from error

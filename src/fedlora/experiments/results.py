@@ -159,6 +159,8 @@ def read_results(directory: Path) -> dict[str, Result]:
     for path in sorted(directory.glob("*.json")):
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(raw, dict):
+                raise ValueError("it is no table of keys")
             if raw["digest"] != path.stem:
                 raise ValueError(f"it holds the result of {raw['digest']}")
         except (OSError, ValueError, KeyError) as error:

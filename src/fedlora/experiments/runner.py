@@ -7,21 +7,26 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from fedlora.core import files
-from fedlora.errors import DataError, FedLoRAError
+from fedlora.errors import CheckpointError, DataError, FedLoRAError, WorkerDied
 from fedlora.experiments.plan import PlannedRun, mains, searches
 from fedlora.experiments.pool import run_in_processes
 from fedlora.experiments.results import Result, read_results, summarise, write_result
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.own_files import contents, named
 from fedlora.runs.quiet import quiet_libraries
 
 Tick = Callable[[PlannedRun, int], None]
+_OF_THE_MACHINE = (OSError, MemoryError, CheckpointError, WorkerDied, BrokenProcessPool, torch.OutOfMemoryError)
 
 
 class Keeper(Protocol):
@@ -67,8 +72,20 @@ class Places:
         found = read_results(self.unclean) if unclean else {}
         return found | read_results(self.results)
 
+    def given_up(self) -> dict[str, str]:
+        """Digest -> why, of the runs that failed by themselves. What the machine failed says nothing of the run."""
+        reports = {path.stem: _failure(path) for path in sorted((self.work / "failures").glob("*.json"))}
+        return {
+            digest: str(report.get("error", "unknown")).partition("\n")[0]
+            for digest, report in reports.items()
+            if not report.get("by_machine")
+        }
+
     def keep(self, run: PlannedRun, wall_seconds: float) -> None:
         result = summarise(self.folder(run), wall_seconds)
+        if run.files:  # by content, so that neither the result nor what finds it depends on where they were
+            config = json.loads(named(run.config).canonical())
+            result |= {"digest": run.digest, "files": dict(run.files), "config": config}
         commit = result["commit"]
         write_result(self.results if commit and commit["clean"] else self.unclean, result)
         self.failure(run.digest).unlink(missing_ok=True)
@@ -79,12 +96,14 @@ class Places:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run. error: one line, or None. unfit: the configuration cannot be run, with any seed."""
+    """What became of one run. error: one line, or None. unfit: the configuration cannot be run, with any seed.
+    by_machine: it is not the configuration that failed, but what it ran on."""
 
     run: PlannedRun
     seconds: float
     error: str | None
     unfit: bool = False
+    by_machine: bool = False
 
 
 def missing(
@@ -142,9 +161,51 @@ def failure_report(run: PlannedRun, error: Exception) -> str:
         "digest": run.digest,
         "label": run.label,
         "error": f"{type(error).__name__}: {error}",
+        "by_machine": by_machine(error),
         "traceback": "".join(traceback.format_exception(error)),
     }
     return json.dumps(report, indent=2) + "\n"
+
+
+class FilesChanged(DataError, OSError):
+    """A file that a run is known by changed while the experiment ran. That says nothing of the run."""
+
+
+def by_machine(error: BaseException | None) -> bool:
+    """Whether the machine failed: a full or broken disk, a damaged folder, one that another process holds, no memory, a
+    killed process. Asked of an error and its causes. Another machine, or this one mended, may well run the same."""
+    while error is not None:
+        if isinstance(error, _OF_THE_MACHINE):
+            return True
+        if "can't allocate memory" in str(error):  # torch on a CPU, as a RuntimeError
+            return True
+        error = error.__cause__
+    return False
+
+
+def _check_unchanged(run: PlannedRun) -> None:
+    """Raises `FilesChanged` where a file that the run is known by has changed since it was planned."""
+    now = contents(run.config) if run.files else {}
+    changed = [key for key in now if now[key] != run.files[key]]
+    if changed:
+        raise FilesChanged(
+            f"{', '.join(changed)} changed after the experiment was started, and the result would be told of what "
+            f"was there before. Start it again."
+        )
+
+
+def _failure(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _note(places: Keeper, run: PlannedRun, error: Exception) -> None:
+    """Keep the failure, where the disk still takes it; it is told in any case."""
+    with suppress(OSError):
+        places.failed(run, error)
 
 
 def _lost(run: PlannedRun, places: Keeper, error: object) -> Outcome:
@@ -152,8 +213,8 @@ def _lost(run: PlannedRun, places: Keeper, error: object) -> Outcome:
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, BrokenProcessPool):
         why = "its process was killed twice, perhaps for want of memory (try fewer --workers)"
-    places.failed(run, RuntimeError(why))
-    return Outcome(run, 0.0, why)
+    _note(places, run, WorkerDied(why) if isinstance(error, BrokenProcessPool) else RuntimeError(why))
+    return Outcome(run, 0.0, why, by_machine=isinstance(error, BrokenProcessPool))
 
 
 def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
@@ -166,13 +227,15 @@ def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
         tick(run, 0)
     try:
         prepared = prepare(run.config, places.data_root)
+        _check_unchanged(run)
         for record in execute(prepared, places.folder(run), resume=True):
             if tick is not None:
                 tick(run, record.round)
         places.keep(run, time.perf_counter() - began)
     except Exception as error:  # one failing run must not end the others
-        places.failed(run, error)
+        _note(places, run, error)
         unfit = prepared is None and isinstance(error, FedLoRAError) and not isinstance(error, DataError)
         kind = "" if isinstance(error, FedLoRAError) else f"{type(error).__name__}: "
-        return Outcome(run, time.perf_counter() - began, f"{kind}{error}".splitlines()[0], unfit)
+        why = f"{kind}{error}".splitlines()[0]
+        return Outcome(run, time.perf_counter() - began, why, unfit, by_machine(error))
     return Outcome(run, time.perf_counter() - began, None)

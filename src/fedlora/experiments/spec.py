@@ -1,7 +1,7 @@
 """What an experiment is: a base configuration, axes of named changes to it, a learning-rate search, seeds, profiles.
 
 title, question, claims         words
-[run.*]                         tables of a run's configuration, common to all
+[run.*]                         tables of a run's configuration, common to all; relative paths start at this file
 [axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis
 [tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
 [profiles.mini], .paper         seeds, further changes, and which labels of an axis are run
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.numbers import parse_number
@@ -56,7 +56,11 @@ class Profile(Part):
 
 
 class Experiment(Part):
-    """One experiment's file. skip: combinations of labels that are no cell. paper: its key in paper_numbers.toml."""
+    """One experiment's file. skip: combinations of labels that are no cell. paper: its key in paper_numbers.toml.
+
+    folder: where its relative paths start, the file's own. Its runs are then known by the content of what lies there.
+    None for an experiment without a file (`comparison`), whose paths are absolute and whose runs are known by these.
+    """
 
     name: str
     title: str
@@ -72,6 +76,11 @@ class Experiment(Part):
     tune: Tune | None = None
     profiles: dict[str, Profile]
     skip: list[dict[str, str]] = []
+    _folder: Path | None = PrivateAttr(None)
+
+    @property
+    def folder(self) -> Path | None:
+        return self._folder
 
     def profile(self, name: str) -> Profile:
         """Raises `ConfigError` for one that the file does not have."""
@@ -100,12 +109,13 @@ def load_experiment(path: Path) -> Experiment:
         experiment = Experiment.model_validate({"name": path.stem, **raw})
     except OSError as error:
         raise ConfigError(f"the experiment {path} cannot be read: {error.strerror}.") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the experiment {path} is not TOML: {error}.") from error
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"the experiment {path} is not one: {wrong}.") from error
     _check_labels(experiment, path)
+    experiment._folder = path.parent
     return experiment
 
 

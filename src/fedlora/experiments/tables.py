@@ -114,7 +114,7 @@ def measured_by(cells: Sequence[CellScore]) -> str | None:
 
 
 def score_categories(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], which: str
+    experiment: Experiment, profile: str, results: Mapping[str, Result], which: str, failed: Collection[str] = ()
 ) -> dict[str, dict[str, float]]:
     """Label of the first row axis -> category -> mean over its tasks and over seeds, for data that come in tasks.
 
@@ -122,7 +122,7 @@ def score_categories(
     """
     axis = experiment.rows[0]
     found: dict[str, dict[str, list[float]]] = {}
-    for run in mains(experiment, profile, results):
+    for run in mains(experiment, profile, results, failed):
         result = results.get(run.digest)
         for task, score in (result.by_group(which) if result else {}).items():
             category = result.raw["categories"].get(task, task) if result else task

@@ -1,24 +1,24 @@
 """fedlora on Flower: `FedLoRA`, a strategy around the same `Server`, and what nodes need beside it.
 
-records.py      tensors and parcels as Flower's records, lossless, and checked before anything is made of them
-strategy.py     FedLoRA(Strategy): rounds with deadline, quorum, retry, quarantine and resume
-policy.py       who may take part, at which rank, with which weight
-node.py         a node's own work and state: what its ClientApp calls
-resident.py     that work in a process which stays, so that the base model is loaded once
-apps.py         the ServerApp and the ClientApp
-simulated.py    the same in Flower's simulation engine (Ray)
-project.py      `fedlora flower init`: an app, keys, certificates, units; trial.py: `fedlora flower up`
+rounds/     the rounds at the server: `FedLoRA`, who is asked, what becomes of each answer, what is measured and kept
+serving/    the server's processes: `fedlora flower serve`, status, metrics; a trial on one machine
+setup/      a federation's folder made, changed and checked: `init`, `admit`, `remove`, `renew`, `doctor`, the proxy
+site/       a site: its folder, its node, the trainer that stays
+messages/   what travels, as Flower's records, checked before it is used
+terms/      what server and sites agree on: settings, facts, policy, names, keys, the files that travel by hand
+places.py   where things lie in the server's folder and in a site's; units.py: systemd's; children.py: processes
+apps.py     the ServerApp and the ClientApp; simulated.py: in Flower's simulation engine; stock.py: stock PEFT clients
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedlora.flower.strategy import FedLoRA
+    from fedlora.flower.rounds.strategy import FedLoRA
 
 
 def __getattr__(name: str) -> Any:
     if name == "FedLoRA":  # on demand: a node's ClientApp process needs neither torch nor the server
-        from fedlora.flower.strategy import FedLoRA
+        from fedlora.flower.rounds.strategy import FedLoRA
 
         return FedLoRA
     raise AttributeError(name)

@@ -1,16 +1,24 @@
 """The ServerApp and the ClientApp. Imports that need torch stand inside: a node's ClientApp process does without.
 
-Run configuration: folder (of the federation, on the server), resume, evaluate. Node configuration: client (its name),
-config (the run.toml on that node), folder (a private directory for its trainer's socket and state), resident.
+Run configuration: folder (of the federation, on the server). Node configuration: site (its site.toml), and resident
+(false: the work is done in Flower's process of each message, which loads the model anew).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
 from pathlib import Path
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+
+from fedlora.errors import ConfigError
+from fedlora.flower.site import work_log
+from fedlora.flower.site.resident import TrainerFailed, ask, private_directory
+from fedlora.flower.site.site_work import Do, SiteWork, told_to_server
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -19,25 +27,65 @@ client_app = ClientApp()
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """The federation of the run's folder, to its end."""
-    from fedlora.flower.federation import play
+    from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors
+    from fedlora.flower.rounds.federation import play, told
 
-    asked = context.run_config
-    summary = play(
-        grid, Path(str(asked["folder"])), resume=bool(asked.get("resume")), evaluate=bool(asked.get("evaluate"))
-    )
-    print(f"fedlora: {summary}", flush=True)
+    with heartbeats_outlive_errors(grid):
+        summary = play(grid, Path(str(context.run_config["folder"])))
+    print(f"fedlora: {told(summary)}", flush=True)
 
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """One round of this node: by its resident trainer, or in this process where resident = false."""
+    """One round of this node."""
+    return _answered(message, context, "train")
+
+
+@client_app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """This node's own readout, measured on what it holds out."""
+    return _answered(message, context, "evaluate")
+
+
+def _answered(message: Message, context: Context, do: Do) -> Message:
+    """By the node's resident trainer, or in this process where resident = false; and a line for the site's own log."""
     said = context.node_config
-    config, client, folder = Path(str(said["config"])), str(said["client"]), Path(str(said["folder"]))
-    if said.get("resident", True):
-        from fedlora.flower.resident import ask
+    if "site" not in said:
+        raise ConfigError(
+            f"this node was started with {', '.join(sorted(map(str, said))) or 'nothing'} for its configuration, and "
+            f"needs site, the path of its site.toml; `fedlora flower node` starts it so."
+        )
+    site_file = Path(str(said["site"]))
+    began = time.monotonic()
+    try:
+        reply = ask(site_file, do, message.content) if said.get("resident", True) else here(site_file, do, message)
+    except TrainerFailed as error:
+        _log(site_file, do, message.content, None, time.monotonic() - began, error.full)
+        raise
+    _log(site_file, do, message.content, reply, time.monotonic() - began)
+    return Message(reply, reply_to=message)
 
-        return Message(ask(config, client, folder, message.content), reply_to=message)
-    from fedlora.flower.resident import node_work, private_directory
 
-    private_directory(folder)
-    return Message(node_work(config, client, folder)(message.content), reply_to=message)
+def here(site_file: Path, do: Do, message: Message) -> RecordDict:
+    """The work in this process. Raises `TrainerFailed`."""
+    private_directory(site_file.parent / "state")
+    try:
+        return SiteWork(site_file)(do, message.content)
+    except Exception as error:
+        told = told_to_server(error, site_file.parent)
+        raise TrainerFailed(told, f"{type(error).__name__}: {error}") from None
+
+
+def _log(site_file: Path, do: Do, asked: RecordDict, reply: RecordDict | None, seconds: float, error: str = "") -> None:
+    """What the site is told of its own work. Nothing that goes wrong here costs a round."""
+    with contextlib.suppress(Exception):
+        round = json.loads(str(asked.config_records["config"]["parcel"]))["round"]
+        metrics = reply.metric_records["metrics"] if reply is not None else {}
+        loss = metrics.get("loss")
+        work_log.write(
+            site_file.parent,
+            work_log.Work(
+                do, int(round) + (do == "train"), int(float(str(metrics.get("num-examples", 0)))), seconds,
+                float(loss) if isinstance(loss, int | float) else None, error,
+            ),
+        )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.federation import play
-from fedlora.flower.policy import Policy
-from fedlora.flower.project import SWITCHES
-from fedlora.flower.resident import node_work
+from fedlora.flower.children import SWITCHES
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.federation import play
+from fedlora.flower.site.site_work import Do, SiteWork
+from fedlora.flower.terms.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ def claimed_names(grid: Grid, count: int, seconds: float = 60.0) -> Mapping[str,
     return names
 
 
-def simulate_federation(folder: Path, *, resume: bool, evaluate: bool, cpus: int = 1) -> dict[str, Any]:
-    """All rounds of a federation's folder in Flower's simulation engine.
+def simulate_federation(folder: Path, *, cpus: int = 1) -> dict[str, Any]:
+    """All rounds of a federation's folder that are not played yet, in Flower's simulation engine.
 
     Raises:
         ConfigError: Ray is missing. FedLoRAError: the run failed; its reason.
@@ -68,7 +69,7 @@ def simulate_federation(folder: Path, *, resume: bool, evaluate: bool, cpus: int
     def main(grid: Grid, context: Context) -> None:
         try:
             known = claimed_names(grid, len(names))
-            found.update(play(grid, Path(home), resume=resume, evaluate=evaluate, identify=lambda _: known))
+            found.update(play(grid, Path(home), identify=lambda _: known))
         except FedLoRAError as error:
             found["error"] = str(error)
 
@@ -80,7 +81,12 @@ def simulate_federation(folder: Path, *, resume: bool, evaluate: bool, cpus: int
     @client_app.train()
     def train(message: Message, context: Context) -> Message:
         name = names[int(context.node_config["partition-id"])]
-        return Message(_work(home, name)(message.content), reply_to=message)
+        return Message(_work(home, name)("train", message.content), reply_to=message)
+
+    @client_app.evaluate()
+    def measure(message: Message, context: Context) -> Message:
+        name = names[int(context.node_config["partition-id"])]
+        return Message(_work(home, name)("evaluate", message.content), reply_to=message)
 
     run_simulation(
         server_app,
@@ -97,6 +103,6 @@ def simulate_federation(folder: Path, *, resume: bool, evaluate: bool, cpus: int
 
 
 @lru_cache(maxsize=64)
-def _work(home: str, name: str) -> Any:
+def _work(home: str, name: str) -> Callable[[Do, RecordDict], RecordDict]:
     """A client's work, kept in Ray's process for the next round."""
-    return node_work(Path(home) / "run.toml", name, Path(home) / "nodes" / name)
+    return SiteWork(FederationFolder(Path(home)).site(name).site)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import ConfigError
-from fedlora.flower.codecs import StockClients
-from fedlora.flower.policy import Policy
-from fedlora.flower.records import stock_key
-from fedlora.flower.strategy import FedLoRA, Identify, registered_names
+from fedlora.flower.messages.codecs import StockClients
+from fedlora.flower.messages.records import stock_key
+from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
+from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
 from fedlora.server.server import Server, start
 

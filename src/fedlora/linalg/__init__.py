@@ -4,7 +4,7 @@
 mean update of a round, cut or whole, written to be read; `fast` what runs in its place where that is safe.
 """
 
-from fedlora.linalg.basics import eigh, gram, rank_tolerance, right_svd, unit_roundoff
+from fedlora.linalg.basics import eigh, gram, norm, rank_tolerance, right_svd, unit_roundoff
 from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, consensus_mean, consensus_of_pair
 from fedlora.linalg.fast import consensus_means
 from fedlora.linalg.gauge import Canonical, Split, gauge_fix, gauge_split, gauge_splits
@@ -26,6 +26,7 @@ __all__ = [
     "gauge_split",
     "gauge_splits",
     "gram",
+    "norm",
     "rank_tolerance",
     "right_svd",
     "svd_of_product",

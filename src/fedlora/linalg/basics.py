@@ -28,6 +28,23 @@ def rank_tolerance(dtype: torch.dtype) -> float:
     return max(unit_roundoff(dtype), 1e-11)
 
 
+def norm(X: Tensor, dim: int | None = None) -> Tensor:
+    """The Euclidean norm of all numbers, or along a dimension, in float64: of tiny and of huge ones too, whose squares
+    are zero or infinite: they are brought near 1 by a power of two first, which rounds nothing.
+    """
+    X = X.double()
+    plain: Tensor = torch.linalg.vector_norm(X, dim=dim)
+    if bool(((plain > 1e-140) & (plain < 1e140)).all()) or not X.numel():
+        return plain
+    largest = X.abs().max() if dim is None else X.abs().amax(dim=dim)
+    if bool((largest == 0).all()) or not bool(torch.isfinite(largest).all()):
+        return plain
+    exponent = torch.frexp(largest).exponent
+    scaled = torch.ldexp(X, -exponent if dim is None else -exponent.unsqueeze(dim))
+    found: Tensor = torch.ldexp(torch.linalg.vector_norm(scaled, dim=dim), exponent)
+    return found
+
+
 def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Float[Tensor, "*m n n"]:
     """X^T X in `dtype`. Above a size by panels of rows, which stay in cache, and by strips of the lower triangle.
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from fedlora.errors import LostUpdate
-from fedlora.linalg.basics import count_above, unit_roundoff
+from fedlora.linalg.basics import count_above, norm, unit_roundoff
 from fedlora.linalg.shapes import Float, Tensor
 
 _U64 = unit_roundoff(torch.float64)
@@ -50,12 +50,17 @@ class Spectrum:
         return Spectrum(self.U[:, :rank], self.s[:rank], self.Vh[:rank], self.noise, self.rounding)
 
     def rank_of_energy(self, share: float) -> int:
-        """The least number of leading components whose squares make up `share` of all squares; 1: every component."""
+        """The least number of leading components whose squares make up `share` of all squares; 1: every component.
+
+        One at least, where there is one: a share above 0 is not made up of none.
+        """
         if share == 1.0:
             return self.rank
-        left_out = self.s.double().square().flip(0).cumsum(0).flip(0)  # of cutting before each; exact for small ones
+        s = self.s.double() / (self.s[0] if self.rank and float(self.s[0]) else 1.0)  # squares of tiny numbers are zero
+        left_out = s.square().flip(0).cumsum(0).flip(0)  # of cutting before each; exact for small ones
         total = float(left_out[0]) if self.rank else 0.0
-        return int((left_out > (1 - share) * (1 + 1e-9) * total).sum())  # 1 - 0.8 is a little less than 0.2
+        kept = int((left_out > (1 - share) * (1 + 1e-9) * total).sum())  # 1 - 0.8 is a little less than 0.2
+        return max(kept, 1) if self.rank and float(self.s[0]) else kept
 
     @property
     def balanced(self) -> tuple[Tensor, Tensor]:
@@ -98,12 +103,12 @@ def svd_of_product(
     Source: the thin exact SVD of docs/methods.md (FLoRIST's core). Householder QR is indifferent to column scales.
     """
     U, s, Vh, sizes = _svd_of_product(B, A)
-    terms = float(torch.linalg.vector_norm(sizes))
+    terms = float(norm(sizes))
     worked_in, dtype = B.dtype, dtype or B.dtype
-    if worked_in != torch.float64 and float(torch.linalg.vector_norm(s)) < 1e-3 * terms:
+    if worked_in != torch.float64 and float(norm(s)) < 1e-3 * terms:
         U, s, Vh, sizes = _svd_of_product(B.double(), A.double())
         worked_in = torch.float64
-    stored = float(torch.linalg.vector_norm(sizes * tolerance))
+    stored = float(norm(sizes * tolerance))
     require_some(s, dtype)
     keep, noise, rounding = cut_by_rounding(
         s.tolist(), terms=terms, stored=stored, worked_in=worked_in, stored_in=dtype
@@ -115,7 +120,7 @@ def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
     """Raises `LostUpdate` where `dtype` would make nothing of singular values that are something."""
     if s.shape[0] and float(s[0]) > 0 and not bool(s.to(dtype).any()):
         raise LostUpdate(
-            f"the mean update has norm {float(torch.linalg.vector_norm(s)):.1e}, which {dtype} stores as zero. Updates "
+            f"the mean update has norm {float(norm(s)):.1e}, which {dtype} stores as zero. Updates "
             f"that small are usually a unit mistaken: check the scaling of the uploads, or send float64."
         )
 
@@ -126,7 +131,7 @@ def _svd_of_product(B: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     Q_A, R_A = torch.linalg.qr(A.mH)
     R_B, R_A = R_B.double(), R_A.double()
     O, s, Wh = torch.linalg.svd(R_B @ R_A.mH, full_matrices=False)
-    sizes = torch.linalg.vector_norm(R_B, dim=0) * torch.linalg.vector_norm(R_A, dim=0)
+    sizes = norm(R_B, dim=0) * norm(R_A, dim=0)
     return Q_B @ O.to(B), s, Wh.to(A) @ Q_A.mH, sizes
 
 

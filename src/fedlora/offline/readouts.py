@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,15 +12,20 @@ from typing import Any
 from torch import Tensor
 
 from fedlora.adapters.io import write_adapter
+from fedlora.adapters.merge_card import client_card
+from fedlora.adapters.merging import ClientReport, Parts
+from fedlora.adapters.narrowing import narrowed_pair
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.writer import AdapterSpec, pad_rank
-from fedlora.core.lora import Adapter
+from fedlora.adapters.truncation import combine
+from fedlora.adapters.writer import MERGE, pad_rank
+from fedlora.core.echo import quoted
+from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.offline.server import ByHand
 
 
-def readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile]) -> dict[str, Any]:
-    """Client -> its rank, or its ranks by module."""
+def readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile]) -> tuple[dict[str, Any], list[str]]:
+    """Client -> its rank, or its ranks by module; and what to say of clients that a file leaves out, and of others."""
     if text == "same":
         found: dict[str, Any] = {name: dict(file.ranks) for name, file in zip(clients, files, strict=True)}
     else:
@@ -41,22 +47,76 @@ def readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile
     twice = sorted(f for f in folders.values() if list(folders.values()).count(f) > 1)
     if twice:
         raise HyperparameterError(f"two clients would have the folder {twice[0]!r}; give them names that differ more.")
-    return found
+    notes = []
+    lacking, new = [c for c in clients if c not in found], [c for c in found if c not in clients]
+    if lacking:
+        notes.append(f"{text} names no rank for {_names(lacking)}, so no adapter is written for that client")
+    if new:
+        notes.append(
+            f"{text} names {_names(new)}, and none of the merged adapters is of that client: taken for a new one"
+        )
+    return found, notes
 
 
 def hand_out(
-    hand: ByHand, ranks: Mapping[str, Any], out: Path, spec: AdapterSpec, extras: Mapping[str, Tensor]
-) -> None:
-    """Each client's adapter as a PEFT directory below `out`. extras: the tensors beside the pairs."""
+    hand: ByHand, ranks: Mapping[str, Any], out: Path | None, parts: Parts, whole: Mapping[str, LoRA], label: str,
+    max_error: float | None,
+) -> tuple[list[ClientReport], list[str]]:  # fmt: skip
+    """Each client's adapter as a PEFT directory below `out`, which is being built; None: only its report.
+
+    Args:
+        whole: the global update. label: of what method, for the card. max_error: none is further off than this.
+
+    Returns:
+        how far off each is, as it is written, and what to say of ranks.
+
+    Raises:
+        ConfigError: beyond `max_error`.
+    """
+    wide = {name: lora.map(Tensor.double) for name, lora in whole.items() if name in parts.modules}
+    norms = {name: lora.norm() for name, lora in wide.items()}
+    size = math.hypot(*norms.values())
+    most = max((combine(name, [lora], [1.0]).product.rank for name, lora in whole.items()), default=0) if ranks else 0
+    reports, notes = [], []
     for client, rank in ranks.items():
-        adapter = hand.readout(client, rank)
-        modules = {name: pad_rank(lora, 1) for name, lora in adapter.modules.items()}
-        write_adapter(out / "clients" / _folder(client), Adapter(modules, extras), spec)
+        found = {name: lora for name, lora in hand.readout(client, rank).modules.items() if name in wide}
+        modules = {name: narrowed_pair(pad_rank(lora, 1), parts.dtype, name)[0] for name, lora in found.items()}
+        gaps = [
+            stack([modules[name].map(Tensor.double), lora], [1.0, -1.0]).norm() if name in modules else norms[name]
+            for name, lora in wide.items()
+        ]
+        stored = [lora.rank for lora in modules.values()]
+        off = math.hypot(*gaps)
+        error = off / size if size else (math.inf if off else 0.0)
+        report = ClientReport(_folder(client), (min(stored), max(stored)), len(modules), error)
+        reports.append(report)
+        if max_error is not None and not error <= max_error:
+            raise ConfigError(
+                f"the adapter of client {quoted(report.client)}, of rank {report.ranks[1]}, would be off the global "
+                f"update by {error:.2g} of its size: more than --max-error {max_error:g}; nothing was written. Give it "
+                f"a higher rank (--readout FILE), or leave out --readout."
+            )
+        if report.ranks[1] > max(most, 1) and isinstance(rank, int):
+            notes.append(
+                f"rank {rank} of client {quoted(report.client)} is more than the update has ({most}): the slots beyond "
+                f"hold nothing of it"
+            )
+        if out is not None:
+            card = client_card(parts.spec, label, report, len(wide))
+            folder = out / "clients" / report.client
+            write_adapter(folder, Adapter(modules, parts.extras), parts.spec, card=card, by=MERGE)
+    return reports, notes
+
+
+def _names(clients: Sequence[str]) -> str:
+    return f"{', '.join(quoted(name, 80) for name in clients[:8])}" + (", ..." if len(clients) > 8 else "")
 
 
 def _folder(client: str) -> str:
     """A client's name as a folder's: its last part where the name is a path, and no other letters than these."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", client.rstrip("/").rpartition("/")[2]).lstrip(".")
     if not name:
-        raise ConfigError(f"the client {client!r} has no name that a folder can have.")
+        raise ConfigError(f"the client {quoted(client)} has no name that a folder can have.")
+    if len(name) > 200:
+        raise ConfigError(f"the client {quoted(client)} has {len(name):,} letters; a folder's name has 200 at most.")
     return name

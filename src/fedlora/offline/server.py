@@ -8,16 +8,19 @@ chooses each client's slots by what that client sent before.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from fedlora.adapters.merge import Collection
-from fedlora.adapters.untrusted_files import Limits, read_json
-from fedlora.core import checkpoint, files
+from fedlora.adapters.collection import Collection
+from fedlora.adapters.limits import Limits
+from fedlora.adapters.untrusted_files import read_json
+from fedlora.core import beside, checkpoint, files
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Missing, Upload
 from fedlora.core.method import Method
@@ -49,7 +52,7 @@ class ByHand:
         CheckpointError: the folder holds a state of another method or another base model.
 
     Example:
-        >>> from fedlora.adapters.merge import Collection
+        >>> from fedlora.adapters.collection import Collection
         >>> server = ByHand(build("svd"), "svd", None, base="model", missing="zero")
         >>> given = Collection.of([AdapterFile("adapter"), AdapterFile("adapter")], [1.0, 1.0])
         >>> state = server.aggregate(given, ["site-1", "site-2"], [100, 100], [1, 1])
@@ -60,6 +63,7 @@ class ByHand:
     def __init__(self, method: Method[Any], label: str, folder: Path | None, *, base: str, missing: Missing) -> None:
         self._server = Server(method, heads="frozen", missing=missing)
         self._label, self._folder, self._base = label, folder, base
+        self._newest: int | None = None  # round in the folder, as this server knows it
         roles = method.roles(0)
         if not roles.both_shared or roles.penalty is not None:
             raise ConfigError(
@@ -75,8 +79,9 @@ class ByHand:
             raise CheckpointError(f"{self._folder} is a file; --state names a folder.")
         if self._folder is None or not self._folder.is_dir():
             return None
+        self._newest = checkpoint.newest_round(self._folder)
         facts = self._folder / "method.json"
-        if facts.is_file():
+        if facts.is_file() and self._newest is not None:  # without a round it was killed before its first one
             said = read_json(facts, Limits())
             for what, mine in (("method", self._label), ("base", self._base)):
                 if said.get(what) != mine:
@@ -86,6 +91,11 @@ class ByHand:
                     )
         loaded = checkpoint.load_newest(self._folder, HandState, self._server.method.State)
         return loaded[1].server if loaded else None
+
+    def check_apart(self, out: Path) -> None:
+        """Raises `ConfigError` where a result would be written to the folder of the state."""
+        if self._folder is not None and os.path.realpath(self._folder) == os.path.realpath(out):
+            raise ConfigError(f"{out} cannot keep the state and be the result as well; name two folders.")
 
     def aggregate(
         self,
@@ -135,14 +145,67 @@ class ByHand:
 
     def save(self) -> None:
         """Keep the state, where there is a folder for it."""
+        with self.saving():
+            pass
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """As `save`, around what must be seen before the state is: all is on the disk when the block begins, and one
+        rename is left for its end. Where the block fails the state stays as it was.
+
+        Raises:
+            CheckpointError: it cannot be written, or another process has saved a round since this state was read.
+        """
         if self._folder is None or self.state is None:
+            yield
             return
+        value, folder = HandState(self._label, self._base, self.state), self._folder
+        in_block = False
         try:
-            facts = {"method": self._label, "base": self._base}
-            files.write(self._folder / "method.json", json.dumps(facts) + "\n")
+            with (
+                files.making(folder),
+                self._alone(folder),
+                self._named(folder),
+                checkpoint.saving(folder, self.state.round, value),
+            ):
+                in_block = True
+                yield
+                in_block = False
         except OSError as error:
-            raise CheckpointError(f"the state cannot be written to {self._folder}: {error.strerror}.") from error
-        checkpoint.save(self._folder, self.state.round, HandState(self._label, self._base, self.state))
+            if in_block:
+                raise
+            raise CheckpointError(f"the state cannot be written to {folder}: {error.strerror or error}.") from error
+        self._newest = self.state.round
+
+    @contextmanager
+    def _named(self, folder: Path) -> Iterator[None]:
+        """A folder without a round says what it is of, unless the block fails."""
+        facts = folder / "method.json"
+        first = self._newest is None or not facts.is_file()
+        try:
+            if first:
+                files.write(facts, json.dumps({"method": self._label, "base": self._base}) + "\n")
+            yield
+        except BaseException:
+            if first:
+                with suppress(OSError):
+                    facts.unlink(missing_ok=True)
+            raise
+
+    @contextmanager
+    def _alone(self, folder: Path) -> Iterator[None]:
+        """Nobody else saves a state here meanwhile, or has since this one was read. Raises `CheckpointError`."""
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            newest = checkpoint.newest_round(folder)
+            if beside.hold(handle) is False or newest != self._newest:
+                raise CheckpointError(
+                    f"another process saves a round in {folder}, or has saved one since this state was read (the "
+                    f"newest is {newest or 'none'}). A round counts once: go on with the next one."
+                )
+            yield
+        finally:
+            os.close(handle)
 
 
 def _zero_start(uploads: Sequence[Upload]) -> Adapter:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.adapters.io import AdapterSpec, read_adapter
+from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
 from fedlora.adapters.uploads import write_upload
+from fedlora.adapters.writer import TRAIN
 from fedlora.client import Played, play_round
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory, Download
@@ -65,11 +67,16 @@ def train_site(
     start_seed: int = 0,
     device: str = "cpu",
     data_file: Path | None = None,
+    limits: Limits | None = None,
+    force: bool = False,
 ) -> SiteRound:
     """Train on `data` from the received adapter (or a fresh one), and write the upload to `out`.
 
+    force: an upload that is there is replaced.
+
     Raises:
-        ConfigError: the model cannot be loaded, or the adapter is of layers that are not trained here.
+        ConfigError: the model cannot be loaded, the adapter is of layers that are not trained here, or `out` is not
+            empty or cannot be written.
         AdapterFormatError: the adapter cannot be read or does not fit the model. DataError: data that cannot be
             encoded.
 
@@ -88,7 +95,7 @@ def train_site(
         model = AdaptedModel.load(base, task, lora, labels=labels, seed=start.seed, device=device)
         adapter, spec = model.seed_adapter(start.rank, seed=start.seed)
     else:
-        model, adapter, spec = _received(base, task, start, labels, start_seed, device)
+        model, adapter, spec = _received(base, task, start, labels, start_seed, device, limits)
     if model.positions is not None:  # a model cannot read further than that
         settings = replace(settings, max_length=min(settings.max_length, model.positions))
     trainer = LocalTrainer(model, {client: data}, settings, seed=seed)
@@ -102,13 +109,16 @@ def train_site(
         "data_sha256": _digest(data_file) if data_file is not None else None,
         "base_model_sha256": model_digests(base),
         "mean_loss": played.loss,
-        "settings": {name: getattr(settings, name) for name in ("lr", "optimizer", "steps", "epochs", "batch_size")},
+        "settings": {
+            name: getattr(settings, name)
+            for name in ("lr", "optimizer", "steps", "epochs", "batch_size", "class_weights")
+        },
         "seed": seed,
         "label_names": list(labels),
         "template": find_template(settings.template, model.tokenizer).name if task == "causal-lm" else None,
         "fedlora": version("fedlora"),
     }
-    write_upload(out, played.upload, spec, round=round, more=facts)
+    write_upload(out, played.upload, spec, round=round, more=facts, force=force, by=TRAIN)
     distinct = sorted(set(ranks.values()))
     return SiteRound(
         played, adapter, " to ".join(str(r) for r in dict.fromkeys((distinct[0], distinct[-1]))),
@@ -117,10 +127,16 @@ def train_site(
 
 
 def _received(
-    base: str | Path, task: Task, directory: Path, labels: Sequence[str], seed: int, device: str
+    base: str | Path,
+    task: Task,
+    directory: Path,
+    labels: Sequence[str],
+    seed: int,
+    device: str,
+    limits: Limits | None,
 ) -> tuple[AdaptedModel, Adapter, AdapterSpec]:
     """The model with the received adapter's modules adapted, at the adapter's own scale."""
-    file = AdapterFile(directory)
+    file = AdapterFile(directory, limits=limits)
     kinds = {layout.kind for layout in file.layouts.values()} - {"linear"}
     extras = {file.kind(path) for path in file.heads} - {"head", "base"}
     if kinds or extras:
@@ -130,7 +146,7 @@ def _received(
         )
     scales = {file.scale(module) for module in file.modules}
     scaling = scales.pop() if len(scales) == 1 else 1.0
-    adapter, spec = read_adapter(directory, scaling=scaling)
+    adapter, spec = read_adapter(directory, scaling=scaling, limits=limits)
     saved = sorted({path.rpartition(".")[0] for path in file.heads if file.kind(path) == "head"})
     lora = LoRASettings(list(file.modules), scaling, saved=saved)
     model = AdaptedModel.load(base, task, lora, labels=labels, seed=seed, device=device)

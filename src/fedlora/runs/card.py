@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.core.lora import Adapter
-from fedlora.runs.base_names import base_name
+from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.config import RunConfig
 from fedlora.training.prompting import CHAT, RAW, is_jinja
 
@@ -71,6 +71,9 @@ with torch.no_grad():
     answers = model(**inputs).logits.argmax(-1).tolist()
 print([labels["id2label"][k] for k in answers])"""
 
+_HERE = "AutoTokenizer.from_pretrained(here)"
+_OF_BASE = 'AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)'
+
 _LANGUAGE_MODEL = """from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
@@ -91,16 +94,22 @@ def model_card(
     metrics: Mapping[str, float],
     *,
     client: str | None = None,
+    base: BaseName | None = None,
+    tokenizer: bool = True,
 ) -> str:
-    """The README.md of a run's adapter, with the front matter that the hub reads. client: whose own one it is."""
-    base = base_name(config.model.path, manifest["model"]["sha256"])
+    """The README.md of a run's adapter, with the front matter that the hub reads.
+
+    client: whose own one it is. base: what its base model is called, where manifest and configuration do not say.
+    tokenizer: whether its files lie beside the card; else it is taken from the base model.
+    """
+    base = base or base_name(config.model.path, manifest["model"]["sha256"])
     train = manifest["data"]["train"]
     ranks = sorted(set(adapter.ranks.values()))
     commit = manifest["commit"]
     return _TEMPLATE.format(
         base=f"base_model: {base.name}\n" if base.name else "",
         base_name=base.shown,
-        snippet=_snippet(config, manifest.get("answer_ends", ())),
+        snippet=_snippet(config, manifest.get("answer_ends", ()), tokenizer),
         prompts=_prompts(config),
         source=base.source,
         title=config.method.name if client is None else f"{config.method.name}, {client}'s own",
@@ -111,7 +120,7 @@ def model_card(
         modules=len(adapter.modules),
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
-        examples=sum(part["examples"] for part in train.values()),
+        examples=_examples(train),
         local=_local(config),
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
@@ -122,14 +131,23 @@ def model_card(
     )
 
 
+def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many were trained on; in a federation as each site said, if it ever did."""
+    told = [part["examples"] for part in train.values() if part.get("examples") is not None]
+    total = f"{sum(told):.0f}"
+    return total if len(told) == len(train) else f"{total} of {len(told)} that said so,"
+
+
 def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """Rows with the classes by name: how many examples were trained on, and which share of the test's was found."""
     names = [_cell(name) for name in manifest["data"]["labels"]]
     counts = (manifest["data"]["label_counts"] or {}).values()
     if not 0 < len(names) <= _MOST_CLASSES:
         return ""
-    total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
-    rows = f"| training examples by class | {', '.join(f'{n} {c}' for n, c in zip(names, total, strict=True))} |\n"
+    rows = f"| classes | {', '.join(names)} |\n"
+    if counts:
+        total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
+        rows = f"| training examples by class | {', '.join(f'{n} {c}' for n, c in zip(names, total, strict=True))} |\n"
     found = {_cell(k.removeprefix("recall/")): v for k, v in metrics.items() if k.startswith("recall/")}
     if found:
         rows += f"| recall on the test set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
@@ -155,8 +173,13 @@ def _local(config: RunConfig) -> str:
     return ", ".join(said)
 
 
-def _snippet(config: RunConfig, ends: Sequence[int]) -> str:
-    """How to load the adapter and ask it, from its folder alone."""
+def _snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
+    """How to load the adapter and ask it, from its folder alone; the tokenizer from the base where it is not there."""
+    asking = _whole_snippet(config, ends)
+    return asking if tokenizer else asking.replace(_HERE, _OF_BASE)
+
+
+def _whole_snippet(config: RunConfig, ends: Sequence[int]) -> str:
     if config.model.task == "causal-lm":
         return _LANGUAGE_MODEL.replace("ASK", _asking(config.data.prompting())).replace("ENDS", repr(list(ends)))
     paired = config.data.pair is not None or config.data.task in ("qqp", "qnli", "mnli")

@@ -22,7 +22,7 @@ from fedlora.data import (
     select_tasks,
     split,
 )
-from fedlora.data.splits import follow, inputs
+from fedlora.data.splits import Parts, follow, inputs
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.sections import DataSection
@@ -86,6 +86,7 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
     """A share of what each client was dealt becomes its own test set. Nobody trains on a copy of an example in it.
 
     What several clients hold copies of is trained on and tests none of them; the rest of each part is split.
+    Where there is no common test set (data.test = 0), all of them together are it, as with files of clients' own.
     """
     holders: dict[tuple[str, str], set[str]] = {}
     for client, part in dealt.parts.items():
@@ -110,7 +111,8 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
                 f"clients.own_test."
             ) from error
         parts[client] = TextData.concat([train, part.select(common)]) if common else train
-    return replace(dealt, parts=parts, own_test=tests)
+    common_test = dealt.test if any(map(len, dealt.test.values())) else {"": TextData.concat(list(tests.values()))}
+    return replace(dealt, parts=parts, test=common_test, own_test=tests)
 
 
 def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
@@ -192,7 +194,7 @@ def _files(config: RunConfig) -> Dealt:
     files = [path for path in (*sources.values(), d.validation, d.test) if isinstance(path, str)]
     text = _read(config, list(dict.fromkeys(files)))
     whole = {client: text[path] for client, path in sources.items() if path}
-    pieces = follow({c: split(data, **shares, seed=config.run.seed) for c, data in whole.items()})
+    pieces = follow({c: _split(config, c, data, shares) for c, data in whole.items()})
     pieces = {
         c: (
             _at_most(train, d.max_train if d.clients else None, config.run.seed, "train", c),
@@ -221,15 +223,34 @@ def _files(config: RunConfig) -> Dealt:
     return Dealt(parts, {"": common["validation"]}, {"": common["test"]}, own["validation"], own["test"])
 
 
+def _split(config: RunConfig, client: str, data: TextData, shares: Mapping[str, float]) -> Parts:
+    """One file's parts. Raises `DataError` with the file's name."""
+    try:
+        return split(data, validation=shares["validation"], test=shares["test"], seed=config.run.seed)
+    except DataError as error:
+        d = config.data
+        if client not in d.clients:
+            raise
+        raise DataError(
+            f"{d.clients[client]}, the file of {client!r}: {error} (Shares of every file: data.validation = "
+            f"{d.validation}, data.test = {d.test}; in a federation they are the server's.)"
+        ) from error
+
+
 def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
-    """Path -> its examples. All files agree on the classes: the union of what each of them names, in one order."""
+    """Path -> its examples. All files agree on the classes: data.labels, else the union of what each of them names."""
 
     def read(path: str, names: Sequence[str] | None = None) -> TextData:
         d = config.data
         if path == "demo":
-            return demo_data()
+            demo = demo_data()
+            if d.labels and tuple(d.labels) != demo.label_names:
+                raise ConfigError(f"data.labels = {d.labels}, and the demo's classes are {list(demo.label_names)}.")
+            return demo
         if config.model.task == "classification":
-            return read_classes(path, text=d.text, label=d.label, pair=d.pair, label_names=names)
+            return read_classes(
+                path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=bool(d.labels)
+            )
         return read_answers(path, prompt=d.prompt, response=d.response, messages=d.messages)
 
     found = {path: read(path) for path in paths}
@@ -245,6 +266,11 @@ def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
     every = {name for data in found.values() for name in data.label_names}
     names = sorted(every, key=int) if all(name.isdecimal() for name in every) else sorted(every)
     return {path: read(path, names) for path in paths}
+
+
+def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
+    """Path -> its examples, read as the run's own files are."""
+    return _read(config, list(paths))
 
 
 def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:

@@ -6,7 +6,6 @@ a.b=c` on the command line sets the same key.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import tomllib
@@ -14,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
+from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import (
     PACKAGED,
     ClientsSection,
@@ -26,7 +26,6 @@ from fedlora.runs.sections import (
     LoRASection,
     MethodSection,
     ModelSection,
-    RankEntry,
     RunSection,
     Section,
     ServerSection,
@@ -99,81 +98,31 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         >>> load_config(Path("config.toml"), ["run.rounds=1", "method.name=svd"]).method.name
         'svd'
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the config {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config {path} is not TOML: {error}.") from error
+    raw = read_tables(path)
     for override in overrides:
-        _override(raw, override)
-    return _located(parse_config(raw), path.parent)
+        override_in(raw, override)
+    return located(parse_config(raw), path.parent)
 
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """A configuration from nested tables. Raises `ConfigError` with a line for each thing wrong."""
-    try:
-        config = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        lines: dict[str, str] = {}
-        for e in sorted(
-            error.errors(), key=lambda e: e["type"] in ("string_type", "int_type")
-        ):  # of alternatives, the plain ones come last
-            key = _key(e["loc"])
-            lines.setdefault(key, _line(key, e["loc"], e["type"], e["msg"], e.get("input")))
-        raise ConfigError("; ".join(lines.values())) from error
+    config = checked(RunConfig, raw)
     idle = unused(config)
     if idle:
         raise ConfigError("; ".join(dict.fromkeys(idle)) + ". Leave it out.")
     return config
 
 
-def _key(location: tuple[int | str, ...]) -> str:
-    """The key as the file has it: pydantic goes on to name the alternatives of a type, which are no keys."""
-    parts: list[str] = []
-    model: Any = RunConfig
-    for part in location:
-        known = getattr(model, "model_fields", None)
-        if known is None and not isinstance(part, int):
-            break
-        parts.append(str(part))
-        model = known[part].annotation if known and part in known else None
-    return ".".join(parts)
-
-
-def _line(key: str, location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
-    if kind == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        return f"unknown key {key!r}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
-    if kind == "missing":
-        return f"key {key!r} is missing"
-    if kind == "value_error":  # of our own words
-        message = message.removeprefix("Value error, ")
-        return message if isinstance(value, dict) else f"{key}: {message}; got {value!r}"
-    return f"{key}: {message[0].lower()}{message[1:]}; got {value!r}" if key else message
-
-
-def _known_keys(section: tuple[int | str, ...]) -> list[str]:
-    model: Any = RunConfig
-    for part in section:
-        known = getattr(model, "model_fields", {})
-        if part in known:
-            model = known[part].annotation
-        elif part == RankEntry.__name__:  # an alternative of an entry of clients.ranks
-            model = RankEntry
-    return list(getattr(model, "model_fields", ()))
-
-
 def overridden(overrides: Sequence[str]) -> dict[str, Any]:
     """What `a.b=c` overrides say by themselves, as nested tables. Raises `ConfigError`."""
     said: dict[str, Any] = {}
     for override in overrides:
-        _override(said, override)
+        override_in(said, override)
     return said
 
 
-def _override(raw: dict[str, Any], text: str) -> None:
+def override_in(raw: dict[str, Any], text: str) -> None:
+    """Set one `a.b=c` in nested tables. Raises `ConfigError`."""
     key, found, value = text.partition("=")
     if not found or not all(key.split(".")):
         raise ConfigError(f"--set takes KEY=VALUE with dots in KEY, such as run.rounds=5; got {text!r}.")
@@ -190,8 +139,9 @@ def _override(raw: dict[str, Any], text: str) -> None:
     table[last] = parsed
 
 
-def _located(config: RunConfig, folder: Path) -> RunConfig:
-    """With the paths of local files absolute, so that a run can be resumed from anywhere."""
+def located(config: RunConfig, folder: Path) -> RunConfig:
+    """With the paths of local files absolute, so that a run can be resumed from anywhere. Relative ones start at
+    `folder`, the config file's."""
 
     def absolute(path: str) -> str:
         return str((folder / path).resolve())
@@ -204,6 +154,12 @@ def _located(config: RunConfig, folder: Path) -> RunConfig:
         if isinstance(getattr(data, part), str) and not is_hub(getattr(data, part)):
             changes[part] = absolute(getattr(data, part))
     local = model.path not in PACKAGED and (folder / model.path).exists()
+    if not local and model.path not in PACKAGED and Path(model.path).exists():  # transformers would take that one
+        raise ConfigError(
+            f"model.path = {model.path!r} starts at {folder.resolve()}, the folder of the file that names it, and "
+            f"there is no such model; the working directory has one of that name. Give its whole path, "
+            f"if it is meant."
+        )
     return config.model_copy(
         update={
             "data": data.model_copy(update=changes),

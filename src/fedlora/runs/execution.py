@@ -7,7 +7,6 @@ folder continues with the same bits.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from fedlora.adapters.uploads import write_upload
 from fedlora.analysis.audit import gauge_drift, padded_average_error, storing_drift
 from fedlora.client import receive
 from fedlora.core import checkpoint
+from fedlora.core.folders import ANY_FOLDER, replacing_folder
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
@@ -186,21 +186,18 @@ def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, recor
 
     A round is stored as a whole or not at all.
     """
-    target = folder.uploads(record.round)
-    beside = target.with_name(target.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)
-    for upload in record.uploads:
-        download = prepared.server.download(before.server, upload.client)
-        modules = {}
-        for name, came in download.adapter.modules.items():
-            sent = upload.adapter.modules[name].tensors() if name in upload.adapter.modules else {}
-            modules[name] = pad_rank(LoRA(**(came.tensors() | sent)), 1)
-        heads = {**download.adapter.heads, **upload.adapter.heads}
-        whole = replace(upload, adapter=Adapter(modules, heads))
-        write_upload(beside / upload.client.id, whole, prepared.spec, round=record.round)
-    shutil.rmtree(target, ignore_errors=True)  # of a round that was played before a kill
-    if beside.exists():
-        beside.rename(target)
+    if not record.uploads:
+        return
+    with replacing_folder(folder.uploads(record.round), force=True, kind=ANY_FOLDER) as building:
+        for upload in record.uploads:
+            download = prepared.server.download(before.server, upload.client)
+            modules = {}
+            for name, came in download.adapter.modules.items():
+                sent = upload.adapter.modules[name].tensors() if name in upload.adapter.modules else {}
+                modules[name] = pad_rank(LoRA(**(came.tensors() | sent)), 1)
+            heads = {**download.adapter.heads, **upload.adapter.heads}
+            whole = replace(upload, adapter=Adapter(modules, heads))
+            write_upload(building / upload.client.id, whole, prepared.spec, round=record.round)
 
 
 def _padded_error(prepared: Prepared, before: RunState, record: RoundRecord) -> float | None:

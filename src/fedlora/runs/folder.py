@@ -7,6 +7,8 @@ samples.jsonl, samples.md  a language model's answers to held-out prompts, befor
 plots/*.png                                            best/             the best one by validation, likewise
 uploads/           what clients sent, on request (run.keep_uploads)
 clients/ID/        each client's readout, on request (run.readouts), or where there is no server model
+
+adapter/, best/, each of clients/ and each round of uploads/ appear whole (`core.folders`).
 """
 
 from __future__ import annotations

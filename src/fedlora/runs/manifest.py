@@ -35,9 +35,7 @@ def manifest(
     counts = label_counts([y for p in parts.values() for y in p.labels or ()], _ranges(parts)) if first.labels else None
     return {
         "config_digest": config.digest(),
-        "versions": {name: _version(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
-        "python": platform.python_version(),
-        "commit": _commit(),
+        **code_facts(),
         "device": str(torch.device(config.model.chosen_device())),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
@@ -52,6 +50,15 @@ def manifest(
         },
         "clients": {c.id: shown_rank(c) for c in clients},
         "method": repr(method),
+    }
+
+
+def code_facts() -> dict[str, Any]:
+    """What this machine runs: versions of the libraries, and the commit of a checkout."""
+    return {
+        "versions": {name: _version(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
+        "python": platform.python_version(),
+        "commit": _commit(),
     }
 
 

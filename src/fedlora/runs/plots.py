@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedlora.analysis.audit import Audit
+from fedlora.core import files
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.rank_profiles import RankType
 
@@ -237,7 +238,12 @@ def _short(module: str) -> str:
 
 
 def saved(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    """The figure as a file, whole or not at all; returns where: a name without an ending gets matplotlib's own."""
+    kind = path.suffix.removeprefix(".") or plt.rcParams["savefig.format"]
+    path = path if path.suffix else path.with_name(f"{path.name}.{kind}")
+    try:
+        with files.replacing(path) as file:
+            figure.savefig(file, dpi=130, format=kind)
+    finally:
+        plt.close(figure)
     return path

@@ -170,12 +170,8 @@ def _check_measuring(config: RunConfig, data: Dealt) -> None:
             f"evaluate.patience = {e.patience} looks at the validation metric, and there are no validation data: "
             f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
         )
-    if config.clients.own_test is not None and not any(len(part) for part in data.test.values()):
-        raise ConfigError(
-            f"clients.own_test = {config.clients.own_test:g} comes beside a common test set, and data.test = "
-            f"{config.data.test!r} holds nothing. Give data.test a share or a file."
-        )
-    if config.clients.own_test is not None and not e.clients_at_end and e.target != "clients":
+    beside = config.clients.own_test is not None and config.data.test != 0  # else they are the common test set
+    if beside and not e.clients_at_end and e.target != "clients":
         raise ConfigError(
             f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would measure: set "
             f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."

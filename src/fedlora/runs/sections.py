@@ -247,7 +247,8 @@ class ClientsSection(Section):
     a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring ranks of their own.
     Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet" label skew of
     `alpha` (default 1) with at least `min_size` examples each, or "iid". own_test: a share of what each client was
-    dealt that it never trains on and is measured on (evaluate.clients_at_end), beside the common test set.
+    dealt that it never trains on and is measured on (evaluate.clients_at_end), beside the common test set; with
+    data.test = 0 all of them together are the common one.
     """
 
     count: Positive | None = None
@@ -286,12 +287,27 @@ class ClientsSection(Section):
         return self
 
 
+def check_classes(labels: Sequence[str] | None) -> None:
+    """Raises `ValueError` for names of classes that could not be told apart in a file."""
+    if labels is None:
+        return
+    if len(labels) < 2:
+        raise ValueError("names of classes are two or more, for of one class there is nothing to tell apart")
+    twice = [name for k, name in enumerate(labels) if name.strip() in [other.strip() for other in labels[:k]]]
+    if twice:
+        raise ValueError(f"the class {twice[0]!r} is named twice")
+    if not all(name.strip() and name.isprintable() for name in labels):
+        raise ValueError("the name of a class is printable text, and not blank")
+
+
 class DataSection(Section):
     """Where the text is. Paths are relative to the config file.
 
     One source: train, one file dealt out to the clients ("demo" is built in); or clients, id -> that client's own file;
     or task, a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub where no root is given),
-    or "superni", where each task is a client. text, pair, label: columns of a classification file. prompt, response: of
+    or "superni", where each task is a client. text, pair, label: columns of a classification file. labels: the
+    names of its classes, in the order of their numbers, where they are agreed on: a file that lacks one will do, and a
+    row of another class is an error; without it, all classes that occur in the files. prompt, response: of
     an instruction file. validation, test: a share to hold out (of each file), or a file of its own; GLUE's test sets
     are the official validation files. Best is chosen on validation only. max_train, max_test: at most so many examples
     (of each client's or task's, for superni), drawn by the seed. tasks, unseen: how many tasks of superni are clients,
@@ -315,6 +331,7 @@ class DataSection(Section):
     text: str = "text"
     pair: str | None = None
     label: str = "label"
+    labels: list[Annotated[str, Field(min_length=1)]] | None = None
     prompt: str = "prompt"
     response: str = "response"
     messages: str | None = None
@@ -337,6 +354,12 @@ class DataSection(Section):
             )
         check_template(self.template)
         return self
+
+    @field_validator("labels")
+    @classmethod
+    def _classes(cls, labels: list[str] | None) -> list[str] | None:
+        check_classes(labels)
+        return labels
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:

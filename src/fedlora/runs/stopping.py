@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fedlora.training.metrics import is_better
+
+
+class Better(Protocol):
+    """Compares two rounds."""
+
+    def __call__(self, line: Mapping[str, Any], best: Mapping[str, Any] | None, *, by: float) -> bool:
+        """Whether `line` is better than `best` (None: there is none yet) by more than `by`."""
 
 
 @dataclass(frozen=True)
@@ -23,35 +31,56 @@ class Patience:
     min_delta: float = 0.0
     every: int = 1
 
-    def stop(self, lines: Iterable[Mapping[str, Any]], rounds: int) -> dict[str, Any] | None:
+    def stop(
+        self,
+        lines: Iterable[Mapping[str, Any]],
+        rounds: int,
+        *,
+        score: Callable[[Mapping[str, Any]], float | None] | None = None,
+        better: Better | None = None,
+        where: str = "on validation",
+    ) -> dict[str, Any] | None:
         """Where and why a run ends before its time, or None: what summary.json says as "stopped_early".
 
         Args:
             lines: a run's rounds as metrics.jsonl has them, from the first on. Nothing else counts, so that a run which
                 was killed and resumed stops where it would have stopped. rounds: that it may last.
+            score: of a round, None where it was not measured; the metric among its line's "metrics" if not given.
+            better: whether a round is better than the best before it; by that score if not given. where: for the words.
         """
-        best: float | None = None
-        since, best_round = 0, None
+        score = score or self._score
+        better = better or self._better
+        best: Mapping[str, Any] | None = None
+        since = 0
         for line in lines:
-            if not line["metrics"] or (line["round"] % self.every and line["round"] != rounds):
+            if score(line) is None or (line["round"] % self.every and line["round"] != rounds):
                 continue
-            score = line["metrics"][self.metric]
-            if is_better(self.metric, score, best, by=self.min_delta):
-                best, best_round, since = score, line["round"], 0
+            if better(line, best, by=self.min_delta):
+                best, since = line, 0
                 continue
             since += 1
             if since >= self.evaluations and line["round"] < rounds:
+                best_round = None if best is None else best["round"]
                 return {
-                    "round": line["round"], "of": rounds, "best_round": best_round, "best": best,
-                    "why": self._why(best_round),
+                    "round": line["round"], "of": rounds, "best_round": best_round,
+                    "best": None if best is None else score(best), "why": self._why(best_round, where),
                 }  # fmt: skip
         return None
 
-    def _why(self, best_round: int | None) -> str:
+    def _score(self, line: Mapping[str, Any]) -> float | None:
+        if not line["metrics"]:
+            return None
+        value = line["metrics"][self.metric]
+        return math.nan if value is None else float(value)
+
+    def _better(self, line: Mapping[str, Any], best: Mapping[str, Any] | None, *, by: float) -> bool:
+        return is_better(self.metric, self._score(line), None if best is None else self._score(best), by=by)
+
+    def _why(self, best_round: int | None, where: str) -> str:
         if best_round is None:
-            return f"{self.evaluations} evaluations on validation in which {self.metric} was no number"
+            return f"{self.evaluations} evaluations {where} in which {self.metric} was no number"
         more = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
-            f"{self.evaluations} evaluations on validation in a row without a better {self.metric} than round "
+            f"{self.evaluations} evaluations {where} in a row without a better {self.metric} than round "
             f"{best_round}'s{more}"
         )

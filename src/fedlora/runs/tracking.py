@@ -59,9 +59,9 @@ class Logger:
     """trackio and wandb, which share init, log and finish. A resumed run is a new one there, of the same name, and is
     told all its rounds again; the old one ends where it was stopped."""
 
-    def __init__(self, name: TrackerName, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: TrackerName, called: str, config: Mapping[str, Any]) -> None:
         self._library: Any = _library(name)
-        self._library.init(project="fedlora", name=folder.name, config=dict(config))
+        self._library.init(project="fedlora", name=called, config=dict(config))
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
         self._library.log({"round": round, **numbers})
@@ -76,12 +76,17 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
         _library(name)
 
 
-def make_tracker(name: TrackerName, folder: Path, config: Mapping[str, Any], *, anew: bool = False) -> Tracker:
-    """The tracker of that name. anew: the run is resumed, and all its rounds will be told again.
+def make_tracker(
+    name: TrackerName, folder: Path, config: Mapping[str, Any], *, anew: bool = False, called: str | None = None
+) -> Tracker:
+    """The tracker of that name. anew: the run is resumed, and all its rounds will be told again. called: what the run
+    is called there; by default as its folder.
 
     Raises `ConfigError` where its library is missing.
     """
-    return TensorBoard(folder, config, anew=anew) if name == "tensorboard" else Logger(name, folder, config)
+    return (
+        TensorBoard(folder, config, anew=anew) if name == "tensorboard" else Logger(name, called or folder.name, config)
+    )
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedlora.runs.config import RunConfig
 
 _DEALING = ("count", "partition", "alpha", "min_size")  # how one file becomes clients
-_COLUMNS = {"classification": ("text", "pair", "label"), "causal-lm": ("prompt", "response")}
+_COLUMNS = {"classification": ("text", "pair", "label", "labels"), "causal-lm": ("prompt", "response")}
 
 
 def unused(config: RunConfig) -> list[str]:
@@ -46,10 +46,12 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
     for task, columns in _COLUMNS.items():
         for column in columns:
             if task != config.model.task:
-                yield f"data.{column}", f"it is a column of {task} files, and model.task = {config.model.task!r}"
+                what = "the classes" if column == "labels" else "a column"
+                yield f"data.{column}", f"it is {what} of {task} files, and model.task = {config.model.task!r}"
             elif not files:
                 source = f"data.task = {d.task!r}" if d.task else "data.train = 'demo'"
-                yield f"data.{column}", f"{source} has columns of its own"
+                what = "classes" if column == "labels" else "columns"
+                yield f"data.{column}", f"{source} has {what} of its own"
     if config.model.task == "classification":
         yield "data.loss_on", "it is for instructions, and model.task = 'classification'"
     if d.task != "superni":
@@ -72,9 +74,11 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "train.epochs", f"train.steps = {config.train.steps} goes before it. Set train.steps = 0 to train epochs"
     if config.model.task == "classification":
         yield "evaluate.max_new_tokens", "it is for generated text, and model.task = 'classification'"
-    if d.test == 0 and c.own_test is None:  # an own test set asks for a common one: `prepare` says so
+    if d.test == 0 and c.own_test is None:
         yield "evaluate.clients_at_end", "clients are measured on the test set, and data.test = 0 leaves none"
-    if d.test == 0 and d.validation == 0 and d.task != "superni":  # whose unseen tasks are measured in any case
+    if (
+        d.test == 0 and c.own_test is None and d.validation == 0 and d.task != "superni"
+    ):  # whose unseen tasks are measured in any case
         for name in ("metric", "batch_size"):
             yield f"evaluate.{name}", "data.validation = 0 and data.test = 0 leave nothing to measure on"
     if d.validation == 0:

@@ -169,6 +169,17 @@ class ModelEvaluator:
         """What `client` would start its next round with, on its own held-out text where it has some."""
         return next(self._measured([self._at(server, state, client, memory)])).scores
 
+    def measure_adapter(self, adapter: Adapter, base_delta: Mapping[str, LoRA], client: str | None = None) -> Scores:
+        """Any adapter, with what the base weights change by; on the client's own held-out text where it has some."""
+        own = None if client is None else self._own.get(client)
+        look = _Look(adapter, base_delta, client if own else None, own or self._groups)
+        return next(self._measured([look])).scores
+
+    def count(self, client: str | None = None) -> int:
+        """How many examples are held out: of the client's own where it has some, else of all."""
+        own = None if client is None else self._own.get(client)
+        return sum(len(held.examples) for held in (own or self._groups).values())
+
     def look(self, piece: Piece) -> Seen:
         """What a model does with its piece of a held-out set."""
         _, max_new_tokens, batch_size = self._limits

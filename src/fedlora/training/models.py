@@ -6,12 +6,10 @@ Knows transformers and peft; knows nothing of federation, data or optimisers. Th
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlora.adapters.io import AdapterSpec, load_into_model, read_model
+from fedlora.core.folders import replacing_folder
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import TailPenalty
 from fedlora.errors import ConfigError
@@ -61,6 +60,27 @@ class LoRASettings:
 
 _SEED = "seed"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
+
+
+def longest_input(network: nn.Module, positions: int | None) -> int | None:
+    """The most tokens that a network can read, by its tables of positions and what its configuration says; None where
+    it has no such table."""
+    tables = [
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+    ]
+    return min([*tables, *([] if positions is None else [positions])]) if tables else None
+
+
+def longest_of_files(model: Path) -> int | None:
+    """The same of a model that is not loaded: its layers are made without their numbers."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(model)
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    with torch.device("meta"):
+        return longest_input(AutoModel.from_config(config), found if isinstance(found, int) else None)
 
 
 class AdaptedModel:
@@ -194,12 +214,7 @@ class AdaptedModel:
     @property
     def longest(self) -> int | None:
         """The most tokens that the model can read: the rows of its table of positions. None where it has none."""
-        tables = [
-            module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-            for name, module in self.network.named_modules()
-            if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
-        ]
-        return min([*tables, *([] if self.positions is None else [self.positions])]) if tables else None
+        return longest_input(self.network, self.positions)
 
     @property
     def quantised(self) -> bool:
@@ -415,18 +430,14 @@ def dequantised(file: Path) -> Path:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"the model {file.name} cannot be read as GGUF: {reason}") from error
         try:
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache) as beside:  # then moved as a whole: no half-written model
-                made = Path(beside) / "model"
-                model.save_pretrained(made)
-                tokenizer.save_pretrained(made)
-                with contextlib.suppress(OSError):  # somebody else was faster
-                    made.rename(target)
-        except OSError as error:
-            raise ConfigError(
-                f"the dequantised model cannot be written to {cache}: {error.strerror or error}. "
-                f"Free some space, or name another folder in FEDLORA_CACHE."
-            ) from error
+            with replacing_folder(target) as building:
+                model.save_pretrained(building)
+                tokenizer.save_pretrained(building)
+        except ConfigError as error:
+            if not target.is_dir():  # else somebody was faster
+                raise ConfigError(
+                    f"the dequantised model {error} Free some space, or name another folder in FEDLORA_CACHE."
+                ) from error
     return target
 
 

@@ -171,6 +171,8 @@ class Processes(Generic[R]):
                     self._submit(task)
 
     def _submit(self, task: _Task) -> None:
+        if self._executor is None and self._context.get_start_method() == "forkserver":
+            forkserver.ensure_running()  # outside of what follows: all that others fork from it would keep that, too
         with _interrupts_held():
             if self._executor is None:
                 self._start()
@@ -178,8 +180,6 @@ class Processes(Generic[R]):
             task.future = self._executor.submit(_do, task.packed)
 
     def _start(self) -> None:
-        if self._context.get_start_method() == "forkserver":
-            forkserver.ensure_running()
         reader, self._lifeline = self._context.Pipe(duplex=False)
         try:
             number = self._context.Value("i", 0)

@@ -1,0 +1,76 @@
+"""Every kind of adapter that the tests know, and the error of what fedlora makes of it: docs/adapter-kinds.md.
+
+    python benchmarks/adapter_kinds.py [--write]
+
+The kinds are those of tests/support/peft_kinds.py: peft makes two adapters on a tiny model in float64, and peft's own
+dense models are the truth. A number is the relative error over all tensors that the adapters change, rounded up to a
+power of ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support.peft_kinds import KINDS, REFUSED, judged, refusal
+
+PAGE = Path(__file__).parent.parent / "docs" / "adapter-kinds.md"
+HEAD = """# Kinds of adapters
+
+Made by `python benchmarks/adapter_kinds.py --write`. Every row is two adapters that peft makes, on a tiny base model in
+float64. Numbers are relative errors against peft's own dense models, rounded up to a power of ten: *copied* is read by
+fedlora, written, and loaded by peft; *merged* is `fedlora merge --weights 0.7,0.3`, loaded by peft; *merged again* is
+that result merged with the first adapter. Each row is a test: `tests/adapters/test_kinds.py`. Files in 16 and 32 bit
+have the rounding of their type; everything else is as exact as float64.
+
+| adapters | copied | merged | merged again |
+|---|---|---|---|
+"""
+
+
+def rounded(error: float) -> str:
+    """0, or the next power of ten."""
+    return f"1e{math.ceil(math.log10(error))}" if error > 1e-17 else "0"
+
+
+def table() -> str:
+    lines = []
+    for name, case in KINDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = judged(case, Path(folder))
+                numbers = [rounded(x) for x in (found.copied, found.merged, found.again)]
+            except Exception as error:  # a defect that the tests know
+                numbers = [f"fails ({type(error).__name__})", "", ""]
+        lines.append(f"| {name} | {' | '.join(numbers)} |")
+    for name, (case, words) in REFUSED.items():
+        with tempfile.TemporaryDirectory() as folder:
+            line = refusal(case, Path(folder))
+        lines.append(f"| {name} | refused by `{words}` | | |" if words in line else f"| {name} | ACCEPTED | | |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into docs/adapter-kinds.md")
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = table()
+    if wanted.write:
+        PAGE.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

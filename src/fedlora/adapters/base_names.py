@@ -1,0 +1,152 @@
+"""Do two adapters name the same base model? Only what is safe is recognised; of the rest a person has to say so.
+
+    org/Name/                          org/Name            a slash more
+    https://huggingface.co/org/Name    org/Name            the hub's address
+    .../models--org--Name/snapshots/C  org/Name            the hub's cache
+    ORG/name                           org/Name            the hub keeps no two names that differ in case alone
+    bert-base-uncased                  google-bert/...     names of before the hub had organisations
+    org/Name-bnb-4bit                  org/Name            the same weights, quantised
+    unsloth/Name                       meta-llama/Name     a mirror, of publishers that are known
+    /models/Name-7B                    org/Name-7B         a copy, where the name is one that models have
+    no revision                        main                the default
+
+Two folders with one name are no evidence, nor is a folder called "model".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+from fedlora.core.echo import shown
+from fedlora.errors import AdapterFormatError
+
+_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)(?:/(?:tree|resolve)/[^/]+)?")
+_CACHED = re.compile(r"(?:.*/)?models--(.+?)--(.+?)(?:/snapshots/([0-9a-f]{6,64}))?")
+_QUANTISED = re.compile(r"(?:-unsloth)?-bnb-4bit$", re.IGNORECASE)
+_MIRROR = "unsloth"
+_PUBLISHERS = frozenset((
+    "meta-llama", "qwen", "mistralai", "google", "microsoft", "huggingfacetb", "deepseek-ai", "tiiuae", "ibm-granite",
+    "openai", "allenai", "tinyllama", "cohereforai", "01-ai", "bigcode", "stabilityai",
+))  # fmt: skip
+_OLD_NAMES = {
+    "gpt2": "openai-community", "gpt2-medium": "openai-community", "gpt2-large": "openai-community",
+    "gpt2-xl": "openai-community", "bert-base-uncased": "google-bert", "bert-base-cased": "google-bert",
+    "bert-large-uncased": "google-bert", "bert-large-cased": "google-bert",
+    "bert-base-multilingual-cased": "google-bert", "roberta-base": "facebookai", "roberta-large": "facebookai",
+    "xlm-roberta-base": "facebookai", "xlm-roberta-large": "facebookai", "distilbert-base-uncased": "distilbert",
+    "distilroberta-base": "distilbert", "distilgpt2": "distilbert", "t5-small": "google-t5", "t5-base": "google-t5",
+    "t5-large": "google-t5", "albert-base-v2": "albert",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model as an adapter's config names it."""
+
+    name: str | None
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        at = f" at revision {shown(self.revision)}" if self.revision else ""
+        return f"{shown(self.name) if self.name else 'not named'}{at}"
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A name taken apart. owner: "" where it is not said. folder: the name is a path. snapshot: of the hub's cache."""
+
+    owner: str
+    name: str
+    folder: str = ""
+    snapshot: str | None = None
+
+
+def check_same_base(bases: Iterable[Base], *, declared: bool = False) -> list[str]:
+    """What was taken as one model under two names, in words.
+
+    Args:
+        declared: the user has said (`--same-base`) that all names mean one model.
+
+    Raises:
+        AdapterFormatError: two of them name different models, as far as can be told, or two revisions of one.
+    """
+    notes = []
+    for a, b in combinations(dict.fromkeys(bases), 2):
+        if _revision(a) and _revision(b) and _revision(a) != _revision(b):
+            raise AdapterFormatError(
+                f"the adapters are of different base models, so they do not add up: {a} and {b}: two revisions."
+            )
+        if not declared and not is_same_base(a, b):
+            raise AdapterFormatError(
+                f"the adapters are of different base models, so they do not add up: {a} and {b}. "
+                f"If both mean one model with the same weights, --same-base (same_base=True) says so."
+            )
+        if a.name != b.name:
+            notes.append(f"{a} and {b} are taken as one base model{' (--same-base)' if declared else ''}")
+    return notes
+
+
+def is_same_base(a: Base, b: Base) -> bool:
+    """Whether two names surely mean the same weights."""
+    if _revision(a) != _revision(b):
+        return False
+    if a.name == b.name:
+        return True
+    if not a.name or not b.name:
+        return False
+    one, two = _known(a.name), _known(b.name)
+    if one.snapshot and two.snapshot and one.snapshot != two.snapshot:
+        return False
+    if one.folder and two.folder:
+        return one.folder == two.folder
+    if one.name != two.name:
+        return False
+    if one.folder or two.folder:
+        return _tells(one.name)
+    if one.owner == two.owner:
+        return True
+    return (one.owner == _MIRROR and two.owner in _PUBLISHERS) or (two.owner == _MIRROR and one.owner in _PUBLISHERS)
+
+
+def public_name(bases: Iterable[Base]) -> str | None:
+    """The name to hand on: the first that is no path of somebody's machine, else the first."""
+    names = [base.name for base in bases if base.name]
+    return next((name for name in names if not is_path(name)), names[0] if names else None)
+
+
+def is_path(name: str) -> bool:
+    """Whether a base model's name is a path of some machine, by its look."""
+    return bool(re.match(r"[/~.\\]|[A-Za-z]:[\\/]", name)) or "\\" in name or name.strip("/").count("/") > 1
+
+
+def _revision(base: Base) -> str | None:
+    return None if base.revision in (None, "", "main") else base.revision
+
+
+def _known(name: str) -> _Known:
+    plain = name.rstrip("/") or name
+    address = _ADDRESS.fullmatch(plain)
+    if address:
+        plain = address[1]
+    cached = _CACHED.fullmatch(plain)
+    if cached:
+        return _hub(f"{cached[1]}/{cached[2]}", cached[3])
+    if is_path(plain):
+        last = re.split(r"[/\\]", plain)[-1]
+        return _Known("", _QUANTISED.sub("", last).casefold(), folder=plain)
+    return _hub(plain)
+
+
+def _hub(name: str, snapshot: str | None = None) -> _Known:
+    owner, _, last = name.casefold().rpartition("/")
+    return _Known(owner or _OLD_NAMES.get(last, ""), _QUANTISED.sub("", last), snapshot=snapshot)
+
+
+def _tells(name: str) -> bool:
+    """Whether a folder's name is one that a model has: letters and digits in several parts, as llama-3.1-8b."""
+    parts = [part for part in re.split(r"[-_]", name) if part]
+    generic = re.match(r"(checkpoint|ckpt|step|epoch|run|model|merged|output|final|v)[-_]?\d*$", name)
+    return len(parts) >= 2 and any(c.isdigit() for c in name) and generic is None

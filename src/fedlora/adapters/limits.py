@@ -1,0 +1,109 @@
+"""What a file may claim: each limit with its default, its reason, and the option that raises it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from fedlora.core.echo import quoted
+from fedlora.errors import AdapterFormatError, ConfigError
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_LARGEST = 2**50
+
+
+def _half_the_memory() -> int:
+    """Bytes: half of what this machine, or the container around us, has; the rest is for everything else in it."""
+    found = [2**33]
+    try:
+        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError, AttributeError):  # no such system, no container, or "max"
+        pass
+    return max(min(n for n in found if n > 0), 2**28) // 2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an adapter's files may claim, and what working with them may take.
+
+    header: bytes of the weights' header; 100,000 tensors with names of 200 letters take 30 MB.
+    json: bytes of adapter_config.json, upload.json or an index; real ones have 1 kB, a pattern for each expert 2 MB.
+    depth: of lists and objects in each other; a config has 4, a header 3.
+    values: of all lists and objects together, keys too, for each takes memory before it is looked at; a tensor has 12.
+    tensors: the largest mixtures of experts, stored expert by expert, have 90,000.
+    dimensions: of one tensor; a convolution over volumes has 5.
+    modules: matrices, with each expert of a tensor by itself.
+    experts: of one tensor; the largest models have 512.
+    name: letters of a tensor's name; real ones have up to 120.
+    questions: names that a config lists, times tensors that they are asked about.
+    total: bytes of the weights file; all of them are read to be checked, so time grows with this.
+    pattern_seconds: of processor time for matching the patterns of a config; real ones take milliseconds.
+    memory: bytes that one operation may allocate: half of the machine's, since the system kills what takes all of it.
+
+    Example:
+        >>> Limits.parse(["tensors=200000", "total=80GiB"]).tensors
+        200000
+    """
+
+    header: int = 32 * 2**20
+    json: int = 8 * 2**20
+    depth: int = 32
+    values: int = 1_500_000
+    tensors: int = 100_000
+    dimensions: int = 16
+    modules: int = 100_000
+    experts: int = 10_000
+    name: int = 512
+    questions: int = 5_000_000
+    total: int = 64 * 2**30
+    pattern_seconds: int = 2
+    memory: int = field(default_factory=_half_the_memory)
+
+    @classmethod
+    def parse(
+        cls, texts: Sequence[str] = (), *, max_bytes: int | None = None, max_tensors: int | None = None
+    ) -> Limits:
+        """From "NAME=VALUE" as it is typed; VALUE is a whole number, also as 80GiB.
+
+        max_bytes, max_tensors: other names for total and tensors.
+
+        Raises:
+            ConfigError: no such limit, no positive whole number, or two values for one.
+        """
+        given: dict[str, tuple[str, int]] = {}
+        for option, name, value in (("--max-bytes", "total", max_bytes), ("--max-tensors", "tensors", max_tensors)):
+            if value is not None:
+                given[name] = (f"{option} {value}", _whole(str(value), option))
+        known = [f.name for f in fields(cls)]
+        for text in texts:
+            name, _, value_text = text.partition("=")
+            if name not in known:
+                raise ConfigError(
+                    f"--limit takes NAME=VALUE, and NAME is one of {', '.join(known)}; got {quoted(text, 80)}."
+                )
+            told, number = f"--limit {text}", _whole(value_text, f"--limit {name}")
+            if given.setdefault(name, (told, number))[1] != number:
+                raise ConfigError(f"{given[name][0]} and {told} contradict each other: give one of them.")
+        return replace(cls(), **{name: number for name, (_, number) in given.items()})
+
+    def check(self, name: str, found: int, what: str) -> None:
+        """Raises `AdapterFormatError`, with the limit and the option that raises it, where `found` is beyond a limit.
+        what: the sentence up to "more than"."""
+        most: int = getattr(self, name)
+        if found > most:
+            raise AdapterFormatError(f"{what}, more than the {most:,} allowed; --limit {name}={found} would take it.")
+
+
+def _whole(text: str, option: str) -> int:
+    found = re.fullmatch(r"(\d{1,16})(|KiB|MiB|GiB|TiB)", text.replace("_", ""), re.ASCII)
+    number = int(found[1]) * _UNITS[found[2]] if found else math.nan
+    if not 1 <= number <= _LARGEST:
+        raise ConfigError(
+            f"{option} takes a whole number from 1 to {_LARGEST:,}, also as 80GiB; got {quoted(text, 80)}."
+        )
+    return int(number)

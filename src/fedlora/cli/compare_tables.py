@@ -1,0 +1,172 @@
+"""The tables of `fedlora compare`, the lines under them, and all of it as one value for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedlora.cli.compare_found import Found
+from fedlora.cli.compare_runs import Failure
+from fedlora.cli.formats import Sheet
+from fedlora.cli.scores import difference_sheet, direction, score_sheet, widen_lines
+from fedlora.experiments.comparison import AXIS, PROFILE
+from fedlora.experiments.plan import worst_values
+from fedlora.experiments.results import Result
+from fedlora.experiments.tables import CellScore, Difference, smaller_is_better
+
+_PLACES = 5  # so many places have a column of their own on 80 characters
+
+
+def sheets(found: Found) -> list[Sheet]:
+    """Scores, differences, places, costs."""
+    return [_scores(found), *_against(found), *_placings(found), _costs(found)]
+
+
+def _scores(found: Found) -> Sheet:
+    by = {found.which: found.cells, **found.beside}
+    n = len(found.seeds)
+    how = "one seed" if n == 1 else f"mean ± standard deviation over {n} seeds"
+    metric = found.metric.replace("_", "-")
+    return score_sheet(f"{metric}: {how}; same clients, data and start", by, [AXIS])
+
+
+def _against(found: Found) -> list[Sheet]:
+    if not found.differences:
+        return []
+    title = f"{found.title}: difference to {found.reference}, paired by seed"
+    return [difference_sheet(title, found.differences)]
+
+
+def _placings(found: Found) -> list[Sheet]:
+    if not found.placings or len(found.seeds) == 1:
+        return []
+    count = len(found.placings)
+    own = min(count, _PLACES)
+    heads = [f"{k}{('st', 'nd', 'rd')[k - 1] if k < 4 else 'th'}" for k in range(1, own + 1)]
+    rows = []
+    for p in found.placings:
+        rest = [str(sum(p.counts[own:]))] if count > own else []
+        rows.append([p.label, *(str(n) for n in p.counts[:own]), *rest, f"{p.mean:.2f}"])
+    different, seeds = found.orders
+    changes = "the same order on every seed" if different == 1 else f"{different} different orders on {seeds} seeds"
+    columns = ["place", *heads, *(["lower"] if count > own else []), "mean place"]
+    return [Sheet(f"{found.title}: places by seed; {changes}", columns, rows)]
+
+
+def _costs(found: Found) -> Sheet:
+    """What it took, in the mean over seeds."""
+    rows = []
+    for label, by_seed in found.runs.items():
+        raws = [result.raw for result in by_seed.values()]
+        up = _mean([raw["bytes"]["up_adapter"] + raw["bytes"]["up_heads"] for raw in raws]) / 1e6
+        total = _mean([raw["bytes"]["total"] for raw in raws]) / 1e6
+        drifts = [d for raw in raws if (d := (raw["gauge_drift"] or {}).get(raw["method"])) is not None]
+        aggregate = _mean([raw["seconds"].get("aggregate", 0.0) for raw in raws])
+        rows.append(
+            [label, raws[0]["target"], f"{up:.1f}", f"{total - up:.1f}", f"{aggregate:.2f}",
+             f"{max(drifts):.1e}" if drifts else ""]
+        )  # fmt: skip
+    columns = [AXIS, "target", "MB up", "MB down", "aggregate s", "gauge"]
+    return Sheet("What a run costs, and its gauge check", columns, rows, 2)
+
+
+def remarks(found: Found) -> list[str]:
+    said = []
+    targets = {raw.raw["target"] for by_seed in found.runs.values() for raw in by_seed.values()}
+    if len(found.seeds) == 1:
+        said.append("One seed: no interval and no verdict. Add --seeds 0:8.")
+    elif found.reference not in found.runs:
+        said.append(f"No differences: the reference {found.reference} has no finished run.")
+    elif found.differences:
+        k = len(found.differences)
+        said.append(
+            "Undecided: the 95 % interval (Student's t over the paired differences) holds zero; these seeds do not "
+            "tell the two methods apart."
+        )
+        if k > 1:
+            said.append(
+                f"Each interval is of one comparison. With {k} of them the chance that one or more leave out zero "
+                f"where there is no difference is up to {min(100, 5 * k)} %."
+            )
+    if found.placings and len(found.seeds) > 1 and _shared(found):
+        said.append(
+            "Places: methods of the same score, to one in a million, share the better place, and it counts for each of "
+            "them; the next one is left empty. An order with a shared place is an order of its own."
+        )
+    said += [f"{cell.cell[AXIS]}: {why}" for cell in found.cells if (why := _without(found, cell)) is not None]
+    said += direction(found.which, found.cells)
+    if len(targets) > 1:
+        said.append("Some rows measure the server's model and some the clients' own (target): do not compare these.")
+    said += _search_remarks(found)
+    return said
+
+
+def _shared(found: Found) -> bool:
+    """Whether on any seed two share a place: each place is then not taken once on each seed."""
+    seeds = sum(found.placings[0].counts)
+    return any(sum(taken) != seeds for taken in zip(*(p.counts for p in found.placings), strict=True))
+
+
+def _without(found: Found, cell: CellScore) -> str | None:
+    """Which finished runs lack the compared number."""
+    lack = [str(seed) for seed in found.runs[cell.cell[AXIS]] if seed not in cell.scores]
+    if not lack:
+        return None
+    seeds = f"seed{'s' if len(lack) > 1 else ''} {', '.join(lack)}"
+    return f"no number {found.which!r} on {seeds}: the run diverged, or never got there. It counts in no mean."
+
+
+def _search_remarks(found: Found) -> list[str]:
+    tune = found.experiment.tune
+    if tune is None or len(set(tune.values)) < 2:
+        return []
+    seeds = ", ".join(map(str, tune.seeds))
+    said = [f"tuned: {tune.key}, for each method the best on validation, on seed {seeds}, which is not compared."]
+    said += worst_values(found.experiment, PROFILE, found.results, {})
+    return said + widen_lines(found.experiment, PROFILE, found.cells)
+
+
+def value(found: Found, failures: Sequence[Failure]) -> dict[str, Any]:
+    """For JSON: everything, each run's summary too."""
+    methods = {
+        str(cell.cell[AXIS]): {
+            "scores": dict(cell.scores), "n": len(cell.scores), "mean": cell.mean, "sd": cell.spread,
+            "tuned": cell.tuned,
+            "runs": {seed: _summary(result) for seed, result in found.runs[cell.cell[AXIS]].items()},
+        }
+        for cell in found.cells
+    }  # fmt: skip
+    return {
+        "metric": found.which, "score": found.metric,
+        "smaller_is_better": smaller_is_better(found.which, found.metric),
+        "seeds": list(found.seeds), "reference": found.reference, "methods": methods,
+        "differences": [_difference(d) for d in found.differences],
+        "places": {p.label: list(p.counts) for p in found.placings},
+        "refused": {f.label: f.why for f in failures if not f.seeds},
+        "failed": [
+            {"method": f.label, "seeds": list(f.seeds), "why": f.why}
+            for f in failures if f.seeds and (f.dropped is None or f.by_machine)
+        ],
+        "dropped": [f.words() for f in failures if f.dropped is not None and not f.by_machine],
+    }  # fmt: skip
+
+
+_NOT_OF_THE_SUMMARY = {
+    "digest", "config", "consensus", "history", "wall_seconds", "commit", "versions", "machine", "data", "categories",
+    "ranks", "model_sha256",
+}  # fmt: skip
+
+
+def _summary(result: Result) -> dict[str, Any]:
+    """The run's own summary.json, without its diagnostics."""
+    return {key: value for key, value in result.raw.items() if key not in _NOT_OF_THE_SUMMARY}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _difference(d: Difference) -> dict[str, Any]:
+    """As JSON has it. Gaps that are all alike have no interval."""
+    low, high = d.interval or (None, None)
+    return {**vars(d), "low": low, "high": high, "decided": d.decided}

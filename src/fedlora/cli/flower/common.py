@@ -1,0 +1,21 @@
+"""What several commands on Flower share."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlora.errors import ConfigError
+
+Folder = Annotated[Path, typer.Argument(help="a folder of `fedlora flower init`", show_default=False)]
+
+
+def needed() -> None:
+    """Raises `ConfigError` where Flower is not installed."""
+    try:
+        version("flwr")
+    except PackageNotFoundError as error:
+        raise ConfigError("Flower is not installed: pip install 'fedlora[flower]'.") from error

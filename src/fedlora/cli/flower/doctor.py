@@ -1,0 +1,68 @@
+"""`fedlora doctor`: is this machine, and a federation's folder on it, fit for Flower?"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from fedlora.cli.flower.common import needed
+from fedlora.cli.screen import complain, console, print_json
+
+
+def doctor(
+    folder: Annotated[Path | None, typer.Argument(help="of `fedlora flower init` or `site`, to check too")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+) -> None:
+    """Check this machine for a federation: versions, ports, certificates, identity, message sizes, disk."""
+    rows: list[tuple[str, str, bool | None]] = [*_versions()]
+    if folder is not None:
+        needed()
+        from fedlora.flower.site.site_checks import checked_site, is_site
+
+        if is_site(folder):
+            rows += checked_site(folder)
+        else:
+            from fedlora.flower.setup.checkup import checked_folder
+
+            rows += checked_folder(folder)
+    if json:
+        print_json([{"what": what, "found": found, "sound": sound} for what, found, sound in rows])
+    else:
+        table = Table("", "found", "")
+        for what, found, sound in rows:
+            table.add_row(what, found, "ok" if sound else "not yet" if sound is None else "[red]no")
+        console.print(table)
+    if any(sound is False for _, _, sound in rows):
+        wrong = "; ".join(f"{what}: {found}" for what, found, sound in rows if sound is False)
+        raise typer.Exit(complain(wrong))
+
+
+def _versions() -> list[tuple[str, str, bool]]:
+    rows = [("Python", sys.version.split()[0], sys.version_info >= (3, 11))]
+    for name, least in (
+        ("torch", "2.6"),
+        ("transformers", "5"),
+        ("peft", "0.19"),
+        ("flwr", "1.41"),
+        ("cryptography", "43"),
+    ):
+        try:
+            found = version(name)
+            rows.append((name, found, _numbers(found) >= _numbers(least)))
+        except PackageNotFoundError:
+            rows.append((name, "not installed", False))
+    for program in ("flwr", "flower-superlink", "flower-supernode"):
+        beside = Path(sys.executable).parent / program
+        where = str(beside) if beside.is_file() else shutil.which(program)
+        rows.append((program, "found" if where else "not on PATH", bool(where)))
+    return rows
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit()]

@@ -1,0 +1,124 @@
+"""`fedlora flower init`: the folder of a federation, at its server; or a trial on one machine, with its sites."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlora.cli.flower.common import needed
+from fedlora.cli.screen import console, notes
+from fedlora.core.folders import check_target
+from fedlora.errors import ConfigError
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="the folder to make", show_default=False)],
+    server_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="by which sites reach this server, such as fl.example.org")
+    ] = None,
+    sites: Annotated[
+        str | None, typer.Option(metavar="NAME=RANK,...", help="who is to take part, such as acme=8,berlin=4")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a TOML file as of `fedlora run` (a trial's default: the demo with three sites)")
+    ] = None,
+    labels: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="the classes, in the order of their numbers, such as no,yes")
+    ] = None,
+    start: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="a PEFT directory to start from; then no base model is loaded")
+    ] = None,
+    set: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="of the proxy, where sites connect")] = 443,
+    superlink_port: Annotated[int, typer.Option(min=1, max=65535, help="of the SuperLink, on loopback")] = 18080,
+    user: Annotated[
+        str | None, typer.Option(help="as whom the units run (default: who owns the folder)", show_default=False)
+    ] = None,
+    memory: Annotated[str, typer.Option(help="the memory limit of the server's unit")] = "8G",
+) -> None:
+    """Write all that a federation's server needs. With --server-name and --sites it asks for no site's data, and each
+    site gets FOLDER/join/NAME.toml; without both it is a trial on this machine, whose sites lie in FOLDER/sites."""
+    needed()
+    from fedlora.flower.terms import names
+
+    check_target(folder)  # before a model is loaded
+    if (server_name is None) != (sites is None):
+        given, lacks = ("--server-name", "--sites") if sites is None else ("--sites", "--server-name")
+        raise ConfigError(
+            f"{given} is there and {lacks} is not. A federation has both: --server-name fl.example.org --sites "
+            f"acme=8,berlin=4. Without both it is a trial on this machine."
+        )
+    if server_name is None or sites is None:
+        real = {"--labels": labels, "--start": start, "--user": user, "--port": port if port != 443 else None}
+        odd = next((name for name, value in real.items() if value is not None), None)
+        if odd is not None:
+            raise ConfigError(
+                f"{odd} is for a federation of several machines, and this is a trial: it takes classes, start and "
+                f"owner from the run that is tried, and has no proxy (--superlink-port is the SuperLink's). Leave it "
+                f"out, or give --server-name and --sites."
+            )
+        _trial(folder, config, set or [], superlink_port)
+        return
+    if port == superlink_port:
+        raise ConfigError(
+            f"--port and --superlink-port are both {port}, and two programs cannot listen on one: the proxy takes the "
+            f"first, the SuperLink, on loopback, the second."
+        )
+    if config is None:
+        raise ConfigError(
+            "--config is missing: a TOML file as of `fedlora run` with what is to be trained ([model] path and task, "
+            "[lora], [train], [run] rounds), without [data] train or clients, for each site has its own."
+        )
+    clients, name = names.sites(sites), names.server_name(server_name)
+    classes = _classes(labels)
+    from fedlora.flower.setup.init_steps import federation
+
+    notes.print("checking the start ..." if start else "loading the model, for the common start ...")
+    if (user or getpass.getuser()) == "root":
+        notes.print("the units will run as root; another user is better: --user NAME, who must own the folder")
+    made = federation(config, set or [], name, clients, classes, start, port, superlink_port, user, memory)
+    from fedlora.flower.setup.project import make_federation
+
+    make_federation(folder, made)
+    here = folder.resolve()
+    lines = [
+        f"{folder}: ready, for {len(clients)} site{'' if len(clients) == 1 else 's'} ({', '.join(clients)}). Next:",
+        f"  1. systemctl enable --now {here}/systemd/fedlora-proxy.service {here}/systemd/fedlora-server.service",
+        f"     (or, in two shells: fedlora flower serve {folder}, and nginx -c {here}/proxy/nginx.conf)",
+        f"  2. fedlora doctor {folder}",
+        f"  3. hand each site its file, {here}/join/NAME.toml; it holds no secret",
+        f"  4. admit each by what it sends back: fedlora flower admit {folder} request.toml",
+        f"A round needs {made.settings.server.quorum} of them (server.quorum in {here}/federation.toml).",
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: int) -> None:
+    from fedlora.flower.setup.init_steps import trial
+    from fedlora.runs.config import load_config
+
+    demo = Path(sys.modules["fedlora"].__file__ or "").parent / "demo.toml"
+    three = [
+        "clients.count=3", "clients.ranks=[2,4,8]", "run.rounds=3", "server.quorum=2", "run.threads=1",
+        "evaluate.every=1", "evaluate.clients_at_end=false",
+    ]  # fmt: skip
+    loaded = load_config(config or demo, [*(three if config is None else []), *sets])
+    notes.print("loading the model, for the common start ...")
+    trial(folder, loaded, superlink_port)
+    console.print(f"{folder}: ready. Try it on this machine: fedlora flower up {folder}", markup=False, soft_wrap=True)
+
+
+def _classes(labels: str | None) -> list[str] | None:
+    if labels is None:
+        return None
+    found = [name.strip() for name in labels.split(",")]
+    if not all(found) or len(set(found)) < max(2, len(found)):
+        raise ConfigError(f"--labels names two classes or more, each once, such as no,yes; got {labels!r}.")
+    return found
+
+
+__all__ = ["init"]

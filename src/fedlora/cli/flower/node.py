@@ -1,0 +1,62 @@
+"""`fedlora flower node`: a site takes part."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlora.cli.flower.common import needed
+from fedlora.cli.screen import notes
+from fedlora.errors import ConfigError
+
+
+def node(
+    folder: Annotated[Path, typer.Argument(help="a site's folder, of `fedlora flower site`", show_default=False)],
+    check: Annotated[bool, typer.Option(help="read data and base model first; refuse what no round could use")] = True,
+) -> None:
+    """Take part: run this site's SuperNode until SIGTERM or Ctrl-C, start it again when it ends, say what happens.
+
+    Waits where the server is away, does not know the key yet, or cannot be believed, and says why. Exit codes: 0 after
+    SIGTERM or SIGINT, and never otherwise; 2: this site's own files are wrong, and nothing was sent.
+    """
+    needed()
+    from fedlora.flower.places import SiteFolder
+    from fedlora.flower.site.node_process import NodeProcess, files_checked, supernode_command
+    from fedlora.flower.site.reach import Server, look
+    from fedlora.flower.site.rotation import asked
+    from fedlora.flower.terms.joining import JoinFile
+
+    here = SiteFolder(folder.resolve())
+    if not here.join.is_file():
+        raise ConfigError(f"{folder} is no folder of `fedlora flower site`: it has no join.toml.")
+    join = JoinFile.read(here.join)
+    if check:
+        _say("reading data and base model ...")
+        wrong, told = files_checked(here.path)
+        if wrong:
+            raise ConfigError(f"{'; '.join(wrong)}. Nothing was sent. Mend it, and see with: fedlora doctor {folder}")
+        for line in told:
+            _say(line)
+    server = Server(join.server, join.port, here.ca)
+
+    process = NodeProcess(
+        here,
+        look=lambda: asked(here, lambda key: look(server, key), _say),
+        command=lambda: supernode_command(here, join.address),
+        say=_say,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, process.stop)
+    _say(f"site {join.site} of {join.federation}, server {join.address}, log {here.logs / 'node.log'}")
+    raise typer.Exit(process.run())
+
+
+def _say(line: str) -> None:
+    """One line; with the time, unless systemd's journal adds it."""
+    time = "" if os.environ.get("JOURNAL_STREAM") else f"{datetime.now():%H:%M:%S} "
+    notes.print(f"{time}{line}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,173 @@
+"""`fedlora flower serve | status`: the server's side of the rounds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fedlora.cli.flower.common import Folder, needed
+from fedlora.cli.screen import cell, complain, console, notes, print_json
+
+
+def serve(
+    folder: Folder,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="answer Prometheus there, as 127.0.0.1:9464")
+    ] = None,
+) -> None:
+    """Play the rounds to their end, and start again what dies: the SuperLink, the run, after a restart of the machine.
+
+    It waits for sites as long as it takes, and for room on a full disk. Each round is a line, and each site that did
+    not train is one with the reason. SIGTERM and Ctrl-C end it in order, with exit code 0: started again, it goes on.
+    Exit code 0: all rounds are played, or it was asked to stop. 1: given up, with the cause. 2: the folder is wrong.
+    """
+    needed()
+    from fedlora.flower.places import FederationFolder
+    from fedlora.flower.serving.superlink import SuperLink
+    from fedlora.flower.serving.supervisor import GaveUp, Supervisor
+
+    place = FederationFolder(folder.resolve())
+    link = SuperLink(folder)
+    with stopping() as stop, _metrics(place, metrics) as seen:
+        try:
+            now = Supervisor(folder, link, say, stop=stop, seen=seen).serve()
+        except GaveUp as error:
+            complain(str(error))
+            raise typer.Exit(1) from error
+    tell_end(folder, now)
+
+
+def status(
+    folder: Folder,
+    json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="again every few seconds, until Ctrl-C")] = False,
+    rounds: Annotated[int, typer.Option(min=0, help="how many of the last rounds")] = 5,
+) -> None:
+    """Who is online and seen when, the round, losses and fates of the last rounds: also while nothing runs."""
+    needed()
+    from fedlora.flower.places import FederationFolder
+    from fedlora.flower.serving.status import status_of
+
+    place = FederationFolder(folder.resolve())
+    while True:
+        found = status_of(place)
+        if watch and console.is_terminal:
+            console.clear()
+        if json:
+            print_json(found.as_json(rounds))
+        else:
+            _show(found, rounds)
+        if not watch:
+            return
+        try:
+            time.sleep(3)
+        except KeyboardInterrupt:
+            return
+
+
+def say(line: str) -> None:
+    """A line on stderr at once, with the time unless the journal writes it."""
+    at = "" if "JOURNAL_STREAM" in os.environ else time.strftime("%H:%M:%S ")
+    notes.print(f"{at}{line}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def stopping() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set, while the block runs."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def tell_end(folder: Path, now: Any, command: str = "serve") -> None:
+    """The table of the rounds, and what to do next. command: that was called, and goes on."""
+    from fedlora.flower.places import FederationFolder
+    from fedlora.flower.rounds.events import read_events
+    from fedlora.flower.serving.progress import progress_of
+
+    place = FederationFolder(folder)
+    if not now.finished:
+        say(f"{now.done} of {now.rounds} rounds are done; `fedlora flower {command} {folder}` goes on")
+        return
+    progress = progress_of(read_events(place.events))
+    console.print(_rounds_table(progress, 20))
+    text = f"{now.name}: {now.why} after {now.done} rounds; the adapter is {place.adapter}."
+    if not place.adapter.is_dir():
+        text = f"{now.name}: {now.why} after {now.done} rounds; the summary is {place.summary}."
+    more = f"For more rounds raise [run] rounds in {place.settings} and start it again."
+    console.print(f"{text} {more}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _metrics(place: Any, address: str | None) -> Iterator[Any]:
+    """What is to be called with each look: nothing, or what Prometheus is told."""
+    if address is None:
+        yield lambda progress, nodes, standing: None
+        return
+    from fedlora.flower.serving.metrics import Exposed, exposing
+
+    exposed = Exposed(place)
+    with exposing(exposed, address) as port:
+        say(f"metrics at http://{address.rpartition(':')[0] or '127.0.0.1'}:{port}/metrics")
+        yield exposed.see
+
+
+def _show(found: Any, rounds: int) -> None:
+    from fedlora.flower.serving.lines import size_of
+    from fedlora.flower.serving.status import seen_ago
+
+    console.print(found.headline(), markup=False, highlight=False, soft_wrap=True)
+    table = Table("site", "rank", "node", "last seen", "last round", "loss", "norm", "rounds", "sent")
+    for site in found.sites:
+        table.add_row(
+            cell(site.name), cell(site.rank), site.node, seen_ago(site.seen), cell(site.fate or "-"),
+            _number(site.loss), _number(site.norm), str(site.rounds), size_of(site.uploaded),
+        )  # fmt: skip
+    console.print(table)
+    for site in found.sites:
+        if site.why:
+            console.print(f"{site.name}: {site.fate}: {site.why}", markup=False, highlight=False, soft_wrap=True)
+    if rounds and found.progress.lines:
+        console.print(_rounds_table(found.progress, rounds))
+    console.print(
+        f"the SuperLink's database holds {size_of(found.database)}; {size_of(found.free)} of disk are free",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _rounds_table(progress: Any, count: int) -> Table:
+    from fedlora.flower.serving.progress import fates_of, loss_of
+
+    shown = sorted(progress.lines.items())[-count:]
+    names = sorted({str(name) for _, line in shown for name in line.get("metrics") or {}})
+    table = Table("round", "loss", "seconds", "trained", "not", *names)
+    for number, line in shown:
+        fates = fates_of(line)
+        others = ", ".join(f"{name} {fate}" for name, fate in fates.items() if fate != "trained")
+        metrics = line.get("metrics") or {}
+        table.add_row(
+            str(number), _number(loss_of(line)), _number(line.get("seconds"), 0),
+            str(sum(fate == "trained" for fate in fates.values())), cell(others or "-"),
+            *(_number(metrics.get(name)) for name in names),
+        )  # fmt: skip
+    return table
+
+
+def _number(value: Any, digits: int = 3) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
+
+
+__all__ = ["say", "serve", "status", "stopping", "tell_end"]

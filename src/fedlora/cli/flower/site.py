@@ -1,0 +1,122 @@
+"""`fedlora flower site`: a site's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fedlora.cli.flower.common import needed
+from fedlora.cli.screen import cell, console, notes
+from fedlora.core import files
+from fedlora.errors import ConfigError
+
+
+def site(
+    folder: Annotated[Path, typer.Argument(help="the folder to make", show_default=False)],
+    join: Annotated[Path | None, typer.Option(help="the server's join.toml for this site")] = None,
+    data: Annotated[str | None, typer.Option(help="this site's examples: .jsonl, .csv, .tsv or .parquet")] = None,
+    model: Annotated[str | None, typer.Option(help="the base model: a directory, a .gguf file or a hub id")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="column of the sentence, where the server calls it otherwise")
+    ] = None,
+    pair: Annotated[str | None, typer.Option(help="column of a second sentence")] = None,
+    label: Annotated[str | None, typer.Option(help="column of the class")] = None,
+    prompt: Annotated[str | None, typer.Option(help="column of an instruction")] = None,
+    response: Annotated[str | None, typer.Option(help="column of its answer")] = None,
+    messages: Annotated[str | None, typer.Option(help="column of conversations")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: the best there is)")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="of the processor")] = None,
+    rotate: Annotated[bool, typer.Option("--rotate", help="another key for a folder that is there")] = False,
+) -> None:
+    """Make a site's folder from the server's join file: its key, its settings, its systemd unit, and its checks.
+
+    Data and base model are read, and nothing is sent. Then send FOLDER/request.toml to the server, and start
+    `fedlora flower node FOLDER`.
+
+    For a folder that is there: --rotate makes a new key and request; the old key works until the server has admitted
+    the new one, and the node goes over to it by itself. --join alone takes the server's new join file, and writes the
+    unit anew (also where the folder was moved).
+    """
+    needed()
+    from fedlora.flower.places import SiteFolder
+    from fedlora.flower.site.join_site import make_site, refuse_existing, take_join
+    from fedlora.flower.site.rotation import rotate_key
+    from fedlora.flower.site.site_checks import checked_server, checked_work, is_site
+    from fedlora.flower.terms.joining import JoinFile
+    from fedlora.flower.terms.site_file import Site
+
+    columns = {"text": text, "pair": pair, "label": label, "prompt": prompt, "response": response, "messages": messages}
+    given = {**columns, "data": data, "model": model, "device": device, "threads": threads}
+    here = SiteFolder(folder.resolve())
+    if rotate:
+        _alone("--rotate", {"join": join, **given})
+        if not is_site(folder):
+            raise ConfigError(f"{folder} is no folder of `fedlora flower site`, and --rotate is for one that is there.")
+        request = rotate_key(folder, _facts_of(here))
+        console.print(
+            f"{folder}: a new key, {request.fingerprint}. The old one works until the server has this one:\n"
+            f"1. send {here.request} to the server, where it is admitted with: fedlora flower admit FED request.toml "
+            f"--rotate\n2. nothing more: fedlora flower node goes over to it by itself, and deletes the old one.",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+        return
+    if join is not None and is_site(folder) and not any(value is not None for value in given.values()):
+        said = take_join(folder, join)
+        console.print(
+            f"{folder}: has the server's file now ({said.address}), and its unit is written anew: systemctl "
+            f"daemon-reload, and start {here.unit.name} again. See with: fedlora doctor {folder}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+        return
+    for name in ("join", "data", "model"):
+        if {"join": join, **given}[name] is None:
+            raise ConfigError(f"--{name} is missing: a site's folder is made of the server's join file (--join), the "
+                              f"site's examples (--data) and its copy of the base model (--model).")  # fmt: skip
+    assert join is not None
+    refuse_existing(folder)
+    said = JoinFile.read(join)
+    found = Site(name=said.site, **{key: value for key, value in given.items() if value is not None})
+    found = found.located(Path.cwd())
+    notes.print("reading the data and the base model ...")
+    with TemporaryDirectory() as place:  # the weights are read once, and remembered in the folder once it is there
+        cache = Path(place) / "base.json"
+        rows, facts = checked_work(said, found, cache)
+        if wrong := [text for _, text, sound in rows if sound is False]:
+            raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
+        request = make_site(folder, join, found, facts.table())
+        if cache.is_file():
+            files.write(here.base_cache, cache.read_bytes())
+    server = [row for row in checked_server(said, here, here.key) if row[0] == "clock" or not row[2]]
+    table = Table("", "found", "")
+    for what, text_, sound in [*rows, *server]:
+        table.add_row(what, cell(text_), "ok" if sound else "not yet")
+    console.print(table)
+    console.print(
+        f"{folder}: ready, with the key {request.fingerprint}.\n1. send {here.request} to the server, where it is "
+        f"admitted with: fedlora flower admit FED request.toml\n2. take part: fedlora flower node {folder}\n   or, as "
+        f"root, for good: systemctl enable --now {here.unit}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _alone(option: str, others: dict[str, Any]) -> None:
+    given = [f"--{name}" for name, value in others.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"{option} makes a new key and nothing else; leave out {', '.join(given)}, or edit site.toml."
+        )
+
+
+def _facts_of(here: Any) -> dict[str, Any]:
+    """Of the base model and the versions here; they go to the server. Raises `ConfigError`."""
+    from fedlora.flower.terms.facts import site_facts
+    from fedlora.flower.terms.joining import JoinFile
+    from fedlora.flower.terms.settings import FederationSettings
+    from fedlora.flower.terms.site_file import Site
+
+    settings = FederationSettings.from_travelling(JoinFile.read(here.join).settings)
+    return site_facts(Site.read(here.site), settings, here.base_cache).table()

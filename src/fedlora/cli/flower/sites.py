@@ -1,0 +1,87 @@
+"""`fedlora flower admit | remove`: who may take part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlora.cli.flower.common import Folder, needed
+from fedlora.cli.screen import console
+from fedlora.errors import ConfigError
+
+
+def admit(
+    folder: Folder,
+    request: Annotated[Path | None, typer.Argument(help="request.toml, as a site sent it", show_default=False)] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="of a site that nobody invited, or another one")] = None,
+    rotate: Annotated[bool, typer.Option("--rotate", help="the site's key may be another one than before")] = False,
+    new: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=RANK", help="invite a site: write its join file (NAME alone: of one that is there)"),
+    ] = None,
+) -> None:
+    """Let a site take part, by the request that it sent; or invite a new one. A running server is told at once.
+
+    A new site:     fedlora flower admit fed --new dublin=4    then hand it fed/join/dublin.toml
+                    fedlora flower admit fed request.toml      with what it sends back
+    A new key:      fedlora flower admit fed request.toml --rotate
+    Another rank:   fedlora flower admit fed request.toml --rank 16
+    """
+    needed()
+    from fedlora.flower.setup import members
+
+    if (request is None) == (new is None):
+        raise ConfigError(
+            "give a site's request.toml, to admit it, or --new NAME=RANK, to invite one"
+            + ("." if request is None else "; not both at once.")
+        )
+    if new is not None:
+        if rank is not None or rotate:
+            raise ConfigError("--new invites a site, with its rank in it (NAME=RANK): leave --rank and --rotate out.")
+        name, equals, said = (part.strip() for part in new.partition("="))
+        if equals and not (said.isascii() and said.isdecimal() and len(said) < 9):
+            raise ConfigError(f"--new takes NAME=RANK, such as dublin=4; got {new!r}.")
+        place = members.invite(folder, name, int(said) if equals else None)
+        _say(f"{place}: hand it to {name}. It holds no secret. Then: fedlora flower admit {folder} request.toml")
+        return
+    assert request is not None
+    done = members.admit(folder, request, rank=rank, rotate=rotate)
+    if done.known:
+        _say(f"{done.site}: was admitted already, with this key ({done.fingerprint}) and rank {_rank(done.rank)}.")
+    elif done.before is None or (done.old_key is None and done.before == done.rank):
+        _say(f"{done.site}: admitted, rank {_rank(done.rank)}, key {done.fingerprint}.")
+    else:
+        if done.old_key is not None:
+            _say(f"{done.site}: another key: {done.old_key} is out, {done.fingerprint} is in.")
+        if done.before != done.rank:
+            _say(f"{done.site}: rank {_rank(done.before)} before, {_rank(done.rank)} from the next round on.")
+    if done.learned:
+        _say(f"From it the server knows {', '.join(done.learned)} of the base model, which others must have alike.")
+    for line in done.told:
+        _say(f"note: {line}")
+    _say("The running server knows it." if done.online else f"`fedlora flower serve {folder}` will let it in.")
+
+
+def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:
+    """A site takes part no longer, from the next round on. Its key and request are kept in FOLDER/removed."""
+    needed()
+    from fedlora.flower.setup import members
+
+    told = members.remove(folder, name)
+    _say(
+        f"{name}: removed. "
+        + ("The running server knows it." if told else f"`fedlora flower serve {folder}` will no longer let it in.")
+    )
+
+
+def _rank(rank: object) -> str:
+    return str(rank) if isinstance(rank, int) else "by module"
+
+
+def _say(line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+__all__ = ["admit", "remove"]

@@ -1,0 +1,177 @@
+"""Flower's processes on this machine: what they write is for this user only, and they end with all that they started.
+
+Flower detaches its SuperExec from the SuperLink's process group, so a group's end is not the end of all. What belongs
+to a federation is therefore told by its command line, which also finds what a killed `serve` has left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fedlora.errors import FedLoRAError
+
+SWITCHES = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "NO_COLOR": "1",
+}
+_SERVER_PROGRAMS = ("flower-superlink", "flower-superexec", "flwr-serverapp")
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+class ChildFailed(FedLoRAError, RuntimeError):
+    """A process did not start, or ended; its log's last words are in the message."""
+
+
+def environment(flower_home: Path) -> dict[str, str]:
+    """Of Flower's processes: no telemetry, no updates, nothing installed at run time, and no proxy for loopback."""
+    found = {**os.environ, **SWITCHES, "FLWR_HOME": str(flower_home)}
+    found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
+    for name in ("NO_PROXY", "no_proxy"):
+        found[name] = ",".join(dict.fromkeys([*filter(None, found.get(name, "").split(",")), *_LOOPBACK]))
+    return found
+
+
+def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process in a group of its own, its output appended to `log`; whatever it makes is for this user only.
+
+    Raises:
+        ChildFailed: the program is not installed.
+    """
+    program = shutil.which(command[0], path=env.get("PATH"))
+    if program is None:
+        raise ChildFailed(f"{command[0]} is not installed: pip install 'fedlora[flower]'.")
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "ab") as file:
+        return subprocess.Popen(
+            [program, *command[1:]], env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True, umask=0o077,
+        )  # fmt: skip
+
+
+def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
+    """Ask a process and its group to end; kill what has not after `seconds`."""
+    _signal_group(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    _signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group at once, as a power cut would."""
+    _signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def server_processes(home: Path, programs: Sequence[str] = _SERVER_PROGRAMS) -> list[int]:
+    """The SuperLink of the folder `home`, its SuperExec and its ServerApps: process ids, also of an earlier `serve`.
+
+    They are told by the folder's files in their command lines, or by the process that started them.
+    """
+    found: dict[int, list[str]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            mine = entry.stat().st_uid in (os.geteuid(), 0)  # a process that forbids dumps shows as root's
+            if mine and any(Path(word).name in _SERVER_PROGRAMS for word in words[:3]):
+                found[int(entry.name)] = words
+    marks = {f"{home}/superlink.db", f"{home}/certs/ca.crt"}
+    ours = {pid for pid, words in found.items() if marks & set(words)}
+    for _ in found:  # SuperLink, SuperExec, ServerApp: each names who started it
+        ours |= {pid for pid, words in found.items() if (started_by := _parent(words)) and started_by in ours}
+    return sorted(pid for pid in ours if any(Path(word).name in programs for word in found[pid][:3]))
+
+
+def site_processes(home: Path) -> list[int]:
+    """What a trial's nodes run in the folder `home`: node commands, SuperNodes, ClientApps, trainers."""
+    found, below = [], f"{home}/sites/"
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            ours = any("fedlora" in word or Path(word).name.startswith(("flower-", "flwr-")) for word in words[:4])
+            if ours and any(below in word for word in words) and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def _parent(words: Sequence[str]) -> int | None:
+    """What a command line says after --parent-pid."""
+    if "--parent-pid" not in words[:-1]:
+        return None
+    said = words[words.index("--parent-pid") + 1]
+    return int(said) if said.isdigit() else None
+
+
+def end_all(pids: Iterable[int], seconds: float = 5.0) -> None:
+    """Ask processes to end; kill those that have not after `seconds`."""
+    left = list(pids)
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGTERM)
+    until = time.monotonic() + seconds
+    while left := [pid for pid in left if _alive(pid)]:
+        if time.monotonic() > until:
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            until = time.monotonic() + seconds
+        time.sleep(0.1)
+
+
+def last_words(text: str, lines: int = 1) -> str:
+    """The last lines of a log that say something, without the frames that Flower draws."""
+    plain = [line.strip("│╭╮╰╯─ \t\r") for line in text.splitlines()]
+    said = [line for line in plain if line and line not in ("Error", "Traceback (most recent call last):")]
+    return "\n".join(said[-lines:]) if said else "it said nothing"
+
+
+def tail(path: Path, size: int = 20_000) -> str:
+    """The end of a log file, at most `size` bytes; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - size))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def trim(log: Path, largest: int = 20_000_000) -> None:
+    """A log does not fill the disk: over `largest` bytes, its last quarter goes to .1, and it begins anew."""
+    if log.exists() and log.stat().st_size > largest:
+        with contextlib.suppress(OSError):  # where the disk is full, all of it goes
+            log.with_name(log.name + ".1").write_text(tail(log, largest // 4), encoding="utf-8")
+        os.truncate(log, 0)  # it is open for appending, so its writer goes on at the new end
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    if state == "Z":
+        with contextlib.suppress(OSError):  # where it is a child of this process
+            os.waitpid(pid, os.WNOHANG)
+        return False
+    return True
+
+
+__all__ = [
+    "SWITCHES", "ChildFailed", "end", "end_all", "environment", "kill", "last_words", "server_processes", "started",
+    "tail", "trim",
+]  # fmt: skip

@@ -1,0 +1,127 @@
+"""Two kinds of clients on Flower, and how each is spoken to: fedlora's own, and stock PEFT ones.
+
+A codec turns a download into a message and a reply into an upload. The strategy has no branch for either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from fedlora.core.messages import Client, Download, Form, Held, Upload
+from fedlora.core.parcels import held_after, pack
+from fedlora.errors import ConfigError
+from fedlora.flower.messages.envelope import Envelope
+from fedlora.flower.messages.records import parcel_record, record_upload, stock_upload
+from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.terms.policy import Policy
+from fedlora.server.server import Server
+from fedlora.server.state import ServerState
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """What a client sent, and what the server knows of it now. loss: None where it says none. held: what it need not be
+    sent again; None: nothing. ranks: where its own pruning changed them."""
+
+    upload: Upload
+    loss: float | None
+    held: Held | None
+    ranks: Mapping[str, int] | None
+
+
+class Codec(Protocol):
+    """How one kind of clients is spoken to."""
+
+    def require(self, server: Server, state: ServerState, policy: Policy) -> None:
+        """Raises `ConfigError` for a method or a policy that such clients cannot serve."""
+
+    def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
+        """The message to one client. held: what it holds already; run: the federation's name."""
+
+    def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
+        """What came back. Raises `RecordError`; values are the server's to check."""
+
+
+@dataclass(frozen=True)
+class OwnClients:
+    """fedlora's own ClientApp: parcels there, uploads back.
+
+    form: in which these come. settings: what holds, as `FederationSettings.travelling`; it goes with every message.
+    facts: what the server agreed on; sites compare theirs before they train, and the server theirs with their replies.
+    known: what has become known since, looked up for every message: a site is admitted while rounds are played.
+    """
+
+    form: Form = "factors"
+    settings: str = ""
+    facts: Facts = field(default_factory=Facts)
+    known: Callable[[], Facts] = Facts
+
+    @property
+    def envelope(self) -> Envelope:
+        """What every message says beside its work."""
+        return Envelope(self.settings, self._agreed().text())
+
+    def _agreed(self) -> Facts:
+        return self.facts.filled(self.known())
+
+    def require(self, server: Server, state: ServerState, policy: Policy) -> None:
+        """Any method will do."""
+
+    def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
+        return parcel_record(pack(download, held), run, self.envelope)
+
+    def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
+        upload, loss, kept = record_upload(
+            content, asked.client, run=run, round=asked.round, shapes=_shapes(asked.client, state), roles=asked.roles,
+            heads=state.heads, form=self.form, facts=self._agreed(),
+        )  # fmt: skip
+        ranks = upload.adapter.ranks if asked.roles.penalty is not None else None
+        return Reply(upload, loss, replace(held_after(asked), local=tuple(kept)), ranks)
+
+
+@dataclass(frozen=True)
+class StockClients:
+    """Clients that send get_peft_model_state_dict, all of one rank r and alpha. scaling: the server's own alpha / r."""
+
+    r: int
+    alpha: float
+    scaling: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """What a client's B is multiplied by to be the server's."""
+        return self.alpha / self.r / self.scaling
+
+    def require(self, server: Server, state: ServerState, policy: Policy) -> None:
+        roles = server.roles(state)
+        if not roles.both_shared or roles.penalty is not None or roles.moves_base:
+            raise ConfigError(
+                f"{server.method.name} needs clients that keep or freeze a part, or that move their base weights, and "
+                f"stock PEFT clients do neither. Use glora, fedit, flexlora, svd, hetlora without pruning, or "
+                f"fedlora's own ClientApp."
+            )
+        ranks = {r for name, rank in policy.clients.items() for r in Client(name, rank).ranks(state.modules).values()}
+        if ranks != {self.r}:
+            raise ConfigError(f"stock clients have r = {self.r}; the policy's ranks are {sorted(ranks)}.")
+
+    def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
+        arrays = {}
+        for module, lora in download.adapter.modules.items():
+            B, A = (t.detach().float() for t in lora.factors)
+            arrays[f"base_model.model.{module}.lora_A.weight"] = Array(A.numpy())
+            arrays[f"base_model.model.{module}.lora_B.weight"] = Array((B / self.factor).numpy())
+        return RecordDict({"arrays": ArrayRecord(arrays), "config": ConfigRecord({"server-round": download.round + 1})})
+
+    def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
+        upload = stock_upload(content, asked.client, _shapes(asked.client, state), self.factor)
+        return Reply(upload, None, None, None)
+
+
+def _shapes(client: Client, state: ServerState) -> dict[str, tuple[int, int]]:
+    """Module -> (d_out, d_in), of the modules that the client holds."""
+    factors = {name: state.start.modules[name].factors for name in client.ranks(state.start.modules)}
+    return {name: (B.shape[0], A.shape[1]) for name, (B, A) in factors.items()}

@@ -1,0 +1,98 @@
+"""What every message says beside its work: the protocol, the settings that hold, and what its sender agreed on.
+
+No torch here: a node's ClientApp process reads it before anything else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from flwr.app import RecordDict
+
+from fedlora.core.echo import quoted
+from fedlora.errors import FedLoRAError
+from fedlora.flower.terms.agreement import PROTOCOL
+
+_WRAPPED = re.compile(r"<class '([\w.]{1,200})'>:<'(.*)'>", re.DOTALL)  # by flwr/supernode/runtime/run_clientapp.py
+_SHOWN = re.compile(r"\bfedlora/(\d{1,6})\b")
+
+
+class RecordError(FedLoRAError, ValueError):
+    """A record that is not what this round's messages are made of."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """settings: `FederationSettings.travelling`, "" in a reply. facts: `Facts.text` of the sender, "" where it knows
+    nothing."""
+
+    settings: str = ""
+    facts: str = ""
+
+
+def enclose(record: RecordDict, envelope: Envelope) -> RecordDict:
+    """The record, which says these things too."""
+    config = record.config_records["config"]
+    config["protocol"] = PROTOCOL
+    config["settings"], config["agreement"] = envelope.settings, envelope.facts
+    return record
+
+
+def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
+    """What a message says beside its work.
+
+    Args:
+        sender, reader: what error messages call the two, "the server" and "this site".
+
+    Raises:
+        RecordError: it is of another protocol, and both are named; or no message of fedlora at all.
+    """
+    config = record.config_records.get("config")
+    theirs = config.get("protocol") if config is not None else None
+    if theirs != PROTOCOL:
+        raise RecordError(f"{sender} sent a message of {_named(theirs)}, and {reader} speaks {PROTOCOL}{_who(theirs)}.")
+    assert config is not None
+    said = [config.get(key, "") for key in ("settings", "agreement")]
+    if not all(isinstance(text, str) and len(text) <= 16 * 2**20 for text in said):
+        raise RecordError(f"the settings or the agreement in the message of {sender} are no text.")
+    return Envelope(str(said[0]), str(said[1]))
+
+
+def site_words(reason: str) -> str:
+    """A site's error as it is told at the server: without what Flower writes around it; where it names another
+    protocol, ours is named beside it.
+
+    Example:
+        >>> site_words("<class 'fedlora.flower.site.resident.TrainerFailed'>:<'Disagreement: other classes.'>")
+        'Disagreement: other classes.'
+    """
+    found = _WRAPPED.fullmatch(reason)
+    if found is not None:
+        reason = found[2] if found[1].endswith(".TrainerFailed") else f"{found[1].rpartition('.')[2]}: {found[2]}"
+    return with_versions(reason)
+
+
+def with_versions(reason: str) -> str:
+    """An error that names another protocol, with ours beside it."""
+    found = {f"fedlora/{number}" for number in _SHOWN.findall(reason)} - {PROTOCOL}
+    if not found or PROTOCOL in reason:
+        return reason
+    theirs = sorted(found)[0]
+    return f"that site speaks {theirs}, and this server {PROTOCOL}{_who(theirs, at='that site')}. It said: {reason}"
+
+
+def _named(theirs: object) -> str:
+    return "no protocol that is known" if theirs is None else quoted(theirs, 40)
+
+
+def _who(theirs: object, at: str = "it") -> str:
+    """Which of two protocols is the older one, and what to do."""
+    found = _SHOWN.fullmatch(theirs) if isinstance(theirs, str) else None
+    if found is None:
+        return ": is it a fedlora of a much older version, or another program?"
+    older = int(found[1]) < int(PROTOCOL.partition("/")[2])
+    return f": {at} has the older fedlora; upgrade it there" if older else f": {at} has the newer fedlora; upgrade here"
+
+
+__all__ = ["PROTOCOL", "Envelope", "RecordError", "enclose", "opened", "site_words", "with_versions"]

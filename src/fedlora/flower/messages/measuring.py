@@ -1,0 +1,122 @@
+"""A site measures its own readout on what it holds out: the question, the answer, and what the server believes of it.
+
+The question carries a whole download, so that nothing that is stored at the site is needed or changed. The answer is a
+few numbers: scores by name and how many examples they are of. Nothing of the text travels, and no name of a class.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
+
+from fedlora.client import receive
+from fedlora.core.echo import quoted
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Download
+from fedlora.errors import ConfigError
+from fedlora.flower.messages.records import PROTOCOL, RecordError
+from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.metrics import METRICS, score_name
+
+HeldOut = Literal["validation", "test"]
+HELD_OUT: tuple[HeldOut, ...] = ("validation", "test")
+Evaluators = Mapping[str, ModelEvaluator | None]  # of a site, by what is held out
+
+_UNBOUNDED = {"loss": 0.0, "perplexity": 1.0}  # the smallest that they can be; they have no largest
+_LEAST = {"matthews": -1.0}  # all others lie between this, or 0, and 1
+_ROOM = 1e-6  # for rounding
+_MOST_EXAMPLES = 1e12
+
+
+@dataclass(frozen=True)
+class SiteScores:
+    """What a site measured. scores: by name, finite. examples: how many they are of."""
+
+    scores: Mapping[str, float]
+    examples: int
+
+
+def as_question(record: RecordDict, part: HeldOut) -> RecordDict:
+    """A message as it goes out for training, whole, as the question what its readout scores on what is held out."""
+    record.config_records["config"]["measure"] = part
+    return record
+
+
+def asked_part(record: RecordDict) -> HeldOut:
+    """What a question asks to be measured on. Raises `RecordError`."""
+    said = record.config_records["config"].get("measure") if "config" in record.config_records else None
+    if said not in HELD_OUT:
+        raise RecordError(f"a message to measure names one of {', '.join(HELD_OUT)}; this one says {quoted(said, 40)}.")
+    return said
+
+
+def measured_record(
+    download: Download, kept: Adapter | None, run: str, part: HeldOut, evaluators: Evaluators
+) -> RecordDict:
+    """A site's answer: the readout that came, completed by what the site kept, on its own held-out examples.
+
+    A score that is no number (of a model that diverged) is left out.
+
+    Raises:
+        ConfigError: nothing is held out here.
+    """
+    evaluator = evaluators.get(part)
+    client = download.client.id
+    if evaluator is None or not evaluator.count(client):
+        raise ConfigError(f"{client!r} holds no {part} examples out.")
+    scores = evaluator.measure_adapter(receive(download, kept), download.base_delta, client)
+    named = {f"score-{name}": float(v) for name, v in scores.items() if "/" not in name and math.isfinite(v)}
+    said = {"run": run, "round": download.round, "measure": part}
+    return RecordDict({
+        "metrics": MetricRecord({"num-examples": evaluator.count(client), **named}),
+        "config": ConfigRecord({"protocol": PROTOCOL, "measured": json.dumps(said, sort_keys=True)}),
+    })  # fmt: skip
+
+
+def record_measured(record: RecordDict, *, run: str, round: int, part: HeldOut, metric: str) -> SiteScores:
+    """The answer to a question, checked: of this run, round and part, with known scores that can be.
+
+    Args:
+        metric: the score's name that must be there.
+
+    Raises:
+        RecordError: what is wrong with it.
+    """
+    config = record.config_records.get("config")
+    if config is None or config.get("protocol") != PROTOCOL:
+        raise RecordError(f"its measurement is none of {PROTOCOL}; do both sides run the same fedlora?")
+    want = json.dumps({"run": run, "round": round, "measure": part}, sort_keys=True)
+    if config.get("measured") != want:
+        raise RecordError(f"its measurement is {quoted(config.get('measured'), 120)}; {want} was asked for.")
+    found = record.metric_records.get("metrics") or MetricRecord()
+    examples = found.get("num-examples")
+    if not isinstance(examples, int) or isinstance(examples, bool) or not 1 <= examples <= _MOST_EXAMPLES:
+        raise RecordError(f"its measurement is of {quoted(examples, 40)} examples; a whole number from 1 is needed.")
+    known = {score_name(name) for name in METRICS}
+    scores = {}
+    for key, value in found.items():
+        if key == "num-examples":
+            continue
+        name = key.removeprefix("score-")
+        if not key.startswith("score-") or name not in known:
+            raise RecordError(f"its measurement has a number {quoted(key, 40)}, which nobody asked for.")
+        scores[name] = _possible(name, value)
+    if metric not in scores:
+        raise RecordError(f"it has no {metric}: it is no number there. Did the model diverge?")
+    return SiteScores(scores, examples)
+
+
+def _possible(name: str, value: object) -> float:
+    """The score, if it can be one."""
+    least = _UNBOUNDED.get(name, _LEAST.get(name, 0.0))
+    most = math.inf if name in _UNBOUNDED else 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RecordError(f"its {name} is {quoted(value, 40)}, which is no number.")
+    if not least - _ROOM <= value <= most + _ROOM:
+        raise RecordError(f"its {name} is {value:g}; it lies between {least:g} and {most:g}.")
+    return float(value)

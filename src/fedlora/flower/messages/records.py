@@ -1,0 +1,332 @@
+"""Tensors, parcels and uploads as Flower's records: lossless for every float type, and checked before use.
+
+A tensor travels as its raw little-endian bytes (stype "fedlora.raw"), so that bfloat16 needs no detour and nothing has
+a header that could be forged. Stock PEFT clients send numpy arrays (stype "numpy.ndarray"): their header is read by
+hand, under a size limit, and must say what was expected. Declared type and shape are held against the expected ones and
+against the bytes that are there before a tensor is made.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from torch import Tensor
+
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Client, Form, Held, Upload
+from fedlora.core.method import Roles, TailPenalty
+from fedlora.core.parcels import Parcel
+from fedlora.core.read_only import ReadOnly
+from fedlora.flower.messages.envelope import PROTOCOL, Envelope, RecordError, enclose, opened
+from fedlora.flower.terms.agreement import Disagreement, Facts, check
+
+RAW, NUMPY = "fedlora.raw", "numpy.ndarray"
+_TYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_NUMPY_TYPES = {"<f8": "float64", "<f4": "float32", "<f2": "float16"}
+_HEADER = 4096  # bytes of a numpy header that are read at most; real ones have 128
+
+
+def to_array(tensor: Tensor) -> Array:
+    """A tensor for the wire."""
+    t = tensor.detach().cpu().contiguous()
+    name = str(t.dtype).removeprefix("torch.")
+    if name not in _TYPES:
+        raise RecordError(f"tensors of {t.dtype} do not travel; adapters are {', '.join(_TYPES)}.")
+    return Array(name, tuple(t.shape), RAW, t.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
+    """The tensor that travelled, if it is what was expected. A None in `shape`: that size is the sender's to choose.
+
+    Raises:
+        RecordError: another shape or type, or other bytes than these need.
+    """
+    declared, expected = tuple(array.shape), tuple(shape)
+    if len(declared) != len(expected) or any(e not in (None, d) for d, e in zip(declared, expected, strict=True)):
+        raise RecordError(f"{what} is declared with shape {declared}; it must be {_shown(expected)}.")
+    if array.dtype not in _TYPES:
+        raise RecordError(f"{what} is declared as {array.dtype[:20]!r}; it must be one of {', '.join(_TYPES)}.")
+    dtype = _TYPES[array.dtype]
+    needed = math.prod(declared) * dtype.itemsize
+    if any(d < 0 for d in declared) or needed > len(array.data):
+        raise RecordError(f"{what} is declared with {needed:,} bytes, and {len(array.data):,} came.")
+    data = memoryview(array.data)
+    if array.stype == NUMPY:
+        data = data[_numpy_data(array, declared, what) :]
+    elif array.stype != RAW:
+        raise RecordError(f"{what} is packed as {array.stype[:40]!r}, which is not read.")
+    if len(data) != needed:
+        raise RecordError(f"{what} is declared with {needed:,} bytes, and {len(data):,} came.")
+    if not needed:
+        return torch.empty(declared, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(declared)
+
+
+def _numpy_data(array: Array, declared: tuple[int, ...], what: str) -> int:
+    """Where the data of a .npy begin, once its header says what the record says. Nothing is allocated by its word."""
+    start = bytes(array.data[:12])
+    if start[:6] != b"\x93NUMPY" or start[6] not in (1, 2):
+        raise RecordError(f"{what} is no numpy array.")
+    width = 2 if start[6] == 1 else 4
+    length = int.from_bytes(start[8 : 8 + width], "little")
+    begin = 8 + width + length
+    if length > _HEADER or begin > len(array.data):
+        raise RecordError(f"{what} has a numpy header of {length:,} bytes.")
+    try:
+        header = ast.literal_eval(bytes(array.data[8 + width : begin]).decode("latin1").strip())
+        said = (_NUMPY_TYPES[header["descr"]], tuple(header["shape"]), header["fortran_order"])
+    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError) as error:
+        raise RecordError(f"{what} has a numpy header that is not read.") from error
+    if said != (array.dtype, declared, False):
+        raise RecordError(f"{what} is declared as {array.dtype} {declared}, and its header says {said[0]} {said[1]}.")
+    return begin
+
+
+def _shown(shape: Sequence[int | None]) -> str:
+    return f"({', '.join('any' if n is None else str(n) for n in shape)})"
+
+
+# ------------------------------------------------------------------------------------------------------ to the client
+
+
+def parcel_record(parcel: Parcel, run: str, envelope: Envelope = Envelope()) -> RecordDict:  # noqa: B008 - immutable
+    """What a client receives, for one message. `run`: the federation's name, so that state of another is not used.
+    envelope: the settings that hold, and what the server agreed on."""
+    p = parcel
+    said = {
+        "run": run,
+        "client": p.client.id,
+        "rank": p.client.rank if isinstance(p.client.rank, int) else dict(p.client.rank),
+        "round": p.round,
+        "roles": asdict(p.roles),
+        "ranks": dict(p.ranks),
+        "left_out": list(p.left_out),
+        "versions": dict(p.versions),
+        "held": None if p.held is None else {**asdict(_plain_held(p.held))},
+    }
+    arrays = ArrayRecord({name: to_array(tensor) for name, tensor in p.tensors().items()})
+    config = ConfigRecord({"protocol": PROTOCOL, "parcel": json.dumps(said, sort_keys=True)})
+    return enclose(RecordDict({"arrays": arrays, "config": config}), envelope)
+
+
+def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
+    """The parcel that came, and the federation's name. Raises `RecordError`."""
+    opened(record, "the server", "this site")
+    said = _said(record, "parcel")
+    groups: dict[str, dict[str, dict[str, Tensor]]] = {}
+    heads: dict[str, dict[str, Tensor]] = {"heads": {}, "start-heads": {}}
+    for name, array in record.array_records["arrays"].items():
+        group, _, rest = name.partition("/")
+        tensor = to_tensor(array, [None] * len(array.shape), name)
+        if group in heads:
+            heads[group][rest] = tensor
+        else:
+            factor, _, module = rest.partition("/")
+            groups.setdefault(group, {}).setdefault(module, {})[factor] = tensor
+    pairs = {group: {m: LoRA(t.get("B"), t.get("A")) for m, t in found.items()} for group, found in groups.items()}
+    try:
+        roles = dict(said["roles"])
+        penalty = roles.pop("penalty")
+        held = said["held"]
+        parcel = Parcel(
+            client=Client(said["client"], said["rank"]),
+            round=said["round"],
+            roles=Roles(**roles, penalty=None if penalty is None else TailPenalty(**penalty)),
+            ranks=ReadOnly(said["ranks"]),
+            left_out=tuple(said["left_out"]),
+            adapter=Adapter(pairs.get("adapter", {}), heads["heads"]),
+            start=Adapter(pairs.get("start", {}), heads["start-heads"]),
+            base=ReadOnly(pairs.get("base", {})),
+            steps=ReadOnly(pairs.get("steps", {})),
+            versions=ReadOnly(said["versions"]),
+            held=None if held is None else _held(held),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"the server's message cannot be read: {error!r}.") from error
+    return parcel, str(said["run"])
+
+
+def _plain_held(held: Held) -> Held:
+    return Held(held.round, dict(held.parts), dict(held.ranks), held.local, dict(held.base))
+
+
+def _held(said: Mapping[str, Any]) -> Held:
+    return Held(
+        said["round"],
+        ReadOnly(said["parts"]),
+        ReadOnly(dict(said["ranks"])),
+        tuple(said["local"]),
+        ReadOnly(dict(said["base"])),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ to the server
+
+
+def upload_record(
+    upload: Upload,
+    *,
+    run: str,
+    round: int,
+    loss: float,
+    kept: Sequence[str],
+    facts: Facts = Facts(),  # noqa: B008 - immutable
+) -> RecordDict:
+    """A client's reply. kept: names of what it keeps of its own. `round` is that of the download. facts: the site's."""
+    named = {
+        f"{factor}/{module}": tensor
+        for module, lora in upload.adapter.modules.items()
+        for factor, tensor in lora.tensors().items()
+    } | {f"heads/{name}": head for name, head in upload.adapter.heads.items()}
+    said = {"run": run, "round": round, "form": upload.form, "ranks": dict(upload.adapter.ranks), "kept": list(kept)}
+    record = RecordDict(
+        {
+            "arrays": ArrayRecord({name: to_array(tensor) for name, tensor in named.items()}),
+            "metrics": MetricRecord({"num-examples": float(upload.num_examples), "loss": float(loss)}),
+            "config": ConfigRecord({"protocol": PROTOCOL, "upload": json.dumps(said, sort_keys=True)}),
+        }
+    )
+    return enclose(record, Envelope(facts=facts.text()))
+
+
+def record_upload(
+    record: RecordDict,
+    client: Client,
+    *,
+    run: str,
+    round: int,
+    shapes: Mapping[str, tuple[int, int]],
+    roles: Roles,
+    heads: Mapping[str, Tensor],
+    form: Form = "factors",
+    facts: Facts = Facts(),  # noqa: B008 - immutable
+) -> tuple[Upload, float, list[str]]:
+    """(upload, mean loss, names of what the client keeps), checked against what this round asked of this client.
+
+    Args:
+        shapes: module -> (d_out, d_in) of the modules that the client holds. heads: the server's, by name and shape.
+        facts: what the server agreed on; the site must have the same.
+
+    Raises:
+        RecordError: a reply of another protocol, of a site that has not agreed, of another run or round, keys, shapes
+            or types that were not asked for, or bytes that are not what is declared. Values are the server's to check.
+    """
+    try:
+        theirs = opened(record, "it", "this server").facts
+        check(facts, Facts.from_text(theirs) if theirs else Facts(), client.id)
+    except Disagreement as error:
+        raise RecordError(str(error)) from error
+    said = _said(record, "upload")
+    if said.get("run") != run or said.get("round") != round:
+        raise RecordError(
+            f"it is of run {str(said.get('run'))[:40]!r}, round {str(said.get('round'))[:9]}; this is round {round} of "
+            f"{run!r}."
+        )
+    if said.get("form") != form:
+        raise RecordError(f"it has the form {str(said.get('form'))[:20]!r}; {form!r} was asked for.")
+    declared = client.ranks(shapes)
+    ranks: dict[str, int | None] = dict(declared)
+    if roles.penalty is not None or form == "subspace":  # these may be smaller, and nothing else may
+        ranks = dict.fromkeys(declared)
+    expected: dict[str, tuple[int | None, ...]] = {}
+    for module, (d_out, d_in) in shapes.items():
+        if roles.B == "shared":
+            expected[f"B/{module}"] = (d_out, ranks[module])
+        if roles.A == "shared":
+            expected[f"A/{module}"] = (ranks[module], d_in)
+    if roles.heads == "shared":
+        expected |= {f"heads/{name}": tuple(head.shape) for name, head in heads.items()}
+    arrays = record.array_records.get("arrays") or ArrayRecord()
+    lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
+    if lacks or extra:
+        raise RecordError(f"{len(lacks)} tensors are missing {lacks[:2]}, {len(extra)} were not asked for {extra[:2]}.")
+    found = {name: to_tensor(arrays[name], shape, name) for name, shape in expected.items()}
+    modules = {}
+    for module in shapes:
+        pair = {factor: found.get(f"{factor}/{module}") for factor in ("B", "A")}
+        if any(t is not None for t in pair.values()):
+            lora = LoRA(pair["B"], pair["A"])
+            if lora.rank > declared[module]:
+                raise RecordError(f"module {module!r} has rank {lora.rank}; at most {declared[module]} was asked for.")
+            modules[module] = lora
+    adapter = Adapter(modules, {name: found[f"heads/{name}"] for name in heads if f"heads/{name}" in found})
+    if roles.penalty is not None:
+        client = Client(client.id, {**declared, **adapter.ranks})
+    examples, loss = _number(record, "num-examples"), _number(record, "loss")
+    kept = said.get("kept")
+    local = "local" in (roles.B, roles.A, roles.heads)
+    known = {*shapes, *heads} if local else set()
+    if not isinstance(kept, list) or not all(isinstance(name, str) and name in known for name in kept):
+        raise RecordError("what it keeps is no list of names of this round's local parts.")
+    if len(set(kept)) < len(kept):
+        raise RecordError("what it keeps names a part twice.")
+    return Upload(client, examples, adapter, form), loss, kept
+
+
+def stock_key(key: str) -> tuple[str, str] | None:
+    """(module, "B" or "A") of a key of get_peft_model_state_dict; None where it is no LoRA factor of a linear layer."""
+    found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
+    return (found[1], found[2]) if found is not None else None
+
+
+def stock_upload(record: RecordDict, client: Client, shapes: Mapping[str, tuple[int, int]], scale: float) -> Upload:
+    """An upload of a stock PEFT client: get_peft_model_state_dict in an ArrayRecord, num-examples in a MetricRecord.
+
+    Args:
+        scale: the client's alpha / r relative to the server's scaling, folded into B.
+
+    Raises:
+        RecordError: keys or shapes that no LoRA of these modules has.
+    """
+    arrays: dict[str, Array] = {}
+    for found in record.array_records.values():
+        arrays |= found
+    modules: dict[str, dict[str, Tensor]] = {}
+    for key, array in arrays.items():
+        module, factor = stock_key(key) or ("", "")
+        if module not in shapes:
+            raise RecordError(f"{key[:80]!r} is no LoRA factor of this model.")
+        (d_out, d_in), r = shapes[module], client.ranks(shapes)[module]
+        expected = (d_out, r) if factor == "B" else (r, d_in)
+        modules.setdefault(module, {})[factor] = to_tensor(array, expected, key[:80])
+    lacks = [m for m in shapes if set(modules.get(m, {})) != {"A", "B"}]
+    if lacks:
+        raise RecordError(f"module {lacks[0]!r} lacks a factor ({len(lacks)} such).")
+    pairs = {m: LoRA(pair["B"] * scale if scale != 1 else pair["B"], pair["A"]) for m, pair in modules.items()}
+    return Upload(client, _number(record, "num-examples"), Adapter(pairs))
+
+
+def _number(record: RecordDict, name: str) -> float:
+    for metrics in record.metric_records.values():
+        value = metrics.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    raise RecordError(f"it has no number {name!r} among its metrics.")
+
+
+def _said(record: RecordDict, what: str) -> dict[str, Any]:
+    config = record.config_records.get("config")
+    text = config.get(what) if config is not None else None
+    if not isinstance(text, str) or len(text) > 64 * 2**20:
+        raise RecordError(f"the message is no {what} of {PROTOCOL}.")
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"the message's {what} is not JSON.") from error
+    if not isinstance(said, dict):
+        raise RecordError(f"the message's {what} is no JSON object.")
+    return said
+
+
+__all__ = [
+    "NUMPY", "PROTOCOL", "RAW", "RecordError", "parcel_record", "record_parcel", "record_upload", "stock_key",
+    "stock_upload", "to_array", "to_tensor", "upload_record",
+]  # fmt: skip

@@ -1,0 +1,271 @@
+"""One attempt at a round: the questions, what is made of each answer as it comes, and what comes of all of them.
+
+Nothing here sends, waits or writes. What comes of a round does not depend on the order in which answers come.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flwr.app import Message, MessageType
+
+from fedlora.core.echo import shown
+from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
+from fedlora.flower.messages.codecs import Codec, Reply
+from fedlora.flower.messages.records import RecordError
+from fedlora.flower.rounds.collecting import Answer, Limit, Question
+from fedlora.flower.rounds.drawing import Drawn
+from fedlora.flower.rounds.events import Fate, Fated
+from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.rounds.norms import far_ones, update_norm
+from fedlora.flower.terms.policy import Policy, shares_lost
+from fedlora.server.server import Server
+from fedlora.server.state import RunState, ServerState, Tally
+from fedlora.server.terms import ranks_of
+
+log = logging.getLogger(__name__)
+_MB = 2**20
+_MOST_LOSS = 1e6  # nats: chance among a million words is 14 of them, and a head gone wild some thousands
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What comes of a round. overturned: fates that the aggregation changed, by a defence. trained: how many did.
+    loss: their mean, NaN where none says one."""
+
+    memory: FlowerState
+    line: Mapping[str, Any]
+    overturned: tuple[Fated, ...]
+    trained: int
+    loss: float
+
+
+class Attempt:
+    """One attempt. Mutable, used up by `close`.
+
+    number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        policy: Policy,
+        codec: Codec,
+        memory: FlowerState,
+        drawn: Drawn,
+        online: Mapping[str, int],
+        *,
+        attempt: int,
+        deadline: float,
+    ) -> None:
+        self.server, self.policy, self.codec, self.memory, self.drawn = server, policy, codec, memory, drawn
+        self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
+        self.group = f"{memory.run}-{self.number}-{attempt - 1}"
+        self._online = online
+        self._sent: dict[str, Download] = {}
+        self._taken: dict[str, Reply] = {}
+        self._fates: dict[str, Fated] = {}
+        self._refusals = dict(memory.refusals)
+        self._terms = server.terms(memory.state.server)
+
+    def questions(self) -> Iterator[Question]:
+        """A message for each one who is asked, at its own rank, made when it is drawn."""
+        state = self.memory.state
+        for name in self.drawn.asked:
+            memory = state.clients.get(name, ClientMemory())
+            rank = self.policy.clients[name]
+            client = as_pruned(Client(name, rank if isinstance(rank, int) else dict(rank)), memory)
+            try:
+                download = self.server.download(state.server, client)
+            except (RankMismatch, HyperparameterError) as error:
+                self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
+                continue
+            self._sent[name] = download
+            yield Question(
+                name,
+                Message(
+                    self.codec.question(download, memory.held, self.memory.run),
+                    self._online[name],
+                    MessageType.TRAIN,
+                    ttl=self.deadline,  # or a straggler would work through stale rounds
+                    group_id=self.group,
+                ),
+                reply_limit(client, state.server, self.policy),
+            )
+
+    def take(self, answer: Answer) -> Fated:
+        """What becomes of one who was asked: at once, and for good unless the aggregation has another word.
+
+        Never raises: a reply is a stranger's.
+        """
+        name, came = answer.client, {"seconds": round(answer.seconds, 3), "bytes": answer.bytes or None}
+        if answer.message is None:
+            fate = answer.fate or "failed"
+            if fate == "refused":
+                self._count_refusal(name)
+            return self._settle(name, fate, answer.why, **came)
+        found = self._judged(name, answer.message)
+        if isinstance(found, str):
+            self._count_refusal(name)
+            return self._settle(name, "refused", found, **came)
+        self._taken[name] = found
+        upload = found.upload
+        return self._settle(
+            name,
+            "trained",
+            "" if upload.num_examples else "it abstained, with 0 examples",
+            loss=found.loss,
+            examples=float(upload.num_examples),
+            norm=update_norm(upload, self._sent[name]),
+            **came,
+        )
+
+    @property
+    def fates(self) -> dict[str, Fated]:
+        """Everyone of the policy, in its order, as far as it is known."""
+        known = {
+            name: Fated(self.number, self.attempt, name, fate, why)
+            for name, (fate, why) in self.drawn.not_asked.items()
+        } | self._fates
+        return {name: known[name] for name in self.policy.clients if name in known}
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """Who had a message made."""
+        return frozenset(self._sent)
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """client -> how many uploads in a row were refused, this attempt's included; in the policy's order."""
+        order = {name: k for k, name in enumerate(self.policy.clients)}
+        return ReadOnly(
+            dict(sorted(self._refusals.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+        )
+
+    def close(self) -> Closed:
+        """Aggregate what was taken.
+
+        Raises:
+            QuorumNotMet: too few usable uploads, or some that do not fit together. The state is unchanged.
+        """
+        state, opened = self.memory.state, self.server.open(self.memory.state.server)
+        taken = {name: self._taken[name] for name in self.policy.clients if name in self._taken}  # not as they came
+        claimed = {name: float(reply.upload.num_examples) for name, reply in taken.items()}
+        counts = self.policy.examples(claimed)
+        for name, count in counts.items():
+            try:
+                opened.add(replace(taken[name].upload, num_examples=count))
+            except UploadRefused as refusal:
+                self._overturn(name, refusal.reason)
+        try:
+            after = opened.close()
+        except RankMismatch as error:  # some upload's rank, which only the method can see
+            raise QuorumNotMet(f"round {self.number} cannot be aggregated: {error}") from error
+        tally = after.tally or Tally({})
+        for name, reason in tally.refused.items():  # a defence's doing, with all uploads before it
+            self._overturn(name, reason)
+        trained = [name for name in taken if self._fates[name].fate == "trained"]
+        memories = dict(state.clients)
+        for name in self._sent:
+            before = memories.get(name, ClientMemory())
+            if name in trained:
+                reply = taken[name]
+                ranks = before.ranks if reply.ranks is None else reply.ranks
+                memories[name] = ClientMemory(None, 0, reply.held, ranks)
+                self._refusals.pop(name, None)
+            elif name in memories:
+                memories[name] = replace(before, held=None)  # what it holds now is not known
+        known = {**self.memory.examples, **{name: claimed[name] for name in trained}}
+        memory = FlowerState(
+            self.memory.run, RunState(after.round, after, ReadOnly(memories)), self.refusals,
+            ReadOnly({name: known[name] for name in sorted(known)}),
+        )  # fmt: skip
+        losses = {name: reply.loss for name, reply in taken.items() if name in trained and reply.loss is not None}
+        mean = sum(losses.values()) / len(losses) if losses else math.nan
+        overturned = tuple(self._fates[name] for name in taken if name not in trained)
+        by_examples = self.server.weighting == "examples"
+        capped = shares_lost({name: claimed[name] for name in trained}, counts) if by_examples else {}
+        return Closed(memory, self._line(after, losses, trained, capped), overturned, len(trained), mean)
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _judged(self, name: str, message: Message) -> Reply | str:
+        """What a client sent, checked against the round's terms; or why that is not used."""
+        try:
+            reply = self.codec.reply(message.content, self._sent[name], self.memory.state.server, self.memory.run)
+            counts = self._terms.check(reply.upload)
+        except RecordError as error:
+            return shown(error, 500)
+        except UploadRefused as refusal:
+            return shown(refusal.reason, 500)
+        except Exception as error:  # whatever else a forged record brings about is its sender's
+            log.exception("the reply of %s cannot be read", name)
+            return f"its reply cannot be read: {type(error).__name__}"
+        if reply.loss is not None and not 0 <= reply.loss <= _MOST_LOSS:
+            if not counts:
+                return replace(reply, loss=None)
+            if reply.loss < 0 and math.isfinite(reply.loss):
+                return f"its loss is {reply.loss:.3g}, and none is below 0: it was not measured"
+            most = f", above {_MOST_LOSS:,.0f}" if math.isfinite(reply.loss) else ""
+            return (
+                f"its loss is {reply.loss:.3g}{most}; training that ends so has come apart (a smaller train.lr, or its "
+                f"data)"
+            )
+        return reply
+
+    def _line(
+        self,
+        after: ServerState,
+        losses: Mapping[str, float],
+        trained: list[str],
+        capped: Mapping[str, Mapping[str, float]],
+    ) -> dict[str, Any]:
+        fates = self.fates
+        norms = {name: fates[name].norm or 0.0 for name in trained}
+        tally = after.tally or Tally({})
+        return {
+            "round": after.round,
+            "attempt": self.attempt,
+            "losses": dict(losses),
+            "weights": dict(tally.weights),
+            "refused": {n: f.why for n, f in fates.items() if f.fate not in ("trained", "not drawn")},
+            "fates": {name: {"fate": fated.fate, "why": fated.why} for name, fated in fates.items()},
+            "norms": norms,
+            "far": far_ones(norms),
+            "capped": {name: dict(shares) for name, shares in capped.items()},
+        }
+
+    def _overturn(self, name: str, reason: str) -> None:
+        before = self._fates.get(name)
+        if before is not None and before.fate == "trained":
+            self._count_refusal(name)
+            self._fates[name] = replace(before, fate="refused", why=shown(reason, 500))
+
+    def _settle(self, name: str, fate: Fate, why: str, **more: Any) -> Fated:
+        self._fates[name] = Fated(self.number, self.attempt, name, fate, why, **more)
+        return self._fates[name]
+
+    def _count_refusal(self, name: str) -> None:
+        self._refusals[name] = self._refusals.get(name, 0) + 1
+
+
+def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
+    """What this client's reply may take: twice what its own upload can have and 1 MB, or the policy's word."""
+    total = tensors = 0
+    for name, rank in ranks_of(client, state).items():
+        B, A = state.start.modules[name].factors
+        total += rank * (B.shape[0] + A.shape[1]) * max(4, B.element_size(), A.element_size())
+        tensors += 2
+    total += sum(head.numel() * max(4, head.element_size()) for head in state.heads.values())
+    tensors += len(state.heads)
+    most = 2 * total + _MB if policy.max_upload_mb is None else int(policy.max_upload_mb * _MB)
+    return Limit(most, 64 + 4 * tensors + most // (_MB // 4), 2 * _MB + 2048 * tensors)
+
+
+__all__ = ["Attempt", "Closed", "reply_limit"]

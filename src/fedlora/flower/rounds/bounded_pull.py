@@ -1,0 +1,314 @@
+"""Replies from a real SuperLink, measured before they are in memory. The only file that knows flwr's inside.
+
+Flower cuts a message into objects: a tree of their ids comes first, then each is pulled by its id. `HttpGrid` pulls all
+of a reply, whatever its size, waits up to two hours for objects that were announced and never sent, and ends the run
+where one of them cannot be read. Equal pieces are stored once and multiply when they are put together, so that a few
+megabytes become as many gigabytes as their sender likes. Here a reply is counted while it is pulled and before it is
+put together; what is too large, or cannot be read, costs its sender the round.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedlora.core.echo import shown
+from fedlora.errors import ConfigError
+from fedlora.flower.rounds.collecting import Arrival, Limit, too_large
+
+log = logging.getLogger(__name__)
+TESTED = "1.41."
+_TREE = 32 * 2**20  # bytes of the list of one message's objects
+_NO_LIMIT = Limit(2**62, 2**62, 2**62)
+
+
+class TooLarge(Exception):
+    """An answer of the SuperLink is larger than what may still come. Carries `size`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"{size:,} bytes")
+        self.size = size
+
+
+@dataclass(eq=False)
+class _Coming:
+    """A reply whose objects are being pulled. missing: their ids, in the order in which they are. told: the reply as
+    the SuperLink knows it, without content."""
+
+    told: Any
+    missing: list[str]
+    count: int
+    contents: dict[str, bytes] = field(default_factory=dict)
+    size: int = 0
+    described: int = 0
+
+
+def is_http(grid: Grid) -> bool:
+    """Whether this grid talks to a SuperLink.
+
+    Raises:
+        ConfigError: another flwr than this was written for, whose inside is not what it was.
+    """
+    from flwr.superlink.grid import http_grid
+
+    if not isinstance(grid, http_grid.HttpGrid):
+        return False
+    require_tested()
+    return True
+
+
+def require_tested() -> None:
+    """Raises `ConfigError` where flwr is another one than this file was written for."""
+    found = version("flwr")
+    if not found.startswith(TESTED):
+        raise ConfigError(
+            f"flwr {found} is installed, and the bounded pull of replies (fedlora.flower.rounds.bounded_pull) was "
+            f"written for {TESTED}x: pip install 'flwr>=1.41,<1.42'."
+        )
+
+
+class HttpInbox:
+    """The replies that a SuperLink holds, for a ServerApp. A reply comes once all its objects are there."""
+
+    pause = 1.0
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+        self._coming: dict[str, _Coming] = {}
+        self._trouble: dict[str, str] = {}
+
+    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
+        """One reply at a time: the one before it is its taker's when the next is pulled.
+
+        A SuperLink that answers with an error is asked again at the next look: it may be at its limits because of one
+        node, and nobody else shall lose the round for it.
+        """
+        for message_id, limit in wanted.items():
+            try:
+                found = self._look(message_id, limit or _NO_LIMIT)
+            except httpx.HTTPError as error:
+                said = shown(f"the SuperLink answers {_of(error)}")
+                if self._trouble.get(message_id) != said:
+                    log.warning("%s when a reply is asked for; it is asked again until the deadline", said)
+                self._trouble[message_id] = said
+                continue
+            self._trouble.pop(message_id, None)
+            if found is not None:
+                self._coming.pop(message_id, None)
+                yield found
+                del found
+
+    def half(self, message_id: str) -> str:
+        """How much of a reply came."""
+        coming, trouble = self._coming.pop(message_id, None), self._trouble.pop(message_id, "")
+        if coming is None or trouble:
+            return trouble
+        return f"its reply was announced, and {coming.count - len(coming.missing)} of {coming.count} pieces of it came"
+
+    def _look(self, message_id: str, limit: Limit) -> Arrival | None:
+        coming = self._coming.get(message_id)
+        if coming is None:
+            try:
+                coming = self._announced(message_id, limit)
+            except TooLarge as error:
+                return Arrival(message_id, None, error.size, too_large(error.size, limit.bytes))
+            if coming is None:
+                return None
+            self._coming[message_id] = coming
+        try:
+            if not self._pull(coming, limit):
+                return None
+            message = put_together(coming.told.metadata.message_id, coming.contents, limit)
+        except TooLarge as error:
+            self._confirm(coming)
+            return Arrival(message_id, None, error.size, too_large(error.size, limit.bytes))
+        except _Unreadable as error:
+            self._confirm(coming)
+            return Arrival(message_id, None, coming.size, str(error))
+        self._confirm(coming)
+        from flwr.common.serde_utils import metadata_from_proto
+
+        message.__dict__["_metadata"] = metadata_from_proto(coming.told.metadata)  # the SuperLink's, not its sender's
+        return Arrival(message_id, message, coming.size)
+
+    def _announced(self, message_id: str, limit: Limit) -> _Coming | None:
+        """The reply to one message, if the SuperLink has one, and the ids of its objects."""
+        from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+
+        client = self._grid._runtime_client
+        with answers_at_most(client, _TREE):
+            told = client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
+        for message, tree in zip(told.messages_list, told.message_object_trees, strict=True):
+            if message.metadata.reply_to_message_id == message_id:
+                ids: dict[str, None] = {}
+                for number, object_id in enumerate(_ids(tree)):
+                    if number >= limit.objects:
+                        raise TooLarge(limit.bytes + 1)
+                    ids[object_id] = None
+                return _Coming(message, list(ids), len(ids))
+        return None
+
+    def _pull(self, coming: _Coming, limit: Limit) -> bool:
+        """Pull what is there. Whether that is all."""
+        from flwr.proto.message_pb2 import PullObjectRequest
+
+        client, run_id = self._grid._runtime_client, self._grid.run.run_id
+        while coming.missing:
+            object_id = coming.missing[0]
+            with answers_at_most(client, limit.bytes - coming.size + 4096):
+                try:
+                    got = client.PullObject(PullObjectRequest(node=self._grid.node, run_id=run_id, object_id=object_id))
+                except TooLarge as error:
+                    raise TooLarge(coming.size + error.size) from None
+            if not got.object_found:
+                raise _Unreadable("a piece of its reply is gone; it may have stopped sending half way")
+            if not got.object_available:
+                return False
+            content = got.object_content
+            del got
+            coming.size += len(content)
+            coming.described += 0 if _head(content)[0] == "ArrayChunk" else len(content)
+            if coming.size > limit.bytes:
+                raise TooLarge(coming.size)
+            if coming.described > limit.described:
+                raise _Unreadable(
+                    f"its reply has {coming.described:,} bytes beside arrays; {limit.described:,} are allowed"
+                )
+            coming.contents[object_id] = content
+            del coming.missing[0]
+        return True
+
+    def _confirm(self, coming: _Coming) -> None:
+        """Let the SuperLink forget the reply, taken or refused."""
+        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+
+        coming.contents = {}
+        try:
+            self._grid._runtime_client.ConfirmMessageReceived(
+                ConfirmMessageReceivedRequest(
+                    node=self._grid.node,
+                    run_id=self._grid.run.run_id,
+                    message_object_id=coming.told.metadata.message_id,
+                )
+            )
+        except Exception as error:  # it forgets it at the run's end
+            log.warning("the SuperLink keeps a reply longer than it need: %s", shown(error))
+
+
+class _Unreadable(Exception):
+    """A reply's objects are not what flwr makes."""
+
+
+def put_together(message_id: str, contents: dict[str, bytes], limit: Limit) -> Message:
+    """The message of its objects, once it is known how large it will be.
+
+    Raises:
+        TooLarge: its arrays. _Unreadable: no message of flwr's.
+    """
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+    total = unpacked_bytes(contents)
+    if total > limit.bytes:
+        raise TooLarge(total)
+    try:
+        message = inflate_object_from_contents(message_id, contents)
+    except Exception as error:  # whatever a forged object brings about is its sender's
+        raise _Unreadable(f"its reply cannot be put together: {shown(f'{type(error).__name__}: {error}')}") from error
+    if not isinstance(message, Message):
+        raise _Unreadable(f"its reply is no message, but a {type(message).__name__}")
+    message.metadata.__dict__["_message_id"] = message_id
+    return message
+
+
+def unpacked_bytes(contents: Mapping[str, bytes]) -> int:
+    """Bytes of all arrays of a reply when they are put together: their list of pieces may name one many times."""
+    total = 0
+    for content in contents.values():
+        kind, children, begin = _head(content)
+        if kind != "Array":
+            continue
+        try:
+            sizes = [len(contents[child]) - _head(contents[child])[2] for child in children]
+            total += sum(sizes[index] for index in json.loads(content[begin:])["arraychunk_ids"])
+        except Exception as error:
+            raise _Unreadable("an array of its reply has no list of its pieces") from error
+    return total
+
+
+def _head(content: bytes) -> tuple[str, list[str], int]:
+    """(kind, ids of its children, where its body begins) of an object."""
+    end = content.find(b"\0")
+    try:
+        kind, children, _ = content[: max(end, 0)].decode().split(" ")
+    except ValueError as error:
+        raise _Unreadable("a piece of its reply has no head") from error
+    return kind, children.split(",") if children else [], end + 1
+
+
+def _ids(tree: Any) -> Iterator[str]:
+    """The ids of a tree's objects, without a call within a call: its depth is a stranger's."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node.object_id
+        waiting += node.children
+
+
+def _of(error: httpx.HTTPError) -> str:
+    return str(error.response.status_code) if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
+
+
+@contextmanager
+def heartbeats_outlive_errors(grid: Grid) -> Iterator[None]:
+    """A heartbeat that is answered 500 is sent again, as one that is answered 503 is.
+
+    flwr's own sender ends at the first 500, in silence, and a minute later its SuperLink takes the ServerApp for dead.
+    """
+    if not is_http(grid):
+        yield
+        return
+    http = grid._runtime_client._client  # type: ignore[attr-defined]
+    before = http.event_hooks
+
+    def soften(response: httpx.Response) -> None:
+        if response.status_code >= 500 and response.request.url.path.endswith("/send-task-heartbeat"):
+            response.status_code = httpx.codes.SERVICE_UNAVAILABLE
+
+    http.event_hooks = {**before, "response": [*before.get("response", []), soften]}
+    try:
+        yield
+    finally:
+        http.event_hooks = before
+
+
+@contextmanager
+def answers_at_most(client: Any, most: int) -> Iterator[None]:
+    """An answer of more than `most` bytes is refused by its head, before its body is read: `TooLarge`."""
+    http = client._client
+    before = http.event_hooks
+
+    def refuse(response: Any) -> None:
+        said = response.headers.get("content-length", "")
+        if said.isdigit() and int(said) > most:
+            raise TooLarge(int(said))
+
+    http.event_hooks = {**before, "response": [*before.get("response", []), refuse]}
+    try:
+        yield
+    finally:
+        http.event_hooks = before
+
+
+__all__ = [
+    "HttpInbox", "TooLarge", "answers_at_most", "heartbeats_outlive_errors", "is_http", "put_together",
+    "require_tested", "unpacked_bytes",
+]  # fmt: skip

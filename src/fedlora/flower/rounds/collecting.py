@@ -1,0 +1,254 @@
+"""A round's messages go out, and each answer is handed on as it comes, under the name of who was asked.
+
+Flower's own `send_and_receive` polls every three seconds, gives all replies at the end, and leaves it to its caller to
+find out whose they are and who is missing. Here everyone who was asked has one `Answer`, at the deadline at the latest.
+Who answers is told by the message that is answered: errors that the SuperLink makes itself come from no node.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import httpx
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedlora.core.echo import quoted, shown
+from fedlora.flower.messages.envelope import site_words
+from fedlora.flower.rounds.events import Fate
+
+log = logging.getLogger(__name__)
+_UNAVAILABLE = {3: "its message is gone", 4: "its reply is gone", 5: "its node is not there any more"}  # flwr's codes
+_OFFLINE = 5
+_PATIENCE = 120.0  # seconds in which the SuperLink may fail, before what needs it does
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """What tells the time and lets it pass: the module `time`, or a test's."""
+
+    def monotonic(self) -> float: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What one reply may take: bytes in all, as they come and as they are unpacked; objects, into which Flower cuts it;
+    bytes of what is no array's data (names, numbers, text)."""
+
+    bytes: int
+    objects: int
+    described: int
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A message to a client. limit: of its reply; None: there is none."""
+
+    client: str
+    message: Message
+    limit: Limit | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What became of a question. message: the reply, to be judged, and `fate` is None; else there is none, and `fate`
+    and `why` say so. seconds: since it was asked. bytes: of what came."""
+
+    client: str
+    seconds: float
+    message: Message | None = None
+    fate: Fate | None = None
+    why: str = ""
+    bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A reply that came, or why it was not let in. reply_to: the id of the message that it answers."""
+
+    reply_to: str
+    message: Message | None
+    bytes: int = 0
+    why: str = ""
+
+
+class Inbox(Protocol):
+    """How replies come in from one kind of grid. pause: seconds between two looks."""
+
+    pause: float
+
+    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
+        """What has come of the messages of these ids since the last look."""
+
+    def half(self, message_id: str) -> str:
+        """What is known of a reply that has not come whole; "" where nothing is."""
+
+
+class PlainInbox:
+    """Any grid: replies are measured when they are there already."""
+
+    pause = 0.1
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
+        for message in self._grid.pull_messages(list(wanted)):
+            reply_to = message.metadata.reply_to_message_id
+            limit, size = wanted.get(reply_to), reply_bytes(message)
+            if limit is not None and size > limit.bytes:
+                yield Arrival(reply_to, None, size, too_large(size, limit.bytes))
+            else:
+                yield Arrival(reply_to, message, size)
+
+    def half(self, message_id: str) -> str:
+        return ""
+
+
+def collect(
+    grid: Grid, questions: Iterable[Question], *, deadline: float, inbox: Inbox | None = None, clock: Clock = time
+) -> Iterator[Answer]:
+    """One answer for each question, in the order in which they come.
+
+    Args:
+        questions: made one by one, and each is let go of once it is sent. deadline: seconds from each one's sending.
+    """
+    inbox = inbox or inbox_of(grid)
+    asked: dict[str, tuple[Question, float]] = {}  # id of the message -> without its content, and when
+    patience = clock.monotonic() + min(_PATIENCE, deadline)
+    for question in questions:
+        began, node, group = (
+            clock.monotonic(),
+            question.message.metadata.dst_node_id,
+            question.message.metadata.group_id,
+        )
+        try:
+            sent = list(patiently(partial(grid.push_messages, [question.message]), until=patience, clock=clock))
+        except Exception as error:
+            log.debug("a message could not be sent", exc_info=True)
+            yield Answer(question.client, 0.0, fate="failed", why=f"it could not be sent its message: {_brief(error)}")
+            continue
+        if not sent or not sent[0]:
+            yield Answer(question.client, 0.0, fate="offline", why=f"the SuperLink takes no message for node {node}")
+            continue
+        asked[sent[0]] = (Question(question.client, _Sent(node, group), question.limit), began)  # type: ignore[arg-type]
+        del question
+    answered: dict[str, str] = {}
+    strays: dict[str, str] = {}
+    while asked:
+        for arrival in inbox.look({i: question.limit for i, (question, _) in asked.items()}):
+            found = asked.get(arrival.reply_to)
+            if arrival.reply_to in answered:
+                log.warning("%s: a second reply in one round; the first one stands", answered[arrival.reply_to])
+                continue
+            if found is None:
+                _stray(arrival, asked, strays)
+                continue
+            question, began = found
+            del asked[arrival.reply_to]
+            answered[arrival.reply_to] = question.client
+            yield _answer(question, arrival, clock.monotonic() - began, deadline)
+        now = clock.monotonic()
+        for message_id, (question, began) in list(asked.items()):
+            if now - began >= deadline:
+                del asked[message_id]
+                detail = inbox.half(message_id) or strays.get(question.client, "")
+                why = f"no answer within {deadline:g} s{f' ({detail})' if detail else ''}"
+                yield Answer(question.client, now - began, fate="late", why=why)
+        if asked:
+            left = min(began for _, began in asked.values()) + deadline - now
+            clock.sleep(max(0.01, min(inbox.pause, left)))
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """All that is kept of a message that was sent."""
+
+    node: int
+    group: str
+
+
+def _answer(question: Question, arrival: Arrival, seconds: float, deadline: float) -> Answer:
+    client, message, sent = question.client, arrival.message, question.message
+    assert isinstance(sent, _Sent)
+    if message is None:
+        return Answer(client, seconds, fate="refused", why=arrival.why, bytes=arrival.bytes)
+    if message.has_error():  # before all else: the SuperLink's own errors have neither group nor node
+        code, reason = message.error.code, shown(site_words(message.error.reason or "it gave no reason"), 800)
+        if code == _OFFLINE:
+            return Answer(client, seconds, fate="offline", why=f"{_UNAVAILABLE[code]}, since {seconds:.0f} s or less")
+        if code in _UNAVAILABLE and seconds >= deadline - 2:
+            return Answer(client, seconds, fate="late", why=f"no answer within {deadline:g} s")
+        return Answer(client, seconds, fate="failed", why=f"it failed: {reason}")
+    if message.metadata.group_id != sent.group:
+        why = f"it answers {quoted(message.metadata.group_id, 60)}, and this is {sent.group!r}: late or replayed"
+        return Answer(client, seconds, fate="refused", why=why, bytes=arrival.bytes)
+    if message.metadata.src_node_id != sent.node:
+        why = f"node {message.metadata.src_node_id} answered in its place, and node {sent.node} was asked"
+        return Answer(client, seconds, fate="refused", why=why, bytes=arrival.bytes)
+    if not message.has_content():
+        return Answer(client, seconds, fate="refused", why="its reply is empty", bytes=arrival.bytes)
+    return Answer(client, seconds, message, bytes=arrival.bytes)
+
+
+def _stray(arrival: Arrival, asked: Mapping[str, tuple[Question, float]], strays: dict[str, str]) -> None:
+    """A reply to a message that nobody waits for: told, and no more."""
+    node = arrival.message.metadata.src_node_id if arrival.message is not None else 0
+    names = [q.client for q, _ in asked.values() if isinstance(q.message, _Sent) and q.message.node == node]
+    who = names[0] if names else f"node {node}"
+    log.warning("%s: a reply to a message that is not waited for, late or replayed; it does not count", who)
+    strays[who] = "what came from it answers another message: late or replayed"
+
+
+def inbox_of(grid: Grid) -> Inbox:
+    """The inbox for this kind of grid: bounded as it pulls for a real SuperLink."""
+    from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
+
+    return HttpInbox(grid) if is_http(grid) else PlainInbox(grid)
+
+
+def reply_bytes(message: Message) -> int:
+    """Bytes of a reply's arrays."""
+    if not message.has_content():
+        return 0
+    return sum(len(array.data) for record in message.content.array_records.values() for array in record.values())
+
+
+def too_large(size: int, most: int) -> str:
+    """Why a reply is not let in."""
+    return (
+        f"its reply has {size:,} bytes or more, and {most:,} are allowed (twice what its upload can have, or the "
+        f"policy's max_upload_mb)"
+    )
+
+
+def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
+    """What the SuperLink answers, asked again while it answers with errors. until: a time of the clock; then its error
+    is raised."""
+    told = False
+    while True:
+        try:
+            return ask()
+        except httpx.HTTPError as error:
+            if clock.monotonic() >= until:
+                raise
+            if not told:
+                log.warning("the SuperLink fails, and is asked again: %s", _brief(error))
+            told = True
+            clock.sleep(2.0)
+
+
+def _brief(error: BaseException) -> str:
+    return shown(f"{type(error).__name__}: {error}", 200)
+
+
+__all__ = [
+    "Answer", "Arrival", "Clock", "Inbox", "Limit", "PlainInbox", "Question", "collect", "inbox_of", "patiently",
+]  # fmt: skip

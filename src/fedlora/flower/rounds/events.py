@@ -1,0 +1,288 @@
+"""What happens in a federation, as it happens: FED/server/events.jsonl, one JSON object a line.
+
+The ServerApp writes, others follow: `fedlora flower serve`, `status`, and its metrics. A line that a crash tore is
+skipped by every reader, and the next writer begins below it. Numbers that are not finite are written as null, and text
+is on one line, printable and bounded, whoever it came from.
+
+    {"at": "2026-01-31T12:00:00.000+00:00", "event": "began", "round": 3, "attempt": 1, "asked": ["acme", "berlin"],
+     "not_asked": {"cork": {"fate": "offline", "why": "it is not online"}}, "deadline": 600.0}
+    {"at": ..., "event": "fate", "round": 3, "attempt": 1, "client": "acme", "fate": "trained", "why": "",
+     "seconds": 12.3, "loss": 0.4, "examples": 100.0, "norm": 0.7, "bytes": 81920}
+    {"at": ..., "event": "done", "round": 3, ...}            the line of rounds.jsonl
+    {"at": ..., "event": "again", "round": 3, "attempt": 1, "why": "..."}     this attempt did not count
+    {"at": ..., "event": "policy", "round": 3, "added": {"dublin": 4}, "removed": [], "changed": {"cork": [2, 4]},
+     "why": ""}                              why: what is wrong with a file that was not taken, and the old one stays
+    {"at": ..., "event": "ended", "round": 6, "why": "complete"}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+from fedlora.core.echo import shown
+from fedlora.core.read_only import ReadOnly
+from fedlora.runs.folder import plain
+
+Fate = Literal["trained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
+FATES: tuple[str, ...] = get_args(Fate)
+_MOST = 1000  # letters of a text
+_HEAD = 256  # bytes at a file's begin by which it is known again
+
+
+@dataclass(frozen=True)
+class Began:
+    """An attempt at a round begins. asked: who gets a message. not_asked: everyone else -> {"fate", "why"}. deadline:
+    seconds for the replies."""
+
+    NAME: ClassVar[str] = "began"
+
+    round: int
+    attempt: int
+    asked: Sequence[str]
+    not_asked: Mapping[str, Mapping[str, str]]
+    deadline: float | None
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Fated:
+    """What became of one who was asked. seconds: since it was asked. norm: of its update, as `norms` has it. bytes: of
+    its reply. A later one of the same round and client stands in place of an earlier one."""
+
+    NAME: ClassVar[str] = "fate"
+
+    round: int
+    attempt: int
+    client: str
+    fate: Fate
+    why: str = ""
+    seconds: float | None = None
+    loss: float | None = None
+    examples: float | None = None
+    norm: float | None = None
+    bytes: int | None = None
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A round is done. line: its line of rounds.jsonl."""
+
+    NAME: ClassVar[str] = "done"
+
+    round: int
+    line: Mapping[str, Any]
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Again:
+    """An attempt did not count. The round is tried again, or the run ends."""
+
+    NAME: ClassVar[str] = "again"
+
+    round: int
+    attempt: int
+    why: str
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class PolicyChanged:
+    """policy.toml was read anew before this round. added: name -> rank. changed: name -> (old rank, new rank). why: of
+    a file that was not taken; the policy before it stays."""
+
+    NAME: ClassVar[str] = "policy"
+
+    round: int
+    added: Mapping[str, Any] = field(default_factory=dict)
+    removed: Sequence[str] = ()
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """No more rounds in this process. round: how many are done. why: "complete", "stopped early", "quorum", ..."""
+
+    NAME: ClassVar[str] = "ended"
+
+    round: int
+    why: str
+    at: str = ""
+
+
+Event = Began | Fated | Done | Again | PolicyChanged | Ended
+_KINDS: Mapping[str, type[Event]] = {kind.NAME: kind for kind in (Began, Fated, Done, Again, PolicyChanged, Ended)}
+
+
+class EventWriter:
+    """Appends to the file of events. None: to nowhere.
+
+    Example:
+        >>> events = EventWriter(folder / "events.jsonl")
+        >>> events.write(Fated(1, 1, "acme", "late", "no answer within 600 s", seconds=600.0))
+        >>> read_events(folder / "events.jsonl")[-1].fate
+        'late'
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def write(self, event: Event) -> None:
+        """One more line, handed to the system as a whole. Raises `OSError`: the disk refuses; nothing was added."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            line = (b"\n" if torn else b"") + as_line(event).encode()
+            try:
+                written = 0
+                while written < len(line):
+                    written += os.write(descriptor, line[written:])
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+
+class EventReader:
+    """The events of a file, in any number of reads: each gives what has come since the one before.
+
+    A file that is not there yet is empty. One that was truncated, replaced or moved away is read from its begin, after
+    what was left of the old one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._position, self._head = 0, b""
+
+    def new(self) -> list[Event]:
+        """What has come since the last read. A last line that is not finished waits for the next."""
+        found: list[Event] = []
+        if self._descriptor is not None and not self._same():
+            found += self._rest()  # of a file that was moved away: it may have had lines that were not read yet
+            self.close()
+        if self._descriptor is None:
+            try:
+                self._descriptor = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            except FileNotFoundError:
+                return found
+        return found + self._rest()
+
+    def close(self) -> None:
+        """Let go of the file. The next read begins anew."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor, self._position, self._head = None, 0, b""
+
+    def _same(self) -> bool:
+        """Whether the path still leads to the file that is open."""
+        assert self._descriptor is not None
+        mine = os.fstat(self._descriptor)
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+
+    def _rest(self) -> list[Event]:
+        """The whole lines from the position on."""
+        assert self._descriptor is not None
+        size = os.fstat(self._descriptor).st_size
+        if size < self._position or os.pread(self._descriptor, len(self._head), 0) != self._head:
+            self._position, self._head = 0, b""  # truncated, and perhaps written to again
+        content = bytearray()
+        while part := os.pread(self._descriptor, 1 << 20, self._position + len(content)):
+            content += part
+        whole, newline, _ = bytes(content).rpartition(b"\n")
+        self._position += len(whole) + len(newline)
+        if len(self._head) < _HEAD:
+            self._head = os.pread(self._descriptor, min(_HEAD, self._position), 0)
+        found = (as_event(line) for line in whole.split(b"\n"))
+        return [event for event in found if event is not None]
+
+
+def read_events(path: Path) -> list[Event]:
+    """All events of a file; none where there is none."""
+    reader = EventReader(path)
+    try:
+        return reader.new()
+    finally:
+        reader.close()
+
+
+def as_line(event: Event) -> str:
+    """The event as its line, with the time of now unless it has one."""
+    at = event.at or datetime.now(UTC).isoformat(timespec="milliseconds")
+    if isinstance(event, Done):
+        said = {**event.line, "round": event.round}
+    else:
+        said = {f.name: getattr(event, f.name) for f in fields(event)}
+    return json_line({**said, "at": at, "event": event.NAME})
+
+
+def as_event(line: bytes) -> Event | None:
+    """The event of a line; None for a torn one, or one of a kind that is not known here."""
+    try:
+        said = json.loads(line, parse_constant=lambda _: None)
+        kind = _KINDS[said.pop("event")]
+        at, number = said.pop("at"), said["round"]
+        if not isinstance(at, str) or not isinstance(number, int):
+            return None
+        if kind is Done:
+            return Done(number, _frozen(said), at)
+        known = {f.name for f in fields(kind)}
+        event = kind(**{name: _frozen(value) for name, value in said.items() if name in known}, at=at)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return None if isinstance(event, Fated) and event.fate not in FATES else event
+
+
+def json_line(facts: Mapping[str, Any]) -> str:
+    """Facts as a line of JSON: no NaN, no infinity, and no text that is long or does not print."""
+    return json.dumps(_printable(plain(facts)), sort_keys=True, allow_nan=False) + "\n"
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return shown(value, _MOST)
+    if isinstance(value, Mapping):
+        return {shown(key, _MOST): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return ReadOnly({key: _frozen(item) for key, item in value.items()})
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+__all__ = [
+    "FATES",
+    "Again",
+    "Began",
+    "Done",
+    "Ended",
+    "Event",
+    "EventReader",
+    "EventWriter",
+    "Fate",
+    "Fated",
+    "PolicyChanged",
+    "as_line",
+    "json_line",
+    "read_events",
+]

@@ -1,0 +1,265 @@
+"""A federation's folder, and the rounds that a ServerApp plays with it: to the end of its settings, from where it is.
+
+What is measured after each round, which round is the best, when it is enough, and what is left behind when it is over.
+No base model is needed at the server for any of it; where [at_server] names one, the server measures too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.serverapp import Grid
+
+from fedlora.adapters.io import AdapterSpec, read_adapter
+from fedlora.core import checkpoint
+from fedlora.errors import ConfigError
+from fedlora.flower.messages.codecs import OwnClients
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.choosing import Choosing
+from fedlora.flower.rounds.collecting import Clock
+from fedlora.flower.rounds.finishing import finish
+from fedlora.flower.rounds.measured_where import check, choosing_of, due, sites_measure
+from fedlora.flower.rounds.results import check_readouts
+from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
+from fedlora.flower.rounds.server_lock import held
+from fedlora.flower.rounds.settings_history import History, held_out_digest
+from fedlora.flower.rounds.site_evaluation import Asking
+from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
+from fedlora.flower.rounds.tracked import numbers_of_round
+from fedlora.flower.terms.agreement import check as check_facts
+from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.runs.folder import plain
+from fedlora.runs.tracking import Tracker, make_tracker
+from fedlora.server.server import start
+from fedlora.training.metrics import score_name
+
+log = logging.getLogger(__name__)
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """A federation's folder, opened: where it stands, and what it measures with."""
+
+    folder: FederationFolder
+    settings: FederationSettings
+    strategy: FedLoRA
+    spec: AdapterSpec
+    base_digest: str
+    at_server: AtServer
+    choosing: Choosing | None
+    history: History
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """Where the best round's state is kept."""
+        return self.folder.checkpoints / "best"
+
+    def lines(self) -> list[Line]:
+        """The finished rounds, as rounds.jsonl has them."""
+        lines = RoundLines(self.folder.rounds, upto=self.strategy.round)
+        return [line for line in lines.all() if "metrics" in line]
+
+    @property
+    def server_measures(self) -> bool:
+        """Whether rounds are measured at the server."""
+        has_model = self.strategy.server.has_global_model(self.strategy.memory.state.server)
+        return has_model and self.settings.evaluate.target != "clients" and self.at_server.validation is not None
+
+    def best(self, lines: Sequence[Line]) -> Line | None:
+        """The best of these rounds, if any was measured."""
+        return None if self.choosing is None else self.choosing.best(self._comparable(lines))
+
+    def stopped(self, lines: Sequence[Line]) -> dict[str, Any] | None:
+        """Whether it ends early after these rounds, and why."""
+        if self.choosing is None:
+            return None
+        patience, rounds = self.settings.evaluate.stopping(), self.settings.run.rounds
+        return self.choosing.stop(self._comparable(lines), rounds, patience)
+
+    def _comparable(self, lines: Sequence[Line]) -> list[Line]:
+        since = self.history.comparable_since()
+        return [line for line in lines if line["round"] > since]
+
+
+def open_federation(
+    folder: Path, *, identify: Identify = registered_names, clock: Clock = time, measure: bool = True
+) -> Federation:
+    """A federation at its last checkpoint, checked against the settings of the rounds before. Nothing is written.
+
+    Args:
+        measure: load what the server measures with, where it has a model.
+
+    Raises:
+        ConfigError: files that are missing or do not fit; settings that may not change between rounds, and did.
+    """
+    home = FederationFolder(folder.resolve())
+    settings = FederationSettings.load(home.settings)
+    check(settings)
+    if threads := settings.run.torch_threads():  # as at the sites: results are bit for bit at one number of threads
+        torch.set_num_threads(threads)
+    policy = Policy.read(home.policy)
+    server = settings.server.build(settings.method.build(), settings.run.seed)
+    seed_adapter, spec = read_adapter(home.start, scaling=settings.lora.unit)
+    began = start(server, seed_adapter)
+    check_readouts(settings, server, began)
+    agreement = Agreement.read(home.agreement)
+    config = settings.for_server()
+    if config is None or not measure:
+        at_server = AtServer()
+    else:
+        _check_base(settings, agreement, home)
+        at_server = load_at_server(config, seed_adapter)
+    choosing = choosing_of(settings, at_server, server.has_global_model(began.server)) if measure else None
+    rounds = checkpoint.newest_round(home.checkpoints) or 0
+    history = History.read(home.server / "settings.json")
+    examples = at_server.examples if choosing is not None and choosing.by == "server" else None
+    held_out = held_out_digest(settings, examples) if measure else history.held_out
+    history = history.with_(settings, rounds, held_out)
+    strategy = FedLoRA(
+        server,
+        policy,
+        began,
+        run=settings.id,
+        folder=home.checkpoints,
+        resume=True,
+        participation=settings.run.participation,
+        seed=settings.run.seed,
+        codec=OwnClients(
+            settings.server.upload,
+            settings.travelling(),
+            server_facts(settings, agreement, seed_adapter.modules),
+            known=lambda: Agreement.read(home.agreement).facts,
+        ),
+        identify=identify,
+        clock=clock,
+        policy_file=home.policy,
+        record=home.server,
+        asking=Asking(
+            score_name(settings.evaluate.metric), lambda round: sites_measure(settings) and due(settings, round)
+        ),
+    )
+    return Federation(home, settings, strategy, spec, agreement.facts.base, at_server, choosing, history)
+
+
+def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:
+    """Raises `Disagreement` where the server would measure with another base model than the sites train."""
+    mine = model_facts(str(settings.at_server.model), settings, home.path / "base.json")
+    for line in check_facts(server_facts(settings, agreement), mine, "the server's own model", whole=False):
+        log.info("%s", line)
+
+
+def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clock: Clock = time) -> dict[str, Any]:
+    """All rounds that are still to do, then adapters and a summary. What a ServerApp's main is.
+
+    One that is finished plays nothing and gives its summary again; raising run.rounds in federation.toml extends it:
+    what was raised while it played is played by the next call, and then there is no summary yet.
+    """
+    home = FederationFolder(folder.resolve())
+    with held(home.server):
+        federation = open_federation(folder, identify=identify, clock=clock)
+        strategy, settings = federation.strategy, federation.settings
+        if strategy.round > settings.run.rounds:
+            raise ConfigError(
+                f"{strategy.round} rounds are played, and run.rounds = {settings.run.rounds} asks for fewer: rounds "
+                f"cannot be taken back. Set run.rounds = {strategy.round} to keep it as it is, or more to go on."
+            )
+        finished = _finished(federation)
+        if finished is not None:
+            log.info("%s", told(finished))
+            return finished
+        federation.history.write(home.server / "settings.json")
+        home.summary.unlink(missing_ok=True)
+        trackers = _trackers(federation)
+        strategy.after_round = _AfterRound(federation, trackers)
+        if federation.stopped(federation.lines()) is None:
+            strategy.start(grid, num_rounds=settings.run.rounds)
+        asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised since
+        if asked > settings.run.rounds and federation.stopped(federation.lines()) is None:
+            log.info("%d rounds are asked for by now: it goes on, with the settings of now", asked)
+            return {"rounds": strategy.round, "of": asked, "finished": False}
+        return finish(grid, federation, trackers)
+
+
+def told(summary: Mapping[str, Any]) -> str:
+    """That a federation is over, and what to do to go on, in a sentence or two."""
+    if not summary.get("finished", True):
+        return f"{summary['rounds']} of {summary['of']} rounds are played, and the rest follow."
+    early = summary.get("stopped_early")
+    if early:
+        return (
+            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, raise "
+            f"evaluate.patience in federation.toml, or leave it out."
+        )
+    return (
+        f"this federation is finished: all {summary['rounds']} rounds are played, and its adapter is in "
+        f"server/adapter. To go on, raise run.rounds in federation.toml."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _AfterRound:
+    """What follows each round whose state is stored: measuring at the server, the best state, trackers, early stop."""
+
+    federation: Federation
+    trackers: Sequence[Tracker]
+
+    def __call__(self, line: Line) -> Mapping[str, Any]:
+        federation, strategy = self.federation, self.federation.strategy
+        state = strategy.memory.state
+        scores: Mapping[str, float] = {}
+        evaluator = federation.at_server.validation
+        if evaluator is not None and federation.server_measures and due(federation.settings, state.round):
+            scores = evaluator.evaluate(strategy.server, state)
+        facts = {"metrics": plain(dict(scores))}
+        whole = {**plain(dict(line)), **facts}
+        before = [old for old in federation.lines() if old["round"] < line["round"]]
+        choosing, best = federation.choosing, federation.best(before)
+        if choosing is not None and choosing.replaces(whole, best):
+            checkpoint.keep_also(federation.best_checkpoint, federation.folder.checkpoints, state.round, keep=2)
+        for tracker in self.trackers:
+            tracker.log(line["round"], numbers_of_round(whole))
+        stopped = federation.stopped([*before, whole])
+        if stopped is not None:
+            log.info("round %d: %s", line["round"], stopped["why"])
+            strategy.stop("stopped early")
+        return facts
+
+
+def _trackers(federation: Federation) -> list[Tracker]:
+    """Trackers that know all rounds before: after a restart they are told them again."""
+    lines, settings = federation.lines(), federation.settings
+    facts = {"federation": settings.id, **json.loads(settings.travelling())}
+    made = [
+        make_tracker(name, federation.folder.server, facts, anew=bool(lines), called=settings.id)
+        for name in settings.run.track
+    ]
+    for tracker in made:
+        for line in lines:
+            tracker.log(line["round"], numbers_of_round(line))
+    return made
+
+
+def _finished(federation: Federation) -> dict[str, Any] | None:
+    """The summary of a federation that has nothing left to do, with these settings."""
+    try:
+        summary = json.loads(federation.folder.summary.read_text(encoding="utf-8"))
+        rounds, settings = summary["rounds"], summary["settings"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    same = rounds == federation.strategy.round and settings == json.loads(federation.settings.travelling())
+    done = rounds == federation.settings.run.rounds or federation.stopped(federation.lines()) is not None
+    return dict(summary) if same and done else None
+
+
+__all__ = ["Federation", "open_federation", "play", "told"]

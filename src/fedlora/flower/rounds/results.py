@@ -1,0 +1,177 @@
+"""What a federation leaves at its server: adapter folders like those of `fedlora run`, and a summary. No path in them.
+
+server/adapter/      the last round's model          server/best/      the best round's
+server/clients/NAME/ each client's readout, on request (run.readouts)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from fedlora.adapters.base_names import is_path
+from fedlora.adapters.io import AdapterSpec
+from fedlora.client import receive
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Client, ClientMemory, as_pruned
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import ConfigError
+from fedlora.flower.rounds.server_evaluation import AtServer
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
+from fedlora.runs.base_names import BaseName, base_name
+from fedlora.runs.card import model_card
+from fedlora.runs.config import RunConfig
+from fedlora.runs.exported import write_export
+from fedlora.runs.manifest import code_facts
+from fedlora.runs.readouts import global_adapter, with_base_change
+from fedlora.server.server import Server
+from fedlora.server.state import RunState
+from fedlora.training.prompting import is_jinja
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Writes adapters of a federation's states.
+
+    spec: of the common start. base_digest: of the base model's weights, as agreed on, "" where it is not known.
+    examples: client -> how many it said it trained on; of those that left, too.
+    """
+
+    settings: FederationSettings
+    policy: Policy
+    server: Server
+    spec: AdapterSpec
+    at_server: AtServer
+    base_digest: str
+    examples: Mapping[str, float]
+
+    def write_model(self, place: Path, state: RunState, scores: Mapping[str, float], by: str = "server") -> None:
+        """The server's model, as one adapter with everything that belongs to it. by: who measured the scores."""
+        self._export(place, global_adapter(self.server, state), state.round, scores, by=by)
+
+    def write_readouts(self, place: Path, state: RunState, scores: Mapping[str, Mapping[str, float]]) -> None:
+        """Each client's readout in a folder of its name. scores: of those that were measured at their sites."""
+        for name in self.policy.clients:
+            memory = state.clients.get(name, ClientMemory())
+            download = self.server.download(state.server, as_pruned(client_of(self.policy, name), memory))
+            mine = with_base_change(receive(download, None), download.base_delta)
+            self._export(place / name, mine, state.round, scores.get(name, {}), client=name)
+
+    def _export(
+        self,
+        place: Path,
+        adapter: Adapter,
+        round: int,
+        scores: Mapping[str, float],
+        client: str | None = None,
+        by: str = "server",
+    ) -> None:
+        config, here = self._config(), self.at_server
+        base = self._base()
+        template = config.data.prompting() if config.model.task == "causal-lm" else None
+        card = model_card(
+            self._facts(by), config, adapter, round, scores,
+            client=client, base=base,
+            tokenizer=here.tokenizer is not None,
+        )  # fmt: skip
+        write_export(
+            place, adapter, self._named(base), here.tokenizer, self.settings.data.labels or (), card,
+            chat_template=template if template is not None and is_jinja(template) else None,
+        )  # fmt: skip
+
+    def _config(self) -> RunConfig:
+        return self.settings.for_site(Site(name="site", data="data", model=self._base().name or "model"))
+
+    def _base(self) -> BaseName:
+        """What the base model is called: its public name, or else the name of its directory, and a digest."""
+        model = self.settings.at_server.model
+        if model is not None and (found := base_name(model, self.at_server.digests)).name is not None:
+            return found
+        name = model or self.spec.base_model
+        if model is None and name is not None and not is_path(name):
+            return base_name(name, {})
+        short = PurePath(name).name if name else "base model"
+        digest = f" Its weights have the digest `{self.base_digest}`." if self.base_digest else ""
+        files = "".join(f"\n* `{file}`, SHA-256 `{found}`" for file, found in self.at_server.digests.items())
+        return BaseName(
+            None,
+            f"a local directory, `{short}`",
+            f"Each site has its own copy of it; at the server it is called `{short}`, and adapter_config.json names it "
+            f"so: put the path of your copy into its `base_model_name_or_path`.{digest}"
+            f"{' These are its files:' if files else ''}\n{files}",
+        )
+
+    def _named(self, base: BaseName) -> AdapterSpec:
+        """The start's spec, with no path of a machine in it."""
+        name = base.name
+        if name is None:
+            given = self.settings.at_server.model or self.spec.base_model
+            name = PurePath(given).name if given else None
+        return replace(self.spec, config=ReadOnly({**self.spec.config, "base_model_name_or_path": name}))
+
+    def _facts(self, target: str) -> dict[str, Any]:
+        """As a run's manifest, for the card."""
+        settings, clients = self.settings, self.policy.clients
+        left = {name: "left" for name in self.examples if name not in clients}  # what they taught stays
+        shown = left | {
+            n: r if isinstance(r, int) else "/".join(map(str, dict.fromkeys(r.values()))) for n, r in clients.items()
+        }
+        return {
+            **code_facts(),
+            "config_digest": hashlib.sha256(settings.travelling().encode()).hexdigest()[:16],
+            "model": {"sha256": self.at_server.digests},
+            "data": {
+                "train": {name: {"examples": self.examples.get(name)} for name in shown},
+                "labels": settings.data.labels or [],
+                "label_counts": None,
+            },
+            "clients": shown,
+            "method": repr(self.server.method),
+            "evaluation_target": target,
+            "answer_ends": list(self.at_server.ends),
+        }
+
+
+def client_of(policy: Policy, name: str) -> Client:
+    """A client of the policy, at its rank there."""
+    rank = policy.clients[name]
+    return Client(name, rank if isinstance(rank, int) else dict(rank))
+
+
+def check_readouts(settings: FederationSettings, server: Server, state: RunState) -> None:
+    """Raises `ConfigError` where readouts are asked for that no server can complete."""
+    roles = server.roles(state.server)
+    if settings.run.readouts and "local" in (roles.B, roles.A, roles.heads):
+        raise ConfigError(
+            f"run.readouts = true asks for each site's readout at the server, and with {server.method.name} a part of "
+            f"it never leaves the site ({roles}). Leave run.readouts out."
+        )
+
+
+def taken_part(policy: Policy, lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
+    """Site -> its rank, in how many rounds it counted, and how many had which other fate; of those that left, too."""
+    names = dict.fromkeys([*policy.clients, *(n for line in lines for n in {**line["weights"], **line["fates"]})])
+    fates = {name: Counter(line["fates"][name]["fate"] for line in lines if name in line["fates"]) for name in names}
+    return {
+        name: {
+            "rank": _plain_rank(policy.clients.get(name)),
+            "rounds": sum(name in line["weights"] for line in lines),
+            **{fate.replace(" ", "_"): count for fate, count in fates[name].items() if fate != "trained"},
+        }
+        for name in names
+    }
+
+
+def _plain_rank(rank: int | Mapping[str, int] | None) -> int | dict[str, int] | None:
+    return dict(rank) if isinstance(rank, Mapping) else rank
+
+
+__all__ = ["Results", "check_readouts", "client_of", "taken_part"]

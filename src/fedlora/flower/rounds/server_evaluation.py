@@ -1,0 +1,94 @@
+"""What the server measures by itself: its model on held-out files of its own, where it has a base model.
+
+The evaluator is that of `fedlora run`, made as its preparation makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedlora.core.lora import Adapter
+from fedlora.errors import ConfigError
+from fedlora.runs.client_data import read_files
+from fedlora.runs.config import RunConfig
+from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.models import model_digests
+from fedlora.training.prompting import end_tokens, find_template
+
+
+@dataclass(frozen=True, eq=False)
+class AtServer:
+    """What the server has in memory beside the adapters; nothing where it has no base model.
+
+    validation, test: evaluators of its files, None where there are none. examples: a digest of those to validate on.
+    digests: SHA-256 of the model's files.
+    labels: the classes. ends: tokens at which an answer ends.
+    """
+
+    validation: ModelEvaluator | None = None
+    test: ModelEvaluator | None = None
+    examples: str | None = None
+    tokenizer: Any = None
+    digests: Mapping[str, str] = field(default_factory=dict)
+    labels: Sequence[str] = ()
+    ends: tuple[int, ...] = ()
+
+
+def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
+    """The server's own base model and files, loaded and checked against the common start.
+
+    Args:
+        config: `FederationSettings.for_server`: data.validation and data.test are files of the server's, or 0.
+
+    Raises:
+        ConfigError, DataError: what cannot be read; a model that the start does not fit.
+    """
+    files = {part: path for part in ("validation", "test") if isinstance(path := getattr(config.data, part), str)}
+    text = read_files(config, list(dict.fromkeys(files.values()))) if files else {}
+    labels = config.data.labels or next((data.label_names for data in text.values()), ())
+    config.model.check_targets(config.lora.targets)
+    model = config.model.load(config.lora.settings(), labels, config.run.seed)
+    _check_fits(config, start, model.seed_adapter(1, seed=config.run.seed)[0])
+    template = config.data.prompting() if config.model.task == "causal-lm" else None
+    ends: tuple[int, ...] = ()
+    if config.model.task == "causal-lm":
+        ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
+    made = {
+        part: config.evaluate.evaluator(
+            model, {"": text[path]}, (), target="server", own={}, max_length=config.data.max_length,
+            bf16=config.model.bf16, template=template,
+        )
+        for part, path in files.items()
+    }  # fmt: skip
+    return AtServer(
+        validation=made.get("validation"),
+        test=made.get("test"),
+        examples=text[files["validation"]].digest() if "validation" in files else None,
+        tokenizer=model.tokenizer,
+        digests=model_digests(config.model.location()),
+        labels=labels,
+        ends=ends,
+    )
+
+
+def _check_fits(config: RunConfig, start: Adapter, mine: Adapter) -> None:
+    """Raises `ConfigError` unless the common start is of this model: the same modules and heads, of the same sizes."""
+
+    def sizes(adapter: Adapter) -> dict[str, tuple[int, ...]]:
+        found = {name: (lora.factors[0].shape[0], lora.factors[1].shape[1]) for name, lora in adapter.modules.items()}
+        return found | {name: tuple(head.shape) for name, head in adapter.heads.items()}
+
+    there, here = sizes(start), sizes(mine)
+    wrong = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    if wrong:
+        name = wrong[0]
+        raise ConfigError(
+            f"at_server.model = {config.model.path!r} does not fit start/: {name!r} is "
+            f"{there.get(name, 'not there')} in start/ and {here.get(name, 'not there')} of this model ({len(wrong)} "
+            f"such). Is it another base model, or has it other classes or lora.targets?"
+        )
+
+
+__all__ = ["AtServer", "load_at_server"]

@@ -1,0 +1,131 @@
+"""FED/server/settings.json: the settings of all rounds so far, and whether a federation may go on with others.
+
+A list, the newest last: {"at", "rounds": how many were done by then, "settings": as they travel, "held_out": what the
+rounds are measured on, "changed": {key: [before, after]}}. No path of the server is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import files
+from fedlora.errors import CheckpointError, ConfigError
+from fedlora.flower.terms.settings import FederationSettings, changed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class History:
+    """The entries of settings.json, the newest last."""
+
+    entries: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> History:
+        """None where there is no file. Raises `CheckpointError` for a damaged one."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not all(isinstance(entry["settings"], dict) and isinstance(entry["rounds"], int) for entry in found):
+                raise ValueError("it is no list of settings")
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. It says with which settings the rounds were played; restore "
+                f"it from a backup."
+            ) from error
+        return cls(tuple(found))
+
+    def before(self) -> FederationSettings | None:
+        """The settings of the rounds before."""
+        if not self.entries:
+            return None
+        return FederationSettings.from_travelling(json.dumps(self.entries[-1]["settings"]))
+
+    @property
+    def held_out(self) -> str:
+        """What the last rounds were measured on."""
+        return str(self.entries[-1]["held_out"]) if self.entries else ""
+
+    def comparable_since(self) -> int:
+        """After which round all rounds were measured on the same examples."""
+        for k in range(len(self.entries) - 1, 0, -1):
+            if self.entries[k]["held_out"] != self.entries[k - 1]["held_out"]:
+                return int(self.entries[k]["rounds"])
+        return 0
+
+    def with_(self, settings: FederationSettings, rounds: int, held_out: str) -> History:
+        """The history with these settings, from that round on; itself where nothing is new.
+
+        Raises:
+            ConfigError: something that may not change between rounds did: each key with both values.
+        """
+        before = self.before()
+        changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
+        if rounds and before is not None:
+            wrong = [c for c in changes if c.fixed]
+            if wrong:
+                named = "; ".join(f"{c.key} was {_shown(c.before)} and is {_shown(c.after)} now" for c in wrong)
+                raise ConfigError(
+                    f"{rounds} rounds are played, and federation.toml says something else than it did for them: "
+                    f"{named}. Sites and server would hold parts that do not belong together. Set it back, or make "
+                    f"another federation (fedlora flower init)."
+                )
+            _check_schedule(before, settings, rounds)
+        for change in changes:
+            log.info(
+                "settings: %s was %s and is %s from round %d on",
+                change.key, _shown(change.before), _shown(change.after), rounds + 1,
+            )  # fmt: skip
+        last = self.entries[-1] if self.entries else None
+        if last is not None and rounds and last["held_out"] != held_out:
+            log.info(
+                "what is measured on is another one from round %d on; rounds before it are not compared", rounds + 1
+            )
+        if last is not None and not changes and last["held_out"] == held_out:
+            return self
+        entry = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "rounds": rounds,
+            "settings": json.loads(settings.travelling()),
+            "held_out": held_out,
+            "changed": {change.key: [change.before, change.after] for change in changes},
+        }
+        kept = [old for old in self.entries if old["rounds"] < rounds] if rounds else []
+        return History((*kept, entry))
+
+    def write(self, path: Path) -> None:
+        """All or nothing."""
+        files.write(path, json.dumps(list(self.entries), indent=2, sort_keys=True) + "\n")
+
+
+def held_out_digest(settings: FederationSettings, server_examples: str | None) -> str:
+    """What rounds are measured on. server_examples: a digest of the server's validation examples, if it has some."""
+    if server_examples is not None:
+        return f"server:{server_examples[:16]}"
+    return f"sites:{settings.data.validation:g}"
+
+
+def _check_schedule(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
+    """Raises `ConfigError` where more rounds would have had other learning rates from the first on."""
+    was, now = before.run.rounds, settings.run.rounds
+    if was != now and settings.train.schedule != "constant":
+        raise ConfigError(
+            f"run.rounds was {was} and is {now} now: with train.schedule = {settings.train.schedule!r} the learning "
+            f"rate of every round depends on their number, and {rounds} are played. Set it back, or set "
+            f"train.schedule = 'constant' too."
+        )
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, str) else json.dumps(value)
+
+
+__all__ = ["History", "held_out_digest"]

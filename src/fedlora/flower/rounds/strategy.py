@@ -1,0 +1,350 @@
+"""FedLoRA: Flower's strategy as a thin shell around `Server`.
+
+    strategy = FedLoRA(server, policy, start(server, seed_adapter), run="trial", folder=Path("runs/trial"))
+    strategy.start(grid, num_rounds=10)
+
+What Flower's own loop lacks is in `start`: a message for each node at its own rank, a deadline that is also the life of
+the messages, a named fate for everyone of the policy, a round that is played again when too few answer, a checkpoint
+inside the round, an error instead of a "successful" run without training, and going on from where a checkpoint stands.
+
+drawing.py      who is asked                      collecting.py   messages out, answers in, late ones by name
+attempt.py      what is made of the answers       events.py, round_lines.py, server_log.py   what others get to know
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedlora.core import checkpoint
+from fedlora.core.echo import shown
+from fedlora.core.messages import Client
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import ConfigError, QuorumNotMet
+from fedlora.flower.messages.codecs import Codec, OwnClients
+from fedlora.flower.messages.measuring import HeldOut
+from fedlora.flower.messages.records import to_array
+from fedlora.flower.rounds import server_log
+from fedlora.flower.rounds.attempt import Attempt, Closed
+from fedlora.flower.rounds.collecting import Answer, Clock, Limit, Question, collect
+from fedlora.flower.rounds.drawing import draw
+from fedlora.flower.rounds.events import Again, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
+from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.rounds.online import Identify, registered_names, who_is_online
+from fedlora.flower.rounds.policy_watch import PolicyWatch
+from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRound
+from fedlora.flower.terms.policy import Policy
+from fedlora.server.server import Server
+from fedlora.server.state import RunState, ServerState
+from fedlora.server.terms import ranks_of
+
+log = logging.getLogger(__name__)
+_NUMBERS = Limit(2**20, 64, 2**20)  # a reply that is numbers
+
+
+class FedLoRA(Strategy):
+    """Federated LoRA on Flower, by any method of fedlora.
+
+    Args:
+        server: with its method, quorum, weighting. policy: who may take part, and how. policy_file: where it is read
+            anew at each round's begin; None: it stays. state: where to begin, as `server.start` makes it; a checkpoint
+            in `folder` wins over it where `resume` is on.
+        run: the federation's name: clients keep their state by it. folder: where checkpoints go; None keeps none.
+            record: where events.jsonl and rounds.jsonl go; None: nowhere.
+        participation, seed: of the sampling of clients, as `simulate`. codec: what kind of clients these are.
+        identify: how nodes are told apart; by default the names under which they are registered, never what they claim.
+        after_round: called with each finished round's line, once its checkpoint is stored; what it returns is added to
+            the line. After a crash it is called again for a round that it had not finished. It may call `stop`.
+        asking: when the sites are asked to measure, and for what; None: never.
+        clock: what tells the time, and waits.
+
+    Raises:
+        ConfigError: a method that these clients cannot run, or a server that needs a second exchange of messages; a
+            checkpoint of another run.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        policy: Policy,
+        state: RunState,
+        *,
+        policy_file: Path | None = None,
+        run: str = "federation",
+        folder: Path | None = None,
+        record: Path | None = None,
+        resume: bool = False,
+        participation: float = 1.0,
+        seed: int = 0,
+        codec: Codec = OwnClients(),  # noqa: B008 - immutable
+        identify: Identify = registered_names,
+        after_round: Callable[[Mapping[str, Any]], Mapping[str, Any] | None] | None = None,
+        asking: Asking | None = None,
+        clock: Clock = time,
+    ) -> None:
+        self.server, self.policy, self.run = server, policy, run
+        self._folder, self._record, self._participation, self._seed = folder, record, participation, seed
+        self._identify, self._codec, self._clock = identify, codec, clock
+        self.after_round = after_round
+        self._watch = PolicyWatch(policy_file, self._check) if policy_file is not None else None
+        self._events = EventWriter(record / "events.jsonl" if record is not None else None)
+        self.lines = RoundLines(None)
+        self.memory = FlowerState(run, state)
+        if resume and folder is not None:
+            loaded = checkpoint.load_newest(folder, FlowerState, server.method.State)
+            if loaded is not None:
+                if loaded[1].run != run:
+                    raise ConfigError(f"{folder} holds the run {loaded[1].run!r}, not {run!r}.")
+                self.memory = loaded[1]
+        self._check(policy)
+        if server.open(self.memory.state.server).exchanges > 1:
+            raise ConfigError("the Flower app has no second exchange in a round, which a sketch needs; simulate it.")
+        self.fates: Mapping[str, Fated] = {}  # of the last attempt
+        self.online: Mapping[str, int] = {}  # as it was when it was last looked at
+        self.answers: tuple[Answer, ...] = ()  # to the last messages of `measure`
+        self.at_sites = SiteRound()  # what came of the last `measure`
+        self._asking, self._evaluation = asking, SiteEvaluation("validation", run, 0, {}, {})
+        self._stopped: str | None = None
+        self._policy_told = ""
+
+    # ------------------------------------------------------------------------------------------------------ the rounds
+
+    @property
+    def round(self) -> int:
+        """How many rounds are done."""
+        return self.memory.state.round
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Client -> why it did not count in the last attempt, of all who were drawn or are in quarantine."""
+        return {name: fated.why for name, fated in self.fates.items() if fated.fate not in ("trained", "not drawn")}
+
+    def stop(self, why: str) -> None:
+        """Play no further round. For `after_round`."""
+        self._stopped = why
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float | None = None,
+        *unused: Any,
+        **also_unused: Any,
+    ) -> Result:
+        """Play rounds until `num_rounds` are done, counting those of a resumed run. timeout: in place of the policy's
+        deadline.
+
+        Raises:
+            QuorumNotMet: a round had too few usable replies, in each of its attempts; the state before it is stored.
+        """
+        server_log.listen()
+        result, self._stopped = Result(), None
+        self.lines = RoundLines(self._record / "rounds.jsonl" if self._record is not None else None, upto=self.round)
+        why = "interrupted"
+        try:
+            last = self.lines.get(self.round)
+            if last is not None and "metrics" not in last:
+                self._finish(grid, last)
+            while self.round < num_rounds and self._stopped is None:
+                number = self.round + 1
+                closed = self._play(grid, timeout, num_rounds)
+                result.train_metrics_clientapp[number] = MetricRecord({"clients": closed.trained, "loss": closed.loss})
+            why = self._stopped or "complete"
+        except QuorumNotMet:
+            why = "quorum"
+            raise
+        except Exception as error:
+            why = shown(f"failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._event(Ended(self.round, why))
+        result.arrays = self._arrays(self.memory.state.server)
+        return result
+
+    def _play(self, grid: Grid, timeout: float | None, rounds: int) -> Closed:
+        """One round, in as many attempts as the policy has."""
+        number, attempt = self.round + 1, 0
+        while True:
+            attempt += 1
+            self._read_policy(number)
+            began = self._clock.monotonic()
+            trial = self._attempt(grid, attempt, timeout or self.policy.deadline)
+            try:
+                closed = trial.close()
+            except QuorumNotMet as error:
+                self.memory = replace(self.memory, refusals=trial.refusals)
+                self._event(Again(number, attempt, str(error)))
+                log.warning("round %d, attempt %d does not count: %s", number, attempt, error)
+                self._save()
+                if attempt > self.policy.retries:
+                    raise QuorumNotMet(f"{error} Not there: {self.refused or 'nobody'}.") from error
+                self._wait_for_nodes(grid)
+                continue
+            for fated in closed.overturned:
+                self._event(fated)
+                server_log.fate(fated)
+            self.fates = trial.fates
+            line = {**closed.line, "seconds": round(self._clock.monotonic() - began, 3)}
+            self.lines.put(line)  # before the checkpoint: a line too many is cut off again, a missing one is not made
+            self.memory = closed.memory
+            self._save()
+            self._finish(grid, line)
+            server_log.done(line, rounds, self.policy)
+            return closed
+
+    def _attempt(self, grid: Grid, attempt: int, deadline: float) -> Attempt:
+        """Ask, and take what comes until the deadline."""
+        number, self.online = self.round + 1, self._online(grid)
+        drawn = draw(
+            self.policy, self.memory.refusals, self.online,
+            participation=self._participation, seed=self._seed, round=self.round,
+        )  # fmt: skip
+        trial = Attempt(
+            self.server, self.policy, self._codec, self.memory, drawn, self.online, attempt=attempt, deadline=deadline
+        )
+        others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
+        self._event(Began(number, attempt, drawn.asked, others, deadline))
+        for fated in trial.fates.values():
+            server_log.fate(fated)
+        for answer in collect(grid, trial.questions(), deadline=deadline, clock=self._clock):
+            fated = trial.take(answer)
+            del answer
+            self._event(fated)
+            server_log.fate(fated)
+        self.fates = trial.fates
+        for name in drawn.asked:
+            if name not in trial.asked:  # the method cannot serve it
+                self._event(self.fates[name])
+                server_log.fate(self.fates[name])
+        return trial
+
+    def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
+        """What comes after a round that is stored: evaluation, and its line as it will stay."""
+        self.measure(grid, "validation")
+        line = {**line, **self.at_sites.facts()}
+        more = self.after_round(line) if self.after_round is not None else None
+        line = {"metrics": {}, **line, **(more or {})}
+        self.lines.put(line)
+        self._event(Done(line["round"], line))
+
+    def measure(self, grid: Grid, part: HeldOut) -> None:
+        """Let the sites measure, where `configure_evaluate` has messages for them; then `aggregate_evaluate`. The
+        answers, with names, are in `answers` then."""
+        self.answers, self.online, self.at_sites = (), self._online(grid), SiteRound()
+        self._evaluation = replace(self._evaluation, asked={}, not_asked={})
+        messages = self.configure_evaluate(self.round, ArrayRecord(), ConfigRecord({"part": part}), grid)
+        names = {node: name for name, node in self.online.items()}
+        questions = (
+            Question(names.get(m.metadata.dst_node_id, f"node {m.metadata.dst_node_id}"), m, _NUMBERS) for m in messages
+        )
+        self.answers = tuple(collect(grid, questions, deadline=self.policy.deadline, clock=self._clock))
+        self.aggregate_evaluate(self.round, [a.message for a in self.answers if a.message is not None])
+
+    # ------------------------------------------------------------------------------------------- what Flower asks for
+
+    def summary(self) -> None:
+        log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)
+
+    def configure_train(self, *_: Any, **__: Any) -> NoReturn:
+        """Not used: messages are made one by one in `start`, and every answer has a name there."""
+        raise NotImplementedError("FedLoRA plays its rounds in `start`; no other loop can.")
+
+    def aggregate_train(self, *_: Any, **__: Any) -> NoReturn:
+        """Not used, as `configure_train`."""
+        raise NotImplementedError("FedLoRA plays its rounds in `start`; no other loop can.")
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """A question to each site that is online: what its next readout scores on the part that it holds out."""
+        part: HeldOut = "test" if config.get("part") == "test" else "validation"
+        if self._asking is None or (part == "validation" and not self._asking.due(self.round)):
+            return []
+        self._evaluation = SiteEvaluation.of(
+            self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
+            self.online,
+        )  # fmt: skip
+        return self._evaluation.messages(self._codec, self.policy.deadline)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """What the sites measured, into `at_sites`. `replies` are not used: `answers` have names."""
+        if self._asking is not None:
+            self.at_sites = self._evaluation.read(self.answers, self._asking.metric)
+        mean = self.at_sites.mean()
+        return MetricRecord({**mean}) if mean else None
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _check(self, policy: Policy) -> None:
+        """Raises `FedLoRAError` for a policy that this federation cannot play."""
+        state = self.memory.state.server
+        for name, rank in policy.clients.items():
+            ranks_of(Client(name, rank if isinstance(rank, int) else dict(rank)), state)
+        self._codec.require(self.server, state, policy)
+        if self.server.quorum is not None and self.server.quorum > len(policy.clients):
+            raise ConfigError(
+                f"the policy names {len(policy.clients)} clients, and the server's quorum is {self.server.quorum}: no "
+                f"round could ever count."
+            )
+
+    def _read_policy(self, number: int) -> None:
+        """The policy's file anew. Who was removed, or has another rank, begins as if it had never been here."""
+        if self._watch is None:
+            return
+        self.policy, change = self._watch.read(self.policy, number)
+        if change is None or (change.why and change.why == self._policy_told):
+            self._policy_told = change.why if change is not None else ""
+            return
+        self._policy_told = change.why
+        self._event(change)
+        server_log.policy_changed(change)
+        self._forget(change)
+
+    def _forget(self, change: PolicyChanged) -> None:
+        state, gone = self.memory.state, {*change.removed, *change.changed}
+        clients = {
+            name: replace(memory, ranks=None) if name in gone else memory for name, memory in state.clients.items()
+        }
+        refusals = {name: count for name, count in self.memory.refusals.items() if name not in change.removed}
+        examples = {name: count for name, count in self.memory.examples.items() if name not in change.removed}
+        state = replace(state, clients=ReadOnly(clients))
+        self.memory = replace(self.memory, state=state, refusals=ReadOnly(refusals), examples=ReadOnly(examples))
+
+    def _wait_for_nodes(self, grid: Grid, seconds: float = 30.0) -> None:
+        """Before a round is tried again: until enough clients are online, or no longer than this."""
+        needed, until = self.server.quorum or 1, self._clock.monotonic() + min(seconds, self.policy.deadline)
+        while self._clock.monotonic() < until and len(set(self._online(grid)) & set(self.policy.clients)) < needed:
+            self._clock.sleep(1.0)
+
+    def _online(self, grid: Grid) -> dict[str, int]:
+        return who_is_online(self._identify, grid, self.policy.deadline, self._clock)
+
+    def _event(self, event: Event) -> None:
+        try:
+            self._events.write(event)
+        except OSError as error:  # a round is worth more than its report
+            log.warning("an event could not be written: %s", error)
+
+    def _save(self) -> None:
+        if self._folder is not None:
+            checkpoint.save(self._folder, self.round, self.memory)
+
+    def _arrays(self, state: ServerState) -> ArrayRecord:
+        """The server's update as Flower's result; empty for methods without a global model."""
+        if not self.server.has_global_model(state):
+            return ArrayRecord()
+        named = self.server.global_update(state)
+        return ArrayRecord({f"{f}/{m}": to_array(t) for m, lora in named.items() for f, t in lora.tensors().items()})
+
+
+__all__ = ["FedLoRA", "FlowerState", "Identify", "registered_names"]

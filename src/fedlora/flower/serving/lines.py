@@ -1,0 +1,154 @@
+"""What `serve` and `up` print: a line a round, and a line for each site that did not train. 80 columns wide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedlora.core.echo import shown
+from fedlora.flower.rounds.events import Again, Began, Done, Ended, Event, Fated, PolicyChanged
+from fedlora.flower.serving.progress import fates_of, loss_of
+
+WIDTH = 71  # columns: with the time before a line, 80
+_QUIET = ("trained", "offline", "not drawn", "quarantined")  # told with the round, and not by a line each
+
+
+def lines_of(event: Event, rounds: int | None = None) -> list[str]:
+    """What to print of an event; nothing for most. rounds: how many are asked for."""
+    if isinstance(event, Done):
+        return [*_overstated(event.line, event.round), round_line(event.line, event.round, rounds), *_beside(event)]
+    if isinstance(event, Fated) and event.fate not in _QUIET:
+        return [f"round {event.round}: {event.client}: {event.fate}: {event.why}"]
+    if isinstance(event, Began) and not event.asked:
+        others = ", ".join(f"{name} ({one.get('fate', '')})" for name, one in event.not_asked.items())
+        return [f"round {event.round}: nobody can be asked: {others or 'the policy has no clients'}"]
+    if isinstance(event, Again):
+        return [f"round {event.round}, attempt {event.attempt}, did not count: {event.why}"]
+    if isinstance(event, PolicyChanged):
+        return [f"from round {event.round} on: {change}" for change in _changes(event)]
+    if isinstance(event, Ended) and event.why == "complete" and rounds is not None and event.round < rounds:
+        return [f"round {event.round} was the last one that this run was started for; {rounds} are asked for by now"]
+    if isinstance(event, Ended):
+        return [f"the rounds ended after round {event.round}: {event.why}"]
+    return []
+
+
+def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
+    """A finished round on one line: everyone who was asked, and each one's fate.
+
+    With more sites than fit, those who trained are counted, and those who did not are named; with more of these than
+    fit, they are counted too.
+    """
+    loss, seconds = loss_of(line), line.get("seconds")
+    head = f"round {number}" + (f" of {rounds}" if rounds else "")
+    head += f"  loss {_number(loss, 3)}" if loss is not None else "  no loss"
+    head += f"  {seconds:.0f} s" if isinstance(seconds, int | float) else ""
+    head += _score(line)
+    fates, losses = fates_of(line), line.get("losses") or {}
+    each = "".join(
+        f"  {shown(name)} {_number(losses[name], 2)}" if fate == "trained" and _is_number(losses.get(name))
+        else f"  {shown(name)} {fate}"
+        for name, fate in fates.items()
+    )  # fmt: skip
+    if len(head + each) <= WIDTH:
+        return head + each
+    trained = sum(fate == "trained" for fate in fates.values())
+    others: dict[str, list[str]] = {}
+    for name, fate in fates.items():
+        if fate != "trained":
+            others.setdefault(fate, []).append(shown(name))
+    named = "".join(f"  {fate}: {', '.join(names)}" for fate, names in others.items())
+    counted = "".join(f"  {fate}: {len(names)}" for fate, names in others.items())
+    short = f"{head}  trained: {trained}"
+    return short + (named if len(short + named) <= WIDTH else counted)
+
+
+def _score(line: Mapping[str, Any]) -> str:
+    """A round's first score: the server's, or else the mean of the sites'. `loss` before it is that of training."""
+    for key, where in (("metrics", ""), ("site_mean", " at sites")):
+        scores = {k: v for k, v in (line.get(key) or {}).items() if k not in ("loss", "examples") and _is_number(v)}
+        if scores:
+            name, value = next(iter(scores.items()))
+            return f"  {shown(name)} {_number(value, 3)}{where}"
+    return ""
+
+
+def nodes_line(online: Sequence[str], expected: Sequence[str], quorum: int) -> str:
+    """Who is there and who is missing."""
+    missing = [name for name in expected if name not in online]
+    there = f"online: {', '.join(online) if online else 'nobody'}"
+    if not missing:
+        return f"{there} (all {len(expected)})"
+    return f"{there}; missing: {', '.join(missing)} (quorum {quorum} of {len(expected)})"
+
+
+def size_of(count: float) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> size_of(0), size_of(81_920), size_of(3.2e9)
+        ('0 B', '82 kB', '3.2 GB')
+    """
+    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= least:
+            return f"{count / least:.1f} {unit}" if count < 10 * least else f"{count / least:.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def time_of(seconds: float) -> str:
+    """A span of time for people.
+
+    Example:
+        >>> time_of(4), time_of(200), time_of(8000), time_of(400_000)
+        ('4 s', '3 min', '2 h', '5 days')
+    """
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _overstated(line: Mapping[str, Any], number: int) -> list[str]:
+    """Who says that it measured on more examples than it trains on."""
+    counts, said = line.get("site_counts") or {}, line.get("site_metrics") or {}
+    return [
+        f"round {number}: {shown(name)} says it measured {_number(claim, 0)} examples; {_number(counts[name], 0)} count"
+        for name in counts
+        if isinstance(claim := (said.get(name) or {}).get("examples"), int | float) and claim > counts[name]
+    ]
+
+
+def _beside(event: Done) -> list[str]:
+    """What else is worth a line of a round: whose share was cut, and who could not be measured though it trained."""
+    found = [
+        f"round {event.round}: {name}: counts for {100 * share['counted']:.0f}% of the mean; by its examples it would "
+        f"be {100 * share['claimed']:.0f}% (max_weight_share)"
+        for name, share in (event.line.get("capped") or {}).items()
+    ]
+    fates = fates_of(event.line)
+    silent = {k: why for k, why in (event.line.get("site_unmeasured") or {}).items() if fates.get(k) == "trained"}
+    return found + [f"round {event.round}: {name}: not measured: {why}" for name, why in silent.items()]
+
+
+def _changes(event: PolicyChanged) -> list[str]:
+    found = [f"{name} may take part, at rank {shown(rank)}" for name, rank in event.added.items()]
+    found += [f"{name} may take part no longer" for name in event.removed]
+    found += [f"{name} has rank {shown(new)} in place of {shown(old)}" for name, (old, new) in event.changed.items()]
+    return found + ([f"policy.toml is not taken, and the old one stays: {event.why}"] if event.why else [])
+
+
+def _number(value: float, digits: int) -> str:
+    """A few columns, whatever the number is.
+
+    Example:
+        >>> _number(0.66412, 3), _number(431.5, 3), _number(-1e300, 3)
+        ('0.664', '431.500', '-1e+300')
+    """
+    return f"{value:.{digits}f}" if abs(value) < 10_000 else f"{value:.3g}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+__all__ = ["WIDTH", "lines_of", "nodes_line", "round_line", "size_of", "time_of"]

@@ -1,0 +1,141 @@
+"""A federation's numbers for Prometheus, from its events and from who is online.
+
+    fedlora_round                             rounds that are done
+    fedlora_rounds                            rounds that are asked for
+    fedlora_round_seconds                     how long the last round took
+    fedlora_loss                              mean training loss of the last round, by weights
+    fedlora_client_loss{client}               training loss of a client's last round
+    fedlora_client_norm{client}               norm of its update in that round
+    fedlora_client_fate_total{client,fate}    how often it trained, was late, was refused, ...
+    fedlora_upload_bytes_total{client}        bytes of its replies
+    fedlora_metric{name}                      what the server measured after the last round that it measured
+    fedlora_nodes_online                      nodes that are online
+    fedlora_node_online{client}               1 or 0, of each that may take part
+    fedlora_database_bytes                    of the SuperLink's database
+    fedlora_disk_free_bytes                   where the federation's folder is
+    fedlora_last_event_timestamp_seconds      when something happened last
+    fedlora_ended                             1 once no more rounds are to be played
+
+All are gauges of what the folder says, also those that only grow: after a restart they go on where they were.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving import database
+from fedlora.flower.serving.progress import Progress, loss_of
+from fedlora.flower.serving.standing import Standing, room_of
+from fedlora.flower.serving.superlink import NodeFacts
+
+
+class Exposed(Collector):
+    """What was seen last, as Prometheus asks for it. `see` and `collect` may be called from different threads."""
+
+    def __init__(self, folder: FederationFolder) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self._last: tuple[Progress, tuple[NodeFacts, ...], Standing | None] = (Progress(), (), None)
+
+    def see(self, progress: Progress, nodes: Sequence[NodeFacts], standing: Standing) -> None:
+        """What `collect` tells from now on."""
+        with self._lock:
+            self._last = progress, tuple(nodes), standing
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            progress, nodes, standing = self._last
+        line = progress.lines.get(progress.round, {})
+        yield _gauge("round", "rounds that are done", progress.round)
+        if standing is not None:
+            yield _gauge("rounds", "rounds that are asked for", standing.rounds)
+            yield _gauge("ended", "whether no more rounds are to be played", float(standing.finished))
+        if isinstance(seconds := line.get("seconds"), int | float):
+            yield _gauge("round_seconds", "how long the last round took", seconds)
+        if (loss := loss_of(line)) is not None:
+            yield _gauge("loss", "mean training loss of the last round", loss)
+        yield _each("client_loss", "training loss of the client's last round", _latest(progress, "losses"))
+        yield _each("client_norm", "norm of the client's last update", _latest(progress, "norms"))
+        fates = CounterMetricFamily(
+            "fedlora_client_fate", "what became of the client's rounds", labels=["client", "fate"]
+        )
+        for (client, fate), count in sorted(progress.fate_counts.items()):
+            fates.add_metric([client, fate], count)
+        yield fates
+        uploaded = CounterMetricFamily("fedlora_upload_bytes", "bytes of the client's replies", labels=["client"])
+        for client, count in sorted(progress.uploaded.items()):
+            uploaded.add_metric([client], count)
+        yield uploaded
+        yield _each("metric", "what the server measured last", _measured(progress), label="name")
+        online = {node.name for node in nodes if node.status == "online"}
+        yield _gauge("nodes_online", "nodes that are online", len(online))
+        if standing is not None:
+            there = {client: float(client in online) for client in standing.clients}
+            yield _each("node_online", "whether the client's node is online", there)
+        yield _gauge("database_bytes", "of the SuperLink's database", database.size(self._folder.database))
+        yield _gauge("disk_free_bytes", "where the federation's folder is", room_of(self._folder))
+        if progress.heard:
+            at = datetime.fromisoformat(progress.heard).timestamp()
+            yield _gauge("last_event_timestamp_seconds", "when something happened last", at)
+
+
+@contextmanager
+def exposing(exposed: Exposed, address: str) -> Iterator[int]:
+    """Answer Prometheus at `address`, HOST:PORT, while the block runs. Gives the port; 0 takes a free one.
+
+    Raises:
+        ConfigError: no such address, or it is in use.
+    """
+    host, _, port = address.rpartition(":")
+    registry = CollectorRegistry()
+    registry.register(exposed)
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"metrics cannot be served at {address!r}: {error}. Give HOST:PORT, as 127.0.0.1:9464."
+        ) from error
+    try:
+        yield int(server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"fedlora_{name}", what, value=float(value))
+
+
+def _each(name: str, what: str, values: dict[str, float], label: str = "client") -> Metric:
+    family = GaugeMetricFamily(f"fedlora_{name}", what, labels=[label])
+    for key, value in sorted(values.items()):
+        family.add_metric([key], value)
+    return family
+
+
+def _latest(progress: Progress, part: str) -> dict[str, float]:
+    """client -> its number in the last round that has one."""
+    found: dict[str, float] = {}
+    for number in sorted(progress.lines):
+        said = progress.lines[number].get(part) or {}
+        found |= {str(client): float(value) for client, value in said.items() if isinstance(value, int | float)}
+    return found
+
+
+def _measured(progress: Progress) -> dict[str, float]:
+    for number in sorted(progress.lines, reverse=True):
+        if said := progress.lines[number].get("metrics"):
+            return {str(name): float(value) for name, value in said.items() if isinstance(value, int | float)}
+    return {}
+
+
+__all__ = ["Exposed", "exposing"]

@@ -1,0 +1,91 @@
+"""How far a federation is: what its events add up to. Pure; `serve`, `status` and the metrics all read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedlora.flower.rounds.events import Began, Done, Ended, Event, Fated
+
+_KEPT = 100  # finished rounds whose lines are kept
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The rounds until now.
+
+    round: how many are done. lines: round -> its line of rounds.jsonl, of the last hundred. playing: the attempt that
+    is going on, with `fates` of those who have answered. ended: why no more rounds are played, "" while they are.
+    rounds_of: client -> how many rounds it trained in. fate_counts: (client, fate) -> how often. uploaded: client ->
+    bytes. began, heard: when the first and the last event was written.
+    """
+
+    round: int = 0
+    lines: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    playing: Began | None = None
+    fates: Mapping[str, Fated] = field(default_factory=dict)
+    ended: str = ""
+    rounds_of: Mapping[str, int] = field(default_factory=dict)
+    fate_counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    uploaded: Mapping[str, int] = field(default_factory=dict)
+    began: str = ""
+    heard: str = ""
+
+
+def after(progress: Progress, event: Event) -> Progress:
+    """The progress with one more event. A round that is played again after a crash counts once."""
+    progress = replace(progress, began=progress.began or event.at, heard=event.at)
+    if isinstance(event, Began):
+        return replace(progress, playing=event, fates={}, ended="", round=min(progress.round, event.round - 1))
+    if isinstance(event, Fated):
+        uploaded = dict(progress.uploaded)
+        uploaded[event.client] = uploaded.get(event.client, 0) + (event.bytes or 0)
+        return replace(progress, fates={**progress.fates, event.client: event}, uploaded=uploaded)
+    if isinstance(event, Done):
+        kept = {n: line for n, line in progress.lines.items() if event.round - _KEPT < n < event.round}
+        lines = {**kept, event.round: event.line}
+        rounds_of, counts = dict(progress.rounds_of), dict(progress.fate_counts)
+        if event.round not in progress.lines:
+            for client, fate in fates_of(event.line).items():
+                counts[client, fate] = counts.get((client, fate), 0) + 1
+                rounds_of[client] = rounds_of.get(client, 0) + (fate == "trained")
+        return replace(
+            progress, round=event.round, lines=lines, playing=None, rounds_of=rounds_of, fate_counts=counts
+        )  # fmt: skip
+    if isinstance(event, Ended):
+        return replace(progress, ended=event.why, playing=None)
+    return progress
+
+
+def progress_of(events: Iterable[Event], since: Progress | None = None) -> Progress:
+    """What a federation's events add up to.
+
+    Example:
+        >>> progress_of([Done(1, {"losses": {"acme": 0.5}}), Done(2, {"losses": {"acme": 0.4}}), Ended(2, "complete")])
+        Progress(round=2, ...)
+    """
+    progress = since or Progress()
+    for event in events:
+        progress = after(progress, event)
+    return progress
+
+
+def fates_of(line: Mapping[str, Any]) -> dict[str, str]:
+    """client -> fate, of a line of rounds.jsonl."""
+    said = line.get("fates") or {}
+    found = {str(client): str(one.get("fate", "")) for client, one in said.items() if isinstance(one, Mapping)}
+    return found or {str(client): "trained" for client in line.get("losses") or {}}
+
+
+def loss_of(line: Mapping[str, Any]) -> float | None:
+    """The mean training loss of a round, by the weights with which its clients counted; None where nobody has one."""
+    losses = {c: x for c, x in (line.get("losses") or {}).items() if isinstance(x, int | float) and math.isfinite(x)}
+    weights = {c: float((line.get("weights") or {}).get(c) or 0) for c in losses}
+    if not sum(weights.values()):
+        weights = dict.fromkeys(losses, 1.0)
+    return sum(weights[c] * losses[c] for c in losses) / sum(weights.values()) if losses else None
+
+
+__all__ = ["Progress", "after", "fates_of", "loss_of", "progress_of"]

@@ -1,0 +1,125 @@
+"""Where a federation stands, from its folder alone: what is asked for, what is done, and whether there is room."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.settings import FederationSettings
+
+_LEAST_ROOM = 16_000_000  # bytes
+
+
+@dataclass(frozen=True)
+class Standing:
+    """name: the federation's. rounds: asked for. done: played. quorum: usable answers that a round needs. ranks: of
+    those who may take part. why: "complete" or "stopped early" where nothing is left to do, else ""."""
+
+    name: str
+    rounds: int
+    done: int
+    quorum: int
+    ranks: Mapping[str, Any]
+    why: str = ""
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Who may take part."""
+        return tuple(self.ranks)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.why)
+
+
+def standing(folder: FederationFolder) -> Standing:
+    """Read anew each time: rounds may be added and sites admitted while it is served.
+
+    Raises:
+        ConfigError: settings or policy that cannot be read.
+    """
+    settings = _settings(folder.settings)
+    rounds = settings.run.rounds
+    ranks = Policy.read(folder.policy).clients
+    summary, done = _json(folder.summary), rounds_done(folder)
+    why = ""
+    if summary is not None and summary.get("rounds") == done and summary.get("settings") == _travelling(settings):
+        why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
+    return Standing(settings.id, rounds, done, settings.server.quorum or 1, ranks, why)
+
+
+def rounds_done(folder: FederationFolder) -> int:
+    """How many rounds are stored, by rounds.jsonl."""
+    most = 0
+    try:
+        lines = folder.rounds.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in lines:
+        try:
+            most = max(most, int(json.loads(line)["round"]))
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a crash
+    return most
+
+
+def keys_of(folder: FederationFolder) -> dict[str, Path]:
+    """The public keys that are admitted, by the site's name."""
+    return {path.stem: path for path in sorted((folder.path / "keys").glob("*.pub"))}
+
+
+def room_of(folder: FederationFolder) -> int:
+    """Bytes that are free where the folder is."""
+    return shutil.disk_usage(folder.path).free
+
+
+def needed_room(folder: FederationFolder) -> int:
+    """Bytes without which no round is begun: two of the newest checkpoint, and a little."""
+    sizes = []
+    for path in folder.checkpoints.glob("round-*"):
+        try:
+            facts = path.stat()
+        except FileNotFoundError:  # an old one goes while this looks
+            continue
+        sizes.append((facts.st_mtime, facts.st_size))
+    return _LEAST_ROOM + 2 * (max(sizes)[1] if sizes else 0)
+
+
+def _settings(path: Path) -> FederationSettings:
+    """federation.toml, read again where it has changed."""
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"{path.parent} is no folder of `fedlora flower init`: it has no {path.name} ({error.strerror})."
+        ) from error
+    return _loaded(path, facts.st_mtime_ns, facts.st_size)
+
+
+def _travelling(settings: FederationSettings) -> Any:
+    """As a summary has them: with other settings it is not finished, and the ServerApp sees what there is to do."""
+    return json.loads(settings.travelling())
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(path: Path, changed: int, size: int) -> FederationSettings:
+    return FederationSettings.load(path)
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+__all__ = ["Standing", "keys_of", "needed_room", "room_of", "rounds_done", "standing"]

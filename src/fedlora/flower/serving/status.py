@@ -1,0 +1,162 @@
+"""`fedlora flower status`: how a federation is, from its files; and who is online, where the SuperLink answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.events import read_events
+from fedlora.flower.serving import database
+from fedlora.flower.serving.lines import time_of
+from fedlora.flower.serving.progress import Progress, fates_of, loss_of, progress_of
+from fedlora.flower.serving.serve_lock import holder
+from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing
+from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
+
+
+@dataclass(frozen=True)
+class SiteStatus:
+    """One site. node: "online", "offline", "registered" (admitted, never seen), "no key" (it was not admitted),
+    "unknown" (no SuperLink answers). seen: when its node was heard of last, seconds since 1970. fate, loss, norm: of
+    the last round. rounds: how many it trained in. uploaded: bytes."""
+
+    name: str
+    rank: Any
+    node: str
+    seen: float | None = None
+    fate: str = ""
+    why: str = ""
+    loss: float | None = None
+    norm: float | None = None
+    rounds: int = 0
+    uploaded: int = 0
+
+
+@dataclass(frozen=True)
+class Status:
+    """served_by: the process that serves it, None where none does. answers: whether the SuperLink does."""
+
+    standing: Standing
+    progress: Progress
+    sites: tuple[SiteStatus, ...]
+    served_by: int | None
+    answers: bool
+    database: int
+    free: int
+
+    def as_json(self, rounds: int = 10) -> dict[str, Any]:
+        """For programs: all of it, with the last `rounds` rounds."""
+        playing, now = self.progress.playing, self.standing
+        return {
+            "name": now.name,
+            "round": now.done,
+            "rounds": now.rounds,
+            "finished": now.why or None,
+            "quorum": now.quorum,
+            "served_by": self.served_by,
+            "superlink": self.answers,
+            "began": self.progress.began or None,
+            "last_event": self.progress.heard or None,
+            "ended": self.progress.ended or None,
+            "database_bytes": self.database,
+            "disk_free_bytes": self.free,
+            "playing": None
+            if playing is None
+            else {
+                "round": playing.round,
+                "attempt": playing.attempt,
+                "asked": list(playing.asked),
+                "since": playing.at,
+                "fates": {name: fated.fate for name, fated in self.progress.fates.items()},
+            },
+            "sites": {
+                site.name: {
+                    "rank": site.rank if isinstance(site.rank, int) else dict(site.rank),
+                    "node": site.node,
+                    "last_seen": None if site.seen is None else round(site.seen, 1),
+                    "fate": site.fate or None,
+                    "why": site.why,
+                    "loss": site.loss,
+                    "norm": site.norm,
+                    "rounds": site.rounds,
+                    "upload_bytes": site.uploaded,
+                }
+                for site in self.sites
+            },
+            "last_rounds": [
+                {
+                    "round": number,
+                    "loss": loss_of(line),
+                    "seconds": line.get("seconds"),
+                    "fates": fates_of(line),
+                    "metrics": dict(line.get("metrics") or {}),
+                }
+                for number, line in sorted(self.progress.lines.items())[-rounds:]
+            ],
+        }
+
+    def headline(self) -> str:
+        """Two lines for people."""
+        now, progress = self.standing, self.progress
+        served = f"served by process {self.served_by}" if self.served_by is not None else "not served at the moment"
+        if now.finished:
+            state = f"{now.why} after {now.done} rounds"
+        elif progress.playing is not None and self.served_by is not None:
+            waiting = [name for name in progress.playing.asked if name not in progress.fates]
+            state = f"round {progress.playing.round} of {now.rounds} goes on"
+            state += f", {_ago(progress.playing.at)}; no answer yet: {', '.join(waiting)}" if waiting else ""
+        else:
+            state = f"{now.done} of {now.rounds} rounds are done"
+        began = f", begun {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""
+        return f"{now.name}: {state}{began}\n{served}; the SuperLink {'answers' if self.answers else 'does not answer'}"
+
+
+def status_of(folder: FederationFolder) -> Status:
+    """How it is now. Raises `ConfigError`: no folder of `fedlora flower init`."""
+    now, progress = standing(folder), progress_of(read_events(folder.events))
+    nodes, answers = _nodes(folder)
+    keys = keys_of(folder)
+    line = progress.lines.get(progress.round, {})
+    fates = line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()}
+    sites = []
+    for name, rank in now.ranks.items():
+        node = nodes.get(name)
+        is_there = node.status if node is not None else "no key" if name not in keys else "unknown"
+        sites.append(
+            SiteStatus(
+                name, rank, is_there if answers or is_there == "no key" else "unknown",
+                node.seen if node is not None else None,
+                str(fates.get(name, {}).get("fate", "")), str(fates.get(name, {}).get("why", "")),
+                (line.get("losses") or {}).get(name), (line.get("norms") or {}).get(name),
+                progress.rounds_of.get(name, 0), progress.uploaded.get(name, 0),
+            )
+        )  # fmt: skip
+    return Status(
+        now, progress, tuple(sites), holder(folder.lock), answers, database.size(folder.database), room_of(folder)
+    )  # fmt: skip
+
+
+def seen_ago(seen: float | None) -> str:
+    """How long ago a node was heard of."""
+    return "never" if seen is None else f"{time_of(max(0.0, time.time() - seen))} ago"
+
+
+def _ago(at: str) -> str:
+    return f"since {time_of(max(0.0, time.time() - datetime.fromisoformat(at).timestamp()))}"
+
+
+def _nodes(folder: FederationFolder) -> tuple[dict[str, NodeFacts], bool]:
+    """name -> node, and whether the SuperLink answered."""
+    link = SuperLink(folder.path)
+    try:
+        return {node.name: node for node in link.nodes()}, True
+    except SuperLinkError:
+        return {}, False
+    finally:
+        link.close()
+
+
+__all__ = ["SiteStatus", "Status", "seen_ago", "status_of"]

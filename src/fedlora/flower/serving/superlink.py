@@ -1,0 +1,333 @@
+"""A federation's SuperLink: started on loopback, asked and told things. The only file that knows Flower's control API.
+
+    link = SuperLink(home)
+    link.start()                            flower-superlink, until it answers
+    link.register("acme", key_path)         and `unregister`; `keep_keys` makes its list that of FED/keys
+    link.nodes()                            who is registered, who is online, since when
+    run = link.run()                        the federation's Flower app, from its last checkpoint
+    link.look(run).status                   "pending", "running", "finished:completed", ...
+    link.stop()                             with all that it started
+
+The API is spoken to in this process: a `flwr` command takes two seconds of a processor to start, and this is asked
+every few seconds for weeks. Flower's version is pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import subprocess
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.flower import children
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving import database
+from fedlora.flower.serving.connection import connection, public_key, superlink_command
+
+_LONG = 60.0  # seconds for the SuperLink to answer after its start
+
+
+class SuperLinkError(FedLoRAError, RuntimeError):
+    """The SuperLink refuses, or cannot be reached; its own words are in the message."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """A registered node. status: "registered" (never seen), "online" or "offline". key: its public key, as PEM has it.
+    seen: when it was heard of last, seconds since 1970; None where it never was."""
+
+    name: str
+    id: int
+    status: str
+    key: bytes
+    seen: float | None = None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run of the Flower app. status: "pending", "starting", "running", "finished:completed", "finished:failed",
+    "finished:stopped". details: what Flower says of it."""
+
+    id: int
+    status: str
+    details: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.status.startswith("finished")
+
+
+class SuperLink:
+    """The SuperLink of a federation's folder. Several of these may talk to one that runs.
+
+    Raises:
+        ConfigError: the folder is not one of `fedlora flower init`.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.folder = FederationFolder(home.resolve())
+        self.home = self.folder.path
+        self.address = connection(self.folder)
+        self.env = children.environment(self.folder.flower_home)
+        self.log = self.folder.logs / "superlink.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._client: Any = None
+
+    # ------------------------------------------------------------------------------------------------- as a process
+
+    def start(self, seconds: float = _LONG, *, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Start it, and wait until it answers, or until `give_up` says so.
+
+        Raises:
+            SuperLinkError: its port is in use, it ended, or it does not answer.
+        """
+        host, _, port = self.address.rpartition(":")
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))) == 0:
+                raise SuperLinkError(
+                    f"port {port} of {host} is in use by another program; end it, or take another port with "
+                    f"`fedlora flower init --superlink-port`. `ss -ltnp` says who has it."
+                )
+        database.private(self.folder.database)
+        self.process = children.started(superlink_command(self.folder, self.address), self.log, self.env)
+        until = time.monotonic() + seconds
+        while not self.answers() and not give_up():
+            if (code := self.process.poll()) is not None:
+                words = children.last_words(children.tail(self.log))
+                raise SuperLinkError(f"the SuperLink ended with code {code}: {words} (more in {self.log})")
+            if time.monotonic() > until:
+                self.stop()
+                raise SuperLinkError(f"the SuperLink did not answer within {seconds:.0f} s; its log is {self.log}.")
+            time.sleep(0.3)
+
+    def ended(self) -> int | None:
+        """The code with which the process that was started here ended; None while it lives."""
+        return None if self.process is None else self.process.poll()
+
+    def stop(self) -> None:
+        """End it, and all that it started, also what an earlier process of this folder has left."""
+        self.close()
+        if self.process is not None:
+            children.end(self.process)
+            self.process = None
+        children.end_all(self.left())
+
+    def close(self) -> None:
+        """Let go of the connection. The next question makes another."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def left(self) -> list[int]:
+        """The processes of this folder's SuperLink, also of an earlier one that was killed."""
+        return children.server_processes(self.home)
+
+    def kill(self) -> None:
+        """End it at once, as a power cut would; what it started may be left for a while."""
+        if self.process is not None:
+            children.kill(self.process)
+            self.process = None
+
+    # -------------------------------------------------------------------------------------------------- what it says
+
+    def answers(self) -> bool:
+        """Whether it can be spoken to."""
+        try:
+            self._ask("ListRuns", "ListRunsRequest", limit=1)
+        except SuperLinkError:
+            return False
+        return True
+
+    def nodes(self) -> list[NodeFacts]:
+        """All nodes that are registered, by name."""
+        found = []
+        for node in self._ask("ListNodes", "ListNodesRequest").nodes_info:
+            if node.status != "unregistered":
+                name = node.name or f"node {node.node_id}"
+                found.append(NodeFacts(name, node.node_id, node.status, bytes(node.public_key), _seen(node)))
+        return sorted(found, key=lambda node: (node.name, node.id))
+
+    def online(self) -> list[str]:
+        """The names of the nodes that are online."""
+        return [node.name for node in self.nodes() if node.status == "online"]
+
+    def runs(self) -> list[RunFacts]:
+        """All runs, the newest first."""
+        found = self._ask("ListRuns", "ListRunsRequest").run_dict.values()
+        return [_run(run) for run in sorted(found, key=lambda run: str(run.pending_at), reverse=True)]
+
+    def look(self, run: int) -> RunFacts:
+        """One run."""
+        return _run(next(iter(self._ask("ListRuns", "ListRunsRequest", run_id=run).run_dict.values())))
+
+    def words(self, run: int, lines: int = 5) -> str:
+        """The last lines of a run's log. Of a run that is over: one that is not has more to say."""
+        from flwr.proto.control_pb2 import StreamLogsRequest
+
+        said = ""
+        with _told(), contextlib.closing(self._speaker().StreamLogs(StreamLogsRequest(run_id=run))) as stream:
+            for part in stream:
+                said = (said + part.log_output)[-50_000:]
+        return children.last_words(said, lines)
+
+    # ------------------------------------------------------------------------------------------------ what it is told
+
+    def register(self, name: str, key_path: Path) -> None:
+        """Admit the node `name` with the public key in `key_path`. Another key of that name is unregistered.
+
+        Raises:
+            SuperLinkError: it refuses. ConfigError: no public key of the kind that Flower takes.
+        """
+        key = public_key(key_path)
+        for node in self.nodes():
+            if node.name == name and node.key == key:
+                return
+            if node.name == name or node.key == key:
+                self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
+        database.forget_unregistered(self.folder.database, key)
+        try:
+            self._ask("RegisterNode", "RegisterNodeRequest", public_key=key, name=name)
+        except SuperLinkError:  # `admit` and `serve` may do it at the same moment: who comes second finds it done
+            if not any(node.name == name and node.key == key for node in self.nodes()):
+                raise
+
+    def unregister(self, name: str) -> bool:
+        """The node `name` may take part no longer. Returns whether there was one."""
+        found = [node for node in self.nodes() if node.name == name]
+        for node in found:
+            self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
+        return bool(found)
+
+    def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
+        """Make its list of nodes that of `keys` (name -> public key). Returns what was done, a line each."""
+        wanted = {name: public_key(path) for name, path in keys.items()}
+        there, gone = set[str](), set[str]()
+        for node in self.nodes():
+            if wanted.get(node.name) == node.key:
+                there.add(node.name)
+            else:  # also an older key of a name that has another one by now
+                self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
+                gone.add(node.name)
+        for name in wanted.keys() - there:
+            self.register(name, keys[name])
+        done = {name: f"{name}: its key is no longer admitted" for name in gone - wanted.keys()}
+        done |= {name: f"{name}: an older key is no longer admitted" for name in gone & there}
+        done |= {
+            name: f"{name}: {'another' if name in gone else 'its'} key is admitted" for name in wanted.keys() - there
+        }
+        return [done[name] for name in sorted(done)]
+
+    def run(self) -> int:
+        """Start a run of the federation's Flower app, which goes on after the last checkpoint; returns its id."""
+        from flwr.cli.build import build_fab_from_disk
+        from flwr.common.serde import fab_to_proto, user_config_to_proto
+        from flwr.supercore.fab import Fab
+
+        try:
+            content = build_fab_from_disk(self.folder.app)
+            said = tomllib.loads((self.folder.app / "pyproject.toml").read_text(encoding="utf-8"))
+            knows = said["tool"]["flwr"]["app"]["config"]
+        except Exception as error:  # Flower raises click's and its own
+            raise ConfigError(f"the Flower app in {self.folder.app} cannot be packed: {error}") from error
+        fab = fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {}))
+        settings: dict[str, Any] = {
+            name: True for name in ("resume", "evaluate") if name in knows
+        }  # an app of an older `init`
+        found = self._ask("StartRun", "StartRunRequest", fab=fab, override_config=user_config_to_proto(settings))
+        if not found.HasField("run_id"):
+            raise SuperLinkError("the SuperLink took the Flower app and started no run of it.")
+        return int(found.run_id)
+
+    def playing(self) -> bool:
+        """Whether a ServerApp lives. Flower takes a minute to notice that one was killed."""
+        return bool(children.server_processes(self.home, ("flwr-serverapp",)))
+
+    def stop_run(self, run: int) -> None:
+        """End a run that is not over."""
+        self._ask("StopRun", "StopRunRequest", run_id=run)
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _speaker(self) -> Any:
+        if self._client is None:
+            from flwr.cli.cli_client_interceptor import CliClientHttpInterceptor
+            from flwr.supercore.control import ControlHttpClient
+            from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+            with _told(), _no_proxy(self.env):
+                root = (self.folder.certificates / "ca.crt").read_bytes()
+                self._client = ControlHttpClient.from_server_address(
+                    server_address=self.address, insecure=False, root_certificates=root,
+                    interceptors=[CliClientHttpInterceptor(), RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+                )  # fmt: skip
+        return self._client
+
+    def _ask(self, method: str, request: str, **said: Any) -> Any:
+        from flwr.proto import control_pb2
+
+        with _told():
+            return getattr(self._speaker(), method)(getattr(control_pb2, request)(**said))
+
+
+def _seen(node: Any) -> float | None:
+    """When a node was heard of last: of one that is online by its heartbeat, of another when it was given up."""
+    from flwr.common.constant import HEARTBEAT_PATIENCE
+
+    if not node.online_until:
+        return None
+    lead = HEARTBEAT_PATIENCE * node.heartbeat_interval if node.status == "online" else 0.0
+    return float(node.online_until - lead)
+
+
+def _run(run: Any) -> RunFacts:
+    status = run.status
+    whole = f"{status.status}:{status.sub_status}" if status.sub_status else status.status
+    return RunFacts(run.run_id, whole, status.details)
+
+
+@contextlib.contextmanager
+def _no_proxy(env: Mapping[str, str]) -> Iterator[None]:
+    """Loopback is not asked through a proxy, whatever the environment names for the world outside."""
+    before = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
+    os.environ.update({name: env[name] for name in before})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Flower's errors as one of ours, in its own words."""
+    import httpx
+
+    try:
+        yield
+    except httpx.HTTPStatusError as error:
+        raise SuperLinkError(f"the SuperLink refuses: {_words_of(error.response)}") from error
+    except (httpx.HTTPError, OSError, ValueError, SystemExit) as error:
+        raise SuperLinkError(f"the SuperLink cannot be spoken to: {error or type(error).__name__}") from error
+
+
+def _words_of(response: Any) -> str:
+    read: Callable[[], Any] = response.json
+    with contextlib.suppress(ValueError):
+        found = read()
+        if isinstance(found, dict):
+            return " ".join(str(found[key]) for key in ("detail", "extra") if found.get(key))
+    return f"HTTP {response.status_code}: {response.text[:300]}"
+
+
+__all__ = ["NodeFacts", "RunFacts", "SuperLink", "SuperLinkError"]

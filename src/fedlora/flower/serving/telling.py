@@ -1,0 +1,78 @@
+"""What `serve` says: each new event as lines, who comes and goes, and what is waited for, again only after a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.events import EventReader
+from fedlora.flower.serving.lines import lines_of, nodes_line
+from fedlora.flower.serving.progress import Progress, after
+from fedlora.flower.serving.standing import Standing, standing
+from fedlora.flower.serving.superlink import NodeFacts
+
+Say = Callable[[str], None]
+Seen = Callable[[Progress, Sequence[NodeFacts], Standing], None]
+
+
+class Telling:
+    """Follows a federation's folder and its nodes, and says what changes.
+
+    remind: seconds until what is waited for is said again. seen: called at each look, for metrics.
+    """
+
+    def __init__(
+        self,
+        folder: FederationFolder,
+        say: Say,
+        remind: float,
+        seen: Seen = lambda progress, nodes, standing: None,
+    ) -> None:
+        self.say, self._remind, self._seen = say, remind, seen
+        self.folder, self._events = folder, EventReader(folder.events)
+        self.progress, self.nodes = Progress(), tuple[NodeFacts, ...]()
+        self._standing = standing(folder)
+        self._there = ""
+        self._said_at: dict[str, float] = {}
+
+    def standing(self) -> Standing:
+        """Where the federation stands. A file that is broken meanwhile is told, and the last good one holds."""
+        try:
+            self._standing = standing(self.folder)
+        except ConfigError as error:
+            self.again(f"{error} What was read before stays")
+        return self._standing
+
+    def events(self, *, quietly: bool = False) -> None:
+        """What the ServerApp has written since the last look."""
+        for event in self._events.new():
+            self.progress = after(self.progress, event)
+            for line in [] if quietly else lines_of(event, self.standing().rounds):
+                self.say(line)
+        self._seen(self.progress, self.nodes, self.standing())
+
+    def look(self, nodes: Sequence[NodeFacts]) -> None:
+        """Who is there, and who is missing, where that has changed."""
+        self.nodes = tuple(nodes)
+        now = self.standing()
+        line = nodes_line(self.online, now.clients, now.quorum)
+        if line != self._there:
+            self._there = line
+            self._said_at[line] = time.monotonic()
+            self.say(line)
+
+    @property
+    def online(self) -> list[str]:
+        return [node.name for node in self.nodes if node.status == "online"]
+
+    def again(self, line: str, key: str = "") -> None:
+        """Say it, but no sooner than `remind` seconds after it was said. key: by which it is the same as before."""
+        now, key = time.monotonic(), key or line
+        if now - self._said_at.get(key, -self._remind) >= self._remind:
+            self._said_at[key] = now
+            self.say(line)
+
+
+__all__ = ["Say", "Seen", "Telling"]

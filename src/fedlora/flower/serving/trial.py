@@ -1,0 +1,98 @@
+"""A trial: the folder of a federation with its sites beside it, all of it played on this machine, on loopback.
+
+    now = Trial(folder, say).play()         SuperLink, a node for each site, all rounds, and everything taken down
+
+The server's side is `serve`'s, and each site's is `fedlora flower node`'s: only the proxy is left out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.flower import children
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.standing import Standing, standing
+from fedlora.flower.serving.superlink import SuperLink
+from fedlora.flower.serving.supervisor import Pace, Supervisor
+from fedlora.flower.serving.telling import Say
+
+TRYING = Pace(pauses=(1.0, 2.0, 5.0), failures=4)
+
+
+class TrialFailed(FedLoRAError, RuntimeError):
+    """Too few of the trial's nodes live; the last words of those that ended are in the message."""
+
+
+class Trial:
+    """The processes of a trial. stop: set it, and all ends in order.
+
+    Raises:
+        ConfigError: the folder has no sites: it is a federation of several machines, or none.
+    """
+
+    def __init__(
+        self, folder: Path, say: Say = lambda line: None, *, stop: threading.Event | None = None, pace: Pace = TRYING
+    ) -> None:
+        self.folder, self._say = FederationFolder(folder.resolve()), say
+        self.names = [name for name in standing(self.folder).clients if self.folder.site(name).site.is_file()]
+        if not self.names:
+            raise ConfigError(
+                f"{folder} has no sites beside it, for it is not a trial: its sites are on machines of their own. "
+                f"`fedlora flower serve {folder}` plays the server's side."
+            )
+        self.link, self.nodes = SuperLink(folder), dict[str, subprocess.Popen[bytes]]()
+        self._supervisor = Supervisor(
+            self.folder.path, self.link, say, stop=stop, pace=pace, on_up=self.start_nodes, also=self._look_after_nodes
+        )
+
+    def play(self) -> Standing:
+        """All rounds that are not done yet. Returns where the trial stands then.
+
+        Raises:
+            GaveUp, ConfigError: as `Supervisor.serve`. TrialFailed.
+        """
+        try:
+            return self._supervisor.serve()
+        finally:
+            for process in self.nodes.values():  # all at once, so that they end at once
+                process.terminate()
+            for process in self.nodes.values():
+                children.end(process)
+
+    def start_nodes(self) -> None:
+        """A node for each site that has none."""
+        new = [name for name in self.names if name not in self.nodes]
+        if not self.nodes and (left := children.site_processes(self.folder.path)):
+            self._say(f"{len(left)} processes of an earlier trial's nodes were still there: ended")
+            children.end_all(left)
+        for name in new:
+            command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(self.folder.site(name).path)]
+            self.nodes[name] = children.started(
+                command, self._log(name), children.environment(self.folder.site(name).state / "flwr")
+            )
+        if new:
+            self._say(f"nodes started: {', '.join(new)} (their lines are in {self.folder.logs}/node-NAME.log)")
+
+    def _look_after_nodes(self) -> None:
+        """A node command starts its own SuperNode again; where it ends itself, that is told, and may be too much."""
+        for name in [name for name, process in self.nodes.items() if process.poll() is not None]:
+            process = self.nodes.pop(name)
+            self.names.remove(name)
+            words = children.last_words(children.tail(self._log(name)))
+            self._say(f"the node of {name} ended with code {process.returncode}: {words}")
+            quorum = standing(self.folder).quorum
+            if len(self.nodes) < quorum:
+                raise TrialFailed(
+                    f"{len(self.nodes)} of the trial's nodes live, and a round needs {quorum}. {name} ended with code "
+                    f"{process.returncode}: {words} (its log is {self._log(name)})"
+                )
+
+    def _log(self, name: str) -> Path:
+        return self.folder.logs / f"node-{name}.log"
+
+
+__all__ = ["TRYING", "Trial", "TrialFailed"]

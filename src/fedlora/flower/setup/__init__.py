@@ -1,0 +1,1 @@
+"""A federation's folder made, changed and checked: settings, keys, proxy, units, members."""

@@ -1,0 +1,214 @@
+"""Is a federation's folder sound, and is this machine closed but for what sites need? For `fedlora doctor FED`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fedlora.adapters.reader import AdapterFile
+from fedlora.errors import FedLoRAError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.connection import connection
+from fedlora.flower.setup import doors, handshake
+from fedlora.flower.setup.policy_file import Rank
+from fedlora.flower.setup.project import check_quorum
+from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.terms.facts import Agreement, admitted
+from fedlora.flower.terms.joining import JoinFile, Request
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.settings import FederationSettings, NetworkSection
+
+Row = tuple[str, str, bool | None]
+_CHUNK = 5 * 2**20  # bytes: Flower sends arrays in such pieces
+
+
+def checked_folder(folder: Path) -> list[Row]:
+    """What is checked, what was found, whether it is sound; None: not yet there, and no fault."""
+    there = FederationFolder(folder.resolve())
+    try:
+        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+    except (FedLoRAError, OSError) as error:
+        return [("federation", str(error), False)]
+    name = settings.network.name or "a trial on this machine"
+    rows: list[Row] = [
+        ("federation", f"{settings.id}, {name}; {settings.method.name}, {settings.run.rounds} rounds", True)
+    ]
+    parts: list[Callable[[], list[Row]]] = [
+        lambda: _place(there),
+        lambda: _start(there, settings, policy.clients),
+        lambda: _sites(there, settings, policy),
+        lambda: _certificates(there, settings.network),
+        lambda: _private(there),
+        lambda: _doors(there, settings.network),
+    ]
+    for part in parts:
+        try:
+            rows += part()
+        except (FedLoRAError, OSError, ValueError) as error:
+            rows.append(("federation", str(error), False))
+    return rows
+
+
+def _place(there: FederationFolder) -> list[Row]:
+    """Absolute paths are in several files: a folder that was moved is found out."""
+    home = str(there.path)
+    text = (there.app / "pyproject.toml").read_text(encoding="utf-8")
+    if home not in text:
+        found = re.search(r'^folder = "(.*)"', text, re.MULTILINE)
+        return [("place", f"was made at {found[1] if found else '?'}: fedlora flower renew {home}", False)]
+    return [("place", home, True)]
+
+
+def _start(there: FederationFolder, settings: FederationSettings, clients: Mapping[str, Rank]) -> list[Row]:
+    start = AdapterFile(there.start, scaling=settings.lora.unit)
+    start.check()
+    shapes = [start.update_shape(module) for module in start.modules]
+    largest = max(r if isinstance(r, int) else max(r.values()) for r in clients.values())
+    heads = sum(start.head(path).numel() * 4 for path in start.heads)
+    message = sum((min(largest, *shape) * sum(shape)) * 4 for shape in shapes) + heads
+    rows: list[Row] = [
+        ("start", f"{len(shapes)} modules, {len(start.heads)} tensors beside them", True),
+        ("largest message", f"{message / 1e6:.1f} MB, in pieces of 5 MiB", message < 2e9),
+    ]
+    if there.proxy.is_file():
+        found = re.findall(r"client_max_body_size (\d+);", there.proxy.read_text(encoding="utf-8"))
+        limit = max(map(int, found), default=2**20)  # that of objects; without any, nginx's own
+        chunk = int(os.environ.get("FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", _CHUNK))
+        rows.append(("proxy's body limit", f"{limit / 2**20:.0f} MiB", limit >= 1.2 * chunk))
+    done = len(there.rounds.read_bytes().splitlines()) if there.rounds.is_file() else 0
+    rows.append(("rounds done", f"{done} of {settings.run.rounds}", True))
+    needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps some rounds, the checkpoints two
+    free = shutil.disk_usage(there.path).free
+    rows.append(("disk", f"{free / 1e9:.1f} GB free, about {needed / 1e9:.2f} GB needed", free > needed))
+    return rows
+
+
+def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy) -> list[Row]:
+    names = list(policy.clients)
+    try:
+        check_quorum(settings, len(names))
+        rows: list[Row] = [("quorum", f"{settings.server.quorum or 1} of {len(names)} sites", True)]
+    except FedLoRAError as error:
+        rows = [("quorum", str(error), False)]
+    ready = [name for name in names if there.key(name).is_file()]
+    waits = [name for name in names if name not in ready]
+    needed = settings.server.quorum or 1
+    said = f"{len(ready)} of {len(names)} admitted" + (f"; not yet: {', '.join(waits[:5])}" if waits else "")
+    rows.append(("sites", said, True if len(ready) >= needed else None))
+    agreement = Agreement.read(there.agreement)
+    for name in names:
+        rows += [(f"site {name}", wrong, False) for wrong in _wrong(there, settings, agreement, name)]
+    for key in sorted(there.key("x").parent.glob("*.pub")):
+        if key.stem not in names:
+            rows.append((f"site {key.stem}", f"has a key in keys/ and is not in {there.policy.name}", False))
+    return rows
+
+
+def _wrong(there: FederationFolder, settings: FederationSettings, agreement: Agreement, name: str) -> list[str]:
+    """What is wrong with a site's files here."""
+    found: list[str] = []
+    try:
+        join = JoinFile.read(there.join(name)) if there.join(name).is_file() else None
+        network = settings.network
+        ca = ((there.certificates if network.name is None else there.public) / "ca.crt").read_text(encoding="ascii")
+        if join is not None and not there.key(name).is_file():
+            dialled = (join.server, join.port) if network.name is None else (network.name, network.port)
+            differs = {"ca.crt": join.ca != ca, "server or port": (join.server, join.port) != dialled}
+            stale = [what for what, other in differs.items() if other]
+            if stale:
+                found.append(f"its join file has another {stale[0]}: fedlora flower admit {there.path} --new {name}")
+        if there.key(name).is_file():
+            if not there.request(name).is_file():
+                return [*found, f"has a key, and no {there.request(name)}: what base model it has is not known"]
+            request = Request.read(there.request(name))
+            if request.public.strip() != there.key(name).read_text(encoding="ascii").strip():
+                found.append(f"{there.key(name)} is not the key of its request: admit it anew")
+            admitted(settings, agreement, name, Facts.requested(request.facts))
+    except (FedLoRAError, OSError, ValueError) as error:
+        found.append(str(error))
+    return found
+
+
+def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]:
+    places = [("SuperLink's certificate", there.certificates, "127.0.0.1")]
+    if network.name is not None:
+        places.append((f"certificate of {network.name}", there.public, network.name))
+    found = [(what, handshake.looked_at(folder, name)) for what, folder, name in places]
+    return [(what, certificate.said(), certificate.sound) for what, certificate in found]
+
+
+def _private(there: FederationFolder) -> list[Row]:
+    """What must be this user's alone."""
+    secret = [there.certificates / "server.key", there.public / "server.key", there.public / "ca.key", there.database]
+    secret += sorted(there.path.glob("superlink.db-*"))
+    rows: list[Row] = []
+    for path in [there.path, *secret]:
+        if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            rows.append((path.name, f"others can read it: chmod {'700' if path.is_dir() else '600'} {path}", False))
+    owners = {path.stat().st_uid for path in [there.path, *secret] if path.exists()}
+    if len(owners) > 1:
+        rows.append(("owner", f"files of {len(owners)} users: chown -R all of {there.path} to one", False))
+    return rows or [("private files", "readable by their owner only", True)]
+
+
+def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
+    port = int(connection(there).rpartition(":")[2])
+    if port != network.superlink_port:
+        said = f"{port} in flwr/config.toml, {network.superlink_port} in {there.settings.name}"
+        return [("SuperLink's port", f"{said}: fedlora flower renew {there.path}", False)]
+    here = doors.own_addresses()
+    open_ = [a for a in doors.listening(port) or [] if not doors.is_loopback(a)]
+    open_ += [a for a in here if a not in open_ and doors.answers(a, port)]
+    if open_:
+        why = "whoever reaches it can run Python on this machine. Start it by fedlora flower serve, which does not"
+        return [("SuperLink", f"port {port} answers on {', '.join(open_)}, not on loopback alone: {why}", False)]
+    running = doors.answers("127.0.0.1", port)
+    said = "answers, on loopback only" if running else "not running"
+    rows: list[Row] = [("SuperLink", f"127.0.0.1:{port}, {said}", running or None)]
+    if network.name is None:
+        return rows
+    return [*rows, *_proxy(there, network, [*here, "127.0.0.1"])]
+
+
+def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str]) -> list[Row]:
+    rows: list[Row] = []
+    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin")
+    if nginx is None:
+        rows.append(("nginx", "not installed: apt-get install nginx-light, or have a proxy of your own", True))
+    else:
+        wrong = _nginx_says(there, nginx)
+        rows.append(("nginx", wrong or "its configuration is sound", not wrong))
+    found = {a: doors.control_answer(a, network.port, str(network.name)) for a in addresses}
+    closed = [a for a, status in found.items() if status == 403]
+    open_ = {a: status for a, status in found.items() if status not in (None, 403)}
+    if open_:
+        address, status = next(iter(open_.items()))
+        said = f"{address}:{network.port} answers {status} to {doors.CONTROL}, which must be 403: Flower's control part"
+        rows.append(("proxy", f"{said} has no accounts. Is the proxy started with {there.proxy}?", False))
+    elif closed:
+        rows.append(("proxy", f"port {network.port}: answers, and the control part is closed (403)", True))
+    else:
+        rows.append(("proxy", f"port {network.port}: nothing answers yet", None))
+    return rows
+
+
+def _nginx_says(there: FederationFolder, nginx: str) -> str:
+    """What nginx finds wrong with its configuration, as the folder's owner, whose logs it opens; "" for nothing."""
+    facts = there.path.stat()
+    other = os.getuid() == 0 and facts.st_uid != 0
+    tried = subprocess.run(
+        [nginx, "-e", str(there.proxy.parent / "error.log"), "-t", "-q", "-c", str(there.proxy)],
+        capture_output=True, text=True, check=False, user=facts.st_uid if other else None,
+        group=facts.st_gid if other else None, extra_groups=[] if other else None,
+    )  # fmt: skip
+    lines = [line for line in tried.stderr.strip().splitlines() if "bind() to" not in line]  # a port is the unit's
+    failed = tried.returncode and not ("bind() to" in tried.stderr and all("[emerg]" not in line for line in lines))
+    return (lines or ["nginx refuses it"])[0] if failed else ""
+
+
+__all__ = ["checked_folder"]

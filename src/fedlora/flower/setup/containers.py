@@ -1,0 +1,107 @@
+"""A federation in containers: one image for server and sites (on a CPU), and nginx in front of it.
+
+The image holds no secret and no data: folders are mounted, each at the path that it has on its machine, so that the
+absolute paths in them stay true. The SuperLink listens on loopback in its container too; the proxy stands in the same
+network namespace, and its port is the only one that leaves. Kubernetes is left out: a federation is one server, and
+each site another organisation's machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fedlora.core.echo import quoted
+from fedlora.errors import ConfigError
+from fedlora.flower.terms.settings import FederationSettings
+
+_DOCKERFILE = """\
+# fedlora on a CPU, for a federation's server and for a site. Written by `fedlora flower init`.
+#   docker build -t {image} {folder}
+# For a fedlora that is not from PyPI: put its wheel into {folder}/wheels, which is looked into first.
+FROM python:3.11-slim
+ARG FEDLORA="fedlora[flower]=={version}"
+RUN groupadd --gid 1000 fedlora && useradd --uid 1000 --gid 1000 --create-home fedlora
+COPY wheels/ /wheels/
+RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu
+RUN pip install --no-cache-dir --find-links /wheels "$FEDLORA"
+USER fedlora
+ENV FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 PYTHONUNBUFFERED=1
+ENTRYPOINT ["fedlora"]
+CMD ["--help"]
+"""
+_HEAD = """\
+# Written by `fedlora flower init`, and read as JSON within YAML. From {folder}:
+#   docker compose build
+#   docker compose up -d server proxy                      at the server
+#   SITES=/srv docker compose up -d site-NAME              at a site, whose folder is /srv/NAME
+# All of it on one machine is a try. A site's data and base model must lie in its folder, or be mounted as it is.
+"""
+
+
+def write_containers(folder: Path, home: Path, settings: FederationSettings, sites: Sequence[str]) -> None:
+    """Dockerfile and compose.yaml of the federation in `home`. Raises `ConfigError`: see `compose`."""
+    folder.mkdir()
+    (folder / "wheels").mkdir()
+    (folder / "wheels" / "README").write_text("Wheels that the image is built with, in place of PyPI's.\n")
+    (folder / "Dockerfile").write_text(dockerfile(home), encoding="utf-8")
+    (folder / "compose.yaml").write_text(compose(home, settings, sites), encoding="utf-8")
+
+
+def dockerfile(home: Path) -> str:
+    """The image of server and sites."""
+    return _DOCKERFILE.format(image=_image(), folder=f"{home}/docker", version=version("fedlora"))
+
+
+def compose(home: Path, settings: FederationSettings, sites: Sequence[str]) -> str:
+    """All services: server and proxy in one network namespace, a service for each site.
+
+    Raises:
+        ConfigError: a path that a mount cannot name.
+    """
+    if not str(home).isprintable() or set(str(home)) & set(':$"\\'):
+        raise ConfigError(f"{quoted(str(home))} cannot be mounted into a container: it has ':', '$' or a quote.")
+    network, user = settings.network, _user(home)
+    server: dict[str, Any] = {
+        **_service(["flower", "serve", str(home)], user), "volumes": [f"{home}:{home}"],
+        "ports": [f"{network.port}:{network.port}"],
+        "networks": {"default": {"aliases": [str(network.name)]}},
+    }  # fmt: skip
+    proxy: dict[str, Any] = {
+        "image": "nginx:stable", "user": user, "network_mode": "service:server", "depends_on": ["server"],
+        "volumes": [f"{home}:{home}"], "entrypoint": ["nginx", "-c", f"{home}/proxy/nginx.conf"], **_LIMITS,
+    }  # fmt: skip
+    services = {"server": server, "proxy": proxy}
+    for site in sites:
+        place = f"${{SITES:-{home.parent}}}/{site}"
+        services[f"site-{site}"] = {**_service(["flower", "node", place], user), "volumes": [f"{place}:{place}"]}
+    return _HEAD.format(folder=f"{home}/docker") + json.dumps({"services": services}, indent=2) + "\n"
+
+
+_LIMITS: Mapping[str, Any] = {
+    "restart": "unless-stopped", "read_only": True, "tmpfs": ["/tmp"], "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges:true"],
+}  # fmt: skip
+
+
+def _service(command: list[str], user: str) -> dict[str, Any]:
+    return {"image": _image(), "build": ".", "user": user, "command": command, **_LIMITS, "init": True}
+
+
+def _image() -> str:
+    return f"fedlora:{version('fedlora')}"
+
+
+def _user(home: Path) -> str:
+    """The owner of the folder, or who is making it, by number: in a container nobody has a name."""
+    if not home.exists():
+        return f"{os.getuid()}:{os.getgid()}"
+    facts = home.stat()
+    return f"{facts.st_uid}:{facts.st_gid}"
+
+
+__all__ = ["compose", "dockerfile", "write_containers"]

@@ -1,0 +1,84 @@
+"""A run's own data dealt out to the sites of a trial, by the run's own code: what each would have on its own machine.
+
+One file for all (data.train, the demo's, a benchmark's) becomes a file for each site, and what was held out of it is
+the server's. With data.clients each site has the file that is named for it, and holds out its own share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlora.data import TextData
+from fedlora.errors import ConfigError
+from fedlora.flower.terms.settings import FederationSettings, NetworkSection
+from fedlora.flower.terms.settings_from_run import from_run_config
+from fedlora.runs.client_data import deal
+from fedlora.runs.config import RunConfig
+from fedlora.runs.preparation import Prepared
+from fedlora.runs.sections import DataSection
+
+HELD = ("validation", "test")
+_COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A federation on one machine. data: site -> its file, where it has one already, else the text to write. held: what
+    the server measures on, by name, to be written beside its settings."""
+
+    settings: FederationSettings
+    data: Mapping[str, str | TextData]
+    held: Mapping[str, TextData]
+
+
+def dealt_out(config: RunConfig, prepared: Prepared, network: NetworkSection, folder: str = "held") -> Trial:
+    """A run's configuration as a trial. prepared: of the same. folder: where the server's files will lie, in FED.
+
+    Raises:
+        ConfigError: data that cannot be written down as a site's file; keys that a federation does not have.
+    """
+    labels = list(next(iter(prepared.parts.values())).label_names) or None
+    if config.data.clients:
+        own = dict(config.data.clients)
+        return Trial(from_run_config(config, labels, network=network, dealt=True), own, {})
+    if config.data.task == "superni":
+        raise ConfigError("data.task = 'superni' scores answers that no file of a site can hold; fedlora run plays it.")
+    everything = deal(config, None)
+    held = {part: TextData.concat(list(getattr(everything, part).values())) for part in HELD}
+    held = {part: data for part, data in held.items() if len(data)}
+    plain = {name: DataSection.model_fields[name].default for name in _COLUMNS}
+    first = next(iter(prepared.parts.values()))
+    if first.pair is not None:
+        plain["pair"] = "pair"
+    if first.history is not None:
+        plain["messages"] = "messages"
+    gone = {"validation": 0.0, "test": 0.0, "max_train": None, "max_test": None, "task": None, "train": "dealt out"}
+    data = config.data.model_copy(update={**plain, **gone})
+    files = {part: f"{folder}/{part}.jsonl" for part in held}
+    plain_config = config.model_copy(update={"data": data})
+    settings = from_run_config(plain_config, labels, network=network, dealt=True, at_server=files)
+    return Trial(settings, dict(prepared.parts), held)
+
+
+def write_rows(path: Path, data: TextData) -> None:
+    """Examples as JSONL, in their order, with the columns' usual names; classes by name."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in _rows(data)), encoding="utf-8")
+
+
+def _rows(data: TextData) -> Iterator[dict[str, Any]]:
+    for k in range(len(data)):
+        if data.labels is not None:
+            row = {"text": data.text[k], "label": data.label_names[data.labels[k]]}
+            yield row if data.pair is None else {**row, "pair": data.pair[k]}
+        elif data.history is not None:
+            yield {"messages": [{"role": role, "content": content} for role, content in data.messages(k)]}
+        else:
+            assert data.responses is not None
+            yield {"prompt": data.text[k], "response": data.responses[k]}
+
+
+__all__ = ["Trial", "dealt_out", "write_rows"]

@@ -1,0 +1,80 @@
+"""What a node would say to a certificate, found out without a network: both ends of a TLS handshake in memory."""
+
+from __future__ import annotations
+
+import datetime
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+
+SOON = 30  # days before the end from which on it is told
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How a server's certificate stands. wrong: what a node would refuse it for; "" where it would not. days: left."""
+
+    days: int
+    wrong: str
+
+    @property
+    def sound(self) -> bool:
+        return not self.wrong
+
+    def said(self) -> str:
+        """In words."""
+        if self.wrong:
+            return self.wrong
+        return f"valid for {self.days} days" + (": renew it soon (fedlora flower renew)" if self.days < SOON else "")
+
+
+def looked_at(folder: Path, name: str) -> Certificate:
+    """server.crt, server.key and ca.crt of `folder`, as one who dials `name` would find them."""
+    paths = {file: folder / file for file in ("ca.crt", "server.crt", "server.key")}
+    lacks = [file for file, path in paths.items() if not path.is_file()]
+    if lacks:
+        return Certificate(0, f"{', '.join(lacks)} missing in {folder}")
+    try:
+        found = x509.load_pem_x509_certificate(paths["server.crt"].read_bytes())
+        x509.load_pem_x509_certificates(paths["ca.crt"].read_bytes())
+    except (OSError, ValueError) as error:
+        return Certificate(0, f"a certificate in {folder} cannot be read: {error}")
+    now = datetime.datetime.now(datetime.UTC)
+    days = (found.not_valid_after_utc - now).days
+    if now >= found.not_valid_after_utc:
+        return Certificate(
+            days, f"{paths['server.crt']} expired on {found.not_valid_after_utc:%Y-%m-%d}: fedlora flower renew"
+        )
+    if now < found.not_valid_before_utc:
+        return Certificate(
+            days,
+            f"{paths['server.crt']} begins on {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC: is the clock right?",
+        )
+    return Certificate(days, _refused(paths, name))
+
+
+def _refused(paths: dict[str, Path], name: str) -> str:
+    try:
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(paths["server.crt"], paths["server.key"], password=lambda: "")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        return f"{paths['server.key']} does not belong to {paths['server.crt']}, or has a password: {error}"
+    node = ssl.create_default_context(cafile=str(paths["ca.crt"]))
+    here, there = ssl.MemoryBIO(), ssl.MemoryBIO()
+    one, other = node.wrap_bio(here, there, server_hostname=name), server.wrap_bio(there, here, server_side=True)
+    for _ in range(8):  # each turn gives the other one something to read
+        for side in (one, other):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                return f"a node would refuse {paths['server.crt']}: {error.verify_message}"
+            except ssl.SSLError as error:
+                return f"a node would refuse {paths['server.crt']}: {error.reason or error}"
+    return ""
+
+
+__all__ = ["Certificate", "looked_at"]

@@ -1,0 +1,82 @@
+"""From what the command line says to a federation's folder: the settings read, the start made, the sites dealt out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fedlora.core.folders import replacing_folder
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.setup.dealing import dealt_out, write_rows
+from fedlora.flower.setup.policy_file import Rank
+from fedlora.flower.setup.project import Federation, check_quorum, write_federation
+from fedlora.flower.setup.start import Start, check_ranks, given_start, made_start
+from fedlora.flower.setup.trial_site import write_site
+from fedlora.flower.terms.facts import Agreement, model_facts
+from fedlora.flower.terms.settings import FederationSettings, NetworkSection
+from fedlora.flower.terms.settings_from_run import read_run_file
+from fedlora.runs.config import RunConfig
+from fedlora.runs.preparation import prepare
+from fedlora.server.sampling import sample_clients
+
+
+def federation(
+    config: Path, overrides: Sequence[str], name: str, clients: Mapping[str, int], labels: Sequence[str] | None,
+    start: Path | None, port: int, superlink_port: int, user: str | None, memory: str,
+) -> Federation:  # fmt: skip
+    """A federation whose sites are elsewhere: nothing is written yet, and no site's data are read.
+
+    Raises:
+        ConfigError, AdapterFormatError: what is wrong with the settings, the start or the model.
+    """
+    network = NetworkSection(name=name, port=port, superlink_port=superlink_port)
+    settings = with_quorum(read_run_file(config, overrides, labels, network=network), len(clients))
+    check_quorum(settings, len(clients))
+    if start is not None:
+        begun = given_start(start, settings)
+    elif settings.at_server.model is None:
+        raise ConfigError(
+            f"{config} has no model.path, and the start is made of the base model. Give the path, or a start that was "
+            f"made elsewhere: --start DIR."
+        )
+    else:
+        begun = made_start(settings, settings.at_server.model, max(clients.values()))
+    check_ranks(begun.shapes, clients)
+    agreement = Agreement()
+    if start is None and settings.at_server.model is not None:
+        facts = model_facts(settings.at_server.model, settings)
+        agreement, _ = agreement.with_(facts, "the server's own model")
+    return Federation(settings, clients, begun, agreement, user=user, memory=memory)
+
+
+def with_quorum(settings: FederationSettings, sites: int) -> FederationSettings:
+    """With a quorum: where none is asked for, more than half of those who take part in a round. One site that is early
+    would else play all rounds alone."""
+    if settings.server.quorum is not None:
+        return settings
+    asked = len(sample_clients([str(k) for k in range(sites)], settings.run.participation, seed=0, round=0))
+    server = settings.server.model_copy(update={"quorum": asked // 2 + 1})
+    return settings.model_copy(update={"server": server})
+
+
+def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
+    """A federation on this machine, its sites in `folder`/sites, their keys admitted. Raises `ConfigError`."""
+    prepared = prepare(config, None)
+    dealt = dealt_out(config, prepared, NetworkSection(port=superlink_port, superlink_port=superlink_port))
+    clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}
+    check_quorum(dealt.settings, len(clients))
+    facts = model_facts(config.model.path, dealt.settings)
+    agreement, _ = Agreement().with_(facts, "the trial's own model")
+    made = Federation(dealt.settings, clients, Start(prepared.seed_adapter, prepared.spec), agreement)
+    with replacing_folder(folder) as building:
+        write_federation(building, folder.resolve(), made)
+        there = FederationFolder(building)
+        for part, data in dealt.held.items():
+            (building / "held").mkdir(mode=0o700, exist_ok=True)
+            write_rows(building / "held" / f"{part}.jsonl", data)
+        for site, own in dealt.data.items():
+            write_site(there, folder.resolve(), site, own, config, facts)
+
+
+__all__ = ["federation", "trial", "with_quorum"]

@@ -1,0 +1,277 @@
+"""Who takes part: sites admitted, given another key or rank, removed. While `fedlora flower serve` runs, too.
+
+    FED/policy.toml        name = rank: who is asked. The rounds read it anew each time, so it is written last when a
+                           site comes, and first when it goes
+    FED/keys/NAME.pub      what the SuperLink lets in by that name
+    FED/requests/NAME.toml what the site said of itself
+    FED/join/NAME.toml     what it was handed
+    FED/removed/           what was taken away, by name and time
+
+A change is whole or is not made: what was written before an error is put back, and a call that a crash cut short can
+be made again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedlora.adapters.reader import AdapterFile
+from fedlora.core import files
+from fedlora.core.echo import quoted
+from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.flower.ownership import check_owner
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.superlink import SuperLink, SuperLinkError
+from fedlora.flower.setup.policy_file import Rank, read_policy_text, with_client, without_client
+from fedlora.flower.setup.project import check_quorum, join_file
+from fedlora.flower.setup.start import check_ranks
+from fedlora.flower.terms import certificates
+from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.terms.facts import Agreement, admitted, server_facts
+from fedlora.flower.terms.joining import JoinFile, Request
+from fedlora.flower.terms.names import check_site, checked_rank
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.settings import FederationSettings
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What was done. rank: of the site now. before: its rank before, None for a new site. old_key: the fingerprint that
+    it had, where it has another one now. known: it was all there already. learned: facts that nobody had known. told:
+    differences that may be. online: whether the running SuperLink was told."""
+
+    site: str
+    fingerprint: str
+    rank: Rank
+    before: Rank | None
+    old_key: str | None
+    known: bool
+    learned: tuple[str, ...]
+    told: tuple[str, ...]
+    online: bool
+
+
+def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = False) -> Admitted:
+    """A site by its request.
+
+    Args:
+        rank: of a site that the policy does not have, in place of its join file's; of one that it has, another rank.
+        rotate: its key may be another one than before.
+
+    Raises:
+        ConfigError: a request of another federation or of nobody who was asked, another key. Disagreement: another base
+            model, other versions.
+    """
+    asked = Request.read(request)
+    with changing(home) as there:
+        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+        if asked.federation != settings.id:
+            raise ConfigError(
+                f"the request of {asked.site!r} is for the federation {quoted(asked.federation)}, and this one is "
+                f"{settings.id!r}: the site joined with another server's join.toml. Send it {there.join(asked.site)}."
+            )
+        name, before = asked.site, policy.clients.get(asked.site)
+        now = _rank(there, name, before, rank, list(policy.clients))
+        _check_ranks(there, {name: now})
+        old = _old_key(there, asked, rotate)
+        agreement, learned, told = admitted(
+            settings, Agreement.read(there.agreement), name, Facts.requested(asked.facts)
+        )
+        wanted = {
+            there.agreement: agreement if learned else None,
+            there.request(name): request.read_bytes(),
+            there.key(name): f"{asked.public}\n".encode(),
+        }
+        text = read_policy_text(there.policy)
+        after = text if now == before else with_client(text, name, now)
+        known = there.key(name).is_file() and old is None and now == before and not learned
+        if old is not None:
+            _retire(there, name, "rotated", [there.key(name)], copy=True)
+        _write_all({**{p: c for p, c in wanted.items() if isinstance(c, bytes)}, there.policy: after.encode()})
+        if learned:
+            agreement.write(there.agreement)
+        online = _tell(there, name, there.key(name))
+    return Admitted(name, asked.fingerprint, now, before, old, known, learned, told, online)
+
+
+def invite(home: Path, name: str, rank: int | None) -> Path:
+    """The join file of a site: of a new one, or of one that the policy has, written anew. Returns where it is.
+
+    Raises:
+        ConfigError: an odd name, a new site without a rank, a rank that contradicts the policy's.
+    """
+    with changing(home) as there:
+        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+        known = policy.clients.get(name)
+        if known is None:
+            check_site(name, list(policy.clients))
+            if rank is None:
+                raise ConfigError(f"{quoted(name)} is a new site, and has no rank yet: --new {name}=8.")
+            checked_rank(rank, name)
+            _check_ranks(there, {name: rank})
+        elif rank is not None and rank != known:
+            raise ConfigError(
+                f"{name!r} takes part with rank {_said(known)}: --new {name} writes its file anew. For another rank, "
+                f"admit its request again with --rank {rank}."
+            )
+        facts = server_facts(settings, Agreement.read(there.agreement))
+        made = join_file(there, settings, name, known if known is not None else rank or 1, facts.table())
+        files.write(there.join(name), made.text())
+        return there.join(name)
+
+
+def remove(home: Path, name: str) -> bool:
+    """A site takes part no longer; its key, request and join file lie in removed/. Returns whether the running
+    SuperLink was told.
+
+    Raises:
+        ConfigError: no such site; the rounds could not go on without it.
+    """
+    with changing(home) as there:
+        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+        parts = [there.key(name), there.request(name), there.join(name)] if _plain(name) else []
+        present = [path for path in parts if path.is_file()]
+        if name not in policy.clients and not present:
+            raise ConfigError(f"there is no site {quoted(name)}; there are {', '.join(map(quoted, policy.clients))}.")
+        if name in policy.clients:
+            left = len(policy.clients) - 1
+            if not left:
+                raise ConfigError(f"{name!r} is the only site: without it nobody is left. Stop the server instead.")
+            try:
+                check_quorum(settings, left)
+            except ConfigError as error:
+                raise ConfigError(f"without {name!r}: {error} Lower it in {there.settings} first.") from error
+            files.write(there.policy, without_client(read_policy_text(there.policy), name))
+        _retire(there, name, "removed", present, copy=False)
+        return _tell(there, name, None)
+
+
+# -------------------------------------------------------------------------------------------------------------- inside
+
+
+@contextmanager
+def changing(home: Path) -> Iterator[FederationFolder]:
+    """The folder of a federation, for one change at a time. Raises `ConfigError`."""
+    there = FederationFolder(home.resolve())
+    if not there.settings.is_file():
+        raise ConfigError(f"{home} is no folder of `fedlora flower init`: it has no {there.settings.name}.")
+    check_owner(there)
+    try:
+        with (there.path / "members.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield there
+    except OSError as error:
+        raise ConfigError(f"{home} cannot be changed: {error}.") from error
+
+
+def _rank(there: FederationFolder, name: str, before: Rank | None, given: int | None, others: list[str]) -> Rank:
+    if given is not None:
+        checked_rank(given, name)
+    if before is not None:
+        return before if given is None else given
+    check_site(name, others)
+    if given is not None:
+        return given
+    if not there.join(name).is_file():
+        raise ConfigError(
+            f"nobody asked the site {name!r} to take part: it is not in {there.policy}, and has no join file here. If "
+            f"it is welcome, give it a rank: fedlora flower admit ... --rank 8."
+        )
+    return JoinFile.read(there.join(name)).rank
+
+
+def _check_ranks(there: FederationFolder, clients: Mapping[str, Rank]) -> None:
+    start = AdapterFile(there.start)
+    check_ranks({module: start.update_shape(module) for module in start.modules}, clients)
+
+
+def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | None:
+    """The fingerprint of the key that this request takes the place of."""
+    new = asked.fingerprint
+    for path in sorted(there.key(asked.site).parent.glob("*.pub")):
+        if path != there.key(asked.site) and certificates.fingerprint(path.read_text()) == new:
+            raise ConfigError(
+                f"the key {new} is {path.stem!r}'s already, and each site has a key of its own: was a site's folder "
+                f"copied? Make a new one there: fedlora flower site FOLDER --rotate."
+            )
+    for path in sorted((there.path / "removed").glob(f"{asked.site}-*-rotated.pub")):
+        if certificates.fingerprint(path.read_text()) == new:
+            raise ConfigError(
+                f"the key {new} was {asked.site!r}'s until it was rotated ({path.name}), and does not come back: this "
+                f"is an old request. Ask for the one that was made last."
+            )
+    if not there.key(asked.site).is_file():
+        return None
+    old = certificates.fingerprint(there.key(asked.site).read_text())
+    if old == new:
+        return None
+    if not rotate:
+        raise ConfigError(
+            f"{asked.site!r} is admitted with the key {old}, and this request has another one, {new}. If the site says "
+            f"that it has made a new key (ask by telephone), call this again with --rotate."
+        )
+    return old
+
+
+def _write_all(contents: Mapping[Path, bytes]) -> None:
+    """All of these files, in this order, or none: what was there before an error is put back."""
+    before = {path: path.read_bytes() if path.is_file() else None for path in contents}
+    done: list[Path] = []
+    try:
+        for path, content in contents.items():
+            done.append(path)
+            files.write(path, content)
+    except BaseException:
+        for path in reversed(done):
+            with suppress(OSError):
+                old = before[path]
+                path.unlink(missing_ok=True) if old is None else files.write(path, old)
+        raise
+
+
+def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, copy: bool) -> None:
+    """Put files of a site away, with the time: as a copy, or out of their places."""
+    at = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    place = there.path / "removed"
+    for path in paths:
+        kind = {"keys": "", "requests": "-request", "join": "-join"}[path.parent.name]
+        files.write(place / f"{name}-{at}{kind}-{why}{path.suffix}", path.read_bytes())
+        if not copy:
+            path.unlink()
+    if place.is_dir():
+        place.chmod(0o700)
+
+
+def _tell(there: FederationFolder, name: str, key: Path | None) -> bool:
+    """The SuperLink, where one runs. Raises `ConfigError` where it refuses: `serve` will tell it at its next start."""
+    link = SuperLink(there.path)
+    if not link.answers():
+        return False
+    try:
+        link.unregister(name) if key is None else link.register(name, key)
+    except SuperLinkError as error:
+        raise ConfigError(
+            f"{name!r} is {'removed' if key is None else 'admitted'} here, and the running SuperLink was not told: "
+            f"{error} Start `fedlora flower serve` again, which tells it."
+        ) from error
+    return True
+
+
+def _plain(name: str) -> bool:
+    """Whether it can be a site's, and no path."""
+    with suppress(FedLoRAError):
+        check_site(name)
+        return True
+    return False
+
+
+def _said(rank: Rank) -> str:
+    return str(rank) if isinstance(rank, int) else f"{min(rank.values())} to {max(rank.values())} by module"
+
+
+__all__ = ["Admitted", "admit", "changing", "invite", "remove"]

@@ -1,0 +1,133 @@
+"""`fedlora flower init`: everything that a federation's server needs, in one folder. `places` says what lies where.
+
+No site's data and no site's private key are in it, but for a trial on one machine, whose sites have folders here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedlora.adapters.io import write_adapter
+from fedlora.core.folders import replacing_folder
+from fedlora.errors import ConfigError
+from fedlora.flower import units
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.setup import containers
+from fedlora.flower.setup.app_files import write_app, write_connection
+from fedlora.flower.setup.policy_file import Rank, policy_text
+from fedlora.flower.setup.proxy import nginx_configuration
+from fedlora.flower.setup.start import Start
+from fedlora.flower.terms import certificates
+from fedlora.flower.terms.facts import Agreement, server_facts
+from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.server.sampling import sample_clients
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """What a folder is made from. clients: site -> rank, in order. agreement: what is known of the base model.
+    user, memory: of the server's unit."""
+
+    settings: FederationSettings
+    clients: Mapping[str, Rank]
+    start: Start
+    agreement: Agreement = field(default_factory=Agreement)
+    user: str | None = None
+    memory: str = "8G"
+
+
+def check_quorum(settings: FederationSettings, sites: int) -> None:
+    """Raises `ConfigError` for a quorum that so many sites cannot meet."""
+    quorum, share = settings.server.quorum, settings.run.participation
+    a_round = len(sample_clients([str(k) for k in range(sites)], share, seed=0, round=0))
+    if quorum is not None and quorum > a_round:
+        less = "" if a_round == sites else f", {a_round} of which take part in a round (run.participation = {share:g})"
+        there = "is one site" if sites == 1 else f"are {sites} sites"
+        raise ConfigError(f"server.quorum = {quorum} can never be met: there {there}{less}.")
+
+
+def write_federation(building: Path, home: Path, made: Federation) -> None:
+    """All but a trial's sites, in the empty folder `building`, which will be `home`.
+
+    Raises:
+        ConfigError: a path that a unit or the proxy's configuration cannot name.
+    """
+    building.chmod(0o700)
+    there = FederationFolder(building)
+    made.settings.write(there.settings)
+    there.policy.write_text(policy_text(made.clients), encoding="utf-8")
+    write_adapter(there.start, made.start.adapter, made.start.spec)
+    for name in ("keys", "requests"):
+        (building / name).mkdir(mode=0o700)
+    network = made.settings.network
+    certificates.write_loopback(there.certificates)
+    if network.name is not None:
+        certificates.write_public(there.public, network.name)
+    if made.agreement.sources:
+        made.agreement.write(there.agreement)
+    write_derived(building, home, made, there)
+
+
+def write_derived(building: Path, home: Path, made: Federation, authority: FederationFolder) -> None:
+    """The files that follow from the others: app, connection, proxy, units, containers, join files.
+
+    Args:
+        building: an empty folder. home: where they will lie. authority: has the certificates that sites are to trust.
+
+    Raises:
+        ConfigError: a path that a unit, a container or the proxy's configuration cannot name.
+    """
+    there, network = FederationFolder(building), made.settings.network
+    write_app(there.app, home)
+    write_connection(there.flower_home, home, network.superlink_port)
+    if network.name is not None:
+        there.proxy.parent.mkdir(mode=0o700)
+        adapter = made.start.adapter
+        proxy = nginx_configuration(
+            home, name=network.name, tensors=2 * len(adapter.modules) + len(adapter.heads), port=network.port,
+            superlink_port=network.superlink_port,
+        )  # fmt: skip
+        there.proxy.write_text(proxy, encoding="utf-8")
+        _write_units(building / "systemd", home, made)
+        containers.write_containers(building / "docker", home, made.settings, list(made.clients))
+    (building / "join").mkdir(mode=0o700)
+    facts = server_facts(made.settings, made.agreement, made.start.adapter.modules).table()
+    for name, rank in made.clients.items():
+        text = join_file(authority, made.settings, name, rank, facts).text()
+        there.join(name).write_text(text, encoding="utf-8")
+
+
+def make_federation(folder: Path, made: Federation) -> None:
+    """The folder of a federation whose sites are elsewhere. Raises `ConfigError`; then nothing is left."""
+    check_quorum(made.settings, len(made.clients))
+    with replacing_folder(folder) as building:
+        write_federation(building, folder.resolve(), made)
+
+
+def join_file(
+    there: FederationFolder, settings: FederationSettings, name: str, rank: Rank, facts: Mapping[str, Any]
+) -> JoinFile:
+    """What one site is handed: of a trial the SuperLink itself, on loopback, else the proxy by its name."""
+    network = settings.network
+    authority = there.certificates if network.name is None else there.public
+    ca = (authority / "ca.crt").read_text(encoding="ascii")
+    server, port = (LOOPBACK, network.superlink_port) if network.name is None else (network.name, network.port)
+    largest = rank if isinstance(rank, int) else max(rank.values())
+    return JoinFile(settings.id, name, largest, server, port, ca, settings.travelling(), dict(facts))
+
+
+def _write_units(folder: Path, home: Path, made: Federation) -> None:
+    folder.mkdir()
+    there, port = FederationFolder(home), made.settings.network.port
+    server = units.server_unit(home, user=made.user, memory=made.memory)
+    (folder / units.SERVER).write_text(server, encoding="utf-8")
+    (folder / units.PROXY).write_text(units.proxy_unit(home, there.proxy, port, user=made.user), encoding="utf-8")
+
+
+__all__ = ["Federation", "check_quorum", "join_file", "make_federation", "write_derived", "write_federation"]

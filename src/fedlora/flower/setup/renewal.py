@@ -1,0 +1,76 @@
+"""`fedlora flower renew`: the next certificates, and all files that follow from federation.toml and policy.toml anew.
+
+For a certificate that ends, another name or port, a folder that was moved, a fedlora that was upgraded. Keys,
+settings, policy, start and what the rounds left are not touched.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedlora.adapters.io import read_adapter
+from fedlora.core import files
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.setup import handshake
+from fedlora.flower.setup.members import changing
+from fedlora.flower.setup.project import Federation, write_derived
+from fedlora.flower.setup.start import Start
+from fedlora.flower.terms import certificates
+from fedlora.flower.terms.facts import Agreement
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.settings import FederationSettings
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """What is new. loopback, public: certificates. handed: whether join files have changed. changed: files that are not
+    as they were."""
+
+    loopback: bool
+    public: bool
+    handed: bool
+    changed: tuple[Path, ...]
+
+
+def renew(home: Path, *, user: str | None = None, memory: str = "8G") -> Renewed:
+    """Renew what is in a federation's folder.
+
+    Raises:
+        ConfigError: no such folder, or an authority that is not ours to sign with.
+    """
+    with changing(home) as there:
+        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+        adapter, spec = read_adapter(there.start, scaling=settings.lora.unit)
+        made = Federation(settings, policy.clients, Start(adapter, spec), Agreement.read(there.agreement), user, memory)
+        loopback, public = _certificates(there, settings)
+        changed: list[Path] = []
+        with tempfile.TemporaryDirectory() as scratch:
+            write_derived(Path(scratch), there.path, made, there)
+            for path in sorted(Path(scratch).rglob("*")):
+                target = there.path / path.relative_to(scratch)
+                if path.is_file() and not (target.is_file() and target.read_bytes() == path.read_bytes()):
+                    files.write(target, path.read_bytes())
+                    changed.append(target)
+        handed = any(path.parent == there.join("x").parent for path in changed)
+    return Renewed(loopback, public, handed, tuple(changed))
+
+
+def _certificates(there: FederationFolder, settings: FederationSettings) -> tuple[bool, bool]:
+    """The next ones: of loopback where it ends soon, for a running SuperLink has the old; of the name in any case."""
+    network = settings.network
+    found = handshake.looked_at(there.certificates, "127.0.0.1")
+    loopback = not found.sound or found.days < handshake.SOON
+    if loopback:
+        certificates.write_loopback(there.certificates)
+    if network.name is None:
+        return loopback, False
+    found = handshake.looked_at(there.public, network.name)
+    ours = (there.public / "ca.key").is_file() or not (there.public / "ca.crt").is_file()
+    if ours or not found.sound:
+        certificates.write_public(there.public, network.name)
+    return loopback, ours
+
+
+__all__ = ["Renewed", "renew"]

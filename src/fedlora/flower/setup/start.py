@@ -1,0 +1,123 @@
+"""The common start of a federation, as a PEFT directory: made of a base model, or somebody's that is checked.
+
+No site's data are needed for it. A given one needs no model either, here: that its modules are those of the sites'
+model is told at each site, before anything is trained.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedlora.adapters.io import AdapterSpec, spec_of
+from fedlora.adapters.reader import AdapterFile
+from fedlora.core.echo import quoted
+from fedlora.core.lora import Adapter
+from fedlora.errors import ConfigError
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.runs.base_names import base_name
+from fedlora.runs.exported import named
+from fedlora.runs.sections import ModelSection
+from fedlora.training.models import model_digests
+
+Rank = int | Mapping[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """An adapter that everybody begins with, and what its files say besides."""
+
+    adapter: Adapter
+    spec: AdapterSpec
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Module -> (d_out, d_in)."""
+        return {name: (len(lora.factors[0]), lora.factors[1].shape[1]) for name, lora in self.adapter.modules.items()}
+
+
+def made_start(settings: FederationSettings, model: str, rank: int) -> Start:
+    """A fresh one of a rank, as `fedlora run` draws it from run.seed. Loads the base model.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or has no such targets.
+    """
+    section = ModelSection(path=model, device="cpu", **settings.model.model_dump())
+    section.check_targets(settings.lora.targets)
+    loaded = section.load(settings.lora.settings(), settings.data.labels or (), settings.run.seed)
+    adapter, spec = loaded.seed_adapter(rank, seed=settings.run.seed)
+    return Start(adapter, named(spec, base_name(model, model_digests(section.location())).name))
+
+
+def given_start(folder: Path, settings: FederationSettings) -> Start:
+    """Somebody's PEFT directory.
+
+    Raises:
+        AdapterFormatError: no adapter that is W0 + s B A. ConfigError: its scaling, targets or classes are not those of
+            the settings.
+    """
+    unit = settings.lora.unit
+    file = AdapterFile(folder, scaling=unit)
+    file.check()
+    if settings.lora.scaling is not None:
+        scales = {file.scale(module) for module in file.modules}
+        odd = sorted(scale for scale in scales if not math.isclose(scale, unit, rel_tol=1e-9))
+        if odd:
+            raise ConfigError(
+                f"the start {folder} has alpha / r = {odd[0]:g}, and lora.scaling = {unit:g} is the federation's. Set "
+                f"lora.scaling = {odd[0]:g}, or take another start."
+            )
+    _check_targets(file, settings)
+    _check_head(file, settings)
+    modules = {module: file.lora(module) for module in file.modules}
+    heads = {path: file.head(path) for path in file.heads}
+    return Start(Adapter(modules, heads), spec_of(file.config, unit, file.layouts))
+
+
+def check_ranks(shapes: Mapping[str, tuple[int, int]], clients: Mapping[str, Rank]) -> None:
+    """Raises `ConfigError` for a rank that no update of these shapes could use. shapes: module -> (d_out, d_in)."""
+    for name, rank in clients.items():
+        of = {module: rank if isinstance(rank, int) else rank.get(module, 1) for module in shapes}
+        over = {module: r for module, r in of.items() if r > min(shapes[module])}
+        if len(over) == len(shapes):
+            module, r = next(iter(over.items()))
+            raise ConfigError(
+                f"the site {quoted(name)} has rank {r}, and {quoted(module)} of the model is a matrix of rank "
+                f"{min(shapes[module])} at most: more would train nothing. LoRA's ranks are mostly 2 to 64."
+            )
+
+
+def _check_targets(file: AdapterFile, settings: FederationSettings) -> None:
+    targets = settings.lora.targets
+    if targets == "all-linear":
+        return
+    if isinstance(targets, str):
+        outside = [module for module in file.modules if not re.fullmatch(targets, module)]
+        unused: list[str] = []
+    else:
+        outside = [m for m in file.modules if not any(m == t or m.endswith(f".{t}") for t in targets)]
+        unused = [t for t in targets if not any(m == t or m.endswith(f".{t}") for m in file.modules)]
+    if outside or unused:
+        what = f"adapts {quoted(outside[0])}" if outside else f"adapts no module called {quoted(unused[0])}"
+        raise ConfigError(
+            f"the start {file.directory} {what}, and lora.targets = {quoted(targets)} is the federation's: the sites "
+            f"would train other modules than the server has. Make the two agree."
+        )
+
+
+def _check_head(file: AdapterFile, settings: FederationSettings) -> None:
+    labels = settings.data.labels or ()
+    rows = {path: file.head(path).shape[0] for path in file.heads if file.head(path).ndim}
+    if settings.model.task != "classification" or not labels or not rows or len(labels) in rows.values():
+        return
+    path, found = next(iter(rows.items()))
+    raise ConfigError(
+        f"the start {file.directory} has a head {quoted(path)} of {found} rows, and there are {len(labels)} classes "
+        f"({', '.join(map(str, labels))}): it was trained for others."
+    )
+
+
+__all__ = ["Start", "check_ranks", "given_start", "made_start"]

@@ -1,0 +1,1 @@
+"""A site: its folder, its node, its trainer."""

@@ -1,0 +1,89 @@
+"""A site's folder, from the server's join file: key, settings, unit, and the request that goes back to the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import files
+from fedlora.core.folders import replacing_folder
+from fedlora.errors import ConfigError
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.terms import certificates
+from fedlora.flower.terms.joining import JoinFile, Request
+from fedlora.flower.terms.site_file import Site
+from fedlora.flower.units import site_unit
+
+
+def make_site(folder: Path, join: Path, site: Site, facts: Mapping[str, Any]) -> Request:
+    """The folder of a site, all or nothing. facts: of its base model and versions; they go to the server.
+
+    Raises:
+        ConfigError: the folder is not empty, no join file, or a place that cannot be written.
+    """
+    refuse_existing(folder)
+    JoinFile.read(join)
+    content = join.read_bytes()
+    with replacing_folder(folder) as building:
+        building.chmod(0o700)
+        return fill_site(building, content, site, facts, home=folder.resolve())
+
+
+def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any], *, home: Path) -> Request:
+    """The files of a site in a folder that is there. home: where it will lie, for the unit. Raises `ConfigError`."""
+    here = SiteFolder(folder)
+    for place in (here.state, here.logs):
+        place.mkdir(mode=0o700, exist_ok=True)
+    files.write(here.join, join)
+    said = JoinFile.read(here.join)
+    files.write(here.site, site.toml())
+    files.write(here.ca, said.ca)
+    private, public = certificates.new_key()
+    certificates.write_private(here.key, private)
+    files.write(here.public_key, public)
+    request = Request.make(said, private, facts)
+    files.write(here.request, request.text())
+    files.write(here.unit, site_unit(home))
+    return request
+
+
+def take_join(folder: Path, join: Path) -> JoinFile:
+    """The server's new join file for a site that is there, and the unit anew: where the server has another name, port
+    or authority, or the folder was moved. Key, data and model stay.
+
+    Raises:
+        ConfigError: no join file, or that of another site or federation.
+    """
+    here = SiteFolder(folder.resolve())
+    said, own, before = JoinFile.read(join), Site.read(here.site).name, JoinFile.read(here.join).federation
+    if said.site != own:
+        raise ConfigError(f"{join} is for the site {said.site!r}, and {folder} is of {own!r}: ask for the right one.")
+    if said.federation != before:
+        raise ConfigError(
+            f"{join} is of the federation {said.federation}, and {folder} takes part in {before}: what it keeps "
+            f"between rounds would not fit. Name another folder for it."
+        )
+    content = join.read_bytes()
+    files.write(here.ca, said.ca)
+    files.write(here.join, content)
+    files.write(here.unit, site_unit(here.path))
+    return said
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raises `ConfigError` where a site's folder, or anything else, is there already."""
+    here = SiteFolder(folder)
+    if here.site.is_file() and here.key.is_file():
+        name = Site.read(here.site).name
+        raise ConfigError(
+            f"{folder} is the folder of the site {name!r} already, with its key: it is kept. To take part: fedlora "
+            f"flower node {folder}. Another key: fedlora flower site {folder} --rotate. Other data or another model: "
+            f"edit {here.site}. The server's new join file: give --join alone. Another federation: name another folder."
+        )
+    if folder.is_dir() and (found := sorted(path.name for path in folder.iterdir())):
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ConfigError(f"{folder} is not empty: it has {', '.join(found[:3])}{more}. Name another folder.")
+
+
+__all__ = ["fill_site", "make_site", "refuse_existing", "take_join"]

@@ -1,0 +1,174 @@
+"""Can this site reach its server, and would it be let in? One request of Flower's own kind, and what its answer means.
+
+The request is to go online with a heartbeat interval of 0, which no SuperLink takes: it says whether the key is
+registered, whether the clocks meet and whether the server is there, and changes nothing. Where it does not come
+through, `unreached` says why.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import os
+import ssl
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+from fedlora.core.echo import shown
+from fedlora.errors import ConfigError
+from fedlora.flower.site.unreached import Found, Server, diagnosed
+
+EARLIEST, LATEST = -5.0, 305.0  # seconds by which a message may be older than the SuperLink's clock (flwr 1.41)
+NOTICED = 10.0  # seconds of difference between two clocks that are told, though they do no harm
+
+
+def look(server: Server, key: Path) -> Found:
+    """Ask the server whether it would let this site in. key: the site's private key."""
+    import httpx
+
+    try:
+        return _asked(server, private_key(key))
+    except httpx.TransportError as error:
+        found = diagnosed(server)
+        if found is not None:
+            return found
+        proxy = _proxy_in_use()
+        return Found("silent", f"{server.address} could not be asked: {shown(error) or type(error).__name__}.{proxy}")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Found("stranger", f"{server.address} gives an answer that is none of Flower's: {shown(error)}.")
+    except ssl.SSLError as error:
+        return Found("certificate", f"{server.ca} is no file of certificates: {shown(error)}.")
+
+
+def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """A site's own key. Raises `ConfigError` where it is none."""
+    try:
+        found = load_ssh_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise ConfigError(f"the key {path} cannot be read: {error.strerror}.") from error
+    except Exception as error:
+        raise ConfigError(f"{path} is no private key as OpenSSH writes them without a passphrase: {error}.") from error
+    if not isinstance(found, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} is a key of another kind ({type(found).__name__}); Flower takes EC keys (P-384).")
+    return found
+
+
+def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
+    """The request. Raises httpx.TransportError where it does not come through."""
+    import httpx
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    known: list[Any] = [
+        RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+        NodeAuthHttpInterceptor(secret, secret.public_key()),
+    ]
+    ca = server.ca.read_bytes()
+    with FleetHttpClient.from_server_address(server.address, False, ca, interceptors=known) as client:
+        asked_at = time.time()
+        try:
+            request = ActivateNodeRequest(public_key=public_key_to_bytes(secret.public_key()), heartbeat_interval=0.0)
+            client.ActivateNode(request)
+            reply, code = None, 200
+        except httpx.HTTPStatusError as error:
+            reply, code = error.response, error.response.status_code
+        except (RuntimeError, ValueError) as error:  # an answer of 200 that is none of Flower's
+            return Found(
+                "stranger",
+                f"{server.address} answers, but not as Flower does ({shown(error)}). Is {server.port} the port of the "
+                f"federation?",
+            )
+    ahead = None if reply is None else _ahead(reply.headers.get("date"), asked_at, time.time())
+    return replace(_said(server, code, _flower_code(reply), ahead), ahead=ahead)
+
+
+def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
+    """What the server's answer means. `code`: Flower's own, 0 where there is none."""
+    where = server.address
+    if code in (2003, 2004) and ahead is not None and (trouble := clock_trouble(ahead)):
+        return Found("clock", trouble)  # it answered before it looked at the time
+    if code == 2003:
+        return Found("admitted", f"{where} answers and knows this site's key.")
+    if code == 2004:
+        return Found(
+            "not admitted",
+            f"{where} answers, and this site's key is not registered there. Send request.toml to the server; after "
+            f"`fedlora flower admit` there it goes on by itself.",
+        )
+    if status == 401:
+        trouble = "" if ahead is None else clock_trouble(ahead)
+        return Found(
+            "clock" if trouble else "refused",
+            trouble
+            or f"{where} does not take this site's signature (401), and the clocks agree. Does its key belong to "
+            f"this federation?",
+        )
+    if status in (429, 503):
+        return Found("no federation", f"{where} takes no more requests from this address for now ({status}).")
+    if status in (502, 504):
+        return Found(
+            "no federation",
+            f"{where} answers, but no SuperLink stands behind it ({status}): `fedlora flower serve` is not running "
+            f"there, or is just starting.",
+        )
+    if status == 403:
+        return Found(
+            "stranger", f"{where} answers and forbids Flower's path (403): its proxy does not pass /v1/fleet/."
+        )
+    if code:
+        return Found("refused", f"{where} refuses this site with Flower's code {code} (status {status}).")
+    return Found(
+        "stranger",
+        f"{where} answers with status {status}, and not as Flower does. Is {server.port} the port of the federation?",
+    )
+
+
+def clock_trouble(ahead: float) -> str:
+    """Why these clocks cannot meet, in a sentence; "" where they can. ahead: of this machine's, in seconds."""
+    if -LATEST + 5 < ahead < -EARLIEST - 1:  # what was measured is true to a second
+        return ""
+    way = "ahead of" if ahead > 0 else "behind"
+    return (
+        f"this machine's clock is {_long(abs(ahead))} {way} the server's, and the server refuses what is signed more "
+        f"than {-EARLIEST:.0f} seconds ahead or {LATEST:.0f} seconds behind its own time. Set the clock (timedatectl "
+        f"set-ntp true), here or there."
+    )
+
+
+def _long(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes" if seconds < 7200 else (
+        f"{seconds / 3600:.0f} hours" if seconds < 172_800 else f"{seconds / 86_400:.0f} days"
+    )  # fmt: skip
+
+
+def _ahead(date: str | None, asked: float, answered: float) -> float | None:
+    """By how many seconds the middle of the request is ahead of the server's time, which is in whole seconds."""
+    try:
+        told = email.utils.parsedate_to_datetime(date or "")
+    except ValueError:
+        return None
+    return (asked + answered) / 2 - (told.timestamp() + 0.5)
+
+
+def _flower_code(reply: Any) -> int:
+    """Flower's own number of an error in an answer; 0 where there is none."""
+    try:
+        return int(reply.json()["code"])
+    except (AttributeError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _proxy_in_use() -> str:
+    """A hint, where requests of this machine go by way of another one."""
+    names = [name for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
+    return f" {names[0]} is set here, so requests go by way of {shown(os.environ[names[0]])}." if names else ""
+
+
+__all__ = ["EARLIEST", "LATEST", "NOTICED", "Found", "Server", "clock_trouble", "look", "private_key"]

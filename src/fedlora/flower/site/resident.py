@@ -1,0 +1,271 @@
+"""A node's trainer as a process that stays: the base model is loaded once, not for every message.
+
+Flower starts a new process for each message to a node. That process (`ask`) is thin: it hands the message through a
+UNIX socket in the site's folder to the trainer, and starts one where there is none. A trainer is of one site.toml and
+of one content of the server's settings: where either changes it ends, and another one starts. It ends with the process
+that it works for, too. The socket answers the same user only.
+
+    python -m fedlora.flower.site.resident SITE/site.toml [--owner PID]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flwr.app import RecordDict
+
+from fedlora.errors import FedLoRAError
+from fedlora.flower.messages.wire import receive_message, send_message
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.site.owner import end_with, owner_of_this
+from fedlora.flower.site.site_work import Changed, Do, SiteWork, told_to_server
+
+IDLE = 3600.0  # seconds without work, after which a trainer ends whose owner is still there
+ALONE = 120.0  # the same where it is nobody's, or nobody would ever end it
+_START = 120.0  # seconds that a trainer may take to listen; the model is loaded with its first message
+_LONGEST_PATH = 100  # bytes of a socket's path; the system takes 107
+_MOST_LOG = 8 * 2**20
+
+Work = Callable[[Do, RecordDict], RecordDict]
+
+
+class TrainerFailed(FedLoRAError, RuntimeError):
+    """The node's trainer could not do the work. The message is for the server; `full` is for the site alone."""
+
+    def __init__(self, told: str, full: str = "") -> None:
+        super().__init__(told)
+        self.full = full or told
+
+
+def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
+    """The trainer's reply to a record, from one that runs or is started now.
+
+    Raises:
+        TrainerFailed: it failed, or died, or none could be started.
+    """
+    site = SiteFolder(site_file.parent)
+    for _ in range(3):
+        connection = _connected(site)
+        began = _size(_log(site))
+        try:
+            with connection:
+                send_message(connection, {"do": do}, record)
+                said, reply = receive_message(connection)
+        except (OSError, ConnectionError) as error:
+            raise _died(site, began) from error
+        if said.get("changed"):
+            _wait_for_its_end(site)
+            continue
+        if reply is None:
+            raise TrainerFailed(str(said.get("told", "it gave no reply")), str(said.get("error", "")))
+        return reply
+    raise TrainerFailed("site.toml or the server's settings changed while the trainer was started, again and again.")
+
+
+def socket_of(site: SiteFolder) -> Path:
+    """Where the trainer of a site listens."""
+    return site.state / "trainer.sock"
+
+
+def _connected(site: SiteFolder) -> socket.socket:
+    """A connection to the site's trainer; one start at a time."""
+    private_directory(site.state)
+    path = socket_of(site)
+    found = _connect(path)
+    if found is not None:
+        return found
+    with (site.state / "starting.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = _connect(path)
+        if found is not None:
+            return found
+        private_directory(site.logs)
+        log_file = _log(site)
+        if _size(log_file) > _MOST_LOG:
+            log_file.replace(log_file.with_suffix(".log.1"))
+        began = _size(log_file)
+        owner = owner_of_this()
+        command = [sys.executable, "-m", "fedlora.flower.site.resident", str(site.site)]
+        with log_file.open("ab") as log:
+            process = subprocess.Popen(
+                [*command, *(["--owner", str(owner)] if owner else [])],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True,
+            )  # fmt: skip
+        until = time.monotonic() + _START
+        while time.monotonic() < until:
+            found = _connect(path)
+            if found is not None:
+                return found
+            if process.poll() is not None:
+                break
+            time.sleep(0.05)
+        if process.poll() is None:
+            process.kill()  # or it would come later, and be nobody's
+            process.wait()
+    words = _words(log_file, began)
+    raise TrainerFailed("its trainer did not start", f"the trainer did not start: {words[-1] if words else 'no word'}")
+
+
+def _died(site: SiteFolder, began: int) -> TrainerFailed:
+    """What is known of a trainer that ended with work in its hands."""
+    words = _words(_log(site), began)
+    fatal = [line for line in words if line.startswith("Fatal Python error")]
+    why = fatal[-1] if fatal else (
+        "it was killed, or crashed without a word: most likely for want of memory (the machine's, or MemoryMax of its "
+        "unit; train.batch_size makes it need less)"
+    )  # fmt: skip
+    told = f"its trainer died in the middle of the work: {why}"
+    return TrainerFailed(told, f"{told}. Its last line: {words[-1]}" if words else told)
+
+
+def _log(site: SiteFolder) -> Path:
+    return site.logs / "trainer.log"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _words(path: Path, began: int) -> list[str]:
+    """The lines of a log behind a place."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(began, _size(path) - 65536))
+            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return []
+
+
+def _wait_for_its_end(site: SiteFolder, seconds: float = 30.0) -> None:
+    """Until the trainer that is leaving has left, and its model with it: two may not fit on one device."""
+    until = time.monotonic() + seconds
+    while socket_of(site).exists() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """A socket's path that the system takes, however long it is."""
+    if len(os.fsencode(path)) <= _LONGEST_PATH:
+        yield str(path)
+        return
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
+
+
+def _connect(path: Path) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _address(path) as address:
+            connection.connect(address)
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def private_directory(folder: Path) -> None:
+    """Make it, for this user only; raise where it is somebody else's."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = folder.stat()
+    if facts.st_uid != os.getuid():
+        raise TrainerFailed("its folder belongs to another user", f"{folder} belongs to another user.")
+    if facts.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+# --------------------------------------------------------------------------------------------------- in the trainer
+
+
+def serve(work: Work, path: Path, *, owner: int | None, idle: float | None = None) -> None:
+    """Answer one message after the other at the socket `path`, until the owner is gone, nothing came for `idle` s, or
+    what was loaded is of another site.toml or of other settings than now."""
+    private_directory(path.parent)
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _address(path) as address:
+        listening.bind(address)
+    path.chmod(0o600)
+    mine = path.stat().st_ino
+    listening.listen(4)
+    listening.settimeout(1.0)
+    if owner is not None:  # also while it trains: an orphan would keep its accelerator
+        end_with(owner)
+    patience = idle if idle is not None else IDLE if owner is not None else ALONE
+    last, going = time.monotonic(), True
+    try:
+        while going and time.monotonic() - last < patience:
+            try:
+                connection, _ = listening.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                connection.settimeout(None)
+                if _same_user(connection):
+                    going = _answer(connection, work, path)
+            last = time.monotonic()
+    finally:
+        listening.close()
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == mine:  # and not that of a trainer which came after this one
+                path.unlink()
+
+
+def _same_user(connection: socket.socket) -> bool:
+    facts = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", facts)[1] == os.getuid())
+
+
+def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
+    """Do what is asked, and say whether to go on."""
+    try:
+        said, record = receive_message(connection)
+        do = said.get("do")
+        if do not in ("train", "evaluate") or record is None:
+            return True
+        try:
+            reply: RecordDict | None = work(do, record)
+            words: dict[str, object] = {}
+        except Changed:
+            send_message(connection, {"changed": True}, None)
+            return False
+        except Exception as failure:
+            full = f"{type(failure).__name__}: {failure}"
+            reply, words = None, {"told": told_to_server(failure, path.parent.parent), "error": full}
+            print(full, file=sys.stderr, flush=True)
+        send_message(connection, words, reply)
+    except (ConnectionError, OSError, ValueError) as error:
+        print(f"a connection broke off: {error}", file=sys.stderr, flush=True)
+    return True
+
+
+def main(arguments: list[str] | None = None) -> None:
+    import faulthandler
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("site", type=Path)
+    parser.add_argument("--owner", type=int)
+    options = parser.parse_args(arguments)
+    faulthandler.enable()
+    serve(SiteWork(options.site), socket_of(SiteFolder(options.site.parent)), owner=options.owner)
+
+
+if __name__ == "__main__":
+    main()

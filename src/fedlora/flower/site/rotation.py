@@ -1,0 +1,64 @@
+"""Another key for a site: a new pair is made beside the old one, which works until the server has admitted the new;
+then the node goes over to it by itself and deletes the old one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import files
+from fedlora.errors import ConfigError
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.site.reach import Found
+from fedlora.flower.terms import certificates
+from fedlora.flower.terms.joining import JoinFile, Request
+
+
+def rotate_key(folder: Path, facts: Mapping[str, Any]) -> Request:
+    """A new key and a request with it, in the folder of a site. The old key works until the server admits the new one.
+
+    Raises:
+        ConfigError: no folder of a site, or a new key waits to be admitted already.
+    """
+    here = SiteFolder(folder)
+    join = JoinFile.read(here.join)
+    if here.next_key.exists():
+        raise ConfigError(
+            f"{here.next_key} waits for the server already: send {here.request} there (fedlora flower admit FED "
+            f"request.toml --rotate). To begin anew, delete {here.next_key}."
+        )
+    private, public = certificates.new_key()
+    certificates.write_private(here.next_key, private)
+    files.write(_public_of(here.next_key), public)
+    request = Request.make(join, private, facts)
+    files.write(here.request, request.text())
+    return request
+
+
+def asked(here: SiteFolder, look: Callable[[Path], Found], say: Callable[[str], None]) -> Found:
+    """What the server says to this site's key; where it knows only the new one, that is in use from now on. look: asks
+    it with a key."""
+    found = look(here.key)
+    if found.fate in ("not admitted", "refused") and here.next_key.exists():
+        other = look(here.next_key)
+        if other.fate == "admitted":
+            go_over(here)
+            say("the server has this site's new key: it is in use, and the old one is deleted.")
+            return other
+    return found
+
+
+def go_over(here: SiteFolder) -> None:
+    """The new key takes the old one's place: the server has admitted it. The old one is gone."""
+    os.replace(_public_of(here.next_key), here.public_key)
+    os.replace(here.next_key, here.key)
+
+
+def _public_of(key: Path) -> Path:
+    return key.with_name(f"{key.name}.pub")
+
+
+__all__ = ["asked", "go_over", "rotate_key"]

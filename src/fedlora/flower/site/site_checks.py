@@ -1,0 +1,218 @@
+"""Is a site fit to take part? Its files, its data and its base model, read by the code of its rounds; its server and
+its clock. For `fedlora flower site`, `fedlora flower node` and `fedlora doctor SITE`.
+
+    python -m fedlora.flower.site.site_checks SITE      {"wrong": [...], "told": [...]} of its files, in sentences
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import sys
+from collections import Counter
+from pathlib import Path
+
+from fedlora.data import TextData
+from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.site.reach import NOTICED, Found, Server, look, private_key
+from fedlora.flower.terms import certificates
+from fedlora.flower.terms.agreement import Facts, check
+from fedlora.flower.terms.joining import JoinFile, Request
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
+from fedlora.runs.config import RunConfig
+
+Row = tuple[str, str, bool | None]  # what, what was found, whether it is sound; None: not yet, by nobody's fault
+_LITTLE = 500 * 10**6  # bytes: below it the disk is told; a state of the adapter, kept twice, is seldom larger
+
+
+def is_site(folder: Path) -> bool:
+    """Whether this is the folder of a site, and not that of a federation at its server."""
+    return SiteFolder(folder).site.is_file() or SiteFolder(folder).join.is_file()
+
+
+def checked_site(folder: Path) -> list[Row]:
+    """All checks of a site's folder."""
+    here = SiteFolder(folder.resolve())
+    rows, known = checked_files(here)
+    if known is None:
+        return rows
+    join, site = known
+    work, _ = checked_work(join, site, here.base_cache)
+    return [*rows, *work, *checked_server(join, here, here.key)]
+
+
+def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | None]:
+    """The folder itself: what belongs in it, who may read it. And what it says, where that can be read."""
+    rows: list[Row] = []
+    try:
+        join, site = JoinFile.read(here.join), Site.read(here.site)
+    except FedLoRAError as error:
+        return [("site", str(error), False)], None
+    same = join.site == site.name
+    rows.append(("site", f"{site.name}, rank {join.rank}, of {join.federation} at {join.address}", same))
+    if not same:
+        rows.append(("name", f"site.toml says {site.name!r}, and the join file is for {join.site!r}", False))
+    rows.append(_key(here))
+    rows.append(_own(here))
+    if not here.ca.is_file() or here.ca.read_text(encoding="utf-8").strip() != join.ca.strip():
+        rows.append(("ca.crt", f"{here.ca} is not what the join file has; copy it from there, or run `fedlora flower "
+                               f"site` anew with a new join file", False))  # fmt: skip
+    if here.next_key.exists():
+        rows.append(("new key", "waits for the server: fedlora flower admit FED request.toml --rotate there", True))
+    free = shutil.disk_usage(here.path).free
+    rows.append(("disk", f"{free / 1e9:.2f} GB free" + ("" if free > _LITTLE else ": little"), free > _LITTLE / 10))
+    return rows, (join, site)
+
+
+def checked_work(join: JoinFile, site: Site, cache: Path | None = None) -> tuple[list[Row], Facts]:
+    """Its data and its base model: whether a round could be played with them. And the facts that the server gets.
+
+    cache: a file that remembers the digest of the base model's weights, which are read once.
+    """
+    try:
+        settings = FederationSettings.from_travelling(join.settings)
+    except FedLoRAError as error:
+        return [("settings", str(error), False)], Facts()
+    rows = _data(settings, join, site)
+    base, facts = _base(settings, join, site, cache)
+    return [*rows, *base], facts
+
+
+def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]:
+    from fedlora.runs.client_data import deal
+
+    try:
+        config = settings.for_site(site, join.rank)
+        dealt = deal(config, None)
+        train = dealt.parts[site.name]
+        if not len(train):
+            raise ConfigError(f"{site.data} leaves no example to train on.")
+        _check_lengths(config, train)
+    except FedLoRAError as error:
+        return [("data", str(error), False)]
+    held = ""
+    for words, parts in (("to validate", dealt.own_validation), ("to test", dealt.own_test)):
+        held += f", {len(parts[site.name])} {words}" if site.name in parts else ""
+    rows: list[Row] = [("data", f"{site.data}: {len(train)} examples to train on{held}", True)]
+    if train.labels is not None:
+        counts = Counter(train.labels)
+        named = ", ".join(f"{name} {counts[k]}" for k, name in enumerate(train.label_names))
+        none = [name for k, name in enumerate(train.label_names) if not counts[k]]
+        note = f"; nothing of {', '.join(none)} here, which is learned from the others" if none else ""
+        rows.append(("classes", named + note, True))
+    return rows
+
+
+def _check_lengths(config: RunConfig, train: TextData) -> None:
+    """Raises `ConfigError` for an example that the base model has no positions for, where max_length allows one."""
+    from fedlora.training.encoding import encode
+    from fedlora.training.models import longest_of_files
+    from fedlora.training.tokenizer_digests import tokenizer_of
+
+    place, most = config.model.location(), config.data.max_length
+    if not Path(place).is_dir() or (longest := longest_of_files(Path(place))) is None or longest >= most:
+        return
+    told = encode(
+        train, tokenizer_of(place), max_length=most, loss_on=config.data.loss_on, template=config.data.prompting()
+    )
+    tokens = max(len(example["input_ids"]) for example in told)
+    if tokens > longest:
+        raise ConfigError(
+            f"an example has {tokens} tokens (they are cut at the server's max_length = {most}), and the base model "
+            f"reads {longest} at most. Shorten it here, or let the server set data.max_length = {longest}."
+        )
+
+
+def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path | None) -> tuple[list[Row], Facts]:
+    """The base model and the versions, against what the server knew when it wrote the join file."""
+    from fedlora.flower.terms.facts import site_facts
+
+    try:
+        facts = site_facts(site, settings, cache)
+        server = Facts.from_table(join.facts)
+        told = check(server, facts, f"site {site.name!r}", whole=False)
+    except FedLoRAError as error:
+        return [("base model", str(error), False)], Facts()
+    same = "as the server's" if server.base else "and the server knows none of it yet"
+    rows: list[Row] = [("base model", f"{site.model}: {facts.base[:12]}, {same}", True)]
+    rows += [("versions", line, True) for line in told]
+    return rows, facts
+
+
+def checked_server(join: JoinFile, here: SiteFolder, key: Path) -> list[Row]:
+    """Whether the server is there, lets this site in, and has the same time."""
+    found = look(server_of(join, here), key)
+    sound = None if found.fate == "not admitted" else found.fate == "admitted"
+    rows: list[Row] = [("server", found.why, sound)]
+    if found.ahead is not None:
+        rows.append(clock_row(found))
+    return rows
+
+
+def clock_row(found: Found) -> Row:
+    """What the clocks say: told beyond ten seconds, wrong where no message would be taken."""
+    assert found.ahead is not None
+    off = abs(found.ahead)
+    if found.fate == "clock":
+        return ("clock", found.why, False)
+    way = "ahead of" if found.ahead > 0 else "behind"
+    text = f"{off:.0f} s {way} the server's" if off > 2 else "as the server's, to a second or two"
+    return ("clock", text + ("; set it" if off > NOTICED else ""), True)
+
+
+def server_of(join: JoinFile, here: SiteFolder) -> Server:
+    """Where a site's requests go."""
+    return Server(join.server, join.port, here.ca)
+
+
+def _key(here: SiteFolder) -> Row:
+    try:
+        private_key(here.key)
+        fingerprint = certificates.fingerprint(here.public_key.read_text(encoding="utf-8"))
+    except (FedLoRAError, OSError) as error:
+        return ("key", str(error), False)
+    mode = stat.S_IMODE(here.key.stat().st_mode)
+    if mode & 0o077:
+        return ("key", f"{here.key} has the mode {mode:04o}, so others can read it: chmod 600 {here.key}", False)
+    if not here.request.exists():  # it was sent, and is needed no more
+        return ("key", fingerprint, True)
+    try:
+        same = Request.read(here.request).fingerprint == fingerprint or here.next_key.exists()
+    except FedLoRAError as error:
+        return ("request", str(error), False)
+    return ("key", fingerprint + ("" if same else "; request.toml is of another key"), same)
+
+
+def _own(here: SiteFolder) -> Row:
+    mode = stat.S_IMODE(here.path.stat().st_mode)
+    if mode & 0o077:
+        return (
+            "folder",
+            f"{here.path} has the mode {mode:04o}, so others can look into it: chmod 700 {here.path}",
+            False,
+        )
+    return ("folder", f"{here.path}, for this user only", True)
+
+
+def main() -> None:
+    here = SiteFolder(Path(sys.argv[1]).resolve())
+    rows, known = checked_files(here)
+    if known is not None:
+        rows += checked_work(*known, here.base_cache)[0]
+    wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
+    worth = ("nothing of", ": little")
+    told = [f"{what}: {found}" for what, found, _ in rows
+            if what in ("versions", "new key") or any(words in found for words in worth)]  # fmt: skip
+    print(json.dumps({"wrong": wrong, "told": told}))
+
+
+if __name__ == "__main__":
+    main()
+
+
+__all__ = [
+    "Row", "checked_files", "checked_server", "checked_site", "checked_work", "clock_row", "is_site", "server_of",
+]  # fmt: skip

@@ -1,0 +1,120 @@
+"""A site's work as its trainer does it: settings from the message, model and data from site.toml, loaded once.
+
+Before the model is loaded, and again before it trains, what server and site agree on is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from flwr.app import RecordDict
+
+from fedlora.core.echo import shown
+from fedlora.errors import ConfigError, FedLoRAError, KeptStateError, UploadRefused
+from fedlora.flower.messages.envelope import Envelope, RecordError, opened
+
+if TYPE_CHECKING:  # torch is loaded with the first message, and an error before that is answered at once
+    from fedlora.flower.site.node import Node
+
+log = logging.getLogger(__name__)
+Do = Literal["train", "evaluate"]
+_TOLD = (ConfigError, RecordError, KeptStateError, UploadRefused)  # whose words hold nothing of the data
+
+
+class Changed(FedLoRAError):
+    """What the trainer has loaded is not what site.toml and the server's settings say now: another one must start."""
+
+
+class SiteWork:
+    """The work of one site, for one content of site.toml and one of the settings.
+
+    Args:
+        site_file: site.toml; state, and what is remembered of the base model, stand beside it.
+    """
+
+    def __init__(self, site_file: Path) -> None:
+        self._file = site_file
+        self._node: Node | None = None
+        self._of = ""
+
+    def __call__(self, do: Do, record: RecordDict) -> RecordDict:
+        """The reply to the server's message.
+
+        Raises:
+            Changed: site.toml or the settings are others than those that were loaded.
+            Disagreement: server and site do not have alike what they must; nothing was trained.
+            FedLoRAError, Exception: what else goes wrong.
+        """
+        envelope = opened(record, "the server", "this site")
+        if not envelope.settings:
+            raise RecordError("the server's message carries no settings; it must come from `fedlora flower serve`.")
+        key = self._key(envelope)
+        if self._node is None:
+            self._node, self._of = self._loaded(envelope), key
+        elif key != self._of:
+            raise Changed("site.toml or the server's settings have changed.")
+        return self._node.work(record) if do == "train" else self._node.measure(record)
+
+    def _key(self, envelope: Envelope) -> str:
+        try:
+            content = self._file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"the site file {self._file} cannot be read: {error.strerror}.") from error
+        return hashlib.sha256(b"\0".join([content, envelope.settings.encode()])).hexdigest()
+
+    def _loaded(self, envelope: Envelope) -> Node:
+        from fedlora.flower.site.node import Node
+        from fedlora.flower.terms.agreement import Facts, check
+        from fedlora.flower.terms.facts import loaded_facts, site_facts
+        from fedlora.flower.terms.settings import FederationSettings
+        from fedlora.flower.terms.site_file import Site
+        from fedlora.runs.preparation import prepare
+
+        server = Facts.from_text(envelope.facts) if envelope.facts else Facts()
+        settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._file)
+        state = self._file.parent / "state"
+        cache = state / "base.json"
+        files = site_facts(site, settings, cache)  # before the model is loaded, whose errors would hide the cause
+        for line in check(server, files, site.name, whole=False):
+            log.warning("%s", line)
+        prepared = prepare(settings.for_site(site), None)
+        return Node(
+            site.name, prepared.trainer, state, form=settings.server.upload,
+            evaluators={"validation": prepared.validation, "test": prepared.test},
+            facts=loaded_facts(prepared, settings, cache),
+        )  # fmt: skip
+
+
+def told_to_server(error: BaseException, folder: Path) -> str:
+    """What a server is told of an error: the whole where its words can hold nothing of the data, else its kind alone.
+
+    Args:
+        folder: the site's. Its place, and those of data and model, are not told.
+    """
+    from fedlora.flower.terms.agreement import Disagreement
+
+    kind = type(error).__name__
+    if isinstance(error, (*_TOLD, Disagreement)):
+        words = str(error)
+        for path, name in _places(folder).items():
+            words = words.replace(path, name)
+        return f"{kind}: {shown(words, 2000)}"
+    return f"{kind}: the reason stands in the site's own log (logs/trainer.log), for it may hold something of its data"
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """Paths of the site's machine, the longest first -> what stands in their place."""
+    found = {str(folder): "<site>", str(folder.resolve()): "<site>"}
+    with contextlib.suppress(Exception):  # the file may be what the error is about
+        from fedlora.flower.terms.site_file import Site
+
+        site = Site.read(folder / "site.toml")
+        found |= {path: name for path, name in ((site.data, "<its data>"), (site.model, "<its model>")) if "/" in path}
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+__all__ = ["Changed", "Do", "SiteWork", "told_to_server"]

@@ -1,0 +1,91 @@
+"""What a site's trainer has done, a line each, for the one who looks at the site: SITE/logs/work.jsonl.
+
+The process that trains writes it, `fedlora flower node` reads it. It never leaves the site.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fedlora.flower.site.tailing import Tail
+
+NAME = "work.jsonl"
+_MOST = 4 * 2**20  # bytes; then the file begins anew
+_LONGEST = 2_000  # letters of an error
+
+
+@dataclass(frozen=True)
+class Work:
+    """One message's work. did: "train" or "evaluate". loss: None where there is none. error: "" where all went well."""
+
+    did: str
+    round: int
+    examples: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    error: str = ""
+
+    def line(self) -> str:
+        """In words, for a screen.
+
+        Example:
+            >>> Work("train", 3, 120, 14.21, 0.412).line()
+            'round 3: trained 120 examples in 14.2 s, loss 0.4120'
+        """
+        if self.error:
+            return f"round {self.round}: {self.did} failed after {self.seconds:.1f} s: {self.error}"
+        did = {"train": "trained", "evaluate": "measured"}.get(self.did, self.did)
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        return f"round {self.round}: {did} {self.examples} examples in {self.seconds:.1f} s{loss}"
+
+
+def write(site: Path, work: Work) -> None:
+    """Append a line. `site`: the site's folder. What the disk refuses is not written: the round counts without it."""
+    facts = asdict(work)
+    if work.loss is not None and not math.isfinite(work.loss):
+        facts |= {"loss": None, "error": work.error or f"the loss is {work.loss}"}
+    facts["error"] = facts["error"][:_LONGEST]
+    facts["at"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    path = site / "logs" / NAME
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.is_file() and path.stat().st_size > _MOST:
+            os.replace(path, path.with_suffix(".jsonl.1"))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(descriptor, (json.dumps(facts, ensure_ascii=False) + "\n").encode())  # one write: lines stay whole
+        finally:
+            os.close(descriptor)
+
+
+class Follower:
+    """The work that is done after this moment."""
+
+    def __init__(self, site: Path) -> None:
+        self._tail = Tail(site / "logs" / NAME)
+
+    def new(self) -> list[Work]:
+        """What was done since the last call. A line that cannot be read is left out."""
+        found = [_read(line) for line in self._tail.new()]
+        return [work for work in found if work is not None]
+
+
+def _read(line: str) -> Work | None:
+    try:
+        facts = json.loads(line)
+        loss = facts["loss"]
+        return Work(
+            str(facts["did"]), int(facts["round"]), int(facts["examples"]), float(facts["seconds"]),
+            None if loss is None else float(loss), str(facts["error"]),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+__all__ = ["NAME", "Follower", "Work", "write"]

@@ -1,0 +1,1 @@
+"""What server and sites agree on: settings, facts, names."""

@@ -1,0 +1,312 @@
+"""What server and sites must have alike, and how it is told when they have not: another base model, renamed classes or
+another version train without a word, and what comes of it is worth nothing.
+
+The server's facts travel with every train message; a node compares them with its own before it trains, and says its
+own with every reply.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fedlora import __version__
+from fedlora.core.echo import quoted, shown
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import FedLoRAError
+
+PROTOCOL = "fedlora/3"  # of the messages; another one is refused by name on both sides
+
+ASKED = ("base", "tokenizer", "labels", "scaling", "max_length")  # what every site can say before it trains
+_MUST_MEET = ("protocol", "fedlora")
+_WATCHED = ("torch", "transformers", "peft")  # another major is refused, another minor told
+
+
+class Disagreement(FedLoRAError, ValueError):
+    """A site and its server do not have alike what they must have alike. The message names both sides."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One side's. What a side does not know is empty: "" or (), 0 for numbers.
+
+    base, tokenizer, template: digests of the base model's weights, of what its tokenizer does, and of its chat template
+    where the federation uses that. labels: the classes in order. scaling: alpha / r, or what takes its place.
+    max_length: in tokens. targets: "module d_out x d_in" of all adapted modules. architecture: the numbers and words of
+    the base model's configuration. versions: of the protocol and of the libraries.
+
+    Example:
+        >>> differences(Facts(labels=("no", "yes")), Facts(labels=("yes", "no")))[0].split(";")[0]
+        "the server's classes are ['no', 'yes'], and this site's are ['yes', 'no']"
+    """
+
+    base: str = ""
+    tokenizer: str = ""
+    template: str = ""
+    labels: tuple[str, ...] = ()
+    scaling: float = 0.0
+    max_length: int = 0
+    targets: tuple[str, ...] = ()
+    architecture: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", tuple(self.labels))
+        object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "architecture", ReadOnly(self.architecture))
+        object.__setattr__(self, "versions", ReadOnly(self.versions))
+
+    def table(self) -> dict[str, Any]:
+        """As plain values, for TOML and JSON; what is not known stays away."""
+        found = {**{name: getattr(self, name) for name in type(self).__dataclass_fields__}}
+        found |= {"labels": list(self.labels), "targets": list(self.targets)}
+        found |= {"architecture": dict(self.architecture), "versions": dict(self.versions)}
+        return {name: value for name, value in found.items() if value}
+
+    def text(self) -> str:
+        """As canonical JSON, for a message."""
+        return json.dumps(self.table(), sort_keys=True)
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Facts:
+        """From plain values that another side wrote: a field that is not known here is left, one of a wrong type is
+        not. Raises `Disagreement`."""
+        found: dict[str, Any] = {}
+        for name, sound in _SOUND.items():
+            if name in table:
+                if not sound(table[name]):
+                    raise Disagreement(f"the other side's facts cannot be read: {name} = {quoted(table[name], 60)}.")
+                found[name] = table[name]
+        return cls(**found)
+
+    @classmethod
+    def from_text(cls, text: str) -> Facts:
+        """From a message. Raises `Disagreement`."""
+        try:
+            table = json.loads(text)
+        except (ValueError, RecursionError, TypeError) as error:
+            raise Disagreement("the other side's facts are no JSON.") from error
+        if not isinstance(table, dict):
+            raise Disagreement("the other side's facts are no table.")
+        return cls.from_table(table)
+
+    @classmethod
+    def requested(cls, table: Mapping[str, Any]) -> Facts:
+        """From a request, which a site signs: what is not known here is not agreed on, and is refused. Raises
+        `Disagreement`."""
+        unknown = sorted(str(key) for key in table if key not in _SOUND)
+        if unknown:
+            raise Disagreement(
+                f"the request has a fact {quoted(unknown[0], 40)}, which nobody asked for; there are "
+                f"{', '.join(_SOUND)}."
+            )
+        return cls.from_table(table)
+
+    def filled(self, other: Facts) -> Facts:
+        """These, with what the other side knows where this one knows nothing; versions stay its own."""
+        lacks = {name: getattr(other, name) for name in _SOUND if not getattr(self, name) and name != "versions"}
+        return replace(self, **lacks)
+
+
+def _digest(value: Any) -> bool:
+    """As sha256 writes it, or "" where it is not known."""
+    return isinstance(value, str) and re.fullmatch(r"([0-9a-f]{64})?", value) is not None
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) <= 100_000 and all(isinstance(v, str) for v in value)
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= 1000 and all(
+        isinstance(k, str) and (v is None or isinstance(v, str | int | float | bool)) for k, v in value.items()
+    )  # fmt: skip
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12
+
+
+def _whole_number(value: Any) -> bool:
+    return _number(value) and isinstance(value, int)
+
+
+def _all_words(value: Any) -> bool:
+    return _plain(value) and all(isinstance(v, str) for v in value.values())
+
+
+_SOUND: dict[str, Callable[[Any], bool]] = {
+    "base": _digest, "tokenizer": _digest, "template": _digest, "labels": _listed, "scaling": _number,
+    "max_length": _whole_number, "targets": _listed, "architecture": _plain, "versions": _all_words,
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- comparing
+
+
+def differences(server: Facts, site: Facts, name: str = "this site", *, whole: bool = False) -> list[str]:
+    """A sentence for each thing that is not alike: what either side has, the likely cause, and what to do.
+
+    Args:
+        name: what the site is called. whole: the site must know all that the server knows, as one that trains does;
+            else what either side does not know is not compared.
+    """
+    its = "this site's" if name == "this site" else f"that of {name!r}"
+    them = "this site's" if name == "this site" else f"those of {name!r}"
+    said: list[str] = []
+    if whole:
+        silent = unsaid(site, [f for f in (*ASKED, "targets") if getattr(server, f)], server.versions)
+        if silent:
+            said.append(f"{name} does not say its {', '.join(silent)}, which the server's must be compared with")
+    if _unlike(server.base, site.base):
+        said.append(
+            f"the server's base model has the weights {_start(server.base)}, and {its} {_start(site.base)}; adapters "
+            f"of one base model mean nothing on another. Point `model` in site.toml at a copy of the server's files "
+            f"(another revision, precision or quantisation is another model)"
+        )
+    odd = [k for k in server.architecture if k in site.architecture and server.architecture[k] != site.architecture[k]]
+    if odd:
+        pairs = "; ".join(
+            f"{shown(k, 40)} is {quoted(server.architecture[k], 40)} at the server and "
+            f"{quoted(site.architecture[k], 40)} at {name}" for k in odd[:3]
+        )  # fmt: skip
+        said.append(
+            f"the configurations of the base models differ in {len(odd)} keys: {pairs}; copy the server's config.json "
+            f"with its weights"
+        )
+    if _unlike(server.tokenizer, site.tokenizer):
+        said.append(
+            f"the server's tokenizer is {_start(server.tokenizer)}, and {its} {_start(site.tokenizer)}: the same text "
+            f"becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the base model"
+        )
+    if _unlike(server.template, site.template):
+        said.append(
+            f"the server's chat template is {_start(server.template)}, and {its} {_start(site.template)}: prompts "
+            f"would stand in another frame. Copy it with the tokenizer, or let data.template name one"
+        )
+    if _unlike(server.labels, site.labels):
+        said.append(
+            f"the server's classes are {quoted(list(server.labels))}, and {them} are {quoted(list(site.labels))}; "
+            f"class k is the k-th name everywhere. Names and order come from data.labels in the server's "
+            f"federation.toml"
+        )
+    for what, key in (("scaling", "lora.scaling or lora.alpha"), ("max_length", "data.max_length")):
+        mine, its_own = getattr(server, what), getattr(site, what)
+        if _unlike(mine, its_own):
+            said.append(
+                f"the server's {what} is {mine:g}, and {its} {its_own:g}; it comes from {key} in the server's "
+                f"federation.toml"
+            )
+    if _unlike(tuple(sorted(server.targets)), tuple(sorted(site.targets))):
+        said.append(_targets(server.targets, site.targets, name))
+    return said
+
+
+def unsaid(site: Facts, needed: Sequence[str], versions: Collection[str] = _MUST_MEET) -> list[str]:
+    """Which of these facts a side leaves out, and which of these versions, if they are ones that must meet."""
+    versions = [f"version of {name}" for name in _MUST_MEET if name in versions and not site.versions.get(name)]
+    return [*(name.replace("_", " ") for name in needed if not getattr(site, name)), *versions]
+
+
+def _unlike(mine: Any, other: Any) -> bool:
+    return bool(mine) and bool(other) and mine != other
+
+
+def _start(digest: str) -> str:
+    """The beginning of a digest, which may be anybody's words."""
+    return f"{shown(digest[:12], 60)}..."
+
+
+def _targets(server: Sequence[str], site: Sequence[str], name: str) -> str:
+    here, there = set(server), set(site)
+    shown_ = [shown(t, 80) for t in sorted(here - there)[:2]], [shown(t, 80) for t in sorted(there - here)[:2]]
+    return (
+        f"the server's adapters are of {len(here)} modules and those of {name} of {len(there)}: only at the server "
+        f"{shown_[0] or 'none'}, only at the site {shown_[1] or 'none'}; lora.targets is the server's, so the base "
+        f"models are of another shape, or the common start is of another model"
+    )
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Whether two versions may meet. refused: why not, a sentence each; told: what may go on, and is worth a line."""
+
+    refused: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
+
+
+def versions_meet(server: Mapping[str, str], site: Mapping[str, str], name: str = "this site") -> Meeting:
+    """The protocol and fedlora's major.minor must be the same; of torch, transformers and peft the major.
+
+    Example:
+        >>> versions_meet({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"}).told
+        ('torch is 2.12.0 at the server and 2.13.1 at this site: results may differ in their last digits',)
+    """
+    refused, told = [], []
+    if (a := server.get("protocol")) and (b := site.get("protocol")) and a != b:
+        refused.append(f"the server speaks {quoted(a, 30)} and {name} {quoted(b, 30)}; {_older(a, b, name)}")
+    for package in ("fedlora", *_WATCHED):
+        a, b = server.get(package), site.get(package)
+        if not a or not b or a == b:
+            continue
+        both = f"{package} is {shown(a, 30)} at the server and {shown(b, 30)} at {name}"
+        parts = 2 if package == "fedlora" else 1
+        if _number_of(a)[:parts] != _number_of(b)[:parts]:
+            refused.append(
+                f"{both}, and these do not work together: install the server's at {name} ({_wanted(package, a)})"
+            )
+        elif package != "fedlora" and _number_of(a)[:2] != _number_of(b)[:2]:
+            told.append(f"{both}: results may differ in their last digits")
+    return Meeting(tuple(refused), tuple(told))
+
+
+def _number_of(text: str) -> tuple[int, ...]:
+    """ "2.13.0+cpu" as (2, 13, 0); what is no number ends it."""
+    found: list[int] = []
+    for part in text.partition("+")[0].split("."):
+        if not part.isdecimal():
+            break
+        found.append(int(part))
+    return tuple(found)
+
+
+def _wanted(package: str, text: str) -> str:
+    """A version in words for pip."""
+    return f"pip install '{package}=={'.'.join(map(str, _number_of(text)[:2]))}.*'"
+
+
+def _older(server: str, site: str, name: str) -> str:
+    mine, other = ([int(n) for n in re.findall(r"\d+", said)] for said in (server, site))
+    return f"the server is the older one: upgrade it, or go back at {name}" if mine < other else (
+        f"{name} is the older one: upgrade fedlora there"
+    )  # fmt: skip
+
+
+def versions_here() -> dict[str, str]:
+    """Of this machine."""
+    found = {"protocol": PROTOCOL, "fedlora": __version__}
+    for name in _WATCHED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # torch may be built by hand
+            continue
+    return found
+
+
+def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> tuple[str, ...]:
+    """What is worth a line. Raises `Disagreement` where the two may not work together."""
+    meeting = versions_meet(server.versions, site.versions, name)
+    wrong = [*meeting.refused, *differences(server, site, name, whole=whole)]
+    if wrong:
+        raise Disagreement("; ".join(wrong) + ".")
+    return meeting.told
+
+
+__all__ = [
+    "ASKED", "PROTOCOL", "Disagreement", "Facts", "Meeting", "check", "differences", "unsaid", "versions_here",
+    "versions_meet",
+]  # fmt: skip

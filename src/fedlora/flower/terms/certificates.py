@@ -1,0 +1,202 @@
+"""Keys and certificates: one pair for each node, one authority and one server's certificate for each address.
+
+write_loopback    of the SuperLink: names this machine only, and nobody else trusts its authority
+write_public      of the proxy: names the server, by an authority whose certificate the sites get in their join files.
+                  Its key stays in ca.key, so that `write_public` can make the next server's certificate of it
+new_key           a node's own pair, as OpenSSH has them: Flower reads no other kind
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import hashlib
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedlora.core import files
+from fedlora.core.echo import quoted
+from fedlora.errors import ConfigError
+
+AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
+_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
+
+
+@dataclass(frozen=True)
+class _Signer:
+    """An authority: its certificate and the key that signs with it."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def write_loopback(folder: Path) -> None:
+    """ca.crt, server.crt and server.key of this machine alone, for ten years. The authority's key is thrown away."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    signer = _authority("fedlora loopback", AUTHORITY_DAYS)
+    _write_server(folder, signer, ("localhost", "127.0.0.1"), AUTHORITY_DAYS)
+    files.write(folder / "ca.crt", _pem(signer.certificate))
+
+
+def write_public(folder: Path, name: str, *, days: int = SERVER_DAYS) -> None:
+    """ca.crt, ca.key, server.crt and server.key of the server's name; an authority that is there signs again.
+
+    Raises:
+        ConfigError: an authority without its key is there, so this is somebody else's to renew.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if (folder / "ca.crt").exists():
+        signer = _kept_authority(folder)
+        left = signer.certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+        if left.days < 1:
+            raise ConfigError(
+                f"the authority {folder / 'ca.crt'} itself has expired. Move ca.crt and ca.key away, call this again, "
+                f"and hand every site its new join file."
+            )
+        days = min(days, left.days)
+    else:
+        signer = _authority(f"fedlora {name}"[:64], AUTHORITY_DAYS)
+        write_private(folder / "ca.key", _private(signer.key, serialization.PrivateFormat.PKCS8))
+        files.write(folder / "ca.crt", _pem(signer.certificate))
+    _write_server(folder, signer, (name,), days)
+
+
+def new_key() -> tuple[bytes, bytes]:
+    """A node's (private key, public key), in OpenSSH's format, on the curve P-384."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return _private(key, serialization.PrivateFormat.OpenSSH), public + b"\n"
+
+
+def public_key(text: str) -> ec.EllipticCurvePublicKey:
+    """A node's public key from its one line.
+
+    Raises:
+        ConfigError: a private key, another kind of key, or none.
+    """
+    if "PRIVATE KEY" in text:
+        raise ConfigError(
+            "this is a private key, which must never leave its site. Make a new pair there (fedlora flower site "
+            "--rotate), and send request.toml, which has the public half."
+        )
+    try:
+        found = serialization.load_ssh_public_key(text.strip().encode())
+    except (ValueError, UnsupportedAlgorithm, UnicodeEncodeError) as error:
+        raise ConfigError(
+            f"{quoted(text[:60])} is no public key in OpenSSH's format, one line that begins with ecdsa-sha2-nistp384."
+        ) from error
+    if not isinstance(found, ec.EllipticCurvePublicKey) or not isinstance(found.curve, _CURVES):
+        raise ConfigError(
+            f"{quoted(text.split(' ')[0])} is a kind of key that Flower does not take: it wants an elliptic curve of "
+            f"NIST. ssh-keygen -t ecdsa -b 384 makes one, and so does fedlora flower site."
+        )
+    return found
+
+
+def fingerprint(public: str) -> str:
+    """As `ssh-keygen -l` says it: "SHA256:...". Raises `ConfigError` for what is no public key.
+
+    Example:
+        >>> fingerprint(new_key()[1].decode())[:7]
+        'SHA256:'
+    """
+    form = (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    blob = public_key(public).public_bytes(*form).split(b" ")[1]
+    return "SHA256:" + base64.b64encode(hashlib.sha256(base64.b64decode(blob)).digest()).decode().rstrip("=")
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """A file that only its owner can read, from its first byte on."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _authority(name: str, days: int) -> _Signer:
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    found = (
+        _begun(subject, subject, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(_usage(ca=True), critical=True).sign(key, hashes.SHA384())
+    )  # fmt: skip
+    return _Signer(found, key)
+
+
+def _kept_authority(folder: Path) -> _Signer:
+    if not (folder / "ca.key").is_file():
+        raise ConfigError(
+            f"{folder} has the certificate of an authority (ca.crt), and not its key: it is not one of ours. Get the "
+            f"next server.crt and server.key where you got the last."
+        )
+    try:
+        found = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+        key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"ca.crt and ca.key in {folder} cannot be read: {error}.") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != found.public_key():
+        raise ConfigError(f"ca.key in {folder} is not the key of ca.crt there: restore both from one backup.")
+    return _Signer(found, key)
+
+
+def _write_server(folder: Path, signer: _Signer, hosts: Sequence[str], days: int) -> None:
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])] if len(hosts[0]) <= 64 else [])
+    issued = signer.certificate
+    found = (
+        _begun(subject, issued.subject, key.public_key(), days)
+        .add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=not list(subject))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key()), critical=False)
+        .add_extension(_usage(ca=False), critical=True).sign(signer.key, hashes.SHA384())
+    )  # fmt: skip
+    write_private(folder / "server.key", _private(key, serialization.PrivateFormat.PKCS8))
+    files.write(folder / "server.crt", _pem(found))
+
+
+def _begun(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(minutes=5))
+    return builder.not_valid_after(now + datetime.timedelta(days=days))
+
+
+def _usage(*, ca: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not ca, key_cert_sign=ca, crl_sign=ca, content_commitment=False, key_encipherment=False,
+        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _host(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def _pem(found: x509.Certificate) -> bytes:
+    return found.public_bytes(serialization.Encoding.PEM)
+
+
+__all__ = ["fingerprint", "new_key", "public_key", "write_loopback", "write_private", "write_public"]

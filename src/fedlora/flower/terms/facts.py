@@ -1,0 +1,200 @@
+"""Where facts come from: a site's files before anything is loaded, a loaded trainer, and the server's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import files
+from fedlora.core.lora import LoRA
+from fedlora.errors import ConfigError
+from fedlora.flower.terms.agreement import ASKED, Disagreement, Facts, check, unsaid, versions_here
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
+from fedlora.runs.sections import ModelSection
+from fedlora.training.prompting import CHAT
+from fedlora.training.tokenizer_digests import template_digest, tokenizer_digest, tokenizer_of
+from fedlora.training.weight_digests import base_digest, model_place
+
+# Of a model's configuration: what says where it lies or how it was stored, and what each federation sets itself.
+_OWN = frozenset({
+    "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "id2label",
+    "label2id", "num_labels", "problem_type", "pad_token_id", "use_cache", "output_attentions", "output_hidden_states",
+    "return_dict", "attn_implementation", "_attn_implementation", "torchscript", "finetuning_task",
+    "task_specific_params",
+})  # fmt: skip
+
+
+def model_facts(model: str, settings: FederationSettings, cache: Path | None = None) -> Facts:
+    """What a base model's files say, and what the settings do: no model is loaded, its weights are read once.
+
+    Args:
+        cache: a file that remembers the digest of the weights.
+
+    Raises:
+        ConfigError: no such model, or files that cannot be read.
+    """
+    place = ModelSection(path=model).location()
+    tokenizer = tokenizer_of(place)
+    return Facts(
+        base=base_digest(place, cache),
+        tokenizer=tokenizer_digest(tokenizer),
+        template=_template(settings, tokenizer),
+        labels=tuple(settings.data.labels or ()),
+        scaling=settings.lora.unit,
+        max_length=settings.data.max_length,
+        architecture=architecture(place),
+        versions=versions_here(),
+    )
+
+
+def site_facts(site: Site, settings: FederationSettings, cache: Path | None = None) -> Facts:
+    """Of a site, for its request: nothing of its data. Raises `ConfigError`."""
+    return model_facts(site.model, settings, cache)
+
+
+def loaded_facts(prepared: Any, settings: FederationSettings, cache: Path | None = None) -> Facts:
+    """Of a loaded trainer (`runs.preparation.Prepared`): what it really trains with, wherever that came from."""
+    config, model = prepared.config, prepared.model
+    label_names = next(iter(prepared.parts.values())).label_names
+    return Facts(
+        base=base_digest(config.model.location(), cache),
+        tokenizer=tokenizer_digest(model.tokenizer),
+        template=_template(settings, model.tokenizer),
+        labels=label_names,
+        scaling=model.settings.scaling,
+        max_length=config.data.max_length,
+        targets=targets_of(prepared.seed_adapter.modules),
+        architecture=architecture(config.model.location()),
+        versions=versions_here(),
+    )
+
+
+def targets_of(modules: Mapping[str, LoRA]) -> tuple[str, ...]:
+    """The modules of an adapter with the shapes of the layers they are of, whatever their ranks."""
+    found = []
+    for name, lora in modules.items():
+        B, A = lora.factors
+        found.append(f"{name} {B.shape[0]}x{A.shape[1]}")
+    return tuple(sorted(found))
+
+
+def architecture(model: str | Path) -> dict[str, Any]:
+    """The plain values of a model's configuration, by key. Of a GGUF file none: its digest is of all that it holds."""
+    from transformers import AutoConfig
+
+    place = model_place(model)
+    if place.is_file():
+        return {}
+    try:
+        found = AutoConfig.from_pretrained(place).to_dict()
+    except Exception as error:  # what a damaged config.json brings about, in several libraries
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the configuration of {str(model)!r} cannot be read: {reason}") from error
+    return dict(sorted(_plain(found, "")))
+
+
+def _plain(table: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for key, value in table.items():
+        if str(key) in _OWN or str(key).startswith("_"):
+            continue
+        if isinstance(value, Mapping):
+            yield from _plain(value, f"{prefix}{key}.")
+        elif isinstance(value, bool | int | float | str):
+            yield f"{prefix}{key}", value
+
+
+def _template(settings: FederationSettings, tokenizer: Any) -> str:
+    """Of the chat template, where the federation's prompts stand in the model's own."""
+    own = settings.model.task == "causal-lm" and (settings.data.template or CHAT) == CHAT
+    return template_digest(tokenizer) if own else ""
+
+
+# ---------------------------------------------------------------------------------------------------- at the server
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the server knows of the base model, and from whom. It is written down, for it is never taken silently.
+
+    sources: field of `facts` -> "the server's own model", or "request of acme".
+    """
+
+    facts: Facts = field(default_factory=Facts)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Agreement:
+        """From agreement.json; of no file, one that knows nothing. Raises `ConfigError`."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            return cls(Facts.from_table(raw["facts"]), dict(raw["sources"]))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}. It says what base model the federation has agreed on; restore it, or "
+                f"remove it, and admit the sites again to fill it anew."
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Write agreement.json, all or nothing."""
+        table = {"facts": self.facts.table(), "sources": dict(self.sources)}
+        files.write(path, json.dumps(table, indent=2, sort_keys=True) + "\n")
+
+    def with_(self, facts: Facts, source: str) -> tuple[Agreement, tuple[str, ...]]:
+        """With what `source` knows and nobody said before; and the names of these facts."""
+        known = Facts(**{name: getattr(facts, name) for name in _OF_MODEL})
+        new = tuple(name for name in _OF_MODEL if not getattr(self.facts, name) and getattr(known, name))
+        sources = {**self.sources, **dict.fromkeys(new, source)}
+        return Agreement(self.facts.filled(known), sources), new
+
+
+_OF_MODEL = ("base", "tokenizer", "template", "architecture")
+
+
+def server_facts(
+    settings: FederationSettings, agreement: Agreement, modules: Mapping[str, LoRA] | None = None
+) -> Facts:
+    """What the server holds sites to. modules: of the common start."""
+    return replace(
+        agreement.facts,
+        labels=tuple(settings.data.labels or ()),
+        scaling=settings.lora.unit,
+        max_length=settings.data.max_length,
+        targets=() if modules is None else targets_of(modules),
+        versions=versions_here(),
+    )
+
+
+def admitted(
+    settings: FederationSettings, agreement: Agreement, name: str, facts: Facts
+) -> tuple[Agreement, tuple[str, ...], tuple[str, ...]]:
+    """A site's facts, held against the agreement when it is admitted: the agreement with what nobody knew before, the
+    names of these facts, and what is worth a line.
+
+    Raises:
+        Disagreement: the site differs from what is agreed on, or leaves out what must be compared.
+    """
+    mine = server_facts(settings, agreement)
+    told = check(mine, facts, name, whole=False)  # what differs is said before what is missing
+    needed = [fact for fact in ASKED if fact != "labels" or settings.data.labels]
+    needed += [fact for fact in ("template", "architecture") if getattr(mine, fact)]
+    if silent := unsaid(facts, needed):
+        raise Disagreement(
+            f"the request of {name!r} does not say its {', '.join(silent)}, and nothing is taken as agreed that was "
+            f"not said: let the site make it anew (fedlora flower site FOLDER --rotate)."
+        )
+    unknown = [package for package in mine.versions if not facts.versions.get(package)]
+    told += tuple(f"{name} does not say its version of {package}" for package in unknown)
+    after, new = agreement.with_(facts, f"request of {name}")
+    return after, new, told
+
+
+__all__ = [
+    "Agreement", "Disagreement", "admitted", "architecture", "loaded_facts", "model_facts", "server_facts",
+    "site_facts", "targets_of",
+]  # fmt: skip

@@ -1,0 +1,236 @@
+"""The two files that travel by hand when a site joins: join.toml to the site, request.toml back to the server.
+
+join.toml       where the server is, who may vouch for it, the site's name and rank, and what is agreed on: all that a
+                site needs in order to check itself before anything is sent. It holds no secret
+request.toml    the site's public key and the facts of its base model and versions; nothing of its data. Signed with the
+                site's own key: a file that was edited, or put together by somebody else, is found out
+
+Both are text that may go by mail: line ends do not matter, a changed value does.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedlora.core.echo import quoted
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import ConfigError
+from fedlora.flower.terms import certificates
+from fedlora.flower.terms.names import check_site, checked_rank
+
+JOIN, REQUEST = "fedlora-join/1", "fedlora-request/1"
+_MOST = 2**20  # bytes of either file: a certificate and a page of settings are a hundredth of it
+
+
+@dataclass(frozen=True)
+class JoinFile:
+    """What the server hands to one site.
+
+    federation: its id. rank: of the site (the largest, where its modules differ). server, port: what to dial. ca: the
+    certificate that vouches for it, PEM. settings: what is agreed on, as `FederationSettings.travelling` has it. facts:
+    what the server knows of the base model, and its versions.
+    """
+
+    federation: str
+    site: str
+    rank: int
+    server: str
+    port: int
+    ca: str
+    settings: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        """As `flower-supernode --superlink` takes it."""
+        return f"{self.server}:{self.port}"
+
+    def text(self) -> str:
+        """The file."""
+        said: dict[str, Any] = {
+            "format": JOIN, "federation": self.federation, "site": self.site, "rank": self.rank,
+            "server": {"name": self.server, "port": self.port, "ca": self.ca},
+            "agreed": _without_none(json.loads(self.settings)), "facts": _without_none(self.facts),
+        }  # fmt: skip
+        said = {**{k: v for k, v in said.items() if not isinstance(v, dict)}, "check": _check(said), **_tables(said)}
+        head = (
+            f"# For the site {self.site!r}, from the server of {self.federation}. Not to be edited. At the site:\n"
+            f"#   fedlora flower site FOLDER --join join.toml --data FILE --model DIRECTORY\n\n"
+        )
+        return head + tomli_w.dumps(said, multiline_strings=True)
+
+    @classmethod
+    def read(cls, path: Path) -> JoinFile:
+        """From a file.
+
+        Raises:
+            ConfigError: no such file, another kind of file, one that was edited or cut short.
+        """
+        what = f"the join file {path}"
+        raw = _read(path, what, JOIN, "the server makes join.toml (fedlora flower init writes join/NAME.toml)")
+        check = raw.pop("check", None)
+        if check != _check(raw):
+            raise ConfigError(
+                f"{what} was changed after the server wrote it, or cut short on its way: ask for it anew. What a site "
+                f"says itself stands in site.toml."
+            )
+        try:
+            server = raw["server"]
+            found = cls(
+                str(raw["federation"]), str(raw["site"]), int(raw["rank"]), str(server["name"]), int(server["port"]),
+                str(server["ca"]), json.dumps(raw["agreed"], sort_keys=True), ReadOnly(raw["facts"]),
+            )  # fmt: skip
+            x509.load_pem_x509_certificates(found.ca.encode())
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{what} is of another fedlora: {type(error).__name__}: {error}. Take one version."
+            ) from error
+        check_site(found.site)
+        checked_rank(found.rank, found.site)
+        return found
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a site says of itself, to be admitted. public: its key, one line of OpenSSH. facts: no facts of data."""
+
+    federation: str
+    site: str
+    public: str
+    facts: Mapping[str, Any]
+    signature: str
+
+    @classmethod
+    def make(cls, join: JoinFile, private: bytes, facts: Mapping[str, Any]) -> Request:
+        """Signed. private: the site's key file, as `certificates.new_key` makes it."""
+        key = serialization.load_ssh_private_key(private, None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey), "a node's key is on an elliptic curve"
+        form = (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        public = key.public_key().public_bytes(*form).decode()
+        facts = _without_none(facts)
+        said = _signed(join.federation, join.site, public, facts)
+        signature = base64.b64encode(key.sign(said, ec.ECDSA(hashes.SHA384()))).decode()
+        return cls(join.federation, join.site, public, ReadOnly(facts), signature)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its key, as `ssh-keygen -l` says it."""
+        return certificates.fingerprint(self.public)
+
+    def text(self) -> str:
+        """The file."""
+        head = (
+            f"# The site {self.site!r} asks to take part in {self.federation}. At the server:\n"
+            f"#   fedlora flower admit FOLDER request.toml\n"
+            f"# Key: {self.fingerprint} (compare it with the site's, by telephone)\n\n"
+        )
+        said = {"format": REQUEST, "federation": self.federation, "site": self.site, "public_key": self.public}
+        return head + tomli_w.dumps({**said, "signature": self.signature, "facts": dict(self.facts)})
+
+    @classmethod
+    def read(cls, path: Path) -> Request:
+        """From a file, its signature checked.
+
+        Raises:
+            ConfigError: no such file, another kind of file, a private key, one that was edited.
+        """
+        what = f"the request {path}"
+        raw = _read(path, what, REQUEST, "the site makes request.toml (fedlora flower site)")
+        known = {"format", "federation", "site", "public_key", "signature", "facts"}
+        wrong = sorted({*known, *raw} - (known & set(raw)))
+        if wrong:
+            extra = wrong[0] in raw
+            raise ConfigError(f"{what} {'has an unknown' if extra else 'lacks the'} key {quoted(wrong[0])}: {_ANEW}")
+        texts = [raw[key] for key in ("federation", "site", "public_key", "signature")]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(raw["facts"], dict):
+            raise ConfigError(f"{what} has a value of the wrong kind: {_ANEW}")
+        federation, site, public, signature = texts
+        key = certificates.public_key(public)
+        check_site(site)
+        try:
+            said = _signed(federation, site, public, raw["facts"])
+            key.verify(base64.b64decode(signature, validate=True), said, ec.ECDSA(hashes.SHA384()))
+        except (InvalidSignature, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{what} was changed after the site signed it with the key {certificates.fingerprint(public)}: {_ANEW}"
+            ) from error
+        return cls(federation, site, public.strip(), ReadOnly(raw["facts"]), signature)
+
+
+_ANEW = "ask the site for its request.toml anew, as a file and not as text that was copied."
+
+
+def _read(path: Path, what: str, form: str, where: str) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST + 1)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror}. {where[0].upper()}{where[1:]}.") from error
+    if b"PRIVATE KEY" in content:
+        raise ConfigError(
+            f"{what} holds a private key, which must never leave its site. Delete this copy, and make a new pair at "
+            f"the site (fedlora flower site --rotate); {where}."
+        )
+    try:
+        if len(content) > _MOST:
+            raise ValueError(f"it has more than {_MOST} bytes")
+        raw = tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n"))
+        if not _is_plain(raw):
+            raise ValueError("it has a date or a time, where only text, numbers and lists of them belong")
+    except (ValueError, RecursionError) as error:
+        public = content.startswith((b"ecdsa-", b"ssh-"))
+        hint = "it is a public key alone" if public else f"it is no TOML: {error}"
+        raise ConfigError(f"{what} cannot be read: {hint}. {where[0].upper()}{where[1:]}.") from error
+    found = raw.get("format")
+    if found == form:
+        return raw
+    other = {JOIN: "the server's join file, and here belongs the site's request.toml",
+             REQUEST: "a site's request, and here belongs the server's join file"}  # fmt: skip
+    where = where[0].upper() + where[1:]
+    kind = other.get(found) if isinstance(found, str) else None
+    if kind is None and isinstance(found, str) and found.startswith(form.partition("/")[0]):
+        kind = f"of another fedlora ({quoted(found)}; this one has {form!r}): both sides take one version"
+    raise ConfigError(f"{what} is {kind or f'no such file: it has no format = {form!r}'}. {where}.")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can say it: TOML knows dates and times, too."""
+    if isinstance(value, dict | list):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str | int | float)
+
+
+def _signed(federation: str, site: str, public: str, facts: Mapping[str, Any]) -> bytes:
+    said = {"federation": federation, "site": site, "public_key": public, "facts": dict(facts)}
+    return json.dumps(said, sort_keys=True).encode()
+
+
+def _check(said: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tables(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in said.items() if isinstance(value, dict)}
+
+
+def _without_none(value: Any) -> Any:
+    """TOML knows no null: what is not said is left out. Sorted; tuples become lists, as they are when read."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_none(each) for key, each in sorted(value.items()) if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+__all__ = ["JoinFile", "Request"]

@@ -1,0 +1,99 @@
+"""Names that stand in commands, folders and certificates: of sites and of the server. What is odd is refused."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from fedlora.core.echo import quoted
+from fedlora.errors import ConfigError
+
+MOST_RANK = 4096
+_SITE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def sites(text: str) -> dict[str, int]:
+    """Site -> rank, of "acme=8,berlin=4".
+
+    Raises:
+        ConfigError: an entry without a rank, an odd name or rank, one name twice, or none at all.
+
+    Example:
+        >>> sites("acme=8, berlin=4")
+        {'acme': 8, 'berlin': 4}
+    """
+    found: dict[str, int] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, rank = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise ConfigError(f"--sites takes NAME=RANK, such as acme=8,berlin=4; got {quoted(entry)} without a rank.")
+        if not rank.isascii() or not rank.isdecimal() or len(rank) > 9:
+            raise ConfigError(f"the site {quoted(name)}: a rank is a whole number from 1; got {quoted(rank)}.")
+        check_site(name, found)
+        found[name] = checked_rank(int(rank), name)
+    if not found:
+        raise ConfigError(f"--sites names no site; such as acme=8,berlin=4. Got {quoted(text)}.")
+    return found
+
+
+def check_site(name: str, others: Sequence[str] | dict[str, int] = ()) -> None:
+    """Raises `ConfigError` for a name that is no name of a site, or that is one of `others` but for upper case."""
+    if not _SITE.fullmatch(name):
+        raise ConfigError(
+            f"{quoted(name)} cannot be the name of a site: it names files and commands, so it is up to 63 letters, "
+            f"digits, '_', '-' and '.', and begins with a letter, a digit or '_'."
+        )
+    same = [other for other in others if other.casefold() == name.casefold()]
+    if same:
+        raise ConfigError(
+            f"{quoted(name)} is there already{f', as {same[0]!r}' if same[0] != name else ''}: each site has a name of "
+            f"its own, and upper case alone does not make another one."
+        )
+
+
+def checked_rank(rank: int, name: str) -> int:
+    """The rank. Raises `ConfigError` for an impossible one."""
+    if not 1 <= rank <= MOST_RANK:
+        raise ConfigError(
+            f"the site {quoted(name)}: a rank is a whole number from 1 to {MOST_RANK}; got {rank}. LoRA's are "
+            f"mostly 2 to 64."
+        )
+    return rank
+
+
+def server_name(name: str) -> str:
+    """The server's name, as certificates have it.
+
+    Raises:
+        ConfigError: an URL, an address, a name with a port, or no name.
+
+    Example:
+        >>> server_name("FL.example.org")
+        'fl.example.org'
+    """
+    said = f"--server-name is a host name that the sites can look up, such as fl.example.org; got {quoted(name)}"
+    if "/" in name:
+        raise ConfigError(f"{said}, an URL. Give the name alone, and the port by --port.")
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        pass
+    else:
+        raise ConfigError(
+            f"{said}, an address. Certificates are of names: where there is no DNS, a line in each site's /etc/hosts "
+            f"gives the address a name."
+        )
+    host, colon, _ = name.partition(":")
+    if colon:
+        raise ConfigError(f"{said}. Give {quoted(host)} alone, and the port by --port.")
+    if not name.isascii():
+        raise ConfigError(f"{said}. Certificates and DNS have its form in ASCII letters, which begins with xn--.")
+    labels = name.lower().split(".")
+    if len(name) > 253 or not all(map(_LABEL.fullmatch, labels)):
+        raise ConfigError(f"{said}: parts of letters, digits and '-', with a dot between them.")
+    return name.lower()
+
+
+__all__ = ["MOST_RANK", "check_site", "checked_rank", "server_name", "sites"]

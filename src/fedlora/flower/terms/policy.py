@@ -1,0 +1,136 @@
+"""Who may take part, at which rank and with which weight: the server's word, whatever a client claims."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from fedlora.core.echo import quoted
+from fedlora.errors import ConfigError
+
+_NAME = 100  # letters of a client's name
+
+
+def held_to_share(counts: Mapping[str, float], share: float) -> dict[str, float]:
+    """These counts, the largest of them cut to one level so that none is more than `share` of all.
+
+    With fewer than 1 / share counts above 0 that is impossible, and all of these count alike.
+
+    Example:
+        >>> held_to_share({"acme": 4, "berlin": 8, "cork": 1e12}, 0.5)
+        {'acme': 4, 'berlin': 8, 'cork': 12.0}
+    """
+    positive = sorted(n for n in counts.values() if n > 0)
+    if share >= 1 or not positive:
+        return dict(counts)
+    if share * len(positive) <= 1:
+        return {name: float(n > 0) for name, n in counts.items()}
+    for large in range(1, len(positive) + 1):  # the `large` largest are cut to one level
+        rest = math.fsum(positive[: len(positive) - large])
+        if share * large >= 1:
+            break
+        level = share * rest / (1 - share * large)
+        if large == len(positive) or positive[-large - 1] <= level:
+            return {name: min(n, level) for name, n in counts.items()} if positive[-large] > level else dict(counts)
+    return {name: float(n > 0) for name, n in counts.items()}
+
+
+def shares_lost(claimed: Mapping[str, float], counted: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Whose share of all was made smaller: the share that it claimed, and the one that counted."""
+    of_claims, of_counts = math.fsum(claimed.values()), math.fsum(counted[name] for name in claimed)
+    if not of_claims or not of_counts:
+        return {}
+    shares = {name: (claimed[name] / of_claims, counted[name] / of_counts) for name in claimed}
+    return {name: {"claimed": p, "counted": q} for name, (p, q) in shares.items() if q < p * (1 - 1e-9)}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the server allows.
+
+    clients: name -> its rank, or its ranks by module: the allow-list, and the order in which rounds draw from it.
+    max_weight_share: the largest p_i; a claim of more examples counts as so many as give this share. None: one half,
+    or 2 / clients where there are fewer than four. max_examples: the most that a claim counts for. max_upload_mb: of
+    one reply, in 2^20 bytes; None: twice what this client's own upload can have, and 1. quarantine: refused uploads
+    after which a client is no longer asked; 0 asks for ever. deadline: seconds for a reply, and how long a message
+    lives. retries: of a round with too few replies.
+    """
+
+    clients: Mapping[str, int | Mapping[str, int]]
+    max_weight_share: float | None = None
+    max_examples: float = 1e9
+    quarantine: int = 3
+    deadline: float = 3600.0
+    retries: int = 1
+    max_upload_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.clients:
+            raise ConfigError("the policy names no clients, so nobody could take part.")
+        for client in self.clients:
+            if not isinstance(client, str) or not client.strip() or not client.isprintable() or len(client) > _NAME:
+                raise ConfigError(
+                    f"the policy's client {quoted(client, 60)} is no name: 1 to {_NAME} letters that print are one."
+                )
+        for name in ("max_weight_share", "max_examples", "max_upload_mb", "deadline"):
+            value = getattr(self, name)
+            if value is None and name in ("max_weight_share", "max_upload_mb"):
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ConfigError(f"the policy's {name} is a positive number; got {quoted(value, 60)}.")
+        numbers = (self.share, self.deadline, self.retries, self.quarantine)
+        whole = isinstance(self.retries, int) and isinstance(self.quarantine, int)
+        if not whole or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
+            raise ConfigError("the policy: retries and quarantine are whole numbers, deadline and shares finite ones.")
+        if self.share > 1 or self.retries < 0 or self.quarantine < 0:
+            raise ConfigError("the policy: max_weight_share <= 1, retries >= 0, quarantine >= 0.")
+
+    @property
+    def share(self) -> float:
+        """The largest p_i: `max_weight_share`, or the one that stands for it.
+
+        Example:
+            >>> [round(Policy(dict.fromkeys("abcdefgh"[:n], 4)).share, 2) for n in (1, 2, 3, 4, 8)]
+            [1.0, 1.0, 0.67, 0.5, 0.5]
+        """
+        if self.max_weight_share is not None:
+            return self.max_weight_share
+        return min(1.0, max(0.5, 2 / len(self.clients)))
+
+    def examples(self, claimed: Mapping[str, float]) -> dict[str, float]:
+        """What each client's examples count for: at most `max_examples`, and so that no share exceeds `share`."""
+        return held_to_share({name: min(n, self.max_examples) for name, n in claimed.items()}, self.share)
+
+    @classmethod
+    def read(cls, path: Path) -> Policy:
+        """From policy.toml: [clients] name = rank, and the fields above. Raises `ConfigError`."""
+        try:
+            raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
+        known = {field.name for field in fields(cls)} | {"max_rank"}
+        unknown = sorted(set(raw) - known)
+        if unknown:
+            raise ConfigError(
+                f"the policy {path} has an unknown field {unknown[0]!r}; it knows {', '.join(sorted(known))}."
+            )
+        most = raw.pop("max_rank", None)
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+            raise ConfigError(f"the policy {path}: max_rank is a whole number from 1; got {most!r}.")
+        clients = raw.get("clients")
+        if not isinstance(clients, dict):
+            raise ConfigError(f"the policy {path} has no table [clients] with name = rank.")
+        for name, ranks in clients.items():
+            for rank in ranks.values() if isinstance(ranks, dict) else [ranks]:
+                if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or (most and rank > most):
+                    raise ConfigError(
+                        f"the policy {path}: client {name!r} has rank {rank!r}; whole numbers from 1"
+                        f"{f' to max_rank = {most}' if most else ''} are ranks."
+                    )
+        try:
+            return cls(**raw)
+        except TypeError as error:
+            raise ConfigError(f"the policy {path}: {error}.") from error

@@ -1,0 +1,378 @@
+"""federation.toml: what a federation has agreed on. The server holds it; what sites need goes out with every message.
+
+id = "fed-4f21c0"       made once; sites keep their state by it
+[network] [at_server]   the server's alone
+[model] [data] [lora] [method] [server] [train] [run] [evaluate]    as in a run's file, without what belongs to one
+                        machine: paths, the dealing out of one file, worker processes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+from pydantic import Field, field_validator, model_validator
+
+from fedlora.core import files
+from fedlora.data.sources import is_hub
+from fedlora.errors import ConfigError
+from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewhere, refuse_elsewhere
+from fedlora.flower.terms.site_file import Site
+from fedlora.runs.config import RunConfig
+from fedlora.runs.reading import checked, read_tables
+from fedlora.runs.sections import (
+    PACKAGED,
+    EvaluateSection,
+    LoRASection,
+    MethodSection,
+    Positive,
+    RunSection,
+    Section,
+    ServerSection,
+    TrainSection,
+    check_classes,
+)
+from fedlora.runs.unused import unused
+from fedlora.training.encoding import LossOn
+from fedlora.training.models import Task
+from fedlora.training.prompting import check_template
+
+Held = Annotated[float, Field(ge=0, lt=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+# What may not change once a round is played: sites and the server would hold parts that do not belong together.
+FIXED = ("id", "model", "lora", "method", "data.labels", "run.seed", "server.heads", "server.upload")
+
+
+_HEAD = f"""\
+# What server and sites agree on. Sites receive it with every message: edit it here, and nowhere else.
+# Between rounds these stay as they are: {", ".join(FIXED)}.
+
+"""
+
+
+class NetworkSection(Section):
+    """name, port: under which sites reach the server's proxy; no name is a trial on one machine. superlink_port: of the
+    SuperLink, on loopback."""
+
+    name: str | None = None
+    port: Port = 443
+    superlink_port: Port = 18080
+
+
+class AtServerSection(Section):
+    """What the server has itself, if anything: a base model, and files to measure on. It never travels."""
+
+    model: str | None = None
+    validation: str | None = None
+    test: str | None = None
+
+    @model_validator(mode="after")
+    def _a_model_to_measure(self) -> AtServerSection:
+        if (self.validation or self.test) and not self.model:
+            raise ValueError(
+                "at_server.validation and at_server.test are measured with a base model: give at_server.model too, or "
+                "leave them out"
+            )
+        return self
+
+
+class AgreedModel(Section):
+    """As [model] of a run, without its path: that is each machine's own."""
+
+    task: Task = "classification"
+    bf16: bool = False
+    four_bit: bool = False
+    checkpointing: bool = False
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+
+
+class AgreedData(Section):
+    """As [data] of a run, without its sources. labels: the classes, in the order of their numbers. validation, test:
+    shares that each site holds out of its own file. max_train: at most so many examples of each site."""
+
+    labels: list[Annotated[str, Field(min_length=1)]] | None = None
+    max_length: Positive = 128
+    max_train: Positive | None = None
+    loss_on: LossOn = "response"
+    template: str | None = None
+    text: str = "text"
+    pair: str | None = None
+    label: str = "label"
+    prompt: str = "prompt"
+    response: str = "response"
+    messages: str | None = None
+    validation: Held = 0.1
+    test: Held = 0.1
+
+    @field_validator("labels")
+    @classmethod
+    def _classes(cls, labels: list[str] | None) -> list[str] | None:
+        check_classes(labels)
+        return labels
+
+    @model_validator(mode="after")
+    def _leaves_some(self) -> AgreedData:
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                f"data.validation = {self.validation:g} and data.test = {self.test:g} leave a site nothing to train on"
+            )
+        check_template(self.template)
+        return self
+
+
+class FederationSettings(Section):
+    """All that server and sites agree on, and what is the server's alone.
+
+    Example:
+        >>> settings = FederationSettings(id="fed-1", data={"labels": ["no", "yes"]}, lora={"targets": ["q_proj"]})
+        >>> FederationSettings.from_travelling(settings.travelling()).data.labels
+        ['no', 'yes']
+    """
+
+    id: str
+    network: NetworkSection = NetworkSection()
+    at_server: AtServerSection = AtServerSection()
+    model: AgreedModel = AgreedModel()
+    data: AgreedData = AgreedData()
+    lora: LoRASection = LoRASection()
+    method: MethodSection = MethodSection()
+    server: ServerSection = ServerSection()
+    train: TrainSection = TrainSection()
+    run: RunSection = RunSection()
+    evaluate: EvaluateSection = EvaluateSection()
+
+    @field_validator("id")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not _ID.fullmatch(name):
+            raise ValueError("a federation's id is up to 64 letters, digits, '.', '_' and '-'; `init` makes one")
+        return name
+
+    @model_validator(mode="after")
+    def _whole(self) -> FederationSettings:
+        if self.model.task == "classification" and not self.data.labels:
+            raise ValueError(
+                "data.labels is missing: the names of the classes, in the order of their numbers, for no site's file "
+                "need hold all of them (fedlora flower init --labels no,yes)"
+            )
+        for key in ELSEWHERE:
+            table, name = key.split(".")
+            section = getattr(self, table, None)
+            field = type(section).model_fields.get(name) if section is not None else None
+            if field is not None and getattr(section, name) != field.get_default(call_default_factory=True):
+                raise ValueError(elsewhere(key, getattr(section, name)))
+        return self
+
+    def check(self) -> FederationSettings:
+        """These, where each key that is set has an effect: a question for the server, whose own tables do not travel.
+
+        Raises:
+            ConfigError: keys that would do nothing, or contradict each other.
+        """
+        idle = unused(self._everything())
+        if idle:
+            raise ConfigError(f"{'; '.join(dict.fromkeys(idle))}. Leave it out")
+        if self.evaluate.patience is not None and not (self.at_server.validation or self.data.validation):
+            raise ConfigError(
+                f"evaluate.patience = {self.evaluate.patience} looks at a validation metric, and nobody holds anything "
+                f"out for it: give data.validation (a share at each site) or at_server.validation (a file), or leave "
+                f"patience out"
+            )
+        return self
+
+    # ------------------------------------------------------------------------------------------------- there and back
+
+    def travelling(self) -> str:
+        """What goes to the sites, as canonical JSON: all but [network] and [at_server]. Defaults too, for another
+        version may have others."""
+        said = self.model_dump(mode="json", exclude={"network", "at_server"})
+        return json.dumps(said, sort_keys=True)
+
+    @classmethod
+    def from_travelling(cls, text: str) -> FederationSettings:
+        """What a site received. Raises `ConfigError`."""
+        try:
+            raw = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the server's settings are no JSON: {error}.") from error
+        if not isinstance(raw, dict) or {"network", "at_server"} & set(raw):
+            raise ConfigError("the server's settings are not what travels to sites.")
+        try:
+            return checked(cls, raw)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the server's settings cannot be read here: {error}. Is fedlora of another version there? "
+                f"(fedlora doctor lists the versions)"
+            ) from error
+
+    @classmethod
+    def load(cls, path: Path) -> FederationSettings:
+        """From federation.toml, with the server's own paths made absolute. Raises `ConfigError`."""
+        raw = read_tables(path, "federation's settings")
+        refuse_elsewhere(raw)
+        try:
+            return checked(cls, raw).check().located(path.parent)
+        except ConfigError as error:
+            raise ConfigError(f"the federation's settings {path}: {error}.") from error
+
+    def toml(self) -> str:
+        """As federation.toml has it, with every key that can be set."""
+        tables = self.model_dump(
+            mode="json", exclude={name: set(keys_elsewhere(name)) for name in type(self).model_fields}
+        )
+        return _HEAD + tomli_w.dumps(_without_none(tables))
+
+    def write(self, path: Path) -> None:
+        """Write federation.toml, all or nothing."""
+        files.write(path, self.toml())
+
+    def located(self, folder: Path) -> FederationSettings:
+        """With the server's own paths absolute; relative ones start at `folder`."""
+        here, changes = self.at_server, {}
+        for part in ("validation", "test"):
+            path = getattr(here, part)
+            if path and not is_hub(path):
+                changes[part] = str((folder / path).resolve())
+        if here.model and here.model not in PACKAGED and (folder / here.model).exists():
+            changes["model"] = str((folder / here.model).resolve())
+        return self.model_copy(update={"at_server": here.model_copy(update=changes)})
+
+    # -------------------------------------------------------------------------------------------------- what it means
+
+    def for_site(self, site: Site, rank: int = 1) -> RunConfig:
+        """What `runs.preparation.prepare` makes a site's trainer of: its own file and model, everything else as agreed.
+
+        The site's columns win over those of the settings. Who else takes part, quorum and stopping are the server's.
+
+        Raises:
+            ConfigError: a column that files of this task do not have.
+        """
+        config = self._config(site, rank)
+        own = [f"data.{column}" for column in site.columns]
+        idle = [line for line in unused(config) if line.split(" ")[0] in own]
+        if idle:
+            raise ConfigError(f"site.toml of {site.name}: {'; '.join(idle).replace('data.', '')}. Leave it out.")
+        return config
+
+    def for_server(self) -> RunConfig | None:
+        """The same with the server's own model and held-out files, to measure with; None without [at_server] model."""
+        here = self.at_server
+        if not here.model:
+            return None
+        path = here.validation or here.test
+        config = self._config(Site(name="server", data=path or "nothing", model=here.model))
+        data = config.data.model_copy(update={"validation": here.validation or 0.0, "test": here.test or 0.0})
+        return config.model_copy(update={"data": data, "evaluate": self.evaluate})
+
+    def _everything(self) -> RunConfig:
+        """All that is set, as one run's: what would do nothing there does nothing here."""
+        config = self._config(Site(name="site", data="its.csv", model="its"))
+        here = {part: path for part in ("validation", "test") if (path := getattr(self.at_server, part))}
+        return config.model_copy(
+            update={"data": config.data.model_copy(update=here), "evaluate": self.evaluate, "run": self.run}
+        )
+
+    def _config(self, site: Site, rank: int = 1) -> RunConfig:
+        said = self.model_dump(exclude_defaults=True)
+        columns = site.columns
+        agreed = dict(said.get("data", {}))
+        for one, others in (
+            ("messages", ("prompt", "response")),
+            ("prompt", ("messages",)),
+            ("response", ("messages",)),
+        ):
+            if one in columns:
+                agreed = {key: value for key, value in agreed.items() if key not in others}
+        model = {**said.get("model", {}), "path": site.model, **({"device": site.device} if site.device else {})}
+        run = {key: value for key, value in said.get("run", {}).items() if key in ("rounds", "seed", "threads")}
+        heads = {key: value for key, value in said.get("server", {}).items() if key in ("heads", "upload")}
+        seen = {k: v for k, v in said.get("evaluate", {}).items() if k in ("metric", "max_new_tokens", "batch_size")}
+        if not self.data.validation and not self.data.test:
+            seen = {}
+        return checked(
+            RunConfig,
+            {
+                "model": model,
+                "data": {**agreed, **columns, "clients": {site.name: site.data}},
+                "clients": {"ranks": [rank]},
+                "lora": said.get("lora", {}),
+                "method": said.get("method", {}),
+                "server": heads,
+                "train": said.get("train", {}),
+                "run": {**run, **({"threads": site.threads} if site.threads else {})},
+                "evaluate": seen,
+            },
+        )
+
+    def fixed(self) -> dict[str, Any]:
+        """Key -> value of what must not change once a round is played."""
+        return {key: value for key, value in _flat(self).items() if _is_fixed(key)}
+
+    def fixed_digest(self) -> str:
+        """SHA-256, first 16 hex digits, of what must not change once a round is played."""
+        return hashlib.sha256(json.dumps(self.fixed(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that is another one than before. fixed: it must not be, once a round is played."""
+
+    key: str
+    before: Any
+    after: Any
+    fixed: bool
+
+
+def changed(old: FederationSettings, new: FederationSettings) -> tuple[Change, ...]:
+    """What differs, key by key; [network] and [at_server] included.
+
+    Example:
+        >>> old = FederationSettings(id="f", model={"task": "causal-lm"})
+        >>> new = FederationSettings(id="f", model={"task": "causal-lm"}, run={"rounds": 20})
+        >>> changed(old, new)
+        (Change(key='run.rounds', before=10, after=20, fixed=False),)
+    """
+    before, after = _flat(old), _flat(new)
+    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
+    return tuple(Change(key, before.get(key), after.get(key), _is_fixed(key)) for key in keys)
+
+
+# ------------------------------------------------------------------------------------------------------------- inside
+
+
+def _is_fixed(key: str) -> bool:
+    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)
+
+
+def _flat(settings: FederationSettings) -> dict[str, Any]:
+    """Key -> value, of every key."""
+    found: dict[str, Any] = {}
+    for name, value in settings.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def _without_none(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _without_none(v) if isinstance(v, dict) else v for k, v in value.items() if v is not None}
+
+
+__all__ = [
+    "AgreedData",
+    "AgreedModel",
+    "AtServerSection",
+    "Change",
+    "FederationSettings",
+    "NetworkSection",
+    "changed",
+]

@@ -1,0 +1,127 @@
+"""A federation's settings from a file of `fedlora run`: what is agreed on is kept, what is of one machine refused."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlora.errors import ConfigError
+from fedlora.flower.terms.one_machine import ELSEWHERE, refuse_elsewhere
+from fedlora.flower.terms.settings import FederationSettings, NetworkSection
+from fedlora.runs.config import RunConfig, override_in
+from fedlora.runs.reading import checked, read_tables
+
+
+def new_id() -> str:
+    """A federation's id, of its own."""
+    return f"fed-{secrets.token_hex(3)}"
+
+
+def from_run_config(
+    config: RunConfig,
+    labels: Sequence[str] | None = None,
+    *,
+    id: str | None = None,
+    network: NetworkSection | Mapping[str, Any] | None = None,
+    dealt: bool = False,
+    model_here: bool = True,
+    at_server: Mapping[str, str] | None = None,
+) -> FederationSettings:
+    """A federation's settings from a run's configuration.
+
+    Args:
+        labels: the classes, in order; None takes data.labels. dealt: the run's own data are dealt out to sites of a
+            trial, so that what says how (data.train, data.clients, clients.*) has had its effect and is not refused.
+        at_server: files that the server measures on, by part ("validation", "test"); no site holds anything out for
+            them. model_here: the base model of the configuration stays at the server, as [at_server] model.
+
+    Raises:
+        ConfigError: a key that belongs to one machine, by name and with what to do.
+    """
+    raw = config.model_dump(mode="json", exclude_defaults=True)
+    raw.setdefault("model", {})["path"] = config.model.path
+    return from_tables(raw, labels, id=id, network=network, dealt=dealt, model_here=model_here, at_server=at_server)
+
+
+def read_run_file(
+    path: Path,
+    overrides: Sequence[str] = (),
+    labels: Sequence[str] | None = None,
+    *,
+    id: str | None = None,
+    network: NetworkSection | Mapping[str, Any] | None = None,
+    model_here: bool = True,
+    at_server: Mapping[str, str] | None = None,
+) -> FederationSettings:
+    """A federation's settings from a file like that of `fedlora run`, which need not name any data.
+
+    Raises:
+        ConfigError: as `from_run_config`.
+    """
+    raw = read_tables(path)
+    for override in overrides:
+        override_in(raw, override)
+    try:
+        found = from_tables(raw, labels, id=id, network=network, model_here=model_here, at_server=at_server)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return found.located(path.parent)
+
+
+def from_tables(
+    raw: Mapping[str, Any],
+    labels: Sequence[str] | None = None,
+    *,
+    id: str | None = None,
+    network: NetworkSection | Mapping[str, Any] | None = None,
+    dealt: bool = False,
+    model_here: bool = True,
+    at_server: Mapping[str, str] | None = None,
+) -> FederationSettings:
+    """`from_run_config`, from nested tables."""
+    tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in raw.items()}
+    here: dict[str, Any] = {}
+    model, data = tables.get("model", {}), tables.get("data", {})
+    if isinstance(model, dict) and (path := model.pop("path", None)) and model_here:
+        here["model"] = path
+    if isinstance(data, dict):
+        tables["data"] = data
+        here |= {part: data.pop(part) for part in ("validation", "test") if isinstance(data.get(part), str)}
+        here |= at_server or {}
+        for part in ("validation", "test"):
+            if part in here:  # and no site holds anything out for what the server measures
+                data[part] = 0.0
+        if labels is not None:
+            if data.get("labels") not in (None, list(labels)):
+                raise ConfigError(
+                    f"data.labels = {data['labels']} and the labels {list(labels)} contradict each other."
+                )
+            data["labels"] = list(labels)
+    if dealt:
+        for key in ELSEWHERE:
+            table, name = key.split(".")
+            if table in ("data", "clients") and isinstance(tables.get(table), dict):
+                tables[table].pop(name, None)
+        tables.pop("clients", None)
+        for table, name in (("model", "device"), ("run", "workers")):
+            if isinstance(tables.get(table), dict):
+                tables[table].pop(name, None)
+    refuse_elsewhere(tables)
+    return checked(
+        FederationSettings,
+        {
+            "id": id or new_id(),
+            **(
+                {"network": network.model_dump() if isinstance(network, NetworkSection) else dict(network)}
+                if network is not None
+                else {}
+            ),
+            **({"at_server": here} if here else {}),
+            **tables,
+        },
+    ).check()
+
+
+__all__ = ["from_run_config", "from_tables", "new_id", "read_run_file"]

@@ -1,0 +1,106 @@
+"""site.toml: who a site is, where its data and its base model are, and nothing else.
+
+name = "acme"
+data = "notes.csv"          # CSV, JSONL or Parquet; relative paths start at the file's own folder
+model = "/models/bert"      # a directory, a GGUF file, a hub id, or a packaged model
+text = "note"               # columns of its own file, where the federation calls them otherwise
+device = "cuda"             # and which device, and how many threads
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+from pydantic import Field, field_validator
+
+from fedlora.data.sources import is_hub
+from fedlora.errors import ConfigError
+from fedlora.runs.reading import checked, read_tables
+from fedlora.runs.sections import PACKAGED, Section
+
+COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+def check_name(name: str) -> str:
+    """A site's name. Raises `ValueError` for one that could not name a folder on any machine."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"a site's name is up to 64 letters, digits, '_', '-' and '.', and begins with a letter, a digit or '_', "
+            f"for it names files; got {name[:80]!r}"
+        )
+    return name
+
+
+class Site(Section):
+    """A site, as it describes itself to its own machine. Nothing of this travels.
+
+    data: its file, or a data set "hf://..."; model: the base model, as model.path of a run. text to messages: columns
+    of its file, where they are not called as the federation's settings say. device, threads: as model.device and
+    run.threads; without, the best device that there is, and the settings' threads.
+
+    Example:
+        >>> Site(name="acme", data="notes.csv", model="demo", text="note").columns
+        {'text': 'note'}
+    """
+
+    name: str
+    data: Annotated[str, Field(min_length=1)]
+    model: Annotated[str, Field(min_length=1)]
+    text: str | None = None
+    pair: str | None = None
+    label: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    messages: str | None = None
+    device: str | None = None
+    threads: Annotated[int, Field(ge=1)] | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        return check_name(name)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Those columns that this file calls otherwise."""
+        return {column: found for column in COLUMNS if (found := getattr(self, column)) is not None}
+
+    def toml(self) -> str:
+        """As site.toml has it."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+    @classmethod
+    def read(cls, path: Path) -> Site:
+        """From site.toml, with paths made absolute. It is not looked whether the files are there.
+
+        Raises:
+            ConfigError: what is wrong with the file, a line for each thing.
+        """
+        raw = read_tables(path, "site file")
+        foreign = [key for key in raw if key not in cls.model_fields]
+        if foreign:
+            raise ConfigError(
+                f"the site file {path}: {foreign[0]!r} does not stand here. It holds name, data, model, the columns of "
+                f"the site's own file ({', '.join(COLUMNS)}), device and threads; classes, scaling, lengths, ranks and "
+                f"how to train come from the server, with every message. Leave it out."
+            )
+        try:
+            return checked(cls, raw).located(path.parent)
+        except ConfigError as error:
+            raise ConfigError(f"the site file {path}: {error}.") from error
+
+    def located(self, folder: Path) -> Site:
+        """With its paths absolute; relative ones start at `folder`."""
+        changes: dict[str, Any] = {}
+        if not is_hub(self.data):
+            changes["data"] = str((folder / self.data).resolve())
+        if self.model not in PACKAGED and (folder / self.model).exists():
+            changes["model"] = str((folder / self.model).resolve())
+        return self.model_copy(update=changes)
+
+
+__all__ = ["COLUMNS", "Site", "check_name"]

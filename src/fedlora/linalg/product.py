@@ -1,0 +1,146 @@
+"""The SVD of B A for factors of several clients side by side: sizes first, and the factors of a rank when it is known.
+
+    B = Q_B R_B, A^T = Q_A R_A;   R_B D R_A^T = O S W^T;   the pair of rank k is Q_B O_k S_k^1/2 and its like
+
+D holds the weights, so the stored numbers are never touched. R comes from the Cholesky factor of the Gram matrix in
+float64, which reads each factor once and needs no Q: B X with the small X = R_B^-1 O_k S_k^1/2. That loses digits as
+the square of the condition of B. Where float32 could show it, or B is float64, Householder's QR takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fedlora.linalg.basics import gram, norm
+from fedlora.linalg.shapes import Tensor
+from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, require_some
+
+_WORST_CONDITION = 1e3  # of unit columns: orthogonal to 1e-10 then, far below float32's 6e-8
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """One factor as X (d, n) = Q R, Q never formed where R has an inverse that is safe."""
+
+    X: Tensor
+    R: Tensor
+    Q: Tensor | None
+
+    def times(self, small: Tensor) -> Tensor:
+        """Q @ small (n, k), in float64."""
+        if self.Q is not None:
+            return self.Q @ small
+        inner: Tensor = torch.linalg.solve_triangular(self.R, small, upper=True)
+        return self.X.double() @ inner
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A weighted sum of products in energy order: `s` descending, and balanced factors of any rank up to their number.
+
+    noise, rounding: as `Spectrum` has them.
+    """
+
+    s: tuple[float, ...]
+    noise: float
+    rounding: float
+    _left: _Side
+    _right: _Side
+    _O: Tensor
+    _W: Tensor
+    _dtype: torch.dtype
+
+    @property
+    def rank(self) -> int:
+        return len(self.s)
+
+    @property
+    def d_out(self) -> int:
+        return len(self._left.X)
+
+    @property
+    def d_in(self) -> int:
+        return len(self._right.X)
+
+    def rank_of_energy(self, share: float) -> int:
+        """The least number of leading components whose squares make up `share` of all squares."""
+        s = torch.tensor(self.s, dtype=torch.float64)
+        return Spectrum(s[None, :], s, s[:, None]).rank_of_energy(share)
+
+    def balanced(self, rank: int) -> tuple[Tensor, Tensor]:
+        """(B, A) of the `rank` strongest components, the root of each size on both; canonical signs."""
+        root = torch.tensor(self.s[:rank], dtype=torch.float64).sqrt()
+        B = self._left.times(self._O[:, :rank] * root)
+        A = self._right.times(self._W[:, :rank] * root)
+        if rank:
+            sign = torch.where(B.amax(dim=0) >= -B.amin(dim=0), 1.0, -1.0).to(B)
+            B, A = B.mul_(sign), A.mul_(sign)
+        return B.to(self._dtype), A.mT.to(self._dtype).contiguous()
+
+
+def product(
+    Bs: Sequence[Tensor], As: Sequence[Tensor], weights: Sequence[float], *, tolerance: float, dtype: torch.dtype
+) -> Product:
+    """sum_i w_i B_i A_i, decomposed.
+
+    Args:
+        Bs: (d_out, r_i). As: (r_i, d_in). Of any floating types; computed in float64.
+        tolerance: relative rounding noise of the stored factors (`Spectrum.noise`). dtype: of the result.
+
+    Raises:
+        LostUpdate: the sum is not zero, but `dtype` would make it so. OverflowError: it is larger than `dtype` holds.
+    """
+    exact = any(t.dtype == torch.float64 for t in (*Bs, *As))
+    left, right = _side(Bs, exact), _side([A.mT for A in As], exact)
+    scales = [w for B, w in zip(Bs, weights, strict=True) for _ in range(B.shape[1])]
+    D = torch.tensor(scales, dtype=torch.float64)
+    core = (left.R * D) @ right.R.mT
+    if not bool(torch.isfinite(core).all()):
+        raise OverflowError("float64 holds up to 1.8e308")
+    O, s, Wh = torch.linalg.svd(core, full_matrices=False)
+    if len(s) and float(s[0]) > torch.finfo(dtype).max:
+        raise OverflowError(f"its norm is {float(s[0]):.1e}")
+    sizes = norm(left.R, dim=0) * D.abs() * norm(right.R, dim=0)
+    require_some(s, dtype)
+    terms = float(norm(sizes))
+    keep, noise, rounding = cut_by_rounding(
+        s.tolist(), terms=terms, stored=terms * tolerance, worked_in=torch.float64, stored_in=dtype
+    )
+    values = tuple(s[:keep].tolist())
+    return Product(values, noise, rounding, left, right, O[:, :keep], Wh[:keep].mT, dtype)
+
+
+def _side(parts: Sequence[Tensor], exact: bool) -> _Side:
+    """[X_1 | X_2 | ...] and its R."""
+    width = sum(part.shape[1] for part in parts)
+    wide = torch.float64 if exact else torch.float32
+    X = torch.empty(parts[0].shape[0], width, dtype=wide)
+    at = 0
+    for part in parts:
+        X[:, at : at + part.shape[1]].copy_(part)
+        at += part.shape[1]
+    if not exact and 0 < width <= X.shape[0]:
+        R = _cholesky(gram(X))
+        if R is not None:
+            return _Side(X, R, None)
+    Q, R = torch.linalg.qr(X.double())
+    return _Side(X, R, Q)
+
+
+def _cholesky(G: Tensor) -> Tensor | None:
+    """R with R^T R = G; None where that would lose digits: columns that nearly depend on each other, or zero ones."""
+    norms = G.diagonal().sqrt()
+    if not bool((norms > 0).all()) or not math.isfinite(float(norms.max())):
+        return None
+    R, failed = torch.linalg.cholesky_ex((G / norms / norms[:, None]), upper=True)
+    if bool(failed):
+        return None
+    inverse = torch.linalg.solve_triangular(R, torch.eye(len(R), dtype=R.dtype), upper=True)
+    if float(torch.linalg.matrix_norm(inverse)) > _WORST_CONDITION:  # of unit columns, ||R|| is at most sqrt(n)
+        return None
+    found: Tensor = R * norms
+    return found

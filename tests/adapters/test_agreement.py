@@ -1,0 +1,85 @@
+"""What the upload.json of merged adapters say against each other. Kind of evidence: refusals, by their words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.adapters import merge
+from fedlora.errors import AdapterFormatError
+from support.adapter_folders import saved
+from support.command_line import Said
+
+METHODS = (["--weights-from", "num_examples"], ["--method", "glora"], ["--method", "glora", "--state", "state"], [])
+
+
+def upload(folder: Path, name: str, **facts: Any) -> Path:
+    where = saved(folder, name, 2)
+    (where / "upload.json").write_text(json.dumps({"client": name, "num_examples": 10, "round": 1} | facts))
+    return where
+
+
+@pytest.mark.parametrize("how", METHODS, ids=str)
+@pytest.mark.parametrize("labels", [["yes", "no"], ["no", "yes", "maybe"], []], ids=str)
+def test_contrary_classes_are_refused(
+    labels: list[str], how: list[str], tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another order too: row k of a head is class k. Heads that are left out do not matter, and it is said."""
+    monkeypatch.chdir(tmp_path)
+    a = upload(tmp_path, "a", label_names=["no", "yes"])
+    b = upload(tmp_path, "b", label_names=labels)
+    said = main("merge", a, b, *how, "-o", "m").complaint()
+    assert str(["no", "yes"]) in said and str(labels) in said and "--labels" in said and "--drop heads" in said
+    assert str(a) in said and str(b) in said
+    assert not Path("m").exists() and not Path("state").exists()
+    done = main("merge", a, b, *how, "--drop", "heads", "-o", "m")
+    assert done.code == 0 and "classes differ" in done.err
+    c = saved(tmp_path, "c", 2)  # says nothing
+    assert "classes" not in main("merge", a, c, "-o", "n").err
+
+
+def test_other_base_weights_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """The same name of a base is not the same base, and --same-base says so; other names of files tell nothing."""
+    one = {"config.json": "1" * 64, "model.safetensors": "2" * 64}
+    a = upload(tmp_path, "a", base_model_sha256=one)
+    b = upload(tmp_path, "b", base_model_sha256=one | {"model.safetensors": "3" * 64})
+    for how in METHODS[:2]:
+        said = main("merge", a, b, *how, "-o", tmp_path / "m").complaint()
+        assert "'model.safetensors' is '222222222222'... in one upload.json and '333333333333'..." in said
+        assert "--same-base" in said and not (tmp_path / "m").exists()
+    assert "taken for one: their digests differ" in str(merge([a, b], tmp_path / "m", same_base=True).warnings)
+    c = upload(tmp_path, "c", base_model_sha256=one | {"config.json": "4" * 64})
+    assert "same weights, and other config.json" in str(merge([a, c], tmp_path / "n").warnings)
+    d = upload(tmp_path, "d", base_model_sha256={"model-00001-of-00002.safetensors": "2" * 64})
+    assert "files of other names" in str(merge([a, d], tmp_path / "o").warnings)
+    assert merge([a, upload(tmp_path, "e", base_model_sha256=one)], tmp_path / "p").warnings == ()
+
+
+def test_nobody_counts_twice_or_goes_without_a_word(tmp_path: Path, main: Callable[..., Said]) -> None:
+    a, b = upload(tmp_path, "a"), upload(tmp_path, "b", round=7, num_examples=0)
+    again = upload(tmp_path / "again", "a")
+    for same in (a, again):
+        with pytest.raises(AdapterFormatError, match="both of client 'a': its examples would count twice"):
+            merge([a, same, b], tmp_path / "m", weights_from="num_examples")
+    assert "both of client 'a': it counts 2 times" in str(merge([a, again], tmp_path / "m").warnings)
+    for k, how in enumerate((["--method", "glora"], [])):
+        done = main("merge", a, b, *how, "--weights-from", "num_examples", "-o", tmp_path / f"out{k}")
+        assert done.code == 0 and "of different rounds: 'a' 1, 'b' 7" in done.err
+        assert f"without part in the result: {str(b)!r}" in done.err
+    report = merge([a, upload(tmp_path, "c")], tmp_path / "n", weights=[1, 0], weight_map={"*query": [0, 1]})
+    assert report.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"label_names": "no"}, {"label_names": [1]}, {"base_model_sha256": ["x"]}, {"base_model_sha256": {"x": 1}},
+     {"template": 3}],
+    ids=str,
+)  # fmt: skip
+def test_facts_of_another_shape_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(AdapterFormatError, match=f"{next(iter(facts))} is "):
+        merge([upload(tmp_path, "a", **facts), upload(tmp_path, "b")], tmp_path / "m")

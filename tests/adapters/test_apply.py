@@ -1,0 +1,348 @@
+"""Adapters written into full models (`fedlora apply`). Kinds of evidence: oracle (peft, unmerged) and end-to-end.
+
+peft puts the adapter beside a fresh model and answers; the written model, loaded as anybody would load it, must answer
+the same, in float64. peft's own merge is no oracle here: it is wrong in places. What cannot be merged is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
+
+from fedlora.adapters.apply import apply_adapter
+from fedlora.adapters.base_model import BaseFiles
+from fedlora.adapters.reader import AdapterFile
+from fedlora.errors import AdapterFormatError
+from support.command_line import Said
+from support.peft_cases import CASES, TIED, Case, loaded, randomise, saved
+from support.tiny_models import TOKENS, bert, llama
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def stored(model: nn.Module, folder: Path, **how: Any) -> Path:
+    """A base model as its author saves it."""
+    if isinstance(model, PreTrainedModel):
+        model.save_pretrained(folder, **how)
+    else:
+        folder.mkdir(parents=True)
+        safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    return folder
+
+
+def read(model: nn.Module, folder: Path) -> nn.Module:
+    """The model in a folder, in the class of `model`: from_pretrained, or by its state."""
+    if isinstance(model, PreTrainedModel):
+        return type(model).from_pretrained(folder).eval()
+    model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+    return model.eval()
+
+
+@torch.no_grad()
+def said(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    out = model(**inputs)
+    found: Tensor = getattr(out, "logits", out)
+    return found
+
+
+# Cases that cannot be written, and what the refusal says.
+REFUSED = {
+    "Mixtral": "its experts are stored one by one",
+    "Mixtral, all-linear": "its experts are stored one by one",
+    "layers repeated": "layer_replication makes another model",
+    "AdaLoRA, convolution": "linear layer, a matrix",
+    "experts, three": "which of its nested pairs is whose",
+    "embedding of another name": "without a config.json",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_written_model_answers_as_peft_with_the_adapter_beside_it(
+    name: str, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """Every case of peft_cases.py: equal logits in float64, or a refusal; `validate --base` judges the same."""
+    case: Case = CASES[name]
+    adapter = saved(case, 0, tmp_path / "adapter")
+    base = stored(case.build(), tmp_path / "base")
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    judged = main("validate", adapter, "--base", base)
+    assert judged.code == done.code
+    if name in REFUSED:
+        assert done.code == 2 and done.err.count("\n") == 1 and not (tmp_path / "full").exists()
+        assert re.search(REFUSED[name], done.err), done.err
+        return
+    assert done.code == 0, done.err
+    want = said(loaded(case, adapter), case.inputs)
+    got = said(read(case.build(), tmp_path / "full"), case.inputs)
+    assert float((want - said(case.build(), case.inputs)).abs().max()) > 0.05
+    torch.testing.assert_close(got, want, rtol=0, atol=max(1e-11, case.tolerance))
+
+
+# ---- single decisions ------------------------------------------------------------------------------------------------
+
+
+def small(folder: Path, dtype: torch.dtype = torch.float32, build: Any = llama, **fields: Any) -> tuple[Path, Path]:
+    """A base model, and an adapter with random numbers in all that trains."""
+    build().to(dtype).save_pretrained(folder / "base")
+    options = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]} | fields
+    model = get_peft_model(build(), LoraConfig(**options))
+    randomise(model, 1)
+    model.save_pretrained(folder / "adapter")
+    return folder / "adapter", folder / "base"
+
+
+def rewrite(adapter: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def reconfigure(folder: Path, **more: Any) -> None:
+    path = folder / ("adapter_config.json" if (folder / "adapter_config.json").exists() else "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+def refused(main: Callable[..., Said], adapter: Path, base: Path, why: str) -> None:
+    """By `apply` and by `validate --base`, in one line, with nothing written."""
+    for command in (["apply", adapter, "-o", adapter.parent / "full"], ["validate", adapter]):
+        done = main(*command, "--base", base)
+        assert done.code == 2 and done.err.count("\n") == 1 and re.search(why, done.err), done.err
+    assert not (adapter.parent / "full").exists()
+
+
+def test_a_number_beyond_float16_is_refused_by_name(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """65504 is float16's largest; float32 holds what comes out."""
+    adapter, base = small(tmp_path, torch.float16)
+    key = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
+
+    def grow(tensors: dict[str, Tensor]) -> None:
+        tensors[key.format("A")], tensors[key.format("B")] = torch.ones(2, 32), torch.full((32, 2), 25000.0)
+
+    rewrite(adapter, grow)
+    refused(main, adapter, base, r"layers.1.self_attn.q_proj.weight' would hold 10\d{4} .*beyond float16's .*65504")
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--dtype", "float32")
+    assert done.code == 0, done.err
+    written = safetensors.torch.load_file(tmp_path / "full" / "model.safetensors")
+    assert {t.dtype for t in written.values()} == {torch.float32}
+    assert 99_000 < float(written["model.layers.1.self_attn.q_proj.weight"].max()) < 101_000
+    config = json.loads((tmp_path / "full" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "float32"
+    loaded_again = LlamaForCausalLM.from_pretrained(tmp_path / "full")
+    assert loaded_again.dtype == torch.float32
+
+
+def test_an_update_that_rounding_swallows_is_told(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """bfloat16 has 8 bits: an update of 1e-5 of a weight is lost in it, and none of it in float32."""
+    adapter, base = small(tmp_path, torch.bfloat16)
+
+    def shrink(tensors: dict[str, Tensor]) -> None:
+        for key in tensors:
+            tensors[key] = tensors[key] * 1e-2
+
+    rewrite(adapter, shrink)
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "narrow", "--json")
+    told = json.loads(done.out)["rounding"]
+    plain, written = (safetensors.torch.load_file(f / "model.safetensors") for f in (base, tmp_path / "narrow"))
+    lora = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
+    update = lost = 0.0
+    for name in json.loads(done.out)["changed"]:
+        path = f"base_model.model.{name.removesuffix('.weight')}"
+        delta = 2 * (lora[f"{path}.lora_B.weight"].double() @ lora[f"{path}.lora_A.weight"].double())
+        update += float(delta.square().sum())
+        lost += float((written[name].double() - plain[name].double() - delta).square().sum())
+    assert told["lost"] == pytest.approx((lost / update) ** 0.5, rel=1e-9) and told["lost"] > 0.5
+    assert "rounding would lose" in main("validate", adapter, "--base", base).err
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "wide", "--dtype", "float32")
+    assert "loses" in done.out and float(re.search(r"loses (\S+) of", done.out)[1]) < 1e-2  # type: ignore[index]
+
+
+def test_a_vanished_update_is_told(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Nothing of it is left in bfloat16."""
+    adapter, base = small(tmp_path, torch.bfloat16)
+
+    def shrink(tensors: dict[str, Tensor]) -> None:
+        for key in tensors:
+            tensors[key] = tensors[key] * 1e-9
+
+    rewrite(adapter, shrink)
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    assert done.code == 0 and "rounding loses all of the update in 2 tensors" in done.err
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 1e-20), (torch.bfloat16, 1e-40), (torch.float64, 1e-40), (torch.float64, 1e-190)],
+)
+def test_an_update_far_below_the_weights_is_not_called_lossless(
+    dtype: torch.dtype, size: float, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """All of it is lost, though W + B A is W in float64 too: the update itself is what the loss is measured by."""
+    adapter, base = small(tmp_path, dtype)
+
+    def shrink(tensors: dict[str, Tensor]) -> None:
+        for key in tensors:
+            tensors[key] = tensors[key].double() * (size if "lora_B" in key else 1)
+
+    rewrite(adapter, shrink)
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--json")
+    told = json.loads(done.out)["rounding"]
+    assert told["lost"] == pytest.approx(1.0, rel=1e-12) and len(told["vanished"]) == 2, told
+    plain, written = (safetensors.torch.load_file(f / "model.safetensors") for f in (base, tmp_path / "full"))
+    assert all(torch.equal(t, written[name]) for name, t in plain.items())
+
+
+def test_a_double_base_loses_digits_too(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """The rounding of float64 counts: measured against the update in 40 digits (Python's fractions)."""
+    adapter, base = small(tmp_path, torch.float64)
+    rewrite(adapter, lambda tensors: tensors.update({k: t.double() * 1e-8 for k, t in tensors.items()}))
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--json")
+    plain, written = (safetensors.torch.load_file(f / "model.safetensors") for f in (base, tmp_path / "full"))
+    lora = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
+    update = lost = Fraction()
+    for name in json.loads(done.out)["changed"]:
+        path = f"base_model.model.{name.removesuffix('.weight')}"
+        delta = 2 * (lora[f"{path}.lora_B.weight"] @ lora[f"{path}.lora_A.weight"])
+        for d, old, new in zip(delta.flatten().tolist(), plain[name].flatten().tolist(),
+                               written[name].flatten().tolist(), strict=True):  # fmt: skip
+            update += Fraction(d) ** 2
+            lost += (Fraction(new) - Fraction(old) - Fraction(d)) ** 2
+    want = float(lost / update) ** 0.5
+    assert 0.01 < want < 1 and json.loads(done.out)["rounding"]["lost"] == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_base_is_rounded_once(dtype: torch.dtype, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Each number is the one of the type that is nearest to W + B A in float64; what is not adapted stays as it was."""
+    adapter, base = small(tmp_path, dtype, target_modules=["q_proj", "down_proj"])
+    assert main("apply", adapter, "--base", base, "-o", tmp_path / "full").code == 0
+    plain, written = (safetensors.torch.load_file(f / "model.safetensors") for f in (base, tmp_path / "full"))
+    lora = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
+    assert plain.keys() == written.keys()
+    for name, weight in plain.items():
+        path, want = f"base_model.model.{name.removesuffix('.weight')}", weight
+        if f"{path}.lora_A.weight" in lora:
+            delta = 2 * (lora[f"{path}.lora_B.weight"].double() @ lora[f"{path}.lora_A.weight"].double())
+            want = (weight.double() + delta).to(dtype)
+        assert torch.equal(written[name], want), name
+
+
+TOKENS_WRONG: Mapping[str, tuple[Any, str]] = {
+    "out of range": ([1, 40], r"names token 40, 'model.embed_tokens.weight' has 0 to 39"),
+    "negative": ([1, -1], "names token -1|whole numbers from 0"),
+    "twice": ([3, 3], "names token 3 .* twice"),
+    "too few": ([1], "trainable_token_indices names 1"),
+    "of another table": ({"words": [1, 2]}, "names 'words', and the file has no rows of it"),
+    "no numbers": ([1, True], "whole numbers|does not say which rows"),
+    "of two patterns": ({"embed_tokens": [1, 2], "model.embed_tokens": [3, 4]}, "does not say which rows"),
+}
+
+
+@pytest.mark.parametrize("what", TOKENS_WRONG)
+def test_tokens_that_no_table_has_are_refused(what: str, tmp_path: Path, main: Callable[..., Said]) -> None:
+    adapter, base = small(tmp_path, trainable_token_indices=[1, 2])
+    indices, why = TOKENS_WRONG[what]
+    reconfigure(adapter, trainable_token_indices=indices)
+    refused(main, adapter, base, why)
+
+
+def test_shapes_of_biases_and_heads_must_be_the_bases(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Another number of labels, a bias of another length; a head that the base lacks is added, and named."""
+    fields = {"target_modules": ["query"], "bias": "lora_only", "lora_bias": True, "task_type": "SEQ_CLS"}
+    adapter, base = small(tmp_path, build=bert, **fields)
+    for key, shape in (
+        ("classifier.weight", (4, 32)),
+        ("bert.encoder.layer.0.attention.self.query.base_layer.bias", (31,)),
+        ("bert.encoder.layer.0.attention.self.query.lora_B.bias", (1,)),
+    ):
+        before = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
+        rewrite(adapter, lambda tensors, k=key, s=shape: tensors.update({f"base_model.model.{k}": torch.ones(s)}))
+        refused(main, adapter, base, re.escape(f"has shape {shape}"))
+        rewrite(adapter, lambda tensors, old=before: tensors.update(old))
+    assert main("validate", adapter, "--base", base).code == 0
+
+
+@pytest.mark.parametrize("missing", ["classifier.weight", "classifier.bias"])
+def test_a_saved_module_is_saved_whole(missing: str, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """peft asks for each tensor of the base model's module, and fails on a file that lacks one."""
+    adapter, base = small(tmp_path, build=bert, target_modules=["query"], task_type="SEQ_CLS")
+    rewrite(adapter, lambda tensors: tensors.pop(f"base_model.model.{missing}"))
+    with pytest.raises(KeyError, match=missing):
+        PeftModel.from_pretrained(bert(), adapter)
+    refused(main, adapter, base, f"the file lacks '{missing}'")
+
+
+def test_a_bias_that_the_base_lacks_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Beside the model peft would compute with it; a llama's layers have no place for it."""
+    adapter, base = small(tmp_path, lora_bias=True)
+    refused(main, adapter, base, "q_proj.bias', which the base model does not have")
+
+
+def test_a_head_on_an_encoder_stored_alone(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """BertModel's file lacks the prefix and the classifier: both are found, the head is named as added, and the written
+    model answers as peft's."""
+    model: Any = bert().double()
+    model.bert.save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    fresh = lambda: BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3).eval()  # noqa: E731
+    fields = {"r": 2, "target_modules": ["query"], "task_type": "SEQ_CLS", "modules_to_save": ["pooler"]}
+    peft_model = get_peft_model(fresh(), LoraConfig(**fields))
+    randomise(peft_model, 1)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    want = said(PeftModel.from_pretrained(fresh(), tmp_path / "adapter").eval(), {"input_ids": TOKENS})
+    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    assert done.code == 0 and "classifier.weight (3, 32) is added" in done.err
+    full = BertForSequenceClassification.from_pretrained(tmp_path / "full", num_labels=3).eval()
+    torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-10)
+
+
+def test_tokens_of_a_head_with_a_bias_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """peft leaves the bias out as long as the adapter lies beside the model."""
+    adapter, base = small(tmp_path, trainable_token_indices={"lm_head": [1, 2]})
+    tensors = safetensors.torch.load_file(base / "model.safetensors")
+    safetensors.torch.save_file(tensors | {"lm_head.bias": torch.ones(40)}, base / "model.safetensors")
+    refused(main, adapter, base, "rows of a layer with a bias")
+
+
+@pytest.mark.parametrize("shards", ["20KB", "1GB"])
+def test_sharded_and_tied(shards: str, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """A head that becomes a tensor of its own goes into a file of its own; the model loads and answers as peft's."""
+    model: Any = TIED()
+    model.save_pretrained(tmp_path / "base", max_shard_size=shards)
+    peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
+    randomise(peft_model, 1)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    want = said(PeftModel.from_pretrained(again, tmp_path / "adapter").eval(), {"input_ids": TOKENS})
+    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full", "--json")
+    assert json.loads(done.out)["added"] == ["lm_head.weight"]
+    got = said(LlamaForCausalLM.from_pretrained(tmp_path / "full").eval(), {"input_ids": TOKENS})
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    assert json.loads((tmp_path / "full" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_two_different_weights_under_a_tie_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """config.json says that they are one, the file has two: which is meant is not known."""
+    adapter, base = small(tmp_path, target_modules=["lm_head"])
+    reconfigure(base, tie_word_embeddings=True)
+    refused(main, adapter, base, "ties and its files store with different numbers")
+
+
+def test_a_base_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    adapter, base = small(tmp_path)
+    opened = BaseFiles(base)
+    content = (base / "model.safetensors").read_bytes()
+    (base / "model.safetensors").write_bytes(content[:-4] + b"abcd")
+    with pytest.raises(AdapterFormatError, match="has changed while it was read"):
+        apply_adapter(AdapterFile(adapter), opened, tmp_path / "full")
+    assert not (tmp_path / "full").exists()

@@ -1,0 +1,699 @@
+"""`fedlora.adapters.merge` and the options of `fedlora merge`. Kinds of evidence: oracle (dense float64), readers of
+other programs written down from their source, refusals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedlora import read_adapter
+from fedlora.adapters import AdapterFile, MergeReport, merge, merging, resize
+from fedlora.adapters.kinds import vllm_rank
+from fedlora.adapters.truncation import RankRule, merge_module
+from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
+from support.adapter_folders import HEADS, SHAPES, bare, lora, saved, updates
+from support.command_line import Said
+from support.worked_examples import python_blocks, run_page
+
+Q, V = "layer.0.q", "layer.1.v"
+
+
+def mean(*folders: Path, weights: tuple[float, ...] | None = None) -> dict[str, Tensor]:
+    """By dense products in float64; a module that one lacks counts zero."""
+    weights = weights or (1 / len(folders),) * len(folders)
+    found: dict[str, Tensor] = {}
+    for folder, w in zip(folders, weights, strict=True):
+        for module, update in updates(folder).items():
+            found[module] = found.get(module, 0) + w * update
+    return found
+
+
+def distance(folder: Path, want: Mapping[str, Tensor]) -> float:
+    got = updates(folder)
+    assert got.keys() == want.keys()
+    gap = sum(float((got[m] - want[m]).square().sum()) for m in want)
+    return math.sqrt(gap / sum(float(t.square().sum()) for t in want.values()))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return found
+
+
+def test_an_added_bias_counts_as_its_module_does(tmp_path: Path) -> None:
+    """By hand: alpha / r is 2; of Q the other adapter has nothing, so renormalised it is the first's alone."""
+    bias = {m: {f"{m}.lora_B.bias": torch.full((20,), 3.0)} for m in (Q, V)}
+    a = bare(tmp_path / "a", {Q: 2, V: 2}, beside=bias[Q] | bias[V], lora_bias=True)
+    b = bare(tmp_path / "b", {V: 2}, beside=bias[V], lora_bias=True)
+    for missing, of_q in (("zero", 3.0), ("renormalise", 6.0)):
+        merge([a, b], tmp_path / missing, missing=missing)
+        found = load_file(tmp_path / missing / "adapter_model.safetensors")
+        for module, value in ((Q, of_q), (V, 6.0)):
+            torch.testing.assert_close(found[f"base_model.model.{module}.lora_B.bias"], torch.full((20,), value))
+
+
+# ---- three lines -----------------------------------------------------------------------------------------------------
+
+
+def test_three_lines(tmp_path: Path) -> None:
+    """The command and the function write the same bytes; the report has what --json shows."""
+    a, b = bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 4, V: 3})
+    report = merge([a, b], tmp_path / "m", rank=16, weights=[0.7, 0.3])
+    assert distance(tmp_path / "m", mean(a, b, weights=(0.7, 0.3))) < 1e-6
+    assert (report.weights, report.rank, report.error, report.written) == ((0.7, 0.3), 6, 0, True)
+    assert report.bytes == sum(t.numel() * 4 for t in load_file(tmp_path / "m" / "adapter_model.safetensors").values())
+
+
+def test_the_command_is_the_function(tmp_path: Path, main: Callable[..., Said]) -> None:
+    a, b = bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 4, V: 3})
+    report = merge([a, b], tmp_path / "m", rank="energy=0.9", weights=[0.7, 0.3])
+    done = main("merge", a, b, "-o", tmp_path / "n", "--rank", "energy=0.9", "--weights", "0.7,0.3", "--json")
+    said = json.loads(done.out)
+    assert said == json.loads(json.dumps(dataclasses.asdict(report) | {"out": str(tmp_path / "n")}))
+    for name in ("adapter_config.json", "adapter_model.safetensors", "README.md"):
+        assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "n" / name).read_bytes(), name
+
+
+def test_a_zero_result_says_why(tmp_path: Path) -> None:
+    """One zero adapter cancels nothing; an adapter less itself does; weight 0 takes no part."""
+    zero = bare(tmp_path / "zero", {Q: 2}, scale=0.0)
+    a = bare(tmp_path / "a", {Q: 2})
+    said = resize(zero, tmp_path / "o", rank=2).warnings[-1]
+    assert said == "the update is zero (B A = 0 in every module), and so is the result"
+    assert "B A = 0" in str(merge([zero, a], tmp_path / "p", weights=[1, 0]).warnings)
+    assert "the updates cancel" in str(merge([a, a], tmp_path / "m", sum=True, weights=[1, -1]).warnings)
+
+
+# ---- what is said of ranks and losses --------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_not_given_is_said(tmp_path: Path) -> None:
+    """a and b have rank 2 and 3 in one module, so their mean has 5; vLLM takes 8 next."""
+    a, b = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {Q: 3})
+
+    def said(report: MergeReport) -> tuple[int, str]:
+        return report.rank, " | ".join(report.warnings)
+
+    for rank, words in (
+        (1000, "rank 1000 was asked for, and the update has 5"),
+        ("budget=9", "budget=9 is no less than"),
+    ):
+        assert (found := said(merge([a, b], tmp_path / "m", rank=rank, force=True)))[0] == 5 and words in found[1]
+    found = said(merge([a, b], tmp_path / "v", rank=4, serve="vllm"))
+    assert found[0] == 8 and "rank 4 is written as 8" in found[1] and "cannot train" in found[1]
+    found = said(resize(b, tmp_path / "r", rank=32, ranks="each"))
+    assert found[0] == 3 and "rank 32 was asked for, and the update has 3" in found[1]
+    found = said(resize(b, tmp_path / "s", rank=2, serve="vllm"))
+    assert found[0] == 8 and "rank 2 is written as 8" in found[1]
+    for rank in (1, 5, "exact", "budget=2"):
+        assert merge([a, b], tmp_path / "n", rank=rank, force=True).warnings == ()
+    with pytest.raises(ConfigError, match="would have 600: give --rank 512 or less"):
+        resize(b, tmp_path / "t", rank=600, serve="vllm")
+
+
+def test_a_refused_loss_names_its_parts_and_what_makes_them_less(tmp_path: Path) -> None:
+    """In one unit, that of --max-error; a way out is named only where it is one."""
+    a, b = bare(tmp_path / "a", {Q: 4}), bare(tmp_path / "b", {Q: 4})
+
+    def refused(call: Callable[..., MergeReport], *inputs: Any, **options: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            call(*inputs, tmp_path / "m", max_error=1e-9, **options)
+        return str(error.value)
+
+    cut = merge([a, b], tmp_path / "n", rank=2).error
+    said = refused(merge, [a, b], rank=2)
+    assert f"off the weighted mean of the adapters by {cut:.2g} of its size ({cut:.2g} by the cut to rank 2)" in said
+    assert "exact cuts nothing" in said and "--dtype" not in said
+    said = refused(merge, [a, b], dtype="bfloat16")
+    assert "by writing bfloat16)" in said and "--dtype float32 rounds less" in said and "rank" not in said
+    said = refused(merge, [a, b], sum=True, rank=2, dtype="bfloat16")
+    assert "off the weighted sum" in said and "exact cuts nothing" in said and "--dtype float32" in said
+    assert "off the adapter's update" in refused(resize, a, rank=1)
+
+
+def test_rounding_of_what_lies_beside_the_pairs_is_reported(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """1.001 is 1 in bfloat16: moved by 0.001 / 1.001. It is a whole weight, so --max-error cannot be kept."""
+    head = {"score.weight": torch.full((3, 12), 1.001)}
+    a = bare(tmp_path / "a", {Q: 2}, beside=head, modules_to_save=["score"])
+    report = merge([a], tmp_path / "m", dtype="bfloat16")
+    assert math.isclose(report.beside_rounding, 0.001 / 1.001, rel_tol=1e-4)
+    with pytest.raises(
+        ConfigError, match=r"moves 'score.weight' by 0.001.*not known without the base.*--dtype float32"
+    ):
+        merge([a], tmp_path / "n", dtype="bfloat16", max_error=0.5)
+    assert merge([a], tmp_path / "o", max_error=0.5).beside_rounding == 0
+    assert (
+        "tensors beside the pairs by up to 9.99e-04"
+        in main("merge", a, "-o", tmp_path / "p", "--dtype", "bfloat16").out
+    )
+
+
+def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
+    """Oracle: dense float64. float32 numbers have an exact product there, and 2^-24 is 6e-8."""
+    a, b = bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 4, V: 3})
+    merge([a, b], tmp_path / "m", dtype="float64")
+    assert distance(tmp_path / "m", mean(a, b)) < 1e-13
+    resize(a, tmp_path / "n", rank=3, dtype="float64")
+    assert distance(tmp_path / "n", mean(a)) < 1e-13
+
+
+def test_weights_that_lie_too_far_apart_are_said(tmp_path: Path) -> None:
+    """float32 has 7 digits: of 1 beside 1e9 nothing is left, and float64 keeps it (rank 2 + 3)."""
+    a, b = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {Q: 3})
+    report = merge([a, b], tmp_path / "m", sum=True, weights=[1e9, 1])
+    assert "beside a weight of 1e+09 one of 1 is lost" in str(report.warnings) and report.rank == 2
+    report = merge([a, b], tmp_path / "n", sum=True, weights=[1e9, 1], dtype="float64")
+    assert (report.rank, report.warnings) == (5, ())
+    assert merge([a, b], tmp_path / "o", weights=[1e4, 1]).warnings == ()
+
+
+# ---- what lies beside the pairs --------------------------------------------------------------------------------------
+
+
+def headed(folder: Path, *heads: str, **config: Any) -> Path:
+    """With a fully trained tensor of ones times the number of the folder's letter, for each name."""
+    number = ord(folder.name) - ord("a") + 1.0
+    beside = {head: torch.full((3, 12), number) for head in heads}
+    return bare(folder, {Q: 2}, beside=beside, modules_to_save=[h.rpartition(".")[0] for h in heads] or None, **config)
+
+
+def card(folder: Path) -> str:
+    return (folder / "README.md").read_text()
+
+
+def test_heads_that_a_rule_leaves_out_are_named(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """In the report, in the command's text and in the card: nothing that was trained goes without a word."""
+    a, b = headed(tmp_path / "a"), headed(tmp_path / "b", "score.weight")
+    want = {"heads": ("score.weight",)}
+    for rule, adapters in (("drop", (a, b)), ("first", (a, b)), ("drop", (b,))):
+        report = merge(adapters, tmp_path / "m", heads=rule, force=True)
+        assert (report.dropped, report.beside) == (want, ())
+        assert any("score.weight" in note for note in report.warnings) == (rule == "first")
+        assert "Left out, heads: score.weight." in card(tmp_path / "m")
+        assert not AdapterFile(tmp_path / "m").heads
+    done = main("merge", a, b, "-o", tmp_path / "n", "--heads", "first")
+    assert "left out, heads: 1, such as score.weight" in done.out and "--heads holders keeps it" in done.err
+    report = merge([b, a], tmp_path / "o", heads="first")
+    assert (report.dropped, report.beside) == ({}, ("score.weight",))
+    assert "1 tensors beside the pairs, such as score.weight" in main(
+        "merge", b, a, "-o", tmp_path / "p", "--heads", "first").out  # fmt: skip
+    report = merge([b, headed(tmp_path / "c", "score.weight")], tmp_path / "q", heads="first", sum=True)
+    assert "first adapter's whole, and no sum" in str(report.warnings)
+
+
+def test_the_weights_of_tensors_beside_the_pairs_are_reported(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """As they are used: the tensors are constant, so the written number is the mean by hand, b = 2 and c = 3."""
+    a, b, c = headed(tmp_path / "a"), headed(tmp_path / "b", "score.weight"), headed(tmp_path / "c", "score.weight")
+    cases: list[tuple[list[Path], dict[str, Any], tuple[float, ...], float]] = [
+        ([a, b], {"heads": "holders"}, (0.0, 1.0), 2.0),
+        ([a, b, c], {"heads": "holders", "weights": [2, 1, 1]}, (0.0, 0.5, 0.5), 2.5),
+        ([b, c], {"heads": "first"}, (1.0, 0.0), 2.0),
+        ([b, c], {"weight_map": {"score*": [1, 3], "*": [1, 1]}}, (0.25, 0.75), 2.75),
+    ]
+    for adapters, options, weights, value in cases:
+        report = merge(adapters, tmp_path / "m", force=True, **options)
+        assert report.module_weights == {"score.weight": weights}
+        written = AdapterFile(tmp_path / "m").head("score.weight")
+        assert torch.equal(written, torch.full((3, 12), value))
+        told = ", ".join(f"{w:.6g}" for w in weights)
+        assert f"| score.weight | {told} |" in card(tmp_path / "m")
+    said = main("merge", a, b, "-o", tmp_path / "n", "--heads", "holders").out
+    assert "others in 1 modules and tensors" in said and "score.weight: 0, 1" in said
+    assert merge([b, c], tmp_path / "o").module_weights == {}
+    assert merge([b, c, c], tmp_path / "p", weights=[0.7, 0.2, 0.1]).module_weights == {}
+
+
+def test_added_biases_are_weighed_as_their_module(tmp_path: Path) -> None:
+    """lora_bias is part of the update: under renormalise a module that one lacks is the other's, its bias too."""
+    bias = {f"{V}.lora_B.bias": torch.ones(20)}
+    a = bare(tmp_path / "a", {Q: 2, V: 2}, beside=bias, lora_bias=True, bias="none")
+    b = bare(tmp_path / "b", {Q: 2}, lora_bias=False)
+    scale = 2.0  # alpha / r
+    for missing, weight in (("zero", 0.5), ("renormalise", 1.0)):
+        report = merge([a, b], tmp_path / "m", missing=missing, force=True)  # type: ignore[arg-type]
+        file = AdapterFile(tmp_path / "m")
+        got = file.head(f"{V}.lora_B.bias")
+        torch.testing.assert_close(got, torch.full((20,), weight * scale))
+        assert report.module_weights[f"{V}.lora_B.bias"] == (weight, 0.0)
+
+
+def test_what_is_left_out_need_not_fit(tmp_path: Path) -> None:
+    """--drop comes before the checks: trained tokens that differ, experts, heads of other shapes. The refusal names
+    it, and adapters that share only what is left out have nothing in common."""
+    rows = {f"{name}.token_adapter.trainable_tokens_delta": torch.ones(n, 12) for name, n in (("emb", 2),)}
+    a = bare(tmp_path / "a", {Q: 2})
+    t = bare(tmp_path / "t", {Q: 2}, beside=rows, trainable_token_indices={"emb": [1, 2]})
+    u = bare(tmp_path / "u", {Q: 2}, beside=rows, trainable_token_indices={"emb": [1, 5]})
+    for adapters in ((a, t), (t, a), (t, u)):
+        with pytest.raises(AdapterFormatError, match=r"differ in trainable_token_indices.*--drop tokens leaves"):
+            merge(adapters, tmp_path / "x")
+        report = merge(adapters, tmp_path / "m", drop=["tokens"], force=True)
+        assert list(report.dropped) == ["tokens"] and not config_of(tmp_path / "m").get("trainable_token_indices")
+        assert distance(tmp_path / "m", mean(*adapters)) < 1e-6
+    twice = {
+        f"score.{name}": torch.ones(3) for name in ("bias", "modules_to_save.bias", "original_module.bias")
+    }  # peft's names
+    every = bare(
+        tmp_path / "every", {Q: 2}, beside={**twice, "norm.bias": torch.ones(3)}, bias="all", modules_to_save=["score"]
+    )
+    some = {"score.bias": torch.ones(3), f"{Q}.base_layer.bias": torch.ones(20)}
+    some_only = bare(tmp_path / "some", {Q: 2}, beside=some, bias="lora_only", modules_to_save=["score"])
+    report = merge([every, some_only], tmp_path / "o", drop=["bias"])
+    assert report.beside == ("score.bias",) and len(report.dropped["bias"]) == 4
+    with pytest.raises(ConfigError, match="would decide nothing"):
+        merge([t, t], tmp_path / "n", drop=["tokens"], weight_map={"emb*": [1, 3]})
+
+
+# ---- what belongs together -------------------------------------------------------------------------------------------
+
+
+def test_adapters_with_no_common_module_are_refused_until_one_says_what_lacking_means(tmp_path: Path) -> None:
+    a, b, c = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {V: 2}), bare(tmp_path / "c", {Q: 2, V: 2})
+    with pytest.raises(AdapterFormatError, match=rf"no module in common.*'{Q}'.*'{V}'.*--missing zero"):
+        merge([a, b], tmp_path / "m")
+    with pytest.raises(AdapterFormatError, match="no module in common"):
+        merge([a, a, b], tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    report = merge([a, b], tmp_path / "m", missing="zero")
+    assert report.lacking == (Q, V) and report.module_weights == {Q: (0.5, 0.0), V: (0.0, 0.5)}
+    assert merge([a, b, c], tmp_path / "n").lacking == (Q, V)  # c joins them
+
+
+def test_weights_from_examples_need_all_uploads_to_say_theirs(tmp_path: Path) -> None:
+    a, b = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {Q: 2})
+    (a / "upload.json").write_text(json.dumps({"client": "a", "num_examples": 30, "round": 1}))
+    with pytest.raises(AdapterFormatError, match=rf"{b} has no upload\.json.*1 of 2"):
+        merge([a, b], tmp_path / "m", weights_from="num_examples")
+    (b / "upload.json").write_text(json.dumps({"client": "b", "num_examples": 10, "round": 1}))
+    assert merge([a, b], tmp_path / "m", weights_from="num_examples").weights == (0.75, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_error": math.nan}, "--max-error is a number from 0"),
+        ({"max_error": -0.1}, "--max-error is a number from 0"),
+        ({"max_error": math.inf}, "--max-error is a number from 0"),
+        ({"missing": "renormalise", "sum": True}, "--sum.*renormalise"),
+        ({"missing": "skip"}, "--missing is one of"),
+        ({"heads": "mean"}, "--heads is one of"),
+        ({"dtype": "int8"}, "float16, bfloat16"),
+        ({"ranks": "two"}, "--ranks is one of"),
+        ({"serve": "tgi"}, "--for is one of vllm"),
+        ({"serve": "vllm", "ranks": "each"}, "--for vllm.*--ranks each"),
+        ({"drop": ["tokens"]}, "have no trained tokens"),
+        ({"drop": ["everything"]}, "--drop takes heads"),
+        ({"rank": 0}, "a rank is a whole number"),
+        ({"rank": True}, "a rank is a whole number"),
+        ({"weights": [1, -1]}, "--sum"),
+        ({"weights": [1e308, 1e308]}, "from 1e-12"),
+        ({"weights": [1], "weights_from": "num_examples"}, "not both"),
+        ({"weight_map": {"nothing.*": [1, 1]}}, "would decide nothing"),
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_refused_and_nothing_is_written(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    a, b = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {Q: 2})
+    with pytest.raises(FedLoRAError, match=said):
+        merge([a, b], tmp_path / "deep" / "m", **options)
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("weights", ["1_0,2", "٣,1", "nan,1", "inf,1", "1e400,1", "0x1,2", "1,,2", " ", "1;2"])
+def test_weights_on_the_command_line_are_plain_numbers(weights: str, tmp_path: Path, main: Callable[..., Said]) -> None:
+    a, b = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {Q: 2})
+    assert "weights" in main("merge", a, b, "-o", tmp_path / "m", "--weights", weights).complaint()
+
+
+def test_one_base_under_two_names(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Recognised and said; what is not needs --same-base; the hub's name is handed on, not the path."""
+    a = bare(tmp_path / "a", {Q: 2}, base_model_name_or_path="/models/Llama-3.1-8B", revision="main")
+    b = bare(tmp_path / "b", {Q: 2}, base_model_name_or_path="meta-llama/Llama-3.1-8B", revision=None)
+    c = bare(tmp_path / "c", {Q: 2}, base_model_name_or_path="mine", revision=None)
+    report = merge([a, b], tmp_path / "m")
+    assert "taken as one base model" in report.warnings[0]
+    assert config_of(tmp_path / "m")["base_model_name_or_path"] == "meta-llama/Llama-3.1-8B"
+    assert "--same-base" in main("merge", a, c, "-o", tmp_path / "n").complaint()
+    assert main("merge", a, c, "--same-base", "-o", tmp_path / "n").code == 0
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_takes_weights_as_they_are(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Task arithmetic: a + 2 b, and a - b; without weights all count 1."""
+    a, b = bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 4, V: 3})
+    for name, weights in (("m", (1.0, 2.0)), ("n", (1.0, -1.0)), ("o", None)):
+        merge([a, b], tmp_path / name, sum=True, weights=weights)
+        assert distance(tmp_path / name, mean(a, b, weights=weights or (1, 1))) < 1e-6
+    assert main("merge", a, b, "--sum", "--weights", "1,-1", "-o", tmp_path / "p").code == 0
+    assert updates(tmp_path / "n").keys() == updates(tmp_path / "p").keys()
+    report = merge([a, a], tmp_path / "zero", sum=True, weights=[1, -1])
+    assert "the updates cancel: the result is zero" in report.warnings
+
+
+def test_a_sum_of_heads_has_no_meaning_unless_weights_add_up_to_one(tmp_path: Path) -> None:
+    a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 2)
+    with pytest.raises(AdapterFormatError, match=r"add up to 2 have no meaning"):
+        merge([a, b], tmp_path / "m", sum=True)
+    merge([a, b], tmp_path / "m", sum=True, weights=[2, -1])
+    for path in HEADS:
+        want = 2 * read_adapter(a)[0].heads[path] - read_adapter(b)[0].heads[path]
+        torch.testing.assert_close(read_adapter(tmp_path / "m")[0].heads[path], want)
+    merge([a, b], tmp_path / "n", sum=True, heads="first")
+
+
+def test_a_weight_map(tmp_path: Path, main: Callable[..., Said]) -> None:
+    a, b = bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 4, V: 3})
+    (tmp_path / "w.toml").write_text('default = [1, 1]\n"*.q" = [1, 3]\n')
+    done = main("merge", a, b, "--weight-map", tmp_path / "w.toml", "-o", tmp_path / "m", "--json")
+    assert json.loads(done.out)["module_weights"] == {Q: [0.25, 0.75]}
+    want = {Q: mean(a, b, weights=(0.25, 0.75))[Q], V: mean(a, b)[V]}
+    assert distance(tmp_path / "m", want) < 1e-6
+    for more in (["--weights", "1,2"], ["--method", "fedit"]):
+        main("merge", a, b, "--weight-map", tmp_path / "w.toml", *more, "-o", tmp_path / "n").complaint()
+    assert not (tmp_path / "n").exists()
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_type_of_the_adapters_is_kept_and_what_rounding_costs_is_measured(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """rounding: the distance of what was written from the dense mean of what was read, to a tenth of a percent."""
+    a, b = bare(tmp_path / "a", {Q: 2, V: 3}, dtype=dtype), bare(tmp_path / "b", {Q: 4, V: 3}, dtype=dtype)
+    report = merge([a, b], tmp_path / "m")
+    assert {t.dtype for t in load_file(tmp_path / "m" / "adapter_model.safetensors").values()} == {dtype}
+    off = distance(tmp_path / "m", mean(a, b))
+    if dtype.itemsize == 2:
+        assert report.rounding == pytest.approx(off, rel=1e-3) and 1e-4 < off < 1e-2
+        assert f"adds {report.rounding:.2e}" in (tmp_path / "m" / "README.md").read_text()
+    else:
+        assert report.rounding == 0 and off < (1e-6 if dtype == torch.float32 else 1e-14)
+
+
+def test_types_that_differ_are_promoted_and_it_is_said(tmp_path: Path) -> None:
+    a, b = bare(tmp_path / "a", {Q: 2}, dtype=torch.bfloat16), bare(tmp_path / "b", {Q: 2}, dtype=torch.float16)
+    report = merge([a, b], tmp_path / "m")
+    assert report.dtype == "float32" and any("BF16, F16; written as float32" in note for note in report.warnings)
+    report = merge([a, b], tmp_path / "n", dtype="bfloat16")
+    assert report.dtype == "bfloat16" and not report.warnings and report.rounding > 1e-4
+
+
+def test_a_type_that_is_too_narrow_is_said(tmp_path: Path) -> None:
+    """Numbers below float16's smallest become zero: the distance is measured here, too."""
+    a = bare(tmp_path / "a", {Q: 2}, scale=1e-7)
+    report = merge([a], tmp_path / "m", dtype="float16")
+    assert report.rounding == pytest.approx(distance(tmp_path / "m", mean(a)), rel=1e-3) and report.rounding > 0.02
+    assert "float16 is too narrow" in report.warnings[0]
+
+
+def test_float16_that_overflows_is_refused(tmp_path: Path) -> None:
+    a = bare(tmp_path / "a", {Q: 2}, scale=1e5)
+    with pytest.raises(AdapterFormatError, match=r"float16 holds up to 6\.55e\+04.*--dtype"):
+        merge([a], tmp_path / "m", dtype="float16")
+    with pytest.raises(ConfigError, match=r"by writing bfloat16.*--max-error"):
+        merge([a], tmp_path / "m", dtype="bfloat16", max_error=1e-4)
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 1e200), (torch.float32, 1e25)])
+def test_updates_beyond_every_number_are_refused(dtype: torch.dtype, size: float) -> None:
+    huge = lora(20, 2, 12, "huge").map(lambda t: (t * size).to(dtype))
+    with pytest.raises(AdapterFormatError, match="larger than numbers can be"):
+        merge_module("m", [huge], [1.0], RankRule("exact"))
+
+
+# ---- readers with one alpha ------------------------------------------------------------------------------------------
+
+
+def dense_by(folder: Path, scale: Callable[[dict[str, Any], str, int], float]) -> dict[str, Tensor]:
+    """What a program makes of an adapter that scales B A by its own rule: of config, module and the tensor's rank."""
+    tensors, config = load_file(folder / "adapter_model.safetensors"), config_of(folder)
+    found = {}
+    for key, A in tensors.items():
+        if ".lora_A." in key:
+            module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            B = tensors[key.replace("lora_A", "lora_B")]
+            found[module] = scale(config, module, len(A)) * (B.double() @ A.double())
+    return found
+
+
+def _pattern(config: dict[str, Any], field: str, module: str, default: float) -> float:
+    return next((v for k, v in config.get(field, {}).items() if re.match(rf"(.*\.)?({k})$", module)), default)
+
+
+READERS: dict[str, Callable[[dict[str, Any], str, int], float]] = {
+    # peft/tuners/lora: both patterns, by regular expression
+    "peft": lambda c, m, r: _pattern(c, "alpha_pattern", m, c["lora_alpha"]) / _pattern(c, "rank_pattern", m, c["r"]),
+    # llama.cpp, llama_adapter_lora_weight::get_scale: the file's alpha, the tensor's rank
+    "alpha / tensor rank": lambda c, m, r: c["lora_alpha"] / r,
+    # vLLM, PEFTHelper.vllm_lora_scaling_factor: the config's two numbers for all modules
+    "alpha / config r": lambda c, m, r: c["lora_alpha"] / c["r"],
+}
+KINDS: dict[str, tuple[dict[str, int], dict[str, int], dict[str, Any]]] = {
+    "one rank": ({Q: 3, V: 3}, {Q: 3, V: 3}, {}),
+    "ranks differ": ({Q: 2, V: 3}, {Q: 3, V: 4}, {}),
+    "a module of one only": ({Q: 3, V: 3}, {Q: 3}, {}),
+    "energy": ({Q: 3, V: 3}, {Q: 3, V: 3}, {"rank": "energy=0.9"}),
+    "cut": ({Q: 3, V: 1}, {Q: 3, V: 1}, {"rank": 4}),
+    "sum": ({Q: 3, V: 1}, {Q: 3, V: 1}, {"sum": True, "weights": [2, -1]}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_reader_gets_the_scale_right(kind: str, tmp_path: Path) -> None:
+    """docs/decisions/0018: one rank, alpha = r. The inputs, with alpha = 2 r and patterns, are not so."""
+    one, two, options = KINDS[kind]
+    a, b = bare(tmp_path / "a", one), bare(tmp_path / "b", two)
+    report = merge([a, b], tmp_path / "m", **options)
+    assert report.one_rank
+    want = updates(tmp_path / "m")  # which the tests above compare with the dense mean
+    for name, scale in READERS.items():
+        for module, update in dense_by(tmp_path / "m", scale).items():
+            torch.testing.assert_close(update, want[module], rtol=0, atol=1e-12, msg=name)
+
+
+def test_padding_that_would_more_than_double_the_file_is_left_out_and_said(tmp_path: Path) -> None:
+    """One module of rank 10 and six of rank 1: 70 slots instead of 16. peft and readers of r are right all the same."""
+    ranks = {f"m.{k}": 1 for k in range(6)} | {Q: 10}
+    a = bare(tmp_path / "a", ranks)
+    report = merge([a], tmp_path / "m")
+    assert not report.one_rank and "--ranks one is right in all, at 4.4 times the size" in report.warnings[0]
+    assert config_of(tmp_path / "m")["r"] == 10  # the largest: readers of r make room for it
+    for name in ("peft", "alpha / config r"):
+        for module, update in dense_by(tmp_path / "m", READERS[name]).items():
+            torch.testing.assert_close(update, updates(a)[module], rtol=0, atol=1e-5)
+    one = merge([a], tmp_path / "n", ranks="one")
+    assert one.one_rank and one.bytes > 4 * report.bytes and not one.warnings
+    for scale in READERS.values():
+        for module, update in dense_by(tmp_path / "n", scale).items():
+            torch.testing.assert_close(update, updates(a)[module], rtol=0, atol=1e-5)
+
+
+# ---- the config ------------------------------------------------------------------------------------------------------
+
+
+def test_the_result_has_no_field_that_its_inputs_lacked(tmp_path: Path) -> None:
+    """peft before 0.4 raises TypeError for a field that it does not know. Padding makes patterns unnecessary, too."""
+    a, b = bare(tmp_path / "a", {Q: 2, V: 2}), bare(tmp_path / "b", {Q: 3, V: 3}, use_dora=False, lora_bias=False)
+    merge([a, b], tmp_path / "m")
+    merge([b, a], tmp_path / "n")
+    for name in "mn":
+        assert set(config_of(tmp_path / name)) == {"peft_type", "r", "lora_alpha", "target_modules"}
+    merge([a, b], tmp_path / "o", ranks="each", missing="zero", rank="budget=2")
+    assert set(config_of(tmp_path / "o")) <= {"peft_type", "r", "lora_alpha", "target_modules", "rank_pattern",
+                                              "alpha_pattern"}  # fmt: skip
+
+
+def test_no_stranger_makes_peft_import_a_module(tmp_path: Path) -> None:
+    """auto_mapping names what AutoPeftModel imports: only of model libraries is it handed on."""
+    for library, kept in (("os", False), ("transformers.models.bert.modeling_bert", True)):
+        mapping = {"base_model_class": "x", "parent_library": library}
+        merge([bare(tmp_path / library / "a", {Q: 2}, auto_mapping=mapping)], tmp_path / library / "m")
+        assert (config_of(tmp_path / library / "m").get("auto_mapping") == mapping) is kept
+
+
+# ---- vLLM ------------------------------------------------------------------------------------------------------------
+
+BESIDE: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
+    "heads": ({"lm_head.weight": torch.ones(5, 12)}, {"modules_to_save": ["lm_head"]}),
+    "bias": ({f"{Q}.base_layer.bias": torch.ones(20)}, {"bias": "lora_only"}),
+    "lora_bias": ({f"{Q}.lora_B.bias": torch.ones(20)}, {"lora_bias": True}),
+    "tokens": (
+        {"embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(2, 12)},
+        {"trainable_token_indices": [1, 2]},
+    ),
+    "base": ({"wte.base_layer.weight": torch.ones(7, 12)}, {}),
+    "embeddings": (
+        {"wte.lora_embedding_A": torch.ones(2, 7), "wte.lora_embedding_B": torch.ones(12, 2)},
+        {"target_modules": [Q, "wte"]},
+    ),
+    "convolutions": (
+        {"conv.lora_A.weight": torch.ones(2, 3, 3), "conv.lora_B.weight": torch.ones(4, 2, 1)},
+        {"target_modules": [Q, "conv"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_what_vllm_does_not_take_is_refused_by_name_and_can_be_dropped(kind: str, tmp_path: Path) -> None:
+    beside, config = BESIDE[kind]
+    a = bare(tmp_path / "a", {Q: 2}, beside=beside, **config)
+    with pytest.raises(ConfigError, match=rf"vLLM does not take .*--drop {kind} "):
+        merge([a], tmp_path / "m", serve="vllm")
+    report = merge([a], tmp_path / "m", serve="vllm", drop=[kind])
+    assert list(report.dropped) == [kind] and set(AdapterFile(tmp_path / "m").modules) == {Q}
+    assert not AdapterFile(tmp_path / "m").heads and not config_of(tmp_path / "m").get("modules_to_save")
+    assert config_of(tmp_path / "m")["target_modules"] == [Q]
+    merge([a], tmp_path / "n")  # carried where nobody asks for vLLM
+    assert len(load_file(tmp_path / "n" / "adapter_model.safetensors")) == 2 + len(beside)
+
+
+def test_what_vllm_takes_goes_along(tmp_path: Path) -> None:
+    """A saved score, LoRA of embed_tokens and the copy of its base weight beside it; one rank of its list."""
+    beside = {
+        "score.weight": torch.ones(3, 12),
+        "model.embed_tokens.lora_embedding_A": torch.ones(3, 7),
+        "model.embed_tokens.lora_embedding_B": torch.ones(12, 3),
+        "model.embed_tokens.base_layer.weight": torch.ones(7, 12),
+    }
+    a = bare(tmp_path / "a", {Q: 3, V: 2}, beside=beside, modules_to_save=["score"],
+             target_modules=[Q, V, "embed_tokens"])  # fmt: skip
+    report = merge([a], tmp_path / "m", serve="vllm")
+    assert report.rank == 8 and report.one_rank and not report.dropped and len(report.warnings) == 3
+    config = config_of(tmp_path / "m")
+    assert (config["r"], config["lora_alpha"]) == (8, 8) and not config.get("rank_pattern")
+    assert len(load_file(tmp_path / "m" / "adapter_model.safetensors")) == 4 + len(beside)
+    with pytest.raises(ConfigError, match="up to 512"):
+        vllm_rank(513)
+
+
+# ---- dry runs, budgets, cards ----------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_reports_all_and_writes_nothing(tmp_path: Path, main: Callable[..., Said]) -> None:
+    a, b = bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 4, V: 3})
+    wet = merge([a, b], tmp_path / "m", rank=2)
+    before = sorted(tmp_path.rglob("*"))
+    dry = merge([a, b], tmp_path / "not" / "there", rank=2, dry_run=True)
+    assert dataclasses.replace(dry, out=wet.out, written=True) == wet
+    done = main("merge", a, b, "--rank", "2", "--dry-run", "-o", tmp_path / "not" / "there")
+    assert done.code == 0 and "nothing was written" in done.out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_budget_holds_one_module_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes, and no pair is kept between them: at most one decomposition is alive."""
+    import weakref
+
+    alive: list[weakref.ref[Any]] = []
+    real = merging.Collection.combined
+
+    def counted(self: Any, module: str, missing: Any, *more: Any) -> Any:
+        assert not any(found() is not None for found in alive[:-1])
+        found = real(self, module, missing, *more)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(merging.Collection, "combined", counted)
+    ranks = {f"m.{k}": 4 for k in range(5)}
+    a, b = bare(tmp_path / "a", ranks), bare(tmp_path / "b", ranks)
+    report = merge([a, b], tmp_path / "m", rank="budget=3")
+    assert len(alive) == 10 and sum(module.kept for module in report.modules) <= 15
+    assert distance(tmp_path / "m", mean(a, b)) == pytest.approx(report.error, rel=1e-5)
+
+
+HOSTILE = ["x|y", "a`b", "<img src=x>", "[click](http://evil)", "a\nb: c", "a\x1b[31m", "**b**", "\u202eabc", "é"]
+
+
+@pytest.mark.parametrize("word", HOSTILE, ids=repr)
+def test_no_strangers_word_acts_in_the_card(word: str, tmp_path: Path) -> None:
+    """Folders and base models; the front matter has the lines that it should have, the tables their columns."""
+    try:
+        base = {"base_model_name_or_path": word} if word.isprintable() else {}  # else it is not even read
+        folder = bare(tmp_path / "in" / word, {Q: 2}, **base)
+    except OSError:
+        pytest.skip("no folder can have this name")
+    merge([folder], tmp_path / "m")
+    text = (tmp_path / "m" / "README.md").read_text()
+    front = text.split("---\n")[1].splitlines()
+    assert [line.partition(":")[0] for line in front if not line.startswith("- ")] in (
+        ["library_name", "tags"], ["library_name", "base_model", "tags"],
+    )  # fmt: skip
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 6 and {line.count("|") for line in rows} == {4, 5}
+    body = re.sub(r"`[^`\n]*`", "", text.split("---\n", 2)[2])  # code, where no markup acts
+    for bad in ("<img", "](http", "\x1b", "\u202e"):
+        assert bad not in body, word
+    assert "\x1b" not in text and "\u202e" not in text
+    assert str(tmp_path) not in text
+
+
+def test_a_base_that_is_a_path_is_not_in_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    for k, base in enumerate(("/models/x", "~/x", "../x", "a/b/c", "models/mine", "C:\\x")):
+        merge([bare(tmp_path / str(k), {Q: 2}, base_model_name_or_path=base)], tmp_path / f"m{k}")
+        assert "base_model" not in (tmp_path / f"m{k}" / "README.md").read_text()
+    for k, (base, line) in enumerate((("org/name", "org/name"), ("no", '"no"'), ("a: b", '"a: b"'))):
+        merge([bare(tmp_path / f"n{k}", {Q: 2}, base_model_name_or_path=base)], tmp_path / f"o{k}")
+        assert f"\nbase_model: {line}\n" in (tmp_path / f"o{k}" / "README.md").read_text()
+
+
+def test_progress_is_told_of_every_module(tmp_path: Path) -> None:
+    told: list[tuple[list[str], str]] = []
+
+    def progress(steps: Any, what: str) -> Any:
+        told.append((list(steps), what))
+        return steps
+
+    merge([bare(tmp_path / "a", {Q: 2, V: 2})], tmp_path / "m", rank="budget=1", progress=progress)
+    assert told == [([Q, V], "measuring"), ([Q, V], "merging")]
+
+
+def test_config_warnings_are_in_the_report(tmp_path: Path) -> None:
+    report: MergeReport = merge([bare(tmp_path / "a", {Q: 2}, brand_new=None)], tmp_path / "m")
+    assert any("unknown field 'brand_new'" in note for note in report.warnings)
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/adapters.md, "From Python": three lines, and what is around them."""
+    page = Path(__file__).parents[2] / "docs" / "adapters.md"
+    saved(tmp_path, "A", 10), saved(tmp_path, "B", 10)
+    monkeypatch.chdir(tmp_path)
+    found = run_page(page, tmp_path)
+    assert len([line for line in python_blocks(page)[0].splitlines() if line.strip()]) <= 3
+    assert found["small"].rank == 4 and not Path("NOWHERE").exists() and "% lost" in capsys.readouterr().out
+    assert found["tried"].module_weights == {next(iter(SHAPES)): (1.0, 0.0)}
+
+
+def test_experts_are_dropped_whole(tmp_path: Path) -> None:
+    """peft loads what is left, the router: with target_parameters it would make new experts' factors."""
+    from support import peft_cases
+
+    case = peft_cases.CASES["experts and layers"]
+    folder = peft_cases.saved(case, 0, tmp_path / "a")
+    with pytest.raises(ConfigError, match="--drop experts"):
+        merge([folder], tmp_path / "m", serve="vllm")
+    merge([folder], tmp_path / "m", serve="vllm", drop=["experts"])
+    assert not config_of(tmp_path / "m")["target_parameters"]
+    got = peft_cases.dense(case, tmp_path / "m").state_dict()
+    want, base = peft_cases.dense(case, folder).state_dict(), peft_cases.base_state(case)
+    for key, tensor in got.items():
+        torch.testing.assert_close(tensor, (want if "router" in key else base)[key], rtol=0, atol=1e-10, msg=key)

@@ -1,0 +1,117 @@
+"""What strangers wrote, on a screen: never a control sequence, never markup, never a second line of an error.
+
+Names of folders, modules and base models hold what would act on a terminal or on rich; what is printed is compared with
+the letters that may be there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedlora import Adapter, write_adapter
+from fedlora.adapters.io import AdapterSpec
+from support.adapter_folders import lora
+from support.command_line import Said
+
+MODULE = "a[red]b:fire:[bold]c[b"
+FOLDERS = {
+    "markup": "[red]x[/blue]", "a closing tag": "[/]", "emoji": ":fire:", "escape": "a\x1b[31mb", "C1": "a\x9b31mb",
+    "bidi": "a\u202eb", "newline": "a\nb", "return": "a\rb", "no UTF-8": os.fsdecode(b"a\xff b"), "bell": "a\x07b",
+}  # fmt: skip
+
+
+def calm(text: str) -> bool:
+    """Nothing but letters and the ends of lines."""
+    return all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def odd_base(folder: Path, base: str) -> Path:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
+    return folder
+
+
+@pytest.mark.parametrize("name", list(FOLDERS))
+@pytest.mark.parametrize("command", ["inspect", "diff", "validate", "merge", "refusal"])
+def test_names_are_letters(name: str, command: str, main: Callable[..., Said], tmp_path: Path) -> None:
+    try:
+        a = _one(tmp_path / FOLDERS[name])
+    except OSError:
+        pytest.skip("this file system does not take such a name")
+    b, out = _one(tmp_path / "b"), tmp_path / "out"
+    given: dict[str, list[object]] = {
+        "inspect": ["inspect", a, b], "diff": ["diff", a, b], "validate": ["validate", a, b],
+        "merge": ["merge", a, b, "-o", out], "refusal": ["validate", a, "--limit", "tensors=1"],
+    }  # fmt: skip
+    done = main(*given[command])
+    assert done.code == (2 if command == "refusal" else 0), done.err
+    assert calm(done.out) and calm(done.err) and done.err.count("\n") <= 1
+    if command in ("inspect", "diff", "merge"):
+        assert MODULE in done.out
+    if command == "merge":
+        assert calm((out / "README.md").read_text(encoding="utf-8"))
+
+
+def _one(folder: Path) -> Path:
+    """An adapter of one module with markup for a name."""
+    spec = AdapterSpec({"peft_type": "LORA", "target_modules": [MODULE], "base_model_name_or_path": "[b]:fire:"}, 2.0)
+    write_adapter(folder, Adapter({MODULE: lora(6, 2, 5, "x")}), spec)
+    return folder
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_narrow_encoding_prints_codes(encoding: str, tmp_path: Path) -> None:
+    """Tables have letters that such a stream has not; so may a folder's name."""
+    a, b = _one(tmp_path / "ä日"), _one(tmp_path / "b")
+    for given in (["inspect", a, b], ["validate", a, "--limit", "tensors=1"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "fedlora.cli", *map(str, given)], capture_output=True, check=False,
+            env={**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"},
+        )  # fmt: skip
+        assert done.returncode == (2 if "--limit" in given else 0), done.stderr
+        assert b"Error" not in done.stderr
+        (done.stdout + done.stderr).decode(encoding)
+
+
+@pytest.mark.parametrize("length", [4_096, 10**6])
+def test_a_long_name_of_a_base_model(length: int, main: Callable[..., Said], tmp_path: Path) -> None:
+    """Up to the length of a path it is cut where it is shown; beyond, it is no name."""
+    folder = odd_base(_one(tmp_path / "a"), "b" * length)
+    done = main("inspect", folder)
+    assert done.code == (0 if length == 4_096 else 2)
+    assert max(map(len, (done.out + done.err).splitlines())) < 1_000
+
+
+def test_many_unknown_fields_are_one_warning(tmp_path: Path) -> None:
+    folder = _one(tmp_path / "a")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {f"new_{k}\x1b[31m": None for k in range(1_000)}))
+    done = subprocess.run(
+        [sys.executable, "-m", "fedlora.cli", "validate", str(folder)], capture_output=True, text=True, check=True
+    )
+    assert "and 997 more is ignored" in done.stderr and len(done.stderr) < 1_000 and calm(done.stderr)
+
+
+@pytest.mark.parametrize("command", ["validate", "inspect", "diff", "merge", "resize"])
+def test_a_remark_is_no_second_line_of_a_refusal(command: str, main: Callable[..., Said], tmp_path: Path) -> None:
+    """What Python warns of is told where the adapters are sound, in a line of ours, and not beside a refusal."""
+    folder, out = _one(tmp_path / "a"), ["-o", tmp_path / "out"]
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"new": None}))
+    options = {"diff": [folder], "merge": [folder, *out], "resize": ["--rank", 1, *out]}.get(command, [])
+    done = main(command, folder, *options)
+    assert done.code == 0 and "note: " in done.err and "UserWarning" not in done.err and calm(done.err), done.err
+    assert len(main(command, folder, *options, "--limit", "tensors=1").complaint().splitlines()) == 1
+
+
+def test_many_refusals_are_one_line(main: Callable[..., Said], tmp_path: Path) -> None:
+    folders = [_one(tmp_path / f"a{k}") for k in range(5)]
+    said = main("validate", *folders, "--limit", "tensors=1").complaint()
+    assert "and 2 more, with their reasons in --json" in said and len(said) < 3_000

@@ -1,0 +1,85 @@
+"""What people type and name themselves: methods with quoted values, labels with rich's markup. Kind: by hand."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import support.command_line  # noqa: F401 - first, for it expects what typer's import warns of
+
+# isort: split
+import fedlora.cli.formats
+from fedlora.cli.formats import Format, Printed, Sheet, show
+from fedlora.cli.method_names import parse_methods, plain_label
+from fedlora.cli.screen import console
+from fedlora.errors import ConfigError
+
+ODD = "[red]m[/red] :fire: [/nothing]"  # markup, the name of a picture, and a closing tag that closes nothing
+
+
+def test_commas_and_spaces_in_quotes_and_brackets_are_of_the_value() -> None:
+    """Values as TOML has them; the label keeps the quotes, and one space stands between its words."""
+    found = parse_methods("""glora  tie='error' , own:Mean name2="a, b  c" weights=[1, 2.5],svd energy=0.9""")
+    assert {label: (s.name, s.model_extra) for label, s in found.items()} == {
+        "glora tie='error'": ("glora", {"tie": "error"}),
+        """own:Mean name2="a, b  c" weights=[1, 2.5]""": ("own:Mean", {"name2": "a, b  c", "weights": [1, 2.5]}),
+        "svd energy=0.9": ("svd", {"energy": 0.9}),
+    }
+    assert plain_label("glora   tie='a  b'  ") == "glora tie='a  b'"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("glora rho=0.5, tie='error'", r"\"tie='error'\" names no method.*as \"glora rho=0.5 tie='error'\""),
+        ("rho=0.5", "'rho=0.5' names no method"),
+        ("glora tie='error", "a closing ' is missing behind \"glora tie='error\""),
+        ("own:Mean weights=[1, 2", "a closing ] is missing"),
+    ],
+)
+def test_a_comma_between_settings_is_named(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_methods(text)
+
+
+def test_names_are_text_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In titles, headers and cells; nothing is coloured, drawn or lost."""
+    file = io.StringIO()
+    monkeypatch.setattr(fedlora.cli.formats, "console", Console(file=file, width=300, emoji=console._emoji))
+    sheet = Sheet(f"title {ODD}", ["method", f"to {ODD}"], [[f"cell {ODD}", "1"]])
+    show(Printed([sheet], [], {}, [f"remark {ODD}"]), Format.table)
+    assert [file.getvalue().count(f"{where} {ODD}") for where in ("title", "to", "cell", "remark")] == [1, 1, 1, 1]
+
+
+def test_a_runs_names_are_text(
+    monkeypatch: pytest.MonkeyPatch, finished: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The method of a run, in a progress bar and in the tables at the end. Braces are no field of the bar."""
+    import fedlora.cli.runs
+
+    class Odd:
+        path = finished.folder.path
+
+        def read_json(self, name: str) -> Any:
+            found = finished.folder.read_json(name)
+            if name != "summary.json":
+                return found
+            drift = {ODD: 0.5} | found["gauge_drift"]
+            return found | {"method": ODD, "gauge_drift": drift, "stopped_early": {"of": 9, "why": ODD}}
+
+        def metrics(self) -> Any:
+            return finished.folder.metrics()
+
+    file = io.StringIO()
+    monkeypatch.setattr(fedlora.cli.runs, "console", Console(file=file, width=300, emoji=console._emoji))
+    fedlora.cli.runs._show(Odd())  # type: ignore[arg-type]
+    said = file.getvalue()
+    assert f"{ODD}, 3 rounds" in said and f"gauge check: {ODD} moves by" in said and said.count(ODD) == 3
+    bar = Console(file=io.StringIO(), width=300, force_terminal=True, color_system=None, emoji=console._emoji)
+    monkeypatch.setattr(fedlora.cli.runs, "notes", bar)
+    with fedlora.cli.runs._progress(f"{ODD} {{x}}", 4, "accuracy") as watch:
+        watch.round_done(1, 2, {"accuracy": 0.5}, {"a": ODD})
+    assert f"{ODD} {{x}}" in bar.file.getvalue() and f"left out: {ODD}" in bar.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,406 @@
+"""The closed front door: a real nginx with the configuration that `init` writes, in front of a SuperLink that only
+writes down what reaches it. Kind: *attack*."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora.flower.setup.proxy import BODY_LIMIT, CALL_LIMIT, FLEET, listed_limit, nginx_configuration
+from support.certificates import certificates
+from support.machines import PROGRAMS, answers, free_port, program_needed
+
+pytestmark = [
+    pytest.mark.deployment,
+    program_needed("nginx"),
+]
+
+
+NGINX = shutil.which("nginx", path=PROGRAMS) or "nginx"
+
+
+@dataclass
+class Behind:
+    """What stands in for the SuperLink: answers 200 "reached", and keeps the heads and bodies of what came."""
+
+    port: int
+    came: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    def serve(self, certs: Path) -> socket.socket:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certs / "server.crt", certs / "server.key")
+        listening = socket.create_server(("127.0.0.1", self.port), backlog=200)
+        threading.Thread(target=self._accept, args=(listening, context), daemon=True).start()
+        return listening
+
+    def _accept(self, listening: socket.socket, context: ssl.SSLContext) -> None:
+        while True:
+            try:
+                plain, _ = listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._talk, args=(plain, context), daemon=True).start()
+
+    def _talk(self, plain: socket.socket, context: ssl.SSLContext) -> None:
+        try:
+            with context.wrap_socket(plain, server_side=True) as link:
+                data = b""
+                while more := link.recv(65536):
+                    data += more
+                    head, mark, body = data.partition(b"\r\n\r\n")
+                    if not mark:
+                        continue
+                    found = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
+                    length = int(found[1]) if found else 0
+                    while len(body) < length:
+                        body += link.recv(65536)
+                    self.came.append((head, body))
+                    data = body[length:]
+                    link.sendall(b"HTTP/1.1 200 OK\r\nServer: uvicorn\r\nContent-Length: 7\r\n\r\nreached")
+        except OSError:
+            return
+
+
+def link_to(port: int, context: ssl.SSLContext, seconds: float = 10) -> ssl.SSLSocket:
+    plain = socket.create_connection(("127.0.0.1", port), timeout=seconds)
+    return context.wrap_socket(plain, server_hostname="fl.example.org")
+
+
+@dataclass
+class Door:
+    port: int
+    ca: Path
+    folder: Path
+    behind: Behind
+
+    def raw(self, request: bytes, alpn: str = "http/1.1", seconds: float = 10) -> bytes:
+        """What comes back for these bytes, over TLS that is verified against the proxy's CA and name."""
+        context = ssl.create_default_context(cafile=str(self.ca))
+        context.set_alpn_protocols([alpn])
+        with link_to(self.port, context, seconds) as link:
+            link.sendall(request)
+            answer = b""
+            with contextlib.suppress(OSError):
+                while more := link.recv(65536):
+                    answer += more
+            return answer
+
+    def ask(self, first: str, *headers: str, body: bytes = b"") -> bytes:
+        lines = [first, "Host: fl.example.org", "Connection: close", f"Content-Length: {len(body)}", *headers]
+        return self.raw("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    folder = tmp_path_factory.mktemp("a federation")  # with a space
+    (folder / "proxy").mkdir()
+    certificates(folder / "certs", ["localhost", "127.0.0.1"])
+    certificates(folder / "public", ["fl.example.org"])
+    port, behind = free_port(), Behind(free_port())
+    text = nginx_configuration(folder, name="fl.example.org", tensors=8, port=port, superlink_port=behind.port)
+    (folder / "proxy" / "nginx.conf").write_text(text)
+    program = [NGINX, "-c", str(folder / "proxy" / "nginx.conf")]
+    checked = subprocess.run([*program, "-t"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert "warn" not in checked.stderr and "emerg" not in checked.stderr
+    listening = behind.serve(folder / "certs")
+    nginx = subprocess.Popen(program)
+    try:
+        until_answers(port)
+        yield Door(port, folder / "public" / "ca.crt", folder, behind)
+    finally:
+        nginx.terminate()
+        nginx.wait(10)
+        listening.close()
+
+
+def until_answers(port: int) -> None:
+    end = time.monotonic() + 10
+    while not answers(port):
+        assert time.monotonic() < end, f"nobody answers at {port}"
+        time.sleep(0.05)
+
+
+def code(answer: bytes) -> int:
+    return int(answer.split(b" ")[1]) if answer.startswith(b"HTTP/") else 0
+
+
+OF_A_NODE = ["flwr-public-key: k", "flwr-signature: s", "flwr-timestamp: t", "Content-Type: application/protobuf"]
+OF_A_STRANGER = [
+    "X-Forwarded-For: 10.0.0.1", "Forwarded: for=10.0.0.1", "X-Real-IP: 10.0.0.1", "Authorization: Bearer x",
+    "Cookie: a=b", "flwr-task-token: x", "flwr-superexec-signature: x", "X-Original-URL: /v1/control/list-runs",
+    "X-HTTP-Method-Override: GET", "Upgrade: h2c",
+]  # fmt: skip
+
+
+def test_what_nodes_ask_for_passes_with_the_headers_of_a_node_alone(door: Door) -> None:
+    before = len(door.behind.came)
+    answer = door.ask("POST /v1/fleet/pull-messages HTTP/1.1", *OF_A_NODE, *OF_A_STRANGER, body=b"asked")
+    assert code(answer) == 200 and answer.endswith(b"reached")
+    assert b"uvicorn" not in answer and b"nginx/" not in answer
+    head, body = door.behind.came[before]
+    lines = head.decode().split("\r\n")
+    assert lines[0] == "POST /v1/fleet/pull-messages HTTP/1.1" and body == b"asked"
+    sent = {line.split(":")[0].lower(): line.split(": ", 1)[1] for line in lines[1:]}
+    assert sent["flwr-public-key"] == "k" and sent["flwr-signature"] == "s" and sent["flwr-timestamp"] == "t"
+    assert sent["x-forwarded-for"] == "127.0.0.1"  # of the one who connected, here loopback
+    of_a_node = {header.split(":")[0].lower() for header in OF_A_NODE}
+    assert set(sent) == {"host", "content-length", "x-forwarded-for", *of_a_node}
+
+
+OTHER_PATHS = [
+    *filter(
+        None,
+        map(
+            str.strip,
+            """
+    / /health /docs /openapi.json /v1/control/list-runs /v1/control/start-run /v1/runtime/get-nodes /closed
+    /v1/fleet /v1/fleet/ /v1/fleet/other /v1/fleet/pull-messages/ /v1/fleet/pull-messages?x=1
+    /v1/fleet/../control/list-runs /v1/fleet/..%2fcontrol/list-runs /v1/fleet/%2e%2e/control/list-runs
+    /v1/fleet/.%2e/control/list-runs /v1/fleet/%252e%252e/control/list-runs /v1/fleet/..;/control/list-runs
+    /v1/fleet/pull-messages/../../control/list-runs /v1/fleet/./pull-messages /v1/fleet/pull-messages/..
+    //v1/control/list-runs //v1/fleet/pull-messages /v1//fleet/pull-messages /v1/fleet//pull-messages
+    /V1/FLEET/PULL-MESSAGES /v1/Fleet/pull-messages /v1/fleet/pull%2dmessages /v1/%66leet/pull-messages
+    /v1/fleet/pull-messages%00 /v1/fleet/pull-messages%0a /v1/fleet/pull-messages%20HTTP/1.1
+    /v1/fleet/pull-messages;x /v1/fleet/pull-messages#x /v1\\control\\list-runs /v1/fleet/\u00e9 *
+    http://127.0.0.1/v1/control/list-runs https://fl.example.org/v1/control/list-runs
+    https://fl.example.org/v1/fleet/pull-messages
+""".replace(" ", "\n").splitlines(),
+        ),
+    )
+]
+OTHER_METHODS = ["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "post"]
+CLOSED = [
+    *(f"{method} /v1/fleet/pull-messages HTTP/1.1" for method in OTHER_METHODS),
+    *(f"POST {path} HTTP/1.1" for path in OTHER_PATHS),
+    "POST /v1/fleet/" + "a" * 7000 + " HTTP/1.1",
+    "POST /v1/fleet/pull-messages HTTP/1.1 x HTTP/1.1",
+    "CONNECT 127.0.0.1:18080 HTTP/1.1",
+    "POST /v1/fleet/pull-messages HTTP/1.0",
+    "POST /v1/fleet/pull-messages HTTP/2.0",
+    "POST  /v1/fleet/pull-messages HTTP/1.1",
+    "POST /v1/fleet/pull-messages",
+    "PRI * HTTP/2.0",
+]
+
+
+@pytest.mark.parametrize("first", CLOSED, ids=lambda line: line[:60])
+def test_every_other_request_is_403_and_nothing_of_it_reaches_the_superlink(door: Door, first: str) -> None:
+    before = len(door.behind.came)
+    answer = door.ask(first)
+    assert (code(answer) == 403 or b" HTTP/" not in first.encode()) and b"html" not in answer, answer[:300]
+    assert answer.endswith(b"closed\n") or first.startswith("HEAD")  # an HTTP/0.9 request gets no head
+    assert b"nginx/" not in answer and b"reached" not in answer
+    assert len(door.behind.came) == before
+
+
+SMUGGLED = b"POST /v1/control/list-runs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+TRICKS = {
+    "chunked": b"Transfer-Encoding: chunked\r\n\r\n5\r\nasked\r\n0\r\n\r\n",
+    "length and chunked": b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "two lengths": b"Content-Length: 0\r\nContent-Length: %d\r\n\r\n" % len(SMUGGLED) + SMUGGLED,
+    "chunked in disguise": b"Content-Length: 0\r\nTransfer-Encoding: xchunked\r\n\r\n" + SMUGGLED,
+    "a negative length": b"Content-Length: -1\r\n\r\n" + SMUGGLED,
+    "a length in hexadecimal": b"Content-Length: 0x10\r\n\r\n" + SMUGGLED,
+    "no host": b"",
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_second_request_cannot_be_smuggled_in(door: Door, trick: str) -> None:
+    before = len(door.behind.came)
+    head = b"POST /v1/fleet/pull-messages HTTP/1.1\r\n"
+    host = b"" if trick == "no host" else b"Host: fl.example.org\r\nConnection: close\r\n"
+    answer = door.raw(head + host + (TRICKS[trick] or b"Content-Length: 0\r\n\r\n"))
+    assert code(answer) == 403, answer[:300]
+    assert len(door.behind.came) == before
+
+
+def test_the_second_request_of_a_connection_is_held_against_the_same_list(door: Door) -> None:
+    """Two requests in one write, as with keep-alive: the first passes, the second does not."""
+    before = len(door.behind.came)
+    first = b"POST /v1/fleet/get-run HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nab"
+    answer = door.raw(first + SMUGGLED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    assert [int(part.split(b" ")[0]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 403]
+    assert [head.split(b"\r\n")[0] for head, _ in door.behind.came[before:]] == [b"POST /v1/fleet/get-run HTTP/1.1"]
+
+
+def test_http_2_is_not_spoken(door: Door) -> None:
+    context = ssl.create_default_context(cafile=str(door.ca))
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with link_to(door.port, context) as link:
+        assert link.selected_alpn_protocol() in (None, "http/1.1")
+        assert link.version() in ("TLSv1.2", "TLSv1.3")
+
+
+def test_old_tls_and_plain_http_are_refused(door: Door) -> None:
+    with socket.create_connection(("127.0.0.1", door.port)) as plain:
+        plain.sendall(b"POST /v1/fleet/get-run HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
+        assert code(plain.recv(1000)) == 403
+    openssl = ["openssl", "s_client", "-connect", f"127.0.0.1:{door.port}", "-tls1_1", "-cipher", "ALL:@SECLEVEL=0"]
+    if shutil.which("openssl") is not None:
+        old = subprocess.run(openssl, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+        assert old.returncode != 0
+
+
+def test_a_chunk_of_flower_passes_and_a_body_over_the_limit_does_not(door: Door) -> None:
+    before = len(door.behind.came)
+    assert code(door.ask("POST /v1/fleet/push-object HTTP/1.1", body=b"x" * (6 * 2**20))) == 200
+    assert len(door.behind.came[before][1]) == 6 * 2**20
+    head = f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: a\r\nContent-Length: {BODY_LIMIT + 1}\r\n\r\n".encode()
+    assert code(door.raw(head)) == 413
+    assert len(door.behind.came) == before + 1
+
+
+def plain(answer: bytes) -> bool:
+    """Whether it is a line of ours, and no page of nginx; the name `nginx` stands in `Server` alone."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return b"html" not in answer and b"nginx" not in body and b"nginx/" not in head and len(body) < 20
+
+
+@pytest.mark.parametrize("call", [*FLEET, "other"])
+def test_a_call_has_no_larger_body_than_an_honest_one(door: Door, call: str) -> None:
+    """push-messages lists a reply's objects, each of which costs the SuperLink a write: one such call with 16 MB took
+    it away from everybody for half a minute. The others carry no object."""
+    limit = {"push-object": BODY_LIMIT, "push-messages": listed_limit(8)}.get(call, CALL_LIMIT)
+    before = len(door.behind.came)
+    head = f"POST /v1/fleet/{call} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {limit + 1}\r\n\r\n"
+    answer = door.raw(head.encode())
+    assert code(answer) == 413 and plain(answer), answer
+    assert len(door.behind.came) == before
+    if call not in ("push-object", "other"):
+        assert code(door.ask(f"POST /v1/fleet/{call} HTTP/1.1", body=b"x" * limit)) == 200
+    log = (door.folder / "proxy" / "access.log").read_text()
+    assert f'"POST /v1/fleet/{call} HTTP/1.1" 413' in log and '"remote' not in log
+
+
+def test_a_flood_of_replies_waits_and_then_is_told_to_try_again(door: Door) -> None:
+    """One a second is more than a site ever answers; three times thirty at once are not all let in."""
+    codes: list[int] = []
+    answers: list[bytes] = []
+
+    def push() -> None:
+        head = b"POST /v1/fleet/push-messages HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        answer = door.raw(head, seconds=2)
+        answers.append(answer)
+        codes.append(code(answer))
+
+    pushing = [threading.Thread(target=push) for _ in range(60)]
+    for one in pushing:
+        one.start()
+    for one in pushing:
+        one.join()
+    assert codes.count(503) >= 20 and codes.count(200) <= 10
+    assert all(plain(answer) for answer in answers if code(answer) == 503)
+    assert code(door.ask("POST /v1/fleet/get-run HTTP/1.1")) == 200, "and other calls pass meanwhile"
+
+
+def test_a_superlink_with_another_certificate_gets_nothing(door: Door, tmp_path: Path) -> None:
+    """Whoever takes the SuperLink's port on the server's loopback while it is down learns nothing of the sites."""
+    folder, port, false = tmp_path / "fed", free_port(), Behind(free_port())
+    shutil.copytree(door.folder, folder)
+    certificates(tmp_path / "other", ["localhost"])
+    text = nginx_configuration(folder, name="fl.example.org", tensors=8, port=port, superlink_port=false.port)
+    (folder / "proxy" / "nginx.conf").write_text(text)
+    listening = false.serve(tmp_path / "other")
+    nginx = subprocess.Popen([NGINX, "-c", str(folder / "proxy" / "nginx.conf")])
+    try:
+        until_answers(port)
+        other = Door(port, folder / "public" / "ca.crt", folder, false)
+        answer = other.ask("POST /v1/fleet/get-run HTTP/1.1", body=b"private")
+        assert code(answer) == 502 and plain(answer)  # nodes try again after it
+        assert not false.came
+    finally:
+        nginx.terminate()
+        nginx.wait(10)
+        listening.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="asks whether it works as another user, which takes root")
+@program_needed("setpriv")
+def test_it_needs_no_root(door: Door) -> None:
+    """As `nobody`, in a folder of its own; root's is the door of the other tests, if these are run by root."""
+    nobody, port = 65534, free_port()
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
+        folder = Path(place) / "fed"
+        shutil.copytree(door.folder, folder, ignore=shutil.ignore_patterns("*.log", "temp-*", "*.pid", "nginx.conf"))
+        text = nginx_configuration(folder, name="fl.example.org", tensors=8, port=port, superlink_port=door.behind.port)
+        (folder / "proxy" / "nginx.conf").write_text(text)
+        for path in [Path(place), folder, *folder.rglob("*")]:
+            os.chown(path, nobody, nobody)
+        program = ["setpriv", f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups", NGINX]
+        command = [*program, "-e", str(folder / "proxy" / "error.log"), "-c", str(folder / "proxy" / "nginx.conf")]
+        checked = subprocess.run([*command, "-t"], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0 and "[warn]" not in checked.stderr, checked.stderr
+        nginx = subprocess.Popen(command)
+        try:
+            until_answers(port)
+            asked = Door(port, folder / "public" / "ca.crt", folder, door.behind)
+            assert code(asked.ask("POST /v1/fleet/push-object HTTP/1.1", body=b"x" * 10**6)) == 200
+        finally:
+            nginx.terminate()
+            nginx.wait(10)
+
+
+def test_an_honest_burst_is_not_refused(door: Door) -> None:
+    """A round of a large adapter: thousands of small objects over two connections, as fast as they are answered."""
+    head = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
+    context = ssl.create_default_context(cafile=str(door.ca))
+    codes: list[bytes] = []
+
+    def push() -> None:
+        with link_to(door.port, context) as link, link.makefile("rb") as said:
+            for _ in range(1000):
+                link.sendall(head)
+                codes.append(said.readline())
+                while said.readline() != b"\r\n":
+                    pass
+                said.read(7)
+
+    pushing = [threading.Thread(target=push) for _ in range(2)]
+    for one in pushing:
+        one.start()
+    for one in pushing:
+        one.join()
+    assert codes == [b"HTTP/1.1 200 OK\r\n"] * 2000
+
+
+def test_a_stranger_that_holds_connections_open_does_not_keep_a_node_out(door: Door) -> None:
+    """Sixty-four requests of one address at once is the limit; what is over it is 503, and connections that say nothing
+    cost a place among the proxy's thousand for fifteen seconds."""
+    held = []
+    try:
+        for _ in range(200):
+            held.append(socket.create_connection(("127.0.0.1", door.port)))
+        assert code(door.ask("POST /v1/fleet/get-run HTTP/1.1")) == 200
+    finally:
+        for one in held:
+            one.close()
+
+
+def test_the_log_names_what_was_refused_and_holds_no_body(door: Door) -> None:
+    door.ask("POST /v1/control/start-run HTTP/1.1", "flwr-signature: very-secret", body=b"private")
+    door.ask("POST /v1/fleet/activate-node HTTP/1.1", "flwr-signature: very-secret", body=b"private")
+    log = (door.folder / "proxy" / "access.log").read_text()
+    assert '"POST /v1/control/start-run HTTP/1.1" 403' in log
+    assert '"POST /v1/fleet/activate-node HTTP/1.1" 200' in log
+    assert '"POST /v1/fleet/push-object HTTP/1.1" 200' not in log  # thousands a round say nothing
+    for path in (door.folder / "proxy").rglob("*"):
+        if path.is_file():
+            text = path.read_text(errors="replace")
+            assert "very-secret" not in text and "private" not in text and os.path.getsize(path) < 10**6

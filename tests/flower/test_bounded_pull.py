@@ -1,0 +1,387 @@
+"""Replies from a SuperLink, counted before they are in memory. Kinds of evidence: *attack*, *contract* with flwr.
+
+The SuperLink is played by a store of the objects that flwr makes of a message. A real one: test_real_superlink.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+import httpx
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id, get_object_tree
+
+from fedlora.errors import ConfigError
+from fedlora.flower.rounds import bounded_pull
+from fedlora.flower.rounds.bounded_pull import HttpInbox, TooLarge, answers_at_most, heartbeats_outlive_errors
+from fedlora.flower.rounds.collecting import Limit, inbox_of
+from support import flower_grid
+
+MB = 2**20
+LIMIT = Limit(2 * MB, 100, 20_000)
+
+
+class Link:
+    """What a SuperLink holds: replies by what they answer, and objects. late: ids of those that are not there yet."""
+
+    def __init__(self) -> None:
+        self.replies: dict[str, Any] = {}
+        self.trees: dict[str, Any] = {}
+        self.objects: dict[str, bytes] = {}
+        self.late: set[str] = set()
+        self.pulled: list[str] = []
+        self.confirmed: list[str] = []
+        self._client = SimpleNamespace(event_hooks={})
+        self.grid = SimpleNamespace(_runtime_client=self, node=None, run=SimpleNamespace(run_id=1))
+
+    def hold(self, reply: Message) -> str:
+        """A reply as a node pushes it. Returns the id of what it answers."""
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        answers = reply.metadata.reply_to_message_id
+        self.trees[answers] = get_object_tree(reply)
+        self.objects |= {i: o.deflate() for i, o in get_all_nested_objects(reply).items()}
+        self.replies[answers] = message_to_proto(remove_content_from_message(reply))
+        return str(answers)
+
+    def PullMessages(self, request: Any) -> Any:
+        ids = [i for i in request.message_ids if i in self.replies]
+        return SimpleNamespace(
+            messages_list=[self.replies.pop(i) for i in ids], message_object_trees=[self.trees[i] for i in ids]
+        )
+
+    def PullObject(self, request: Any) -> Any:
+        self.pulled.append(request.object_id)
+        there = request.object_id not in self.late
+        content = self.objects.get(request.object_id)
+        for hook in self._client.event_hooks.get("response", []):
+            hook(SimpleNamespace(headers={"content-length": str(len(content or b""))}))
+        return SimpleNamespace(object_found=content is not None, object_available=there, object_content=content)
+
+    def ConfirmMessageReceived(self, request: Any) -> None:
+        self.confirmed.append(request.message_object_id)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+    import flwr.proto.message_pb2 as messages
+
+    for name in ("PullObjectRequest", "ConfirmMessageReceivedRequest"):
+        monkeypatch.setattr(messages, name, SimpleNamespace)  # `node` is none of flwr's here
+    return Link()
+
+
+def reply(record: RecordDict | None = None, number: int = 1) -> Message:
+    asked = Message(RecordDict(), 7, "train", group_id="g")
+    asked.metadata.__dict__["_message_id"] = f"{number}" * 64
+    if record is None:
+        return Message(Error(2, "boom"), reply_to=asked)
+    return Message(record, reply_to=asked)
+
+
+def array(data: bytes) -> Array:
+    return Array("float32", (len(data) // 4,), "fedlora.raw", data)
+
+
+def arrays(**named: bytes) -> RecordDict:
+    return RecordDict({"arrays": ArrayRecord({name: array(data) for name, data in named.items()})})
+
+
+def pulled(link: Link, answers: str, limit: Limit = LIMIT) -> Any:
+    found = list(HttpInbox(link.grid).look({answers: limit}))
+    assert len(found) == 1
+    return found[0]
+
+
+def test_a_reply_comes_back_as_it_was_and_the_superlink_may_forget_it(link: Link) -> None:
+    record = arrays(x=b"abcd" * 100, y=b"efgh", z=b"")
+    record["config"], record["metrics"] = ConfigRecord({"a": "b"}), MetricRecord({"n": 3.5})
+    sent = reply(record)
+    arrival = pulled(link, link.hold(sent))
+    assert arrival.message.content == sent.content and arrival.why == ""
+    assert arrival.message.metadata.reply_to_message_id == "1" * 64 and arrival.message.metadata.group_id == "g"
+    assert link.confirmed == [sent.object_id] and arrival.bytes == sum(map(len, link.objects.values()))
+
+
+def test_an_error_comes_as_one(link: Link) -> None:
+    arrival = pulled(link, link.hold(reply()))
+    assert arrival.message.has_error() and arrival.message.error.reason == "boom"
+
+
+def test_nothing_yet(link: Link) -> None:
+    assert list(HttpInbox(link.grid).look({"a" * 64: LIMIT})) == []
+
+
+def fails_with(status: int) -> Any:
+    request = httpx.Request("POST", "http://127.0.0.1/v1/runtime/pull-messages")
+
+    def failing(_: Any) -> Any:
+        raise httpx.HTTPStatusError("no", request=request, response=httpx.Response(status, request=request))
+
+    return failing
+
+
+@pytest.mark.parametrize("call", ["PullMessages", "PullObject"])
+def test_a_superlink_that_fails_for_a_while_is_asked_again_and_nothing_is_lost(
+    link: Link, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A database that one node keeps busy answers everybody 500. Before, the run ended by it."""
+    sent = reply(arrays(x=b"abcd" * 100))
+    answers, inbox = link.hold(sent), HttpInbox(link.grid)
+    with monkeypatch.context() as patch:
+        patch.setattr(link, call, fails_with(500))
+        for _ in range(3):
+            assert list(inbox.look({answers: LIMIT})) == []
+        assert inbox.half(answers) == "the SuperLink answers 500"
+    [arrival] = HttpInbox(link.grid).look({link.hold(sent): LIMIT})
+    assert arrival.message.content == sent.content
+    [arrival] = list(inbox.look({link.hold(sent): LIMIT}))
+    assert arrival.message is not None and inbox.half(answers) == ""
+
+
+def test_a_reply_that_the_superlink_cannot_give_costs_nobody_else_the_round(link: Link) -> None:
+    good, bad = link.hold(reply(arrays(x=b"abcd"), 1)), link.hold(reply(arrays(x=b"efgh"), 2))
+    honest = link.PullMessages
+
+    def broken(request: Any) -> Any:
+        return fails_with(500)(request) if bad in request.message_ids else honest(request)
+
+    link.PullMessages = broken  # type: ignore[method-assign]
+    inbox = HttpInbox(link.grid)
+    assert [a.reply_to for a in inbox.look({bad: LIMIT, good: LIMIT})] == [good]
+    assert "500" in inbox.half(bad)
+
+
+def test_a_heartbeat_that_is_answered_500_is_sent_again() -> None:
+    """By flwr's own sender, which ends in silence at a 500 and goes on at a 503. Nothing else is softened."""
+    from flwr.supercore.heartbeat import make_task_heartbeat_fn_http
+    from flwr.superlink.grid.http_grid import HttpGrid
+
+    grid = HttpGrid("127.0.0.1:1", insecure=True, token="x")
+    grid._retry_invoker.max_tries = 1
+    client = grid._runtime_client
+    client._client.close()
+    client._client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(500)))
+    send = make_task_heartbeat_fn_http(client)
+    with pytest.raises(httpx.HTTPStatusError):
+        send()
+    with heartbeats_outlive_errors(grid):
+        assert send() is False
+        with pytest.raises(httpx.HTTPStatusError, match="500"):
+            list(grid.get_nodes())
+    with pytest.raises(httpx.HTTPStatusError):
+        send()
+    with heartbeats_outlive_errors(flower_grid.LocalGrid({})):
+        pass
+    grid.close()
+
+
+def test_equal_pieces_that_multiply_are_refused_before_they_are_put_together(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 MB of zeros are 20 pieces in flwr, and one of them is stored: 5 MB to send, here 1 MB of limit more."""
+    answers = link.hold(reply(arrays(x=bytes(100 * MB))))
+    assert sum(map(len, link.objects.values())) < 6 * MB
+    monkeypatch.setattr(
+        "flwr.supercore.inflatable.inflatable_utils.inflate_object_from_contents",
+        lambda *a, **k: pytest.fail("was put together"),
+    )
+    arrival = pulled(link, answers, Limit(6 * MB, 100, 20_000))
+    assert arrival.message is None and "104,857,600" in arrival.why and "6,291,456 are allowed" in arrival.why
+    assert link.confirmed
+
+
+def test_the_same_array_under_many_names_is_counted_once_and_does_no_harm(link: Link) -> None:
+    """Names share the array: no more memory. That they are too many is the codec's to say."""
+    shared = array(bytes(MB))
+    names = {f"n{k}": shared for k in range(50)}
+    arrival = pulled(link, link.hold(reply(RecordDict({"arrays": ArrayRecord(names)}))))
+    found = arrival.message.content.array_records["arrays"]
+    assert len({id(a.data) for a in found.values()}) == 1
+
+
+@pytest.mark.parametrize("size", [3, 30])
+def test_pieces_that_differ_are_pulled_no_further_than_the_limit(link: Link, size: int) -> None:
+    import random
+
+    data = random.Random(0).randbytes(size * MB)
+    answers = link.hold(reply(arrays(**{f"n{k}": data[k * MB : (k + 1) * MB] for k in range(size)})))
+    arrival = pulled(link, answers)
+    assert arrival.message is None and "2,097,152 are allowed" in arrival.why
+    got = sum(len(link.objects[i]) for i in link.pulled[:-1])
+    assert got <= LIMIT.bytes + 4096
+
+
+def test_one_piece_that_is_too_large_is_refused_by_its_head(link: Link) -> None:
+    """`content-length` is looked at before the body is read, with httpx's own hooks."""
+    read: list[int] = []
+
+    class Body(httpx.SyncByteStream):
+        def __iter__(self) -> Any:
+            read.append(1)
+            yield b"x" * 10_000
+
+    transport = httpx.MockTransport(lambda r: httpx.Response(200, headers={"content-length": "10000"}, stream=Body()))
+    client = SimpleNamespace(_client=httpx.Client(transport=transport))
+    with answers_at_most(client, 9_999), pytest.raises(TooLarge) as raised:
+        client._client.post("http://x")
+    assert raised.value.size == 10_000 and not read
+    with answers_at_most(client, 10_000):
+        assert len(client._client.post("http://x").content) == 10_000
+    assert client._client.event_hooks["response"] == []
+    client._client.close()
+
+
+def test_text_and_numbers_have_a_limit_of_their_own(link: Link) -> None:
+    """A list of a million numbers takes thirty times the memory of its bytes."""
+    record = arrays(x=b"abcd")
+    record["metrics"] = MetricRecord({"n": [0] * 30_000})
+    arrival = pulled(link, link.hold(reply(record)))
+    assert arrival.message is None and "beside arrays; 20,000 are allowed" in arrival.why
+
+
+def test_too_many_pieces_are_not_pulled_at_all(link: Link) -> None:
+    arrival = pulled(link, link.hold(reply(arrays(**{f"n{k}": b"%04d" % k for k in range(60)}))))
+    assert arrival.message is None and not link.pulled
+
+
+def test_a_tree_as_deep_as_protobuf_allows_costs_nothing(link: Link) -> None:
+    answers = link.hold(reply(arrays(x=b"abcd")))
+    tree = ObjectTree(object_id="0" * 64)
+    for k in range(5000):
+        tree = ObjectTree(object_id=f"{k:064d}", children=[tree])
+        if k % 90 == 0:
+            tree = ObjectTree(object_id=f"{k:064d}")
+    link.trees[answers].children.append(tree)
+    assert pulled(link, answers).message is None
+
+
+def test_pieces_that_are_announced_and_never_sent_hold_up_nobody(link: Link) -> None:
+    """flwr waits two hours for them. Here the others' replies come, and what came of this one can be asked."""
+    slow = link.hold(reply(arrays(x=b"abcd" * 10), 1))
+    fast = link.hold(reply(arrays(x=b"efgh" * 10), 2))
+    missing = next(i for i, content in link.objects.items() if content.startswith(b"ArrayChunk") and b"abcd" in content)
+    link.late.add(missing)
+    inbox = HttpInbox(link.grid)
+    assert [a.reply_to for a in inbox.look({slow: LIMIT, fast: LIMIT})] == [fast]
+    assert list(inbox.look({slow: LIMIT})) == []
+    asked = len(link.pulled)
+    link.late.clear()
+    arrival = next(iter(inbox.look({slow: LIMIT})))
+    assert arrival.message is not None and arrival.message.content.array_records["arrays"]["x"].data == b"abcd" * 10
+    assert len(link.pulled) - asked < 5  # what had come was not pulled again
+    other = link.hold(reply(arrays(x=b"ijkl" * 10), 3))
+    link.late.add(next(i for i, content in link.objects.items() if b"ijkl" in content))
+    assert list(inbox.look({other: LIMIT})) == []
+    assert "pieces of it came" in inbox.half(other) and inbox.half("nobody's") == ""
+
+
+FORGED = {
+    "no head": lambda content: b"xxxx",
+    "half a letter": lambda content: b"\xff\xfe\x00",
+    "another kind": lambda content: content.replace(b"ArrayRecord", b"ArrayRecorx"),
+    "a kind that is in no message": lambda content: b"os.system  0\0",
+    "a body that is no JSON": lambda content: content.partition(b"\0")[0] + b"\0{",
+    "deep JSON": lambda content: content.partition(b"\0")[0] + b"\0" + b"[" * 9_000,
+}
+
+
+@pytest.mark.parametrize("kind", ["Message", "RecordDict", "ArrayRecord", "Array", "ArrayChunk"])
+@pytest.mark.parametrize("name", FORGED)
+def test_objects_that_flwr_does_not_make_cost_their_sender_the_round(link: Link, name: str, kind: str) -> None:
+    """In flwr each of these ends the ServerApp. (A chunk's body may be anything.)"""
+    answers = link.hold(reply(arrays(x=b"abcd" * 10)))
+    for object_id, content in link.objects.items():
+        if content.startswith(kind.encode() + b" "):
+            link.objects[object_id] = FORGED[name](content)
+    [arrival] = HttpInbox(link.grid).look({answers: LIMIT})
+    if arrival.message is None:
+        assert "its reply" in arrival.why and arrival.why.isprintable()
+    else:
+        harmless = kind == "ArrayChunk" and name in ("a body that is no JSON", "deep JSON")
+        assert harmless or (name == "another kind" and kind != "ArrayRecord")
+
+
+def test_a_reply_that_is_no_message(link: Link) -> None:
+    answers = link.hold(reply(arrays(x=b"abcd" * 10)))
+    root = link.trees[answers].object_id
+    link.objects[root] = next(c for c in link.objects.values() if c.startswith(b"RecordDict"))
+    arrival = pulled(link, answers)
+    assert arrival.message is None and "no message, but a RecordDict" in arrival.why
+
+
+def test_an_array_whose_list_of_pieces_lies(link: Link) -> None:
+    answers = link.hold(reply(arrays(x=b"abcd" * 10)))
+    for object_id, content in link.objects.items():
+        if content.startswith(b"Array "):
+            head, _, body = content.partition(b"\0")
+            told = json.loads(body) | {"arraychunk_ids": [0] * 6_000}
+            link.objects[object_id] = head + b"\0" + json.dumps(told).encode()
+    arrival = pulled(link, answers, Limit(100_000, 100, 50_000))
+    assert arrival.message is None and "100,000 are allowed" in arrival.why
+
+
+def test_who_answers_is_the_superlinks_word_and_not_the_messages(link: Link) -> None:
+    sent = reply(arrays(x=b"abcd"))
+    answers = link.hold(sent)
+    told = link.replies[answers]
+    told.metadata.src_node_id, told.metadata.group_id = 4711, "told"
+    arrival = pulled(link, answers)
+    assert arrival.message.metadata.src_node_id == 4711 and arrival.message.metadata.group_id == "told"
+
+
+# ---- the contract with flwr ------------------------------------------------------------------------------------------
+
+CHANGED = (
+    "flwr has changed inside: read its HttpGrid, mend fedlora/flower/rounds/bounded_pull.py, and set TESTED there. "
+)
+
+
+def test_another_flwr_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_pull, "version", lambda name: "1.42.0")
+    with pytest.raises(ConfigError, match=r"flwr 1\.42\.0 is installed.*written for 1\.41\.x.*pip install"):
+        bounded_pull.require_tested()
+
+
+def test_flwr_is_inside_as_the_bounded_pull_takes_it_to_be() -> None:
+    """What bounded_pull.py uses of flwr beside its public interface. A test that fails here names what to look at."""
+    from importlib.metadata import version
+
+    from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+    from flwr.supercore.inflatable import inflatable_utils
+    from flwr.supercore.runtime import RuntimeHttpClient
+    from flwr.superlink.grid.http_grid import HttpGrid
+
+    assert version("flwr").startswith(bounded_pull.TESTED), CHANGED + "It is another version."
+    for name in ("PullMessages", "PullObject", "ConfirmMessageReceived"):
+        assert hasattr(RuntimeHttpClient, name), CHANGED + f"RuntimeHttpClient has no {name}."
+    assert isinstance(HttpGrid._runtime_client, property), CHANGED + "HttpGrid has no _runtime_client."
+    client = RuntimeHttpClient("http://127.0.0.1:1")
+    assert isinstance(client._client, httpx.Client), CHANGED + "Its client is not httpx's."
+    client.close()
+    source = inspect.getsource(HttpGrid.pull_messages)
+    for part in ("PullMessages", "message_object_trees", "pull_objects", "ConfirmMessageReceived", "node=self.node"):
+        assert part in source, CHANGED + f"HttpGrid.pull_messages does not use {part} any more."
+    assert "message_ids" in PullAppMessagesRequest.DESCRIPTOR.fields_by_name, CHANGED
+    for part in ("messages_list", "message_object_trees"):
+        assert part in PullAppMessagesResponse.DESCRIPTOR.fields_by_name, CHANGED
+    assert {"ArrayChunk", "Array", "Message"} <= set(inflatable_utils.inflatable_class_registry), CHANGED
+    content = array(b"abcd").deflate()
+    assert bounded_pull._head(content)[0] == "Array" and get_object_id(content), CHANGED
+    assert json.loads(content.partition(b"\0")[2])["arraychunk_ids"] == [0], CHANGED + "Arrays say otherwise."
+
+
+def test_the_inbox_fits_the_grid() -> None:
+    from flwr.superlink.grid.http_grid import HttpGrid
+
+    assert isinstance(inbox_of(HttpGrid("127.0.0.1:1", insecure=True, token="x")), HttpInbox)
+    assert not isinstance(inbox_of(flower_grid.LocalGrid({})), HttpInbox)

@@ -1,0 +1,93 @@
+"""Dockerfile and compose.yaml, without a daemon: parsed, and each command in them looked up in the command line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora.cli.flower import COMMANDS
+from fedlora.errors import ConfigError
+from fedlora.flower.setup.containers import compose, dockerfile, write_containers
+from fedlora.flower.setup.proxy import nginx_configuration
+from fedlora.flower.terms.settings import FederationSettings
+
+yaml: Any = pytest.importorskip("yaml")  # transformers brings it
+SITES = ["acme", "berlin", "cork"]
+KNOWN = {"FROM", "ARG", "RUN", "COPY", "USER", "ENV", "ENTRYPOINT", "CMD"}
+
+
+def settings(port: int = 443) -> FederationSettings:
+    return FederationSettings.model_validate(
+        {"id": "fed-1", "network": {"name": "fl.example.org", "port": port}, "data": {"labels": ["no", "yes"]}}
+    )
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def test_the_image_is_of_a_user_without_rights_and_holds_no_secret(tmp_path: Path) -> None:
+    found = instructions(dockerfile(tmp_path))
+    assert {word for word, _ in found} <= KNOWN and found[0][0] == "FROM"
+    said = dict(found)
+    assert said["USER"] == "fedlora" and [w for w, _ in found].index("USER") > max(
+        k for k, (word, _) in enumerate(found) if word == "RUN"
+    )
+    assert json.loads(said["ENTRYPOINT"]) == ["fedlora"]
+    for word, rest in found:
+        if word == "RUN":  # a shell could read it
+            assert all(shlex.split(part) for part in rest.split("&&"))
+        assert not re.search(r"(?i)password|secret|token|PRIVATE KEY", rest)
+    assert [rest for word, rest in found if word == "COPY"] == ["wheels/ /wheels/"]
+
+
+def test_every_command_of_compose_is_one_of_the_command_line(tmp_path: Path) -> None:
+    home = tmp_path / "fed"
+    write_containers_in(home)
+    services: dict[str, Any] = yaml.safe_load((home / "docker" / "compose.yaml").read_text())["services"]
+    assert sorted(services) == ["proxy", "server", "site-acme", "site-berlin", "site-cork"]
+    assert (home / "docker" / "wheels").is_dir()  # what the Dockerfile copies
+    for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"] and service["read_only"] and service["user"].count(":") == 1, name
+        if name == "proxy":
+            continue
+        group, command, place = service["command"]
+        module, _, function = COMMANDS[command][0].partition(":")
+        assert group == "flower" and callable(getattr(importlib.import_module(module), function))
+        assert f"{place}:{place}" in service["volumes"]  # absolute paths in a folder stay true
+    assert services["server"]["command"] == ["flower", "serve", str(home)]
+    assert services["site-cork"]["command"][2] == f"${{SITES:-{tmp_path}}}/cork"
+
+
+def test_only_the_proxys_port_leaves(tmp_path: Path) -> None:
+    """The proxy shares the server's loopback, where the SuperLink is; that one's port is published nowhere."""
+    made = settings(port=8443)
+    services = yaml.safe_load(compose(tmp_path, made, SITES))["services"]
+    assert services["proxy"]["network_mode"] == "service:server"
+    assert [p for s in services.values() for p in s.get("ports", [])] == ["8443:8443"]
+    listens = re.findall(
+        r"listen (?:\[::\]:)?(\d+)", nginx_configuration(tmp_path, name="fl.example.org", tensors=8, port=8443)
+    )
+    assert set(listens) == {"8443"}
+    assert services["server"]["networks"]["default"]["aliases"] == ["fl.example.org"]
+    assert services["proxy"]["entrypoint"] == ["nginx", "-c", f"{tmp_path}/proxy/nginx.conf"]
+
+
+def test_a_folder_that_cannot_be_mounted_is_refused(tmp_path: Path) -> None:
+    for name in ("a:b", "a$b", 'a"b', "a\nb"):
+        with pytest.raises(ConfigError, match="cannot be mounted"):
+            compose(tmp_path / name, settings(), SITES)
+
+
+def write_containers_in(home: Path) -> None:
+    home.mkdir()
+    write_containers(home / "docker", home, settings(), SITES)

@@ -1,0 +1,303 @@
+"""What a federation measures, chooses and leaves behind, over Flower's wire format with real tiny models. Kinds of
+evidence: *parity* (the in-process engine of `fedlora run` measures the same numbers), *contract* (killed and resumed is
+not killed; nothing is ignored in silence).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+import torch
+from flwr.app import Error, Message
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from fedlora import read_adapter
+from fedlora.errors import ConfigError
+from fedlora.flower.rounds.events import Ended, read_events
+from fedlora.flower.rounds.federation import told
+from fedlora.runs.config import load_config
+from support.federation_folders import RANKS, FederationOnDisk
+from support.flower_grid import LocalGrid
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.projects import ran
+from support.training_data import classification
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
+
+
+class Killed(BaseException): ...
+
+
+def kill_at(grid: LocalGrid, number: int, what: str) -> None:
+    """The ServerApp dies when it asks for the `number`-th time to "train", or to measure on "validation" or "test"."""
+    left = [number]
+
+    def die(asked: Message, reply: Message) -> Message:
+        if asked.content.config_records["config"].get("measure", "train") == what:
+            left[0] -= 1
+            if not left[0]:
+                raise Killed
+        return reply
+
+    grid.meddle = dict.fromkeys(RANKS, die)
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k not in ("seconds", "at")}
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+def adapters(fed: FederationOnDisk) -> dict[str, bytes]:
+    """The written weights, byte for byte."""
+    server = fed.home / "server"
+    return {str(path.relative_to(server)): path.read_bytes() for path in sorted(server.rglob("adapter_model.*"))}
+
+
+def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path) -> None:
+    """The same data, model and rounds in one process, by another loop: each client's score on its own, bit for bit."""
+    fed = FederationOnDisk(tmp_path)
+    summary = fed.play()
+    said = fed.settings()
+    lines = ["[model]", f'path = "{fed.model}"', "dropout = 0.0", "[data]", "validation = 0.25", "test = 0.25"]
+    lines += ["max_length = 16", "[data.clients]", *(f'{name} = "{tmp_path}/{name}.jsonl"' for name in RANKS)]
+    lines += ["[clients]", f"ranks = {list(RANKS.values())}", "[train]", "lr = 0.02", "steps = 3", "batch_size = 8"]
+    lines += ["[run]", "rounds = 3", "threads = 1", "[evaluate]", 'target = "clients"', "clients_at_end = true"]
+    (tmp_path / "run.toml").write_text("\n".join(lines))
+    folder = ran(load_config(tmp_path / "run.toml"), tmp_path / "run")
+    for mine, theirs in zip(fed.lines(), folder.metrics(), strict=True):
+        assert mine["losses"] == theirs["losses"] and mine["weights"] == theirs["weights"]
+        for name in RANKS:
+            assert mine["site_metrics"][name]["accuracy"] == theirs["metrics"][f"client/{name}"]
+            assert mine["site_metrics"][name]["examples"] == 15  # a quarter of 60
+    at_end = folder.read_json("summary.json")["clients_at_end"]
+    for name, scores in summary["site_test"]["sites"].items():
+        assert {k: v for k, v in at_end[name].items() if "/" not in k} == {
+            k: v for k, v in scores.items() if k != "examples"
+        }
+    assert summary["measured_by"] == "sites" and summary["sites"]["acme"] == {"rank": 2, "rounds": 3}
+    assert summary["settings"] == json.loads(said.travelling()) and summary["test"] == {"last": {}, "best": {}}
+
+
+def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_path: Path) -> None:
+    """peft, example by example, gets the accuracy that the summary has; no file names a path of the server."""
+    fed = FederationOnDisk(tmp_path)
+    fed.write(at_server=fed.at_server(), run={"readouts": True})
+    summary, lines = fed.play(), fed.lines()
+    scores = [line["metrics"]["accuracy"] for line in lines]
+    assert summary["measured_by"] == "server" and summary["best_round"] == 1 + scores.index(max(scores)) != 3
+    assert summary["validation"]["best"] == lines[summary["best_round"] - 1]["metrics"]
+    test = classification(40, 11)
+    for place, want in (("adapter", summary["test"]["last"]), ("best", summary["test"]["best"])):
+        folder = fed.home / "server" / place
+        assert json.loads((folder / "labels.json").read_text())["num_labels"] == 3
+        base = AutoModelForSequenceClassification.from_pretrained(fed.model, num_labels=3)
+        model, words = PeftModel.from_pretrained(base, folder).eval(), AutoTokenizer.from_pretrained(folder)
+        with torch.no_grad():
+            said = [int(model(**words(text, return_tensors="pt")).logits.argmax()) for text in test.text]
+        assert sum(a == b for a, b in zip(said, test.labels or (), strict=True)) / 40 == want["accuracy"]
+        card = (folder / "README.md").read_text()
+        assert f"accuracy {want['accuracy']:.4f}" in card and "| classes | blue, green, red |" in card
+        assert "training examples | 90 over 3 clients" in card  # half of three times 60
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == "model"
+    for name, rank in RANKS.items():
+        adapter, _ = read_adapter(fed.home / "server" / "clients" / name)
+        assert set(adapter.ranks.values()) == {rank}
+    for path in (fed.home / "server").rglob("*"):
+        if path.is_file() and path.name not in (".lock",):
+            assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_without_a_model_at_the_server_the_folder_still_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    fed = FederationOnDisk(tmp_path)
+    fed.write(data={"validation": 0.0}, run={"rounds": 1})
+    summary = fed.play()
+    told_once = [r for r in caplog.records if "no round is measured" in r.message]
+    assert len(told_once) == 1 and summary["measured_by"] is None and summary["best_round"] is None
+    folder = fed.home / "server" / "adapter"
+    base = AutoModelForSequenceClassification.from_pretrained(fed.model, num_labels=3)
+    assert PeftModel.from_pretrained(base, folder).active_adapters == ["default"]
+    card = (folder / "README.md").read_text()
+    assert 'AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)' in card
+    assert not (folder / "tokenizer.json").exists() and not (fed.home / "server" / "best").exists()
+
+
+# ---- killed and resumed is not killed --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["server", "sites"])
+def test_killed_anywhere_it_measures_chooses_and_stops_the_same(tmp_path: Path, by: str) -> None:
+    """Killed in training, while sites measure a round that is stored, and while they measure at the end."""
+    evaluate = {"patience": 2, "metric": "macro-f1", "min_delta": 0.01 if by == "server" else 0.2}
+    tables: dict[str, Any] = {"run": {"rounds": 5}, "evaluate": evaluate}
+
+    def made(folder: Path) -> FederationOnDisk:
+        folder.mkdir()
+        fed = FederationOnDisk(folder, **tables)
+        if by == "server":
+            fed.write(at_server=fed.at_server())
+        return fed
+
+    whole = made(tmp_path / "whole")
+    want = whole.play()
+    assert want["stopped_early"] is not None and want["best_round"] < want["rounds"] < 5, "or nothing is tested here"
+    killed = made(tmp_path / "killed")
+    for what, number in (("train", 5), ("validation", 2), ("train", 2), ("test", 3)):
+        grid = killed.grid()
+        kill_at(grid, number, what)
+        with pytest.raises(Killed):
+            killed.play(grid)
+    got = killed.play()
+    assert without_times(got) == without_times(want)
+    assert without_times(killed.lines()) == without_times(whole.lines())
+    assert adapters(killed) == adapters(whole)
+
+
+def test_it_stops_when_nothing_gets_better_says_so_and_goes_on_when_it_is_asked_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the last of equals is best."""
+    fed = FederationOnDisk(tmp_path, train={"lr": 1e-9, "steps": 1}, evaluate={"patience": 2}, run={"rounds": 6})
+    summary = fed.play()
+    assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 3
+    events = read_events(fed.home / "server" / "events.jsonl")
+    assert [e.why for e in events if isinstance(e, Ended)] == ["stopped early"]
+    caplog.set_level("INFO")
+    grid = fed.grid()
+    assert fed.play(grid) == summary and not grid.sent
+    assert "ended at round 3 of 6" in told(summary) and "raise evaluate.patience" in caplog.text
+    fed.write(evaluate={"patience": 4})
+    longer = fed.play()
+    assert longer["rounds"] == longer["stopped_early"]["round"] == 5 and len(fed.lines()) == 5
+
+
+def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three rounds and then two more are the five of a federation that was never finished."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    whole, fed = (FederationOnDisk(tmp_path / name, run={"rounds": 5}) for name in ("a", "b"))
+    whole.play()
+    fed.write(run={"rounds": 3})
+    first = fed.play()
+    caplog.set_level("INFO")
+    grid = fed.grid()
+    assert fed.play(grid) == first and not grid.sent
+    assert "all 3 rounds are played" in caplog.text and "raise run.rounds" in caplog.text
+    fed.write(run={"rounds": 5})
+    assert fed.play()["rounds"] == 5 and "run.rounds was 3 and is 5 from round 4 on" in caplog.text
+    assert without_times(fed.lines()) == without_times(whole.lines()) and adapters(fed) == adapters(whole)
+    history = json.loads((fed.home / "server" / "settings.json").read_text())
+    assert [entry["rounds"] for entry in history] == [0, 3] and history[1]["changed"] == {"run.rounds": [3, 5]}
+    fed.write(run={"rounds": 4})
+    with pytest.raises(ConfigError, match=r"5 rounds are played, and run.rounds = 4 asks for fewer"):
+        fed.play()
+    fed.write(run={"rounds": 7}, lora={"scaling": 3.0})
+    before = adapters(fed)
+    with pytest.raises(ConfigError, match=r"lora.scaling was 2.0 and is 3.0 now"):
+        fed.play()
+    assert adapters(fed) == before and len(fed.lines()) == 5
+
+
+def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) -> None:
+    """acme is out of memory when it measures, cork is offline for good; berlin's score is what rounds are chosen by."""
+    fed = FederationOnDisk(tmp_path, evaluate={"every": 2})
+    grid = fed.grid()
+
+    def broken(asked: Message, reply: Message) -> Message:
+        return (
+            Message(Error(2, "out of memory"), reply_to=asked) if asked.metadata.message_type == "evaluate" else reply
+        )
+
+    grid.meddle, grid.offline = {"acme": broken}, {"cork"}
+    summary, lines = fed.play(grid), fed.lines()
+    assert [bool(line["site_mean"]) for line in lines] == [False, True, True], "each second round, and the last"
+    assert list(lines[1]["site_metrics"]) == ["berlin"] == list(summary["site_test"]["sites"])
+    assert "out of memory" in lines[1]["site_unmeasured"]["acme"]
+    assert lines[1]["site_unmeasured"]["cork"] == summary["site_test"]["unmeasured"]["cork"] == "it is not online"
+    assert summary["sites"]["acme"]["rounds"] == 3 and summary["sites"]["cork"]["rounds"] == 0
+
+
+# ---- what is asked for and cannot be ---------------------------------------------------------------------------------
+
+
+CANNOT: dict[str, tuple[dict[str, Any], str]] = {
+    "server without files": ({"evaluate": {"target": "server"}}, r"target = 'server'.*\[at_server\] names none"),
+    "clients without shares": (
+        {"evaluate": {"target": "clients"}, "data": {"validation": 0.0, "test": 0.0}},
+        "target = 'clients'.*hold nothing out",
+    ),
+    "both at the end": ({"evaluate": {"clients_at_end": "both"}}, "'both' needs a common test set"),
+    "patience without a score": (
+        {"evaluate": {"patience": 2, "target": "server"}, "at_server": {"model": "MODEL", "test": "TEST"}},
+        "patience = 2 looks at a score.*at_server.validation is not there",
+    ),
+    "readouts that stay home": (
+        {"run": {"readouts": True}, "method": {"name": "fedsa-lora"}},
+        "run.readouts = true.*never leaves the site",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_measured_or_left_is_said_before_the_first_round(fed: FederationOnDisk, name: str) -> None:
+    tables, why = CANNOT[name]
+    before = fed.tables
+    try:
+        here = fed.at_server()
+        if "at_server" in tables:
+            tables = tables | {"at_server": {k: here[k] for k in tables["at_server"]}}
+        fed.write(**tables)
+        with pytest.raises(ConfigError, match=why):
+            fed.play(LocalGrid({}))
+        assert not (fed.home / "server" / "settings.json").exists()
+    finally:
+        fed.tables = before
+
+
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory: pytest.TempPathFactory) -> FederationOnDisk:
+    return FederationOnDisk(tmp_path_factory.mktemp("fed"))
+
+
+def test_a_tracker_is_told_every_round_once_more_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Tracker:
+        def __init__(self, *_: Any, **facts: Any) -> None:
+            self.facts, self.told, self.closed = facts, [], False  # type: Any, list[tuple[int, Any]], bool
+            made.append(self)
+
+        def log(self, round: int, numbers: Any) -> None:
+            self.told.append((round, numbers))
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr("fedlora.flower.rounds.federation.make_tracker", Tracker)
+    monkeypatch.setattr("fedlora.flower.rounds.measured_where.check_trackers", lambda names: None)
+    fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
+    grid = fed.grid()
+    kill_at(grid, 7, "train")
+    with pytest.raises(Killed):
+        fed.play(grid)
+    fed.play()
+    first, second = made
+    assert [n for n, _ in first.told] == [1, 2] and not first.closed and second.closed
+    assert [n for n, _ in second.told][:3] == [1, 2, 3] and second.told[:2] == first.told
+    assert (first.facts["anew"], second.facts["anew"]) == (False, True) and first.facts["called"] == "fed-test"
+    line = fed.lines()[0]
+    assert first.told[0][1]["loss/acme"] == line["losses"]["acme"]
+    assert first.told[0][1]["site/acme/accuracy"] == line["site_metrics"]["acme"]["accuracy"]

@@ -1,0 +1,262 @@
+"""A site's measurement of its own readout. Kinds of evidence: *contract* (what is measured is what the next round would
+train, and what stays at the site is untouched), *attack* (answers that no site of ours gives).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
+
+from fedlora import Adapter, Client, Server, build
+from fedlora.errors import ConfigError, KeptStateError
+from fedlora.flower.messages.codecs import OwnClients
+from fedlora.flower.messages.measuring import SiteScores, as_question, asked_part, record_measured
+from fedlora.flower.messages.records import PROTOCOL, RecordError
+from fedlora.flower.rounds.collecting import Answer
+from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
+from fedlora.flower.site.node import Node
+from fedlora.flower.terms.policy import Policy
+from fedlora.server.server import start
+from support.flower_grid import RANKS, RUN, Message, Toy, federation, seed_adapter, wired
+
+
+class Ruler:
+    """An evaluator of pure arithmetic: a function of the adapter that it is given, and of nothing else."""
+
+    def __init__(self, examples: int = 7) -> None:
+        self.examples, self.seen = examples, []  # type: int, list[Adapter]
+
+    def measure_adapter(self, adapter: Adapter, base_delta: Mapping[str, Any], client: str | None = None) -> Any:
+        self.seen.append(adapter)
+        size = sum(float(lora.factors[0].double().abs().sum()) for lora in adapter.modules.values())
+        return {"accuracy": 1 / (1 + size), "loss": size, "recall/blue": 0.5, "perplexity": float("nan")}
+
+    def count(self, client: str | None = None) -> int:
+        return self.examples
+
+
+def question(download: Any, part: Any) -> RecordDict:
+    return as_question(OwnClients().question(download, None, RUN), part)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("method", ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora"])
+def test_a_site_measures_what_it_would_start_its_next_round_with_and_changes_nothing(
+    tmp_path: Path, method: str
+) -> None:
+    """The adapter that is measured is the one that the next round trains; measuring in between moves no bit of it."""
+    ranks = dict.fromkeys(RANKS, 4)
+    rulers = {name: Ruler() for name in ranks}
+
+    class Noting(Toy):
+        def __init__(self) -> None:
+            self.given: dict[tuple[str, int], Adapter] = {}
+
+        def train(self, download: Any, adapter: Adapter, position: int) -> Any:
+            self.given[download.client.id, download.round] = adapter
+            return super().train(download, adapter, position)
+
+    def made(folder: Path, trainer: Toy) -> dict[str, Node]:
+        return {
+            name: Node(name, trainer, folder / name, evaluators={"validation": rulers[name]})  # type: ignore[dict-item]
+            for name in ranks
+        }
+
+    trainer = Noting()
+    nodes = made(tmp_path / "nodes", trainer)
+    strategy, grid = federation(tmp_path, Server(build(method)), ranks, nodes=nodes)
+    strategy.start(grid, num_rounds=2)
+    state, before = strategy.memory.state, files_of(tmp_path / "nodes")
+    for name in ranks:
+        download = strategy.server.download(state.server, Client(name, 4))
+        answer = nodes[name].measure(wired(Message(question(download, "validation"), 7, "evaluate")).content)
+        assert files_of(tmp_path / "nodes") == before
+        found = record_measured(answer, run=RUN, round=2, part="validation", metric="accuracy")
+        assert set(found.scores) == {"accuracy", "loss"} and found.examples == 7  # NaN and names of classes stay home
+    strategy.start(grid, num_rounds=3)
+    for name, ruler in rulers.items():
+        want = trainer.given[name, 2]
+        assert want.modules.keys() == ruler.seen[0].modules.keys()
+        for module, lora in want.modules.items():
+            for mine, theirs in zip(lora.factors, ruler.seen[0].modules[module].factors, strict=True):
+                assert torch.equal(mine, theirs), (name, module)
+
+    undisturbed, grid = federation(tmp_path / "b", Server(build(method)), ranks, trainer=Toy())
+    undisturbed.start(grid, num_rounds=3)
+    from support.flower_grid import bits
+
+    assert bits(undisturbed.memory.state.server) == bits(strategy.memory.state.server)
+
+
+def test_who_holds_nothing_out_or_lost_its_state_says_so(tmp_path: Path) -> None:
+    server = Server(build("fedsa-lora"))
+    ranks = dict.fromkeys(RANKS, 4)
+    strategy, grid = federation(tmp_path, server, ranks)
+    strategy.start(grid, num_rounds=1)
+    download = strategy.server.download(strategy.memory.state.server, Client("one", 4))
+    record = question(download, "test")
+    with pytest.raises(ConfigError, match="'one' holds no test examples out"):
+        Node("one", Toy(), tmp_path / "nodes" / "one").measure(record)
+    with pytest.raises(ConfigError, match="this node is 'two'"):
+        Node("two", Toy(), tmp_path / "nodes" / "two", evaluators={"test": Ruler()}).measure(record)  # type: ignore[dict-item]
+    for path in (tmp_path / "nodes" / "one").rglob("*.safetensors"):
+        path.rename(path.with_name(path.name.replace("round-00001", "round-00009")))
+    with pytest.raises(KeptStateError, match="is not in"):
+        Node("one", Toy(), tmp_path / "nodes" / "one", evaluators={"test": Ruler()}).measure(record)  # type: ignore[dict-item]
+    with pytest.raises(RecordError, match="this one says None"):
+        asked_part(RecordDict({"config": ConfigRecord({"protocol": PROTOCOL})}))
+
+
+# ---- what the server believes ----------------------------------------------------------------------------------------
+
+
+def answer(change: Callable[[dict[str, Any], dict[str, Any]], None] = lambda c, m: None) -> RecordDict:
+    said = json.dumps({"run": RUN, "round": 2, "measure": "validation"}, sort_keys=True)
+    config: dict[str, Any] = {"protocol": PROTOCOL, "measured": said}
+    metrics: dict[str, Any] = {"num-examples": 5, "score-accuracy": 0.5, "score-loss": 0.7}
+    change(config, metrics)
+    return RecordDict({"config": ConfigRecord(config), "metrics": MetricRecord(metrics)})
+
+
+FORGED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
+    "no examples": (lambda c, m: m.pop("num-examples"), "None examples"),
+    "none of them": (lambda c, m: m.update({"num-examples": 0}), "0 examples"),
+    "a part of one": (lambda c, m: m.update({"num-examples": 0.5}), "0.5 examples"),
+    "too many": (lambda c, m: m.update({"num-examples": 10**15}), "examples; a whole number"),
+    "NaN": (lambda c, m: m.update({"score-accuracy": float("nan")}), "accuracy is nan, which is no number"),
+    "infinite": (lambda c, m: m.update({"score-loss": float("inf")}), "loss is inf, which is no number"),
+    "too good": (lambda c, m: m.update({"score-accuracy": 1.5}), "its accuracy is 1.5; it lies between 0 and 1"),
+    "negative": (lambda c, m: m.update({"score-loss": -1.0}), "its loss is -1"),
+    "a list": (lambda c, m: m.update({"score-accuracy": [0.5, 0.6]}), "which is no number"),
+    "other numbers": (lambda c, m: m.update({"score-patient-17": 0.5}), "'score-patient-17', which nobody asked for"),
+    "without the metric": (lambda c, m: m.pop("score-accuracy"), "it has no accuracy"),
+    "another round": (lambda c, m: c.update({"measured": c["measured"].replace("2", "1")}), "was asked for"),
+    "another run": (lambda c, m: c.update({"measured": c["measured"].replace(RUN, "other")}), "was asked for"),
+    "on test": (lambda c, m: c.update({"measured": c["measured"].replace("validation", "test")}), "was asked for"),
+    "another protocol": (lambda c, m: c.update({"protocol": "fedlora/0"}), f"none of {PROTOCOL}"),
+}
+
+
+def test_an_honest_answer_is_believed() -> None:
+    found = record_measured(answer(), run=RUN, round=2, part="validation", metric="accuracy")
+    assert found == SiteScores({"accuracy": 0.5, "loss": 0.7}, 5)
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_an_answer_that_cannot_be_is_refused_by_name(name: str) -> None:
+    change, why = FORGED[name]
+    with pytest.raises(RecordError, match=why):
+        record_measured(answer(change), run=RUN, round=2, part="validation", metric="accuracy")
+
+
+def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
+    """One is away, one is left out, one forges, one fails, one is silent; the last one counts. Any order of replies."""
+    ranks = dict.fromkeys(["ok", "away", "out", "forger", "broken", "silent"], 4)
+    server = Server(build("glora"))
+    state = start(server, seed_adapter())
+    online = {name: 1000 + k for k, name in enumerate(ranks) if name != "away"}
+    asked = SiteEvaluation.of(
+        server, state, Policy(ranks), {"out": 3}, dict.fromkeys(ranks, 5.0), "validation", RUN, online
+    )
+    sent = {m.metadata.dst_node_id: m for m in asked.messages(OwnClients(), 60.0)}
+    assert sorted(sent) == sorted(online[n] for n in ("ok", "forger", "broken", "silent"))
+    assert all(m.metadata.message_type == "evaluate" and m.metadata.ttl == 60.0 for m in sent.values())
+
+    def at_round_0(change: Callable[[dict[str, Any], dict[str, Any]], None] = lambda c, m: None) -> RecordDict:
+        def both(c: dict[str, Any], m: dict[str, Any]) -> None:
+            c["measured"] = c["measured"].replace("2", "0")
+            change(c, m)
+
+        return answer(both)
+
+    from flwr.app import Error
+
+    def reply(name: str, content: Any) -> Answer:
+        question = sent[online[name]]
+        question.metadata.__dict__["_message_id"] = name
+        return Answer(name, 1.0, Message(content, reply_to=question))
+
+    replies = [
+        reply("broken", Error(2, "out of memory")),
+        reply("forger", at_round_0(FORGED["too good"][0])),
+        reply("ok", at_round_0()),
+        Answer("silent", 60.0, None, "late", "no answer within 60 s"),
+        Answer("node 4711", 1.0, reply("ok", at_round_0()).message),  # a stranger
+    ]
+    for said in (replies, replies[::-1]):
+        found = asked.read(said, "accuracy")
+        assert list(found.measured) == ["ok"] and found.mean() == {"accuracy": 0.5, "loss": 0.7, "examples": 5}
+        assert found.unmeasured["away"] == "it is not online" and "quarantine" in found.unmeasured["out"]
+        assert "out of memory" in found.unmeasured["broken"] and "1.5" in found.unmeasured["forger"]
+        assert found.unmeasured["silent"] == "no answer within 60 s"
+        assert list(found.facts()) == [
+            "site_metrics", "site_mean", "site_unmeasured", "site_counts", "site_share", "site_capped",
+        ]  # fmt: skip
+
+
+def test_the_mean_is_weighted_by_examples() -> None:
+    """(0.5 * 10 + 1.0 * 30) / 40, by hand; a score that one of them lacks has no mean."""
+    said = {"a": SiteScores({"accuracy": 0.5, "loss": 1.0}, 10), "b": SiteScores({"accuracy": 1.0}, 30)}
+    both = SiteRound(said, counts={"a": 10.0, "b": 30.0})
+    assert both.mean() == {"accuracy": pytest.approx(0.875), "examples": 40} and SiteRound().mean() == {}
+    assert both.capped() == {} and SiteRound(said).mean() == {}, "of none it is known that it has examples"
+
+
+def measured_by(said: dict[str, tuple[float, int]], policy: Policy, examples: dict[str, float], **refusals: int) -> Any:
+    """What comes of these answers (accuracy, examples that it claims)."""
+    server = Server(build("glora"))
+    online = {name: 1000 + k for k, name in enumerate(said)}
+    asked = SiteEvaluation.of(
+        server, start(server, seed_adapter()), policy, refusals, examples, "validation", RUN, online
+    )
+    answers = []
+    for question in asked.messages(OwnClients(), 60.0):
+        name = next(name for name, node in online.items() if node == question.metadata.dst_node_id)
+
+        def change(c: dict[str, Any], m: dict[str, Any], name: str = name) -> None:
+            c["measured"] = c["measured"].replace("2", "0")
+            m["score-accuracy"], m["num-examples"] = said[name]
+
+        question.metadata.__dict__["_message_id"] = name
+        answers.append(Answer(name, 1.0, Message(answer(change), reply_to=question)))
+    return asked.read(answers, "accuracy")
+
+
+def test_what_one_site_claims_to_have_measured_counts_for_no_more_than_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    """By hand: 8, 8 and 8 examples that are known, of 0.25, 0.5 and 1.0: 0.5833; before, the forger's 1.0."""
+    said = {"acme": (0.25, 4), "berlin": (0.5, 8), "cork": (1.0, 10**12)}
+    policy, known = Policy(dict.fromkeys(said, 4)), {"acme": 40.0, "berlin": 80.0, "cork": 8.0}
+    found = measured_by(said, policy, known)
+    assert found.mean()["accuracy"] == pytest.approx((0.25 * 4 + 0.5 * 8 + 1.0 * 8) / 20)
+    assert found.mean()["examples"] == 20 and list(found.capped()) == ["cork"]
+    assert found.facts()["site_capped"]["cork"] == {"claimed": pytest.approx(1.0), "counted": pytest.approx(0.4)}
+    assert "what cork measured counts 40 % instead of 100 %" in caplog.text and "known to have 8" in caplog.text
+    none = measured_by(said, policy, {"acme": 40.0, "berlin": 80.0})
+    assert none.mean()["accuracy"] == pytest.approx(5 / 12), "of whom no upload was taken, nothing counts"
+
+
+@pytest.mark.parametrize("share", [None, 0.4, 1.0])
+def test_who_claimed_many_examples_in_training_too_has_its_share_and_no_more(share: float | None) -> None:
+    said = {"acme": (0.0, 4), "berlin": (0.0, 8), "cork": (1.0, 10**12)}
+    policy = Policy(dict.fromkeys(said, 4), max_weight_share=share)
+    found = measured_by(said, policy, {"acme": 40.0, "berlin": 80.0, "cork": 1e12})
+    assert found.mean()["accuracy"] == pytest.approx(policy.share if share != 1.0 else 1e9 / (1e9 + 12))
+
+
+@pytest.mark.parametrize(("times", "why"), [(1, "its last upload was refused"), (3, "quarantine")])
+def test_whose_uploads_are_refused_is_not_measured(times: int, why: str) -> None:
+    said = {"acme": (0.25, 4), "berlin": (0.5, 8), "cork": (1.0, 8)}
+    found = measured_by(said, Policy(dict.fromkeys(said, 4)), dict.fromkeys(said, 50.0), cork=times)
+    assert list(found.measured) == ["acme", "berlin"] and why in found.unmeasured["cork"]

@@ -1,0 +1,167 @@
+"""Protocols that meet. Kind of evidence: recorded (messages that fedlora/2 wrote, in tests/older), and contract."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.common.serde import message_from_proto
+from flwr.proto.message_pb2 import Message as Proto
+
+from fedlora import Client, Server, build
+from fedlora.core.messages import Download
+from fedlora.errors import QuorumNotMet
+from fedlora.flower.messages.codecs import OwnClients
+from fedlora.flower.messages.envelope import PROTOCOL, opened, site_words, with_versions
+from fedlora.flower.messages.records import RecordError
+from fedlora.flower.site.node import Node
+from fedlora.flower.site.resident import TrainerFailed
+from fedlora.flower.terms.agreement import Facts
+from fedlora.server.server import start
+from support.flower_grid import RANKS, RUN, Toy, federation, seed_adapter
+
+OLDER = Path(__file__).parents[1] / "older" / "messages"
+
+
+def recorded(name: str) -> Any:
+    return message_from_proto(Proto.FromString((OLDER / f"{name}.bin").read_bytes())).content
+
+
+def download() -> tuple[Server, Any, Download]:
+    server = Server(build("glora"))
+    state = start(server, seed_adapter()).server
+    return server, state, server.download(state, Client("one", 2))
+
+
+def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None:
+    assert recorded("parcel")["config"]["protocol"] == "fedlora/2" != PROTOCOL
+    node = Node("one", Toy(), tmp_path)
+    words = (
+        "the server sent a message of 'fedlora/2', and this site speaks fedlora/3: it has the older fedlora; upgrade"
+    )
+    for work in (node.work, node.measure):
+        with pytest.raises(RecordError, match=words):
+            work(recorded("parcel"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_refuses_an_older_sites_reply_by_name() -> None:
+    _, state, asked = download()
+    with pytest.raises(RecordError, match="it sent a message of 'fedlora/2', and this server speaks fedlora/3"):
+        OwnClients().reply(recorded("upload"), asked, state, RUN)
+
+
+@pytest.mark.parametrize("protocol", ["fedlora/4", "fedlora/10", "other/1", None, 3, "x" * 10_000])
+def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
+    _, _, asked = download()
+    record = OwnClients().question(asked, None, RUN)
+    config = record.config_records["config"]
+    if protocol is None:
+        del config["protocol"]
+    else:
+        config["protocol"] = protocol
+    with pytest.raises(RecordError, match="this site speaks fedlora/3") as error:
+        Node("one", Toy(), tmp_path).work(record)
+    assert ("newer fedlora; upgrade here" in str(error.value)) == (str(protocol).startswith("fedlora/"))
+    assert len(str(error.value)) < 300
+
+
+def test_what_an_older_site_says_of_a_newer_message_names_both() -> None:
+    """Its words are those of fedlora/2's own code: it knows of no other."""
+    theirs = "RecordError: the message is no parcel of fedlora/2; do both sides run the same fedlora?"
+    assert with_versions(theirs).startswith(
+        "that site speaks fedlora/2, and this server fedlora/3: that site has the older fedlora; upgrade it there."
+    )
+    assert "newer" in with_versions("no parcel of fedlora/12.")
+    assert with_versions("out of memory") == "out of memory"
+
+
+def test_what_flower_writes_around_an_error_is_taken_off() -> None:
+    """Its own form, of flwr/supernode/runtime/run_clientapp.py."""
+    wrapped = str(TrainerFailed) + ":<'" + "Disagreement: it's 'no'." + "'>"
+    assert site_words(wrapped) == "Disagreement: it's 'no'."
+    assert site_words("<class 'builtins.MemoryError'>:<'big'>") == "MemoryError: big"
+    assert site_words("as it is") == "as it is"
+
+
+# ---- what server and site agreed on, over Flower's wire --------------------------------------------------------------
+
+FACTS = Facts(base="b" * 64, tokenizer="7" * 64, labels=("no", "yes"), scaling=2.0, max_length=16, targets=("q 4x4",))
+
+
+def nodes(folder: Path, **others: Facts) -> dict[str, Node]:
+    return {n: Node(n, Toy(), folder / n, facts=others.get(n, FACTS)) for n in RANKS}
+
+
+def test_settings_and_facts_travel_with_every_message_and_facts_come_back(tmp_path: Path) -> None:
+    codec = OwnClients(settings='{"id": "x"}', facts=FACTS)
+    strategy, grid = federation(tmp_path, Server(build("glora")), nodes=nodes(tmp_path), codec=codec)
+    strategy.start(grid, num_rounds=2)
+    assert strategy.memory.state.round == 2
+    for message in grid.sent:
+        said = opened(message.content, "a", "b")
+        assert said.settings == '{"id": "x"}' and Facts.from_text(said.facts) == FACTS
+    reply = nodes(tmp_path / "n")["one"].work(grid.sent[0].content)
+    assert Facts.from_text(opened(reply, "a", "b").facts) == FACTS
+
+
+def test_what_becomes_known_in_between_holds_for_the_next_message() -> None:
+    """A site is admitted while rounds are played, and with it a base model that nobody had named."""
+    _, _, asked = download()
+    learned = [Facts(scaling=2.0)]
+    codec = OwnClients(facts=Facts(labels=("no", "yes")), known=lambda: learned[0])
+    learned[0] = Facts(base="b" * 64)
+    said = Facts.from_text(opened(codec.question(asked, None, RUN), "a", "b").facts)
+    assert (said.base, said.labels, said.scaling) == ("b" * 64, ("no", "yes"), 0)
+
+
+def test_a_site_with_another_base_model_trains_nothing_and_is_named(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    odd = replace(FACTS, base="d" * 64)
+    made = nodes(tmp_path, two=odd)
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), nodes=made, codec=OwnClients(facts=FACTS))
+    strategy.start(grid, num_rounds=1)
+    assert not (tmp_path / "two").exists() and (tmp_path / "one").exists()
+    line = strategy.lines.get(1)
+    assert line is not None and "dddddddddddd" in json.dumps(line["fates"]["two"])
+    assert line["fates"]["one"]["fate"] == "trained"
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [Facts(), Facts(base="d" * 64), Facts(base="b" * 64, labels=("yes", "no"))],
+    ids=["silent", "base", "labels"],
+)
+def test_the_server_compares_again(theirs: Facts) -> None:
+    """A site that trained nevertheless (its code is its own) is refused by what it says, or does not say."""
+    _, state, asked = download()
+    node = Node("one", Toy(), Path("/nowhere"), facts=theirs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedlora.flower.site.node.check", lambda *_: ())
+        patch.setattr("fedlora.core.checkpoint.save", lambda *_, **__: None)
+        reply = node.work(OwnClients(facts=FACTS).question(asked, None, RUN))
+    with pytest.raises(RecordError, match=r"server's|does not say"):
+        OwnClients(facts=FACTS).reply(reply, asked, state, RUN)
+    OwnClients().reply(reply, asked, state, RUN)
+
+
+def test_forged_facts_are_refused(tmp_path: Path) -> None:
+    _, state, asked = download()
+    reply = Node("one", Toy(), tmp_path).work(OwnClients().question(asked, None, RUN))
+    for text in ("{", "[1]", '{"base": 3}', 7, "[" * 100_000):
+        reply.config_records["config"]["agreement"] = text
+        with pytest.raises(RecordError):
+            OwnClients(facts=FACTS).reply(reply, asked, state, RUN)
+
+
+def test_nobody_agrees_no_round(tmp_path: Path) -> None:
+    other = Facts(labels=("yes", "no"))
+    strategy, grid = federation(tmp_path, Server(build("glora")), nodes=nodes(tmp_path), codec=OwnClients(facts=other))
+    with pytest.raises(QuorumNotMet, match="yes"):
+        strategy.start(grid, num_rounds=1)

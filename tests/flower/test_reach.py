@@ -1,0 +1,158 @@
+"""Why a server cannot be reached, or does not let a site in. Kinds of evidence: each fault made on purpose, real TLS on
+loopback; Flower's numbers are those of flwr/supercore/error/base.py."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from fedlora.errors import ConfigError
+from fedlora.flower.site import reach, unreached
+from fedlora.flower.site.reach import Found, Server, clock_trouble, look, private_key
+from support.shown_certificates import answering, authority, server_files
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def written_key(path: Path, key: object = None) -> Path:
+    made: ec.EllipticCurvePrivateKey = key or ec.generate_private_key(ec.SECP384R1())  # type: ignore[assignment]
+    form, plain = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    path.write_bytes(made.private_bytes(serialization.Encoding.PEM, form, plain))
+    return path
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Callable[..., Found]:
+    """What a site finds at a server that answers so, with TLS and a certificate of 127.0.0.1."""
+    ca, key = authority(), written_key(tmp_path / "key")
+    (tmp_path / "ca.crt").write_text(ca.pem)
+    files = server_files(tmp_path / "server", ca, ["127.0.0.1"])
+
+    def ask(status: int, body: bytes = b"", **how: object) -> Found:
+        with answering(status, body, files=files, **how) as port:  # type: ignore[arg-type]
+            return look(Server("127.0.0.1", port, tmp_path / "ca.crt"), key)
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "fate", "words"),
+    [
+        (400, b'{"code": 2003}', "admitted", "knows this site's key"),
+        (412, b'{"code": 2004}', "not admitted", "not registered there. Send request.toml"),
+        (401, b"{}", "refused", "does not take this site's signature"),
+        (502, b"<html>", "no federation", "no SuperLink stands behind it (502)"),
+        (429, b"", "no federation", "no more requests from this address for now (429)"),
+        (503, b"", "no federation", "no more requests from this address for now (503)"),
+        (403, b"", "stranger", "does not pass /v1/fleet/"),
+        (404, b"nothing", "stranger", "status 404"),
+        (200, b"hello", "stranger", "not as Flower does"),
+        (400, b'{"code": 77}', "refused", "code 77"),
+        (500, b'["list"]', "stranger", "status 500"),
+    ],
+)
+def test_each_answer_has_its_meaning(
+    asked: Callable[..., Found], status: int, body: bytes, fate: str, words: str
+) -> None:
+    found = asked(status, body)
+    assert (found.fate, words in found.why) == (fate, True), found
+    assert status == 200 or (found.ahead is not None and abs(found.ahead) < 2)
+
+
+@pytest.mark.parametrize(("late", "words"), [(30.0, "30 seconds ahead of"), (-600.0, "10 minutes behind")])
+def test_a_clock_that_is_off_is_told_with_its_number(asked: Callable[..., Found], late: float, words: str) -> None:
+    for status, body in ((401, b""), (400, b'{"code": 2003}')):
+        found = asked(status, body, late=late)
+        assert found.fate == "clock" and words in found.why and found.ahead is not None
+        assert abs(found.ahead - late) < 2
+
+
+def test_what_the_superlink_takes_is_no_trouble() -> None:
+    """flwr takes a signature whose age by the server's clock is above -5 s and below 305 s."""
+    from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
+
+    assert (reach.EARLIEST, reach.LATEST) == (-SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE)
+    assert not clock_trouble(3.0) and not clock_trouble(-250.0)
+    assert "6 seconds ahead" in clock_trouble(6.0) and "310 seconds" not in clock_trouble(-310.0)
+    assert "2 hours behind" in clock_trouble(-7_200.0) and "9 days ahead" in clock_trouble(9 * 86_400.0)
+
+
+def test_a_server_that_says_no_time_and_one_without_tls(asked: Callable[..., Found], tmp_path: Path) -> None:
+    found = asked(401, b"", dated=False)
+    assert (found.fate, found.ahead) == ("refused", None)
+    with answering(412, b'{"code": 2004}') as port:
+        found = look(Server("127.0.0.1", port, tmp_path / "ca.crt"), tmp_path / "key")
+    assert found.fate == "plain" and "speaks http without TLS" in found.why
+
+
+@pytest.mark.parametrize(
+    ("names", "begin", "end", "other", "words"),
+    [
+        (["127.0.0.1"], -9, -2, False, "ended on 20"),
+        (["127.0.0.1"], 2, 9, False, "it is not that late. Is this machine's clock right"),
+        (["fl.example.org", "10.0.0.1"], -1, 9, False, "is of fl.example.org, 10.0.0.1, and not of 127.0.0.1"),
+        (
+            ["127.0.0.1"],
+            -1,
+            9,
+            True,
+            "signed by 'CN=another CA', and not by the CA of the join file; ours is 'CN=a CA'",
+        ),
+    ],
+)
+def test_each_kind_of_certificate_that_is_not_believed(
+    tmp_path: Path, names: list[str], begin: float, end: float, other: bool, words: str
+) -> None:
+    ca, another = authority(), authority("another CA")
+    (tmp_path / "ca.crt").write_text(ca.pem)
+    files = server_files(tmp_path / "s", another if other else ca, names, begin, end)
+    with answering(400, files=files) as port:
+        found = look(Server("127.0.0.1", port, tmp_path / "ca.crt"), written_key(tmp_path / "key"))
+    assert found.fate == "certificate" and words in found.why, found
+
+
+def test_another_authority_of_the_same_name_is_another_one(tmp_path: Path) -> None:
+    ca, twin = authority(), authority()
+    (tmp_path / "ca.crt").write_text(ca.pem)
+    with answering(400, files=server_files(tmp_path / "s", twin, ["127.0.0.1"])) as port:
+        found = look(Server("127.0.0.1", port, tmp_path / "ca.crt"), written_key(tmp_path / "key"))
+    assert found.fate == "certificate" and "not by the CA of the join file" in found.why
+
+
+def test_a_closed_port_an_unknown_name_a_silent_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unreached, "_PATIENCE", 0.3)
+    (tmp_path / "ca.crt").write_text(authority().pem)
+    key = written_key(tmp_path / "key")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = look(Server("127.0.0.1", free.getsockname()[1], tmp_path / "ca.crt"), key)
+    assert closed.fate == "closed" and "nothing listens at port" in closed.why
+    unknown = look(Server("no-such-host.invalid", 443, tmp_path / "ca.crt"), key)
+    assert unknown.fate == "name" and "'no-such-host.invalid' is not known" in unknown.why
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(8)
+        said = unreached.diagnosed(Server("127.0.0.1", mute.getsockname()[1], tmp_path / "ca.crt"))
+    assert said is not None and said.fate == "silent" and "says nothing" in said.why
+
+
+def test_a_key_of_another_kind_or_a_broken_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        private_key(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="another kind"):
+        private_key(written_key(tmp_path / "ed", ed25519.Ed25519PrivateKey.generate()))
+    (tmp_path / "broken").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n")
+    with pytest.raises(ConfigError, match="no private key as OpenSSH"):
+        private_key(tmp_path / "broken")
+    (tmp_path / "ca.crt").write_text("nonsense")
+    (tmp_path / "key").write_text("")
+    found = look(Server("127.0.0.1", 9, tmp_path / "ca.crt"), written_key(tmp_path / "key"))
+    assert found.fate == "certificate" and "no file of certificates" in found.why

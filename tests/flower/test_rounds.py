@@ -1,0 +1,576 @@
+"""Rounds as FedLoRA plays and tells them: fates, limits, the policy read anew, what is written down, order of arrival.
+
+Kinds of evidence: *contract* (what files and lines say), *attack* (claims, norms), *parity* (bit for bit whatever the
+order in which replies come).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import ArrayRecord, Error, Message, MetricRecord
+
+from fedlora import Adapter, LoRA, Server, build
+from fedlora.core.messages import Client, Upload
+from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
+from fedlora.flower.messages.records import to_array
+from fedlora.flower.rounds import server_lock
+from fedlora.flower.rounds.attempt import reply_limit
+from fedlora.flower.rounds.events import Again, Began, Done, Ended, Fated, PolicyChanged, read_events
+from fedlora.flower.rounds.norms import far_ones, update_norm
+from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.flower.terms.policy import Policy
+from fedlora.server.server import start
+from support.federations import noise
+from support.flower_grid import RANKS, FastClock, LocalGrid, bits, federation, seed_adapter
+
+Meddle = Callable[[Message, Message], Any]
+
+
+def changed(**numbers: Any) -> Meddle:
+    """A reply with other numbers."""
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        record = reply.content
+        record["metrics"] = MetricRecord(
+            {**dict(record["metrics"]), **{k.replace("_", "-"): v for k, v in numbers.items()}}
+        )
+        return reply
+
+    return meddle
+
+
+def nan(asked: Message, reply: Message) -> Message:
+    found = dict(reply.content["arrays"])
+    found["B/a.q"] = to_array(torch.full(tuple(found["B/a.q"].shape), float("nan")))
+    reply.content["arrays"] = ArrayRecord(found)
+    return reply
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
+# ---- everyone has a fate ---------------------------------------------------------------------------------------------
+
+
+def test_everyone_of_the_policy_has_a_fate_in_every_round(tmp_path: Path) -> None:
+    """Seven clients, seven fates; the same in the events, in the line, and in the log."""
+    names = ["good", "bad", "ill", "slow", "away", "barred", "rest"]
+    ranks = dict.fromkeys(names, 4)
+    strategy, grid = federation(
+        tmp_path,
+        Server(build("glora"), quorum=1),
+        ranks,
+        policy=Policy(ranks, quarantine=3, retries=0, deadline=50.0),
+        record=tmp_path / "out",
+        participation=5 / 7,  # five, of the six that are left
+        seed=next(s for s in range(99) if "rest" not in drawn(names, s)),
+    )
+    strategy.memory = type(strategy.memory)(strategy.run, strategy.memory.state, {"barred": 3})
+    grid.offline = {"away"}
+    grid.meddle = {
+        "bad": nan,
+        "ill": lambda asked, reply: Message(Error(2, "out of memory"), reply_to=asked),
+        "slow": lambda asked, reply: None,
+    }
+    strategy.start(grid, num_rounds=1)
+    want = {
+        "good": "trained",
+        "bad": "refused",
+        "ill": "failed",
+        "slow": "late",
+        "away": "offline",
+        "barred": "quarantined",
+        "rest": "not drawn",
+    }
+    [line] = lines_of(tmp_path / "out")
+    assert {name: said["fate"] for name, said in line["fates"].items()} == want
+    assert line["fates"]["slow"]["why"] == "no answer within 50 s"
+    assert set(line["refused"]) == set(want) - {"good", "rest"}
+    events = read_events(tmp_path / "out" / "events.jsonl")
+    began = next(e for e in events if isinstance(e, Began))
+    assert set(began.asked) == {"good", "bad", "ill", "slow"}
+    assert {n: f["fate"] for n, f in began.not_asked.items()} == {n: want[n] for n in ("away", "barred", "rest")}
+    fated = {e.client: e for e in events if isinstance(e, Fated)}
+    assert {n: e.fate for n, e in fated.items()} == {n: want[n] for n in ("good", "bad", "ill", "slow")}
+    good = fated["good"]
+    assert good.loss == pytest.approx(0.5) and good.examples == 14 and good.bytes and good.norm and good.norm > 0
+    assert isinstance(events[-1], Ended) and events[-1].why == "complete"
+    [done] = [e for e in events if isinstance(e, Done)]
+    assert {**done.line, "at": 0} == {**line, "at": 0}
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (-1e300, "its loss is -1e+300, and none is below 0"),
+        (-1e-9, "its loss is -1e-09, and none is below 0"),
+        (1e300, r"its loss is 1e+300, above 1,000,000; training that ends so has come apart"),
+        (float("inf"), "its loss is inf; training that ends so has come apart"),
+        (float("nan"), "its loss is nan; training that ends so has come apart"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused_by_name(tmp_path: Path, loss: float, why: str) -> None:
+    """Before, -1e300 was the mean of everybody's, in 304 digits."""
+    ranks = {"one": 4, "two": 4, "cork": 4}
+    strategy, grid = federation(tmp_path, Server(build("glora")), ranks, record=tmp_path / "out")
+    grid.meddle = {"cork": changed(loss=loss)}
+    strategy.start(grid, num_rounds=1)
+    [line] = lines_of(tmp_path / "out")
+    assert line["fates"]["cork"]["fate"] == "refused" and why in line["fates"]["cork"]["why"]
+    assert set(line["losses"]) == {"one", "two"} == set(strategy.memory.examples)
+
+
+def drawn(names: list[str], seed: int) -> list[str]:
+    """Who is drawn of those that are not barred."""
+    from fedlora.server.sampling import sample_clients
+
+    free = [n for n in names if n != "barred"]
+    return list(sample_clients(free, 5 / 6, seed=seed, round=0))
+
+
+def test_a_round_is_tried_again_and_every_attempt_is_written_down(tmp_path: Path) -> None:
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=3), policy=Policy(RANKS, retries=1, deadline=9.0), record=tmp_path / "o"
+    )
+    grid.offline = {"two"}
+    with pytest.raises(QuorumNotMet, match=r"two.*not online"):
+        strategy.start(grid, num_rounds=1)
+    events = read_events(tmp_path / "o" / "events.jsonl")
+    assert [(e.attempt, e.NAME) for e in events if isinstance(e, Began | Again)] == [
+        (1, "began"), (1, "again"), (2, "began"), (2, "again"),
+    ]  # fmt: skip
+    assert isinstance(events[-1], Ended) and (events[-1].round, events[-1].why) == (0, "quorum")
+    assert not (tmp_path / "o" / "rounds.jsonl").exists() or not lines_of(tmp_path / "o")
+
+
+def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: Path) -> None:
+    """FedIT needs one rank; a site was added with another one. The run goes on without it, and says why."""
+    ranks = {"one": 4, "two": 4, "three": 2}
+    strategy, grid = federation(tmp_path, Server(build("fedit"), quorum=1), ranks, record=tmp_path / "o")
+    try:
+        strategy.start(grid, num_rounds=1)
+    except QuorumNotMet as error:
+        pytest.fail(str(error))
+    [line] = lines_of(tmp_path / "o")
+    assert {n: f["fate"] for n, f in line["fates"].items()}["one"] == "trained"
+    assert line["fates"]["three"]["fate"] == "refused" and "fedit" in line["fates"]["three"]["why"]
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_share_that_is_capped_is_told_with_both_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Claims of 130, 13 and 15 of 158: 82 %. Four clients or more: one half at most, without a word in the policy."""
+    ranks = dict.fromkeys(["acme", "two", "three", "four"], 4)
+    with caplog.at_level(logging.INFO, "fedlora"):
+        strategy, grid = federation(tmp_path, Server(build("glora")), ranks, record=tmp_path / "o")
+        grid.meddle = {"acme": changed(num_examples=387.0)}
+        strategy.start(grid, num_rounds=1)
+    tally = strategy.memory.state.server.tally
+    assert tally is not None and tally.weights["acme"] == pytest.approx(0.5)
+    [line] = lines_of(tmp_path / "o")
+    others = 13 + 15 + 14
+    assert set(line["capped"]) == {"acme"}
+    assert line["capped"]["acme"] == pytest.approx({"claimed": 387 / (387 + others), "counted": 0.5})
+    assert "acme counts 50 % instead of 90 %" in caplog.text
+
+
+def test_nothing_is_capped_where_nothing_bites(tmp_path: Path) -> None:
+    strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o")
+    strategy.start(grid, num_rounds=1)
+    [line] = lines_of(tmp_path / "o")
+    assert line["capped"] == {}
+    assert line["weights"] == pytest.approx({"one": 13 / 41, "two": 13 / 41, "three": 15 / 41})
+
+
+def test_an_update_that_is_far_larger_than_the_others_is_told_and_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def boosted(asked: Message, reply: Message) -> Message:
+        found = dict(reply.content["arrays"])
+        for name in list(found):
+            if name.startswith("B/"):
+                a = found[name]
+                found[name] = to_array(
+                    50 * torch.frombuffer(bytearray(a.data), dtype=torch.float32).reshape(tuple(a.shape))
+                )
+        reply.content["arrays"] = ArrayRecord(found)
+        return reply
+
+    with caplog.at_level(logging.INFO, "fedlora"):
+        strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o")
+        grid.meddle = {"three": boosted}
+        strategy.start(grid, num_rounds=1)
+    [line] = lines_of(tmp_path / "o")
+    assert set(line["norms"]) == set(RANKS) and set(line["far"]) == {"three"} and line["far"]["three"] > 10
+    assert "the update of three has norm" in caplog.text and line["fates"]["three"]["fate"] == "trained"
+
+
+def test_the_norm_is_that_of_the_dense_difference_in_any_gauge() -> None:
+    """Reference: ||B A - B_0 A_0||_F computed densely, summed over modules in squares."""
+    server = Server(build("glora"))
+    download = server.download(start(server, seed_adapter()).server, Client("one", 3))
+    modules = {
+        m: LoRA(noise((lora.factors[0].shape[0], 3), m, "B"), noise((3, lora.factors[1].shape[1]), m, "A"))
+        for m, lora in download.adapter.modules.items()
+    }
+    want = sum(
+        float(((lora.delta() - download.adapter.modules[m].delta().double()) ** 2).sum()) for m, lora in modules.items()
+    )
+    upload = Upload(Client("one", 3), 1, Adapter(modules))
+    assert update_norm(upload, download) == pytest.approx(want**0.5, rel=1e-6)
+    Q = noise((3, 3), "Q") + 3 * torch.eye(3)
+    turned = {m: LoRA(lora.factors[0] @ Q, torch.linalg.inv(Q) @ lora.factors[1]) for m, lora in modules.items()}
+    again = update_norm(Upload(Client("one", 3), 1, Adapter(turned)), download)
+    assert again == pytest.approx(want**0.5, rel=1e-6)
+
+
+def test_a_factor_that_did_not_travel_is_the_downloads_or_left_out() -> None:
+    for method, factor in (("ffa-lora", "B"), ("fedsa-lora", "A")):
+        server = Server(build(method))
+        download = server.download(start(server, seed_adapter()).server, Client("one", 4))
+        modules = {
+            m: LoRA(**{"B": None, "A": None, factor: 1.0 + (lora.tensors().get(factor))})
+            for m, lora in download.adapter.modules.items()
+        }
+        norm = update_norm(Upload(Client("one", 4), 1, Adapter(modules)), download)
+        if method == "ffa-lora":  # A is frozen, and the server has it
+            want = sum(
+                float(((modules[m].B @ lora.A - lora.delta()) ** 2).sum())
+                for m, lora in download.adapter.modules.items()
+            )
+        else:  # B never leaves: the change of A alone, of 1 in each place
+            want = sum(lora.A.numel() for lora in modules.values() if lora.A is not None)
+        assert norm == pytest.approx(want**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("norms", "far"),
+    [
+        ({}, {}),
+        ({"a": 5.0}, {}),
+        ({"a": 1.0, "b": 10.0}, {}),
+        ({"a": 1.0, "b": 10.5}, {"b": 10.5}),
+        ({"a": 0.0, "b": 0.0, "c": 1e-9}, {"c": float("inf")}),
+        ({"a": 1.0, "b": 2.0, "c": 3.0, "d": 40.0}, {"d": 20.0}),
+    ],
+)
+def test_who_is_far_from_the_median(norms: dict[str, float], far: dict[str, float]) -> None:
+    assert far_ones(norms) == far
+
+
+def test_what_a_reply_may_take_follows_from_ranks_and_heads() -> None:
+    """By hand: rank 2 on (12, 9) and (7, 10) is 2 (12 + 9 + 7 + 10) = 76 numbers, the head 15, of 4 bytes each."""
+    state = start(Server(build("glora")), seed_adapter()).server
+    limit = reply_limit(Client("one", 2), state, Policy({"one": 2}))
+    assert limit.bytes == 2 * 4 * (76 + 15) + 2**20
+    assert reply_limit(Client("one", 2), state, Policy({"one": 2}, max_upload_mb=0.5)).bytes == 2**19
+
+
+def test_a_reply_over_the_policys_limit_is_refused_and_costs_nobody_else(tmp_path: Path) -> None:
+    strategy, grid = federation(
+        tmp_path,
+        Server(build("glora"), quorum=1),
+        record=tmp_path / "o",
+        policy=Policy(RANKS, retries=0, max_upload_mb=1),
+    )
+
+    def large(asked: Message, reply: Message) -> Message:
+        found = dict(reply.content["arrays"])
+        found["B/a.q"] = to_array(torch.zeros(2**19))
+        reply.content["arrays"] = ArrayRecord(found)
+        return reply
+
+    grid.meddle = {"three": large}
+    strategy.start(grid, num_rounds=1)
+    [line] = lines_of(tmp_path / "o")
+    assert "1,048,576 are allowed" in line["refused"]["three"] and set(line["weights"]) == {"one", "two"}
+
+
+# ---- the policy is read anew -----------------------------------------------------------------------------------------
+
+
+def write_policy(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_who_is_added_removed_or_of_another_rank_takes_effect_at_the_next_round(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also at a rank above the start's (4)."""
+    from fedlora.flower.site.node import Node
+    from support.flower_grid import Toy
+
+    path = write_policy(tmp_path / "policy.toml", "retries = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
+
+    def after(line: Any) -> None:
+        if line["round"] == 1:
+            write_policy(path, "deadline = 77.0\n[clients]\none = 3\ntwo = 4\nfour = 6\n")
+        if line["round"] == 2:
+            write_policy(path, "[clients\nbroken")
+        if line["round"] == 4:
+            write_policy(path, "[clients]\none = 3\n'half.rank' = {nowhere = 3}\n")
+
+    nodes = {name: Node(name, Toy(), tmp_path / "nodes" / name) for name in ("one", "two", "three", "four")}
+    with caplog.at_level(logging.INFO, "fedlora"):
+        strategy, grid = federation(
+            tmp_path, Server(build("glora")), nodes=nodes, record=tmp_path / "o", policy_file=path, after_round=after
+        )
+        strategy.start(grid, num_rounds=5)
+    lines = lines_of(tmp_path / "o")
+    assert set(lines[0]["fates"]) == {"one", "two", "three"}
+    assert set(lines[1]["fates"]) == set(lines[2]["fates"]) == {"one", "two", "four"}  # a broken file changes nothing
+    assert all(f["fate"] == "trained" for line in lines for f in line["fates"].values())
+    events = read_events(tmp_path / "o" / "events.jsonl")
+    changes = [e for e in events if isinstance(e, PolicyChanged)]
+    assert (changes[0].round, dict(changes[0].added), changes[0].removed, dict(changes[0].changed)) == (
+        2, {"four": 6}, ("three",), {"one": (2, 3)},
+    )  # fmt: skip
+    assert [e.deadline for e in events if isinstance(e, Began)][1] == 77.0
+    assert [c.round for c in changes] == [2, 3, 5]  # the same broken file is told once
+    assert "cannot be read" in changes[1].why and "stays" in changes[1].why and "nowhere" in changes[2].why
+    assert "four is added at rank 6; three is removed; one has rank 3 instead of 2" in caplog.text
+
+
+def test_a_policy_with_fewer_clients_than_the_quorum_is_not_taken(tmp_path: Path) -> None:
+    path = write_policy(tmp_path / "policy.toml", "[clients]\none = 2\n")
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), record=tmp_path / "o", policy_file=path)
+    strategy.start(grid, num_rounds=1)
+    [line] = lines_of(tmp_path / "o")
+    assert set(line["fates"]) == set(RANKS)
+    with pytest.raises(ConfigError, match=r"1 clients.*quorum is 2"):
+        federation(tmp_path / "b", Server(build("glora"), quorum=2), {"one": 2})
+
+
+def test_who_was_removed_and_comes_back_is_out_of_quarantine(tmp_path: Path) -> None:
+    path = write_policy(tmp_path / "policy.toml", "quarantine = 1\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
+
+    def after(line: Any) -> None:
+        three = "" if line["round"] == 2 else "three = 3\n"
+        write_policy(path, "quarantine = 1\n[clients]\none = 2\ntwo = 4\n" + three)
+
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=1), record=tmp_path / "o", policy_file=path, after_round=after
+    )
+    grid.meddle = {"three": lambda asked, reply: nan(asked, reply) if strategy.round == 0 else reply}
+    strategy.start(grid, num_rounds=4)
+    fates = [line["fates"].get("three", {}).get("fate") for line in lines_of(tmp_path / "o")]
+    assert fates == ["refused", "quarantined", None, "trained"]
+
+
+# ---- what is written down --------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException): ...
+
+
+@pytest.mark.parametrize("when", ["in the round", "before the checkpoint", "after the checkpoint"])
+def test_a_round_that_is_played_again_has_one_line(tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at three places of round 3 and resumed: the lines are those of a run that was not killed."""
+    whole, grid = federation(tmp_path / "whole", Server(build("glora")), record=tmp_path / "whole" / "o")
+    whole.start(grid, num_rounds=4)
+    finished: list[int] = []
+
+    def after(line: Any) -> dict[str, Any]:
+        if when == "after the checkpoint" and line["round"] == 3 and 3 not in finished:
+            finished.append(3)
+            raise Killed
+        return {"metrics": {"accuracy": line["round"] / 10}}
+
+    out = tmp_path / "o"
+    strategy, grid = federation(tmp_path, Server(build("glora")), record=out, after_round=after)
+    strategy.start(grid, num_rounds=2)
+
+    def die(*args: Any) -> None:
+        raise Killed
+
+    if when == "in the round":
+        grid.meddle = {"two": die}
+    elif when == "before the checkpoint":
+        monkeypatch.setattr(strategy, "_save", die)
+    with pytest.raises(Killed):
+        strategy.start(grid, num_rounds=4)
+    assert [line["round"] for line in lines_of(out)] == ([1, 2] if when == "in the round" else [1, 2, 3])
+    again, grid = federation(tmp_path, Server(build("glora")), record=out, resume=True, after_round=after)
+    again.start(grid, num_rounds=4)
+    lines = lines_of(out)
+    assert [line["metrics"] for line in lines] == [{"accuracy": n / 10} for n in (1, 2, 3, 4)]
+    for mine, theirs in zip(lines, lines_of(tmp_path / "whole" / "o"), strict=True):
+        assert {**mine, "seconds": 0, "metrics": 0} == {**theirs, "seconds": 0, "metrics": 0}
+    assert bits(again.memory.state.server) == bits(whole.memory.state.server)
+
+
+def test_lines_are_whole_once_each_and_valid_whatever_was_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    path.write_text(
+        '{"round": 1, "loss": NaN}\n{"round": 1, "x": 2}\nnull\n{"round": 3}\n{"round": 2}\n{"round": 4, "t'
+    )
+    lines = RoundLines(path, upto=2)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"round": 1, "x": 2}, {"round": 2}]
+    lines.put({"round": 3, "loss": float("nan"), "why": "a\nb"})
+    lines.put({"round": 2, "again": True})
+    assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert "NaN" not in path.read_text() and lines.get(2) == {"round": 2, "again": True} and lines.get(9) is None
+
+
+def test_a_full_disk_leaves_the_lines_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = RoundLines(tmp_path / "r")
+    lines.put({"round": 1})
+    before = (tmp_path / "r").read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        lines.put({"round": 2})
+    monkeypatch.undo()
+    assert (tmp_path / "r").read_bytes() == before and [dict(line) for line in lines.all()] == [{"round": 1}]
+
+
+def test_a_round_goes_on_where_its_events_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "o" / "events.jsonl").mkdir(parents=True)
+    strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o")
+    strategy.start(grid, num_rounds=1)
+    assert strategy.round == 1 and "an event could not be written" in caplog.text
+
+
+def test_after_round_may_end_the_run(tmp_path: Path) -> None:
+    strategy, grid = federation(
+        tmp_path, Server(build("glora")), record=tmp_path / "o",
+        after_round=lambda line: strategy.stop("stopped early") if line["round"] == 2 else None,
+    )  # fmt: skip
+    strategy.start(grid, num_rounds=9)
+    assert strategy.round == 2
+    last = read_events(tmp_path / "o" / "events.jsonl")[-1]
+    assert isinstance(last, Ended) and (last.round, last.why) == (2, "stopped early")
+
+
+def test_what_ended_a_run_is_written_down(tmp_path: Path) -> None:
+    def fail(line: Any) -> None:
+        raise RuntimeError("the disk is on fire\x1b")
+
+    strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o", after_round=fail)
+    with pytest.raises(RuntimeError):
+        strategy.start(grid, num_rounds=2)
+    last = read_events(tmp_path / "o" / "events.jsonl")[-1]
+    assert isinstance(last, Ended) and last.why == "failed: RuntimeError: the disk is on fire\\x1b"
+
+
+def test_a_line_a_round_is_printed_in_a_process_that_has_no_handler(tmp_path: Path) -> None:
+    """As a ServerApp's, where Flower gives a handler to its own logger only."""
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from pathlib import Path
+from fedlora import Server, build
+from support.flower_grid import federation
+strategy, grid = federation(Path({str(tmp_path)!r}), Server(build("glora"), quorum=1))
+grid.offline = {{"two"}}
+strategy.start(grid, num_rounds=2)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "round 1, two: offline, it is not online"
+    assert lines[1].startswith("round 1 of 2: 2 of 3 trained in ") and lines[1].endswith("; offline: two")
+    assert "loss 0.5 (one 0.5, three 0.5)" in lines[1]
+
+
+# ---- order and bits --------------------------------------------------------------------------------------------------
+
+
+class Shuffled(LocalGrid):
+    """Replies come in any order, some of them seconds later than others."""
+
+    rng = random.Random(0)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        self.rng.shuffle(self.waiting)
+        count = self.rng.randint(0, len(self.waiting))
+        found, self.waiting = self.waiting[:count], self.waiting[count:]
+        return found
+
+
+@pytest.mark.parametrize("method", ["glora", "fedit", "fedex-lora", "hetlora"])
+@pytest.mark.parametrize("memory", [None, 1.0])
+def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: str, memory: float | None) -> None:
+    """Checkpoints and lines of three rounds, against replies in the order of the policy. A bounded memory folds uploads
+    in as they are added, so it sees any order that gets through."""
+    if memory is not None and method != "glora":
+        pytest.skip("only glora bounds its memory")
+    names = [f"c{k}" for k in range(6)]
+    ranks = (
+        dict.fromkeys(names, 4) if method in ("fedit", "fedex-lora") else {n: 2 + k % 3 for k, n in enumerate(names)}
+    )
+    seen = []
+    for seed in range(4):
+        out = tmp_path / str(seed)
+        server = Server(build(method), quorum=1, memory=0.0029 if memory else None)
+        strategy, grid = federation(out, server, ranks, record=out / "o", policy=Policy(ranks, retries=0, quarantine=9))
+        shuffled = Shuffled(dict(grid.nodes.values()))
+        shuffled.rng = random.Random(seed)
+        shuffled.meddle = {"c2": nan, "c4": lambda asked, reply: Message(Error(2, "boom"), reply_to=asked)}
+        strategy.start(shuffled if seed else grid_with(grid, shuffled.meddle), num_rounds=3)
+        lines = [{**line, "seconds": 0} for line in lines_of(out / "o")]
+        stored = {p.name: p.read_bytes() for p in (out / "server").glob("*.safetensors")}
+        seen.append((bits(strategy.memory.state.server), lines, stored))
+    assert all(each == seen[0] for each in seen[1:])
+
+
+def grid_with(grid: LocalGrid, meddle: Any) -> LocalGrid:
+    grid.meddle = meddle
+    return grid
+
+
+# ---- one at a time ---------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_of_one_federation_are_refused_by_the_others_process(tmp_path: Path) -> None:
+    """Another process has it (a lock is a process's); killed, it lets go."""
+    code = f"""
+import sys, time
+from pathlib import Path
+from fedlora.flower.rounds import server_lock
+with server_lock.held(Path({str(tmp_path)!r}) / "server"):
+    print("held", flush=True); time.sleep(60)
+"""
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        said = rf"played by process {other.pid}, since 20.*wait for that one"
+        with pytest.raises(ConfigError, match=said), server_lock.held(tmp_path / "server"):
+            pytest.fail("both have it")
+    finally:
+        other.kill()
+        other.communicate()
+    with server_lock.held(tmp_path / "server"):
+        assert str(os.getpid()) in (tmp_path / "server" / ".lock").read_text()
+    with server_lock.held(tmp_path / "server"):
+        pass
+
+
+def test_a_folder_that_cannot_be_locked_says_so(tmp_path: Path) -> None:
+    (tmp_path / "server").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot be made"), server_lock.held(tmp_path / "server"):
+        pass
+
+
+def test_the_clock_of_tests_waits_at_no_cost() -> None:
+    clock = FastClock()
+    clock.sleep(3600)
+    assert clock.monotonic() == 3600

@@ -1,0 +1,90 @@
+"""Which settings may change between rounds. Kind of evidence: *contract* (each table of federation.toml, by name)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora.errors import CheckpointError, ConfigError
+from fedlora.flower.rounds.settings_history import History, held_out_digest
+from fedlora.flower.terms.settings import FederationSettings
+
+
+def settings(**tables: Any) -> FederationSettings:
+    said: dict[str, Any] = {"id": "fed-1", "data": {"labels": ["no", "yes"]}}
+    return FederationSettings.model_validate({**said, **{k: {**said.get(k, {}), **v} for k, v in tables.items()}})
+
+
+def played(rounds: int = 3) -> History:
+    return History().with_(settings(), 0, "sites:0.1").with_(settings(), rounds, "sites:0.1")
+
+
+@pytest.mark.parametrize(
+    ("table", "said", "both"),
+    [
+        ("lora", {"scaling": 4.0}, ("lora.scaling", "2.0", "4.0")),
+        ("lora", {"targets": ["key"]}, ("lora.targets", '["query", "value"]', '["key"]')),
+        ("method", {"name": "svd"}, ("method.name", "'glora'", "'svd'")),
+        ("model", {"bf16": True}, ("model.bf16", "false", "true")),
+        ("data", {"labels": ["yes", "no"]}, ("data.labels", '["no", "yes"]', '["yes", "no"]')),
+        ("run", {"seed": 7}, ("run.seed", "0", "7")),
+    ],
+)
+def test_what_would_mix_two_federations_is_refused_with_both_values(
+    table: str, said: dict[str, Any], both: tuple[str, str, str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        played().with_(settings(**{table: said}), 3, "sites:0.1")
+    key, before, after = both
+    assert f"{key} was {before} and is {after} now" in str(refused.value) and "3 rounds are played" in str(
+        refused.value
+    )
+    assert History().with_(settings(), 0, "x").with_(settings(**{table: said}), 0, "x").entries, (
+        "before any round: fine"
+    )
+
+
+def test_what_may_change_is_told_and_kept_in_the_history(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    longer = settings(run={"rounds": 20, "participation": 0.5}, train={"lr": 0.1})
+    history = played().with_(longer, 3, "sites:0.1")
+    assert "run.rounds was 10 and is 20 from round 4 on" in caplog.text
+    assert "train.lr was 0.003 and is 0.1" in caplog.text and "run.participation was 1.0" in caplog.text
+    history.write(tmp_path / "settings.json")
+    again = History.read(tmp_path / "settings.json")
+    assert again == history and again.before() == longer and len(again.entries) == 2
+    assert again.with_(longer, 5, "sites:0.1") is again
+    assert again.entries[-1]["changed"]["run.rounds"] == [10, 20] and again.entries[-1]["rounds"] == 3
+
+
+def test_the_servers_own_paths_are_not_in_it(tmp_path: Path) -> None:
+    mine = settings(at_server={"model": "/secret/model", "test": "/secret/t.csv"}, network={"name": "fl.example.org"})
+    History().with_(mine, 0, "x").write(tmp_path / "settings.json")
+    assert "secret" not in (tmp_path / "settings.json").read_text()
+
+
+def test_more_rounds_under_a_schedule_are_others_from_the_first_on() -> None:
+    before = History().with_(settings(train={"schedule": "linear"}), 0, "x")
+    with pytest.raises(ConfigError, match=r"run.rounds was 10 and is 20 now.*'linear'"):
+        before.with_(settings(train={"schedule": "linear"}, run={"rounds": 20}), 2, "x")
+
+
+def test_rounds_that_were_measured_on_other_examples_are_not_compared() -> None:
+    history = played().with_(settings(), 5, "server:ab")
+    assert (played().comparable_since(), history.comparable_since()) == (0, 5)
+    assert history.with_(settings(), 9, "server:ab").comparable_since() == 5
+    assert history.with_(settings(), 9, "server:cd").comparable_since() == 9
+    assert held_out_digest(settings(), None) == "sites:0.1" and held_out_digest(settings(), "ab" * 20) != "sites:0.1"
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', '[{"rounds": "x", "settings": {}}]', "[{"])
+def test_a_damaged_history_is_no_empty_one(tmp_path: Path, text: str) -> None:
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(CheckpointError, match="restore it from a backup"):
+        History.read(tmp_path / "s.json")
+    assert History.read(tmp_path / "none.json") == History() and json.dumps([]) == "[]"

@@ -1,0 +1,171 @@
+"""Sites of a federation, each with its own file and model, in one process over Flower's wire.
+
+Kinds of evidence: *parity* (the in-process engine on the same files is the reference, bit for bit), *contract* (a site
+that lacks a class or has other columns trains as it should), *fault* (a site that does not agree is named, trains
+nothing, and costs nobody else the round).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from safetensors.torch import load_file, save_file
+
+from fedlora.core import checkpoint
+from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.terms.facts import Agreement, model_facts
+from fedlora.flower.terms.site_file import Site
+from fedlora.runs.config import parse_config
+from fedlora.runs.preparation import prepare
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from support.federation_folders import RANKS, SETTINGS, FederationOnDisk
+from support.flower_grid import bits
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.training_data import LABELS, classification, rows
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
+
+
+def federation(root: Path, **tables: Any) -> FederationOnDisk:
+    return FederationOnDisk(root, **{"run": {"rounds": 1}, "evaluate": {"every": 9}, **tables})
+
+
+def knowing(made: FederationOnDisk) -> FederationOnDisk:
+    """The server knows the base model, as after `init` with one."""
+    facts = model_facts(str(made.model), made.settings())
+    Agreement().with_(facts, "the server's own model")[0].write(made.home / "agreement.json")
+    return made
+
+
+def rewrite(made: FederationOnDisk, name: str, **changes: Any) -> None:
+    path = made.root / "sites" / name / "site.toml"
+    site = Site.read(path)
+    path.write_text(site.model_copy(update=changes).toml())
+
+
+def state_of(made: FederationOnDisk) -> Any:
+    server = made.settings().server.build(made.settings().method.build(), 0)
+    loaded = checkpoint.load_newest(made.home / "server" / "checkpoints", FlowerState, server.method.State)
+    assert loaded is not None
+    return loaded[1].state.server
+
+
+def test_sites_are_bit_for_bit_the_engine_on_the_same_files(tmp_path: Path) -> None:
+    """One settings file, and a site.toml each, are the run whose data.clients are these files. A class is missing in
+    one of them, and another has the column of the text by another name."""
+    made = federation(tmp_path, run={"rounds": 2})
+    lacking = [r for r in (json.loads(x) for x in rows(classification(60, 5)).splitlines()) if r["label"] != LABELS[-1]]
+    assert 0 < len(lacking) < 60
+    (tmp_path / "cork.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lacking))
+    renamed = [json.loads(x) for x in (tmp_path / "acme.jsonl").read_text().splitlines()]
+    own = "".join(json.dumps({"note": r["text"], "label": r["label"]}) + "\n" for r in renamed)
+    (tmp_path / "own.jsonl").write_text(own)
+    rewrite(made, "acme", data=str(tmp_path / "own.jsonl"), text="note")
+    made.play()
+    assert {len(line["losses"]) for line in made.lines()} == {3}
+
+    tables = {k: v for k, v in SETTINGS.items() if k != "id"}
+    config = parse_config({
+        **tables,
+        "run": {"rounds": 2, "threads": 1},
+        "model": {**SETTINGS["model"], "path": str(made.model), "device": "cpu"},
+        "data": {**SETTINGS["data"], "clients": {name: str(tmp_path / f"{name}.jsonl") for name in RANKS}},
+        "clients": {"ranks": list(RANKS.values())},
+    })  # fmt: skip
+    run = prepare(config)
+    records = list(
+        simulate(run.server, run.clients, run.trainer, start(run.server, run.seed_adapter), rounds=2, seed=0)
+    )
+    assert bits(state_of(made)) == bits(records[-1].state.server)
+
+
+def one_byte(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = min(tensors)
+    flat = tensors[name].contiguous().view(-1)
+    flat[0] = flat[0] + 1e-3
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+
+def other_words(model: Path) -> None:
+    path = model / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    vocabulary = raw["model"]["vocab"]
+    a, b = [word for word in vocabulary if word.startswith("w")][:2]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(raw))
+
+
+def other_numbers(model: Path) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "layer_norm_eps": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (one_byte, "the server's base model has the weights"),
+        (other_words, "the server's tokenizer is"),
+        (other_numbers, "layer_norm_eps is 1e-12 at the server and 0.1 at"),
+    ],
+)
+def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
+    tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    made = knowing(federation(tmp_path))
+    other = tmp_path / "other"
+    shutil.copytree(made.model, other)
+    change(other)
+    rewrite(made, "berlin", model=str(other))
+    made.play()
+    (line,) = made.lines()
+    assert said in line["fates"]["berlin"]["why"] and set(line["losses"]) == {"acme", "cork"}, line["fates"]
+    assert not list((tmp_path / "sites" / "berlin").rglob("round-*"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"text": "w1 w2", "label": "nobody\'s"}\n' * 9, "DataError"),
+        (f'{{"sentence": "w1 w2", "label": "{LABELS[0]}"}}\n' * 9, "DataError"),
+        (f'{{"text": "w1 w2", "label": "{LABELS[0]}"}}\n', "DataError"),
+        ("", "DataError"),
+    ],
+    ids=["a class that nobody has", "no such column", "one example, and shares to hold out", "nothing"],
+)
+def test_a_site_whose_data_do_not_fit_is_named(tmp_path: Path, content: str, said: str) -> None:
+    """At the server by the kind of the error alone; at the site in full, by `fedlora flower site` and `doctor`."""
+    made = federation(tmp_path)
+    (tmp_path / "cork.jsonl").write_text(content)
+    made.play()
+    (line,) = made.lines()
+    assert said in line["fates"]["cork"]["why"] and set(line["losses"]) == {"acme", "berlin"}
+
+
+def test_one_example_is_enough_where_nothing_is_held_out(tmp_path: Path) -> None:
+    made = federation(tmp_path, data={"validation": 0.0, "test": 0.0}, evaluate={"every": 1})
+    (tmp_path / "cork.jsonl").write_text(json.dumps({"text": "w1 w2", "label": LABELS[0]}) + "\n")
+    made.play()
+    assert set(made.lines()[0]["losses"]) == set(RANKS)
+
+
+def test_settings_that_change_between_rounds_reach_the_sites(tmp_path: Path) -> None:
+    """No site holds a copy of them: more steps at the server are more steps everywhere."""
+    made = federation(tmp_path)
+    made.play()
+    made.write(run={"rounds": 2}, train={"steps": 5})
+    made.play()
+    other = federation(tmp_path / "again", run={"rounds": 2})
+    other.play()
+    assert [line["round"] for line in made.lines()] == [1, 2]
+    assert made.lines()[0]["losses"] == other.lines()[0]["losses"]
+    assert made.lines()[1]["losses"] != other.lines()[1]["losses"]

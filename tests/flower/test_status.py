@@ -1,0 +1,284 @@
+"""What is said of a federation: lines, status, numbers for Prometheus. Kind: *unit*. Expected values by hand."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.events import (
+    Again,
+    Began,
+    Done,
+    Ended,
+    Event,
+    EventWriter,
+    Fated,
+    PolicyChanged,
+    read_events,
+)
+from fedlora.flower.rounds.results import taken_part
+from fedlora.flower.serving.lines import WIDTH, lines_of, nodes_line, round_line
+from fedlora.flower.serving.metrics import Exposed, exposing
+from fedlora.flower.serving.progress import Progress, loss_of, progress_of
+from fedlora.flower.serving.serve_lock import serving
+from fedlora.flower.serving.standing import rounds_done, standing
+from fedlora.flower.serving.status import status_of
+from fedlora.flower.serving.superlink import NodeFacts
+from fedlora.flower.terms.policy import Policy
+from support.fake_link import end_rounds, federation_folder, play_round
+
+
+def line(**fates: str) -> dict[str, Any]:
+    losses = {name: 0.5 for name, fate in fates.items() if fate == "trained"}
+    said = {name: {"fate": fate, "why": ""} for name, fate in fates.items()}
+    return {"losses": losses, "weights": losses, "seconds": 12.4, "fates": said}
+
+
+# ---------------------------------------------------------------------------------------------------------------- lines
+
+
+def test_a_round_names_everyone_while_it_fits() -> None:
+    assert round_line(line(acme="trained", cork="late"), 3, 6) == "round 3 of 6  loss 0.500  12 s  acme 0.50  cork late"
+    assert round_line(line(a="late"), 3, None) == "round 3  no loss  12 s  a late"
+    with_metrics = {**line(a="trained"), "metrics": {"accuracy": 0.75}}
+    assert round_line(with_metrics, 1, 2) == "round 1 of 2  loss 0.500  12 s  accuracy 0.750  a 0.50"
+
+
+def test_no_number_makes_a_line_longer_than_a_screen() -> None:
+    """A loss of 1e300 had 304 digits here."""
+    wild = {**line(acme="trained", cork="trained"), "metrics": {"perplexity": 1e200}}
+    wild["losses"] = {"acme": 0.5, "cork": -1e300}
+    said = round_line(wild, 3, 6)
+    assert said == "round 3 of 6  loss -5e+299  12 s  perplexity 1e+200  trained: 2" and len(said) <= WIDTH
+
+
+def test_who_says_that_it_measured_more_than_it_has_is_named() -> None:
+    said = {"acme": {"accuracy": 0.5, "examples": 4}, "cork": {"accuracy": 1.0, "examples": 10**12}}
+    more = {**line(acme="trained"), "site_metrics": said, "site_counts": {"acme": 4.0, "cork": 8.0}}
+    assert lines_of(Done(4, more), 6)[:-1] == ["round 4: cork says it measured 1e+12 examples; 8 count"]
+
+
+def test_many_sites_are_counted_and_the_missing_named_while_they_fit() -> None:
+    many = {f"hospital-{k}": "trained" for k in range(20)}
+    few = round_line(line(**many, cork="late", lyon="late", bern="refused"), 3, 6)
+    assert few == "round 3 of 6  loss 0.500  12 s  trained: 20  late: 2  refused: 1"
+    one = round_line(line(**many, cork="late"), 3, 6)
+    assert one == "round 3 of 6  loss 0.500  12 s  trained: 20  late: cork" and len(one) <= WIDTH
+    most = round_line(line(**many, **{f"clinic-{k}": "offline" for k in range(9)}), 3, 6)
+    assert most == "round 3 of 6  loss 0.500  12 s  trained: 20  offline: 9"
+
+
+def test_who_did_not_train_is_a_line_with_the_reason() -> None:
+    assert lines_of(Fated(2, 0, "cork", "late", "no answer within 60 s")) == [
+        "round 2: cork: late: no answer within 60 s"
+    ]
+    for quiet in ("trained", "offline", "not drawn", "quarantined"):
+        assert lines_of(Fated(2, 0, "cork", quiet, "x")) == []  # type: ignore[arg-type]
+    assert lines_of(Began(2, 0, ["acme"], {}, 60.0)) == []
+    alone = Began(2, 0, [], {"cork": {"fate": "offline", "why": ""}}, 60.0)
+    assert lines_of(alone) == ["round 2: nobody can be asked: cork (offline)"]
+    assert lines_of(Again(2, 1, "1 of 2")) == ["round 2, attempt 1, did not count: 1 of 2"]
+    assert lines_of(Ended(6, "complete")) == ["the rounds ended after round 6: complete"]
+    changed = PolicyChanged(3, {"dublin": 4}, ["cork"], {"acme": (8, 4)}, "")
+    assert lines_of(changed) == [
+        "from round 3 on: dublin may take part, at rank 4",
+        "from round 3 on: cork may take part no longer",
+        "from round 3 on: acme has rank 4 in place of 8",
+    ]
+
+
+def test_nobody_prints_what_does_not_print() -> None:
+    """A site's name or reason cannot move the cursor: events hold printable text, and lines too."""
+    found = round_line(line(**{"\x1b[2Jevil": "trained"}), 1, 1)
+    assert found.isprintable() and "evil" in found
+
+
+def test_the_loss_of_a_round_goes_by_weight() -> None:
+    assert loss_of({"losses": {"a": 1.0, "b": 2.0}, "weights": {"a": 0.75, "b": 0.25}}) == 1.25
+    assert loss_of({"losses": {"a": 1.0, "b": 2.0}}) == 1.5
+    assert loss_of({"losses": {"a": None}}) is None and loss_of({}) is None
+
+
+def test_nodes() -> None:
+    assert nodes_line([], ["a", "b"], 2) == "online: nobody; missing: a, b (quorum 2 of 2)"
+    assert nodes_line(["a", "b"], ["a", "b"], 2) == "online: a, b (all 2)"
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+
+
+def test_a_round_that_is_played_again_counts_once() -> None:
+    """After a crash the ServerApp goes back to its checkpoint: round 2 is begun and done twice."""
+    two: list[Event] = [Began(2, 0, ["a"], {}, 9.0), Fated(2, 0, "a", "trained", bytes=5), Done(2, line(a="trained"))]
+    found = progress_of([Done(1, line(a="late")), *two, Began(2, 0, ["a"], {}, 9.0)])
+    assert found.round == 1 and found.playing is not None
+    found = progress_of(two[1:], found)
+    assert found.round == 2 and found.playing is None
+    assert found.rounds_of == {"a": 1} and found.fate_counts == {("a", "late"): 1, ("a", "trained"): 1}
+    assert found.uploaded == {"a": 10}
+
+
+def test_the_end_is_forgotten_when_rounds_are_added() -> None:
+    found = progress_of([Done(1, line(a="trained")), Ended(1, "complete")])
+    assert found.ended == "complete"
+    assert progress_of([Began(2, 0, ["a"], {}, 9.0)], found).ended == ""
+
+
+def test_long_runs_do_not_fill_the_memory() -> None:
+    found = progress_of([Done(k, line(a="trained")) for k in range(1, 501)])
+    assert found.round == 500 and len(found.lines) == 100 and found.rounds_of == {"a": 500}
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+def test_where_it_stands_is_read_from_files_that_a_crash_tore(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    folder = FederationFolder(home)
+    assert standing(folder).done == 0 and not standing(folder).finished
+    play_round(home, 1)
+    with folder.rounds.open("a") as file:
+        file.write('{"round": 2, "los')
+    assert rounds_done(folder) == 1
+    for number in (2, 3):
+        play_round(home, number)
+    assert not standing(folder).finished  # the adapter is not written yet
+    end_rounds(home, 3)
+    assert standing(folder).why == "complete"
+    folder.summary.write_text("{")
+    assert not standing(folder).finished
+    with pytest.raises(ConfigError, match="is no folder of `fedlora flower init`"):
+        standing(FederationFolder(tmp_path))
+
+
+def loopback(home: Path) -> None:
+    (home / "flwr").mkdir()
+    (home / "flwr" / "config.toml").write_text(
+        '[superlink]\ndefault = "fedlora"\n[superlink.fedlora]\naddress = "127.0.0.1:1"\n'
+    )
+
+
+def test_status_without_a_superlink(tmp_path: Path, main: Any) -> None:
+    """From files alone; as JSON and as tables."""
+    home = federation_folder(tmp_path / "f")
+    loopback(home)
+    play_round(home, 1, {"cork": "refused"})
+    (home / "keys" / "berlin.pub").unlink()
+    found = json.loads(main("flower", "status", home, "--json").out)
+    assert (found["round"], found["rounds"], found["finished"], found["served_by"]) == (1, 3, None, None)
+    assert found["superlink"] is False and found["sites"]["berlin"]["node"] == "no key"
+    assert found["sites"]["acme"] == {
+        "rank": 8, "node": "unknown", "last_seen": None, "fate": "trained", "why": "", "loss": 1.0, "norm": 0.5,
+        "rounds": 1, "upload_bytes": 1000,
+    }  # fmt: skip
+    assert found["sites"]["cork"]["why"] == "so" and found["last_rounds"][0]["fates"]["cork"] == "refused"
+    with serving(home / "serve.lock"):
+        said = main("flower", "status", home)
+    assert said.code == 0 and "served by process" in said.out and "1 of 3 rounds are done" in said.out
+    assert "cork: refused: so" in said.out
+    assert main("flower", "status", tmp_path).error()
+
+
+def test_status_names_who_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = federation_folder(tmp_path / "f")
+    events = EventWriter(home / "server" / "events.jsonl")
+    events.write(Began(1, 0, ["acme", "berlin"], {}, 60.0))
+    events.write(Fated(1, 0, "acme", "trained"))
+    node = NodeFacts("acme", 1, "online", b"", 100.0)
+    monkeypatch.setattr("fedlora.flower.serving.status._nodes", lambda folder: ({"acme": node}, True))
+    with serving(home / "serve.lock"):
+        found = status_of(FederationFolder(home))
+    assert "round 1 of 3 goes on" in found.headline() and "no answer yet: berlin" in found.headline()
+    sites = {site.name: site for site in found.sites}
+    assert sites["acme"].node == "online" and sites["acme"].seen == 100.0 and sites["berlin"].node == "unknown"
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
+
+
+def scraped(address: str) -> dict[tuple[str, ...], float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    folder = FederationFolder(home)
+    play_round(home, 1)
+    play_round(home, 2, {"cork": "late"})
+    exposed = Exposed(folder)
+    with exposing(exposed, "127.0.0.1:0") as port:
+        assert scraped(f"127.0.0.1:{port}")["fedlora_round",] == 0
+        nodes = [NodeFacts("acme", 1, "online", b""), NodeFacts("cork", 2, "offline", b"")]
+        exposed.see(progress_of(read_events(folder.events)), nodes, standing(folder))
+        found = scraped(f"127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match="metrics cannot be served"), exposing(exposed, f"127.0.0.1:{port}"):
+            pass
+    assert found["fedlora_round",] == 2 and found["fedlora_rounds",] == 3 and found["fedlora_ended",] == 0
+    assert found["fedlora_round_seconds",] == 2.5 and found["fedlora_loss",] == pytest.approx(0.55)
+    assert found["fedlora_client_loss", "acme"] == 0.5
+    assert found["fedlora_client_loss", "cork"] == pytest.approx(1.2)  # of round 1, its last
+    assert found["fedlora_client_fate_total", "cork", "late"] == 1
+    assert found["fedlora_client_fate_total", "acme", "trained"] == 2
+    assert found["fedlora_upload_bytes_total", "acme"] == 2000
+    assert found["fedlora_nodes_online",] == 1
+    assert [found["fedlora_node_online", name] for name in ("acme", "berlin", "cork")] == [1, 0, 0]
+    assert found["fedlora_disk_free_bytes",] > 0 and found["fedlora_last_event_timestamp_seconds",] > 1.7e9
+    for wrong in ("", "localhost:ninety", "127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match="Give HOST:PORT"), exposing(exposed, wrong):
+            pass
+
+
+def test_metrics_before_anything_happened(tmp_path: Path) -> None:
+    exposed = Exposed(FederationFolder(federation_folder(tmp_path / "f")))
+    exposed.see(Progress(), [], standing(FederationFolder(tmp_path / "f")))
+    with exposing(exposed, "127.0.0.1:0") as port:
+        found = scraped(f"127.0.0.1:{port}")
+    assert found["fedlora_round",] == 0 and ("fedlora_loss",) not in found
+
+
+def test_a_loss_of_three_hundred_digits_does_not_fill_the_screen() -> None:
+    line = {"losses": {"a": -1e300}, "weights": {"a": 1.0}, "seconds": 1, "fates": {"a": {"fate": "trained"}}}
+    assert round_line(line, 1, 2) == "round 1 of 2  loss -1e+300  1 s  a -1e+300"
+
+
+def test_how_good_it_is_at_the_sites_whose_share_was_cut_and_who_was_not_measured_is_told() -> None:
+    line = {
+        "losses": {"a": 0.5, "b": 0.5}, "seconds": 1, "metrics": {}, "site_mean": {"loss": 0.7, "accuracy": 0.6,
+        "examples": 5}, "fates": {"a": {"fate": "trained"}, "b": {"fate": "trained"}, "c": {"fate": "offline"}},
+        "capped": {"a": {"claimed": 0.9, "counted": 0.5}}, "weights": {"a": 0.5, "b": 0.5},
+        "site_unmeasured": {"b": "no answer", "c": "it is not online"},
+    }  # fmt: skip
+    assert lines_of(Done(2, line), 6) == [
+        "round 2 of 6  loss 0.500  1 s  accuracy 0.600 at sites  trained: 2  offline: 1",
+        "round 2: a: counts for 50% of the mean; by its examples it would be 90% (max_weight_share)",
+        "round 2: b: not measured: no answer",
+    ]
+    assert "accuracy 0.600 at sites" in round_line(line, 2, 6) and "0.700" not in round_line(line, 2, 6)
+    assert "8 are asked for by now" in lines_of(Ended(6, "complete"), 8)[0]
+    assert lines_of(Ended(6, "complete"), 6) == ["the rounds ended after round 6: complete"]
+
+
+def test_what_became_of_each_site_is_counted_by_its_own_name() -> None:
+    lines = [
+        {"weights": {"a": 1.0}, "fates": {"a": {"fate": "trained"}, "b": {"fate": "offline"}}},
+        {"weights": {"a": 1.0}, "fates": {"a": {"fate": "trained"}, "b": {"fate": "refused"}}},
+    ]
+    assert taken_part(Policy({"a": 4}), lines) == {
+        "a": {"rank": 4, "rounds": 2}, "b": {"rank": None, "rounds": 0, "offline": 1, "refused": 1},
+    }  # fmt: skip

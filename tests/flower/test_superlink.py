@@ -1,0 +1,231 @@
+"""The SuperLink's folder, database and processes, without a SuperLink. Kind: *unit*. With one: test_deployment.py."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
+
+from fedlora.errors import ConfigError
+from fedlora.flower import children
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving import database
+from fedlora.flower.serving.connection import public_key, superlink_command
+from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
+from fedlora.flower.setup.app_files import write_connection
+from fedlora.flower.terms import certificates
+
+
+def home(path: Path, address: str = "127.0.0.1:1") -> Path:
+    path.mkdir()
+    write_connection(path / "flwr", path, 1)
+    file = path / "flwr" / "config.toml"
+    file.write_text(file.read_text().replace("127.0.0.1:1", address))
+    certificates.write_loopback(path / "certs")
+    return path
+
+
+def program(folder: Path, name: str, words: str) -> Path:
+    """A stand-in program of that name in Python."""
+    folder.mkdir(exist_ok=True)
+    place = folder / name
+    place.write_text(f"#!{sys.executable}\n{words}\n")
+    place.chmod(0o755)
+    return place
+
+
+def test_a_public_key_is_what_flower_stores(tmp_path: Path) -> None:
+    """Flower stores PEM of the same numbers; other files are refused by name."""
+    private, public = certificates.new_key()
+    path, secret = tmp_path / "a.pub", tmp_path / "a"
+    path.write_bytes(public)
+    secret.write_bytes(private)
+    loaded, original = load_pem_public_key(public_key(path)), load_ssh_public_key(path.read_bytes())
+    assert loaded.public_numbers() == original.public_numbers()  # type: ignore[union-attr]
+    for wrong in (secret, tmp_path / "none.pub"):
+        with pytest.raises(ConfigError, match=rf"{wrong.name} is no public key"):
+            public_key(wrong)
+
+
+def test_its_list_becomes_that_of_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept, new, removed, rotated; and an older key under a name that has a newer one goes."""
+    link, asked = SuperLink(home(tmp_path / "f")), list[tuple[str, object]]()
+    keys, stored = dict[str, Path](), dict[str, bytes]()
+    for name in ("kept", "new", "rotated", "twice", "old", "gone"):
+        path = tmp_path / f"{name}.pub"
+        path.write_bytes(certificates.new_key()[1])
+        keys[name], stored[name] = path, public_key(path)
+    nodes = [
+        NodeFacts("kept", 1, "online", stored["kept"]), NodeFacts("rotated", 2, "offline", stored["old"]),
+        NodeFacts("twice", 3, "offline", b"older"), NodeFacts("twice", 4, "online", stored["twice"]),
+        NodeFacts("gone", 5, "online", stored["gone"]),
+    ]  # fmt: skip
+    left = list(nodes)
+
+    def ask(method: str, request: str, **said: object) -> None:
+        asked.append((method, said.get("node_id", said.get("name"))))
+        left[:] = [node for node in left if node.id != said.get("node_id")]
+
+    monkeypatch.setattr(link, "_ask", ask)
+    monkeypatch.setattr(link, "nodes", lambda: list(left))
+    monkeypatch.setattr(database, "forget_unregistered", lambda path, key: None)
+    done = link.keep_keys({name: keys[name] for name in ("kept", "new", "rotated", "twice")})
+    assert sorted(asked, key=str) == [
+        ("RegisterNode", "new"), ("RegisterNode", "rotated"),
+        ("UnregisterNode", 2), ("UnregisterNode", 3), ("UnregisterNode", 5),
+    ]  # fmt: skip
+    assert done == [
+        "gone: its key is no longer admitted", "new: its key is admitted", "rotated: another key is admitted",
+        "twice: an older key is no longer admitted",
+    ]  # fmt: skip
+
+
+def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) -> None:
+    link = SuperLink(home(tmp_path / "f", "127.0.0.1:18123"))
+    command = superlink_command(link.folder, link.address)
+    assert command[:5] == ["flower-superlink", "--host", "127.0.0.1", "--port", "18123"]
+    assert "--enable-supernode-auth" in command and "--insecure" not in command
+    with pytest.raises(ConfigError, match=r"is no folder of `fedlora flower init`"):
+        SuperLink(tmp_path)
+
+
+def test_nobody_there_is_said_and_no_proxy_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a proxy in the environment loopback is asked itself: the refused connection is loopback's, at once."""
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://192.0.2.1:9")  # an address that nobody has (RFC 5737)
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    link = SuperLink(home(tmp_path / "f"))
+    began = time.monotonic()
+    assert not link.answers()
+    with pytest.raises(SuperLinkError, match=r"cannot be spoken to: .*refused"):
+        link.nodes()
+    assert time.monotonic() - began < 5
+    assert link.env["NO_PROXY"] == "example.org,127.0.0.1,localhost" and os.environ["NO_PROXY"] == "example.org"
+    assert link.env["FLWR_TELEMETRY_ENABLED"] == "0"
+
+
+def test_a_port_that_is_taken_and_a_program_that_ends_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SuperLinkError, match=f"port {port} of 127.0.0.1 is in use"):
+            SuperLink(home(tmp_path / "f", f"127.0.0.1:{port}")).start()
+    folder = home(tmp_path / "g", f"127.0.0.1:{port}")
+    program(tmp_path / "bin", "flower-superlink", "print('│ the disk is on fire │'); raise SystemExit(104)")
+    link = SuperLink(folder)
+    link.env["PATH"] = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    with pytest.raises(SuperLinkError, match="ended with code 104: the disk is on fire"):
+        link.start()
+    assert stat.S_IMODE(link.log.stat().st_mode) == 0o600
+    link.env["PATH"] = str(tmp_path)
+    with pytest.raises(children.ChildFailed, match="flower-superlink is not installed"):
+        link.start()
+
+
+def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path: Path) -> None:
+    """A detached grandchild, as Flower's SuperExec is one, is found by the folder it names, and ended."""
+    folder = home(tmp_path / "f")
+    sleeper = program(tmp_path / "bin", "flower-superexec", "import time; time.sleep(60)")
+    program(
+        tmp_path / "bin", "flower-superlink",
+        "import subprocess, sys, time\nopen(sys.argv[1], 'w')\n"
+        f"subprocess.Popen([{str(sleeper)!r}, '--root-certificates', sys.argv[2]], start_new_session=True)\n"
+        "time.sleep(60)",
+    )  # fmt: skip
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    made = FederationFolder(folder).database
+    command = ["flower-superlink", str(made), f"{folder}/certs/ca.crt"]
+    process = children.started(command, tmp_path / "logs" / "log", env)
+    other = children.started(["flower-superexec", "--root-certificates", "/else/ca.crt"], tmp_path / "logs" / "o", env)
+    try:
+        until = time.monotonic() + 20
+        while len(children.server_processes(folder)) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert stat.S_IMODE(made.stat().st_mode) == 0o600
+        children.kill(process)
+        left = children.server_processes(folder)
+        assert len(left) == 1 and process.pid not in left and other.pid not in left
+        children.end_all(left)
+        assert children.server_processes(folder) == [] and other.poll() is None
+    finally:
+        children.kill(process)
+        children.kill(other)
+
+
+def test_one_that_will_not_end_is_killed(tmp_path: Path) -> None:
+    stubborn = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
+    program(tmp_path / "bin", "stubborn", stubborn)
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    process = children.started(["stubborn"], tmp_path / "log", env)
+    while "up" not in children.tail(tmp_path / "log"):
+        time.sleep(0.02)
+    children.end(process, 0.2)
+    assert process.returncode == -9
+    again = children.started(["stubborn"], tmp_path / "log2", env)
+    while "up" not in children.tail(tmp_path / "log2"):
+        time.sleep(0.02)
+    children.end_all([again.pid], 0.2)
+    assert again.poll() is not None
+
+
+def test_the_database_gives_room_back_and_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it deleted: the file shrinks by about that, and what is left is all there."""
+    path = tmp_path / "superlink.db"
+    assert database.shrink(path) == 0 and database.size(path) == 0
+    with sqlite3.connect(path) as made:
+        made.execute("PRAGMA journal_mode = WAL")
+        made.execute("CREATE TABLE objects (name TEXT, content BLOB)")
+        made.executemany("INSERT INTO objects VALUES (?, ?)", [(str(k), os.urandom(100_000)) for k in range(40)])
+        made.execute("DELETE FROM objects WHERE CAST(name AS INT) >= 20")
+    made.close()
+    path.chmod(0o644)
+    assert database.shrink(path) == 0  # not worth it
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = database.size(path)
+    monkeypatch.setattr(database, "_WORTH", 1_000_000)
+    gained = database.shrink(path)
+    assert 1_900_000 < gained == before - database.size(path)
+    with sqlite3.connect(path) as found:
+        assert found.execute("SELECT count(*), min(length(content)) FROM objects").fetchone() == (20, 100_000)
+    found.close()
+    path.write_bytes(b"no database" * 100)
+    assert database.shrink(path) == 0
+
+
+def test_a_key_can_come_back(tmp_path: Path) -> None:
+    """Only the row of an unregistered node goes: one that is registered keeps its key."""
+    path = tmp_path / "superlink.db"
+    with sqlite3.connect(path) as made:
+        made.execute("CREATE TABLE node (node_id INT, public_key BLOB UNIQUE, status TEXT)")
+        made.executemany("INSERT INTO node VALUES (?, ?, ?)", [(1, b"a", "unregistered"), (2, b"b", "online")])
+    made.close()
+    database.forget_unregistered(path, b"a")
+    database.forget_unregistered(path, b"b")
+    with sqlite3.connect(path) as found:
+        assert found.execute("SELECT node_id FROM node").fetchall() == [(2,)]
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("", "it said nothing"),
+        ("first\n\n╭─ Error ─╮\n│ no room   │\n╰───╯\n", "no room"),
+        ("Traceback (most recent call last):\nValueError: x\n", "ValueError: x"),
+    ],
+)
+def test_last_words(log: str, said: str) -> None:
+    assert children.last_words(log) == said

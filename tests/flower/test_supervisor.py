@@ -1,0 +1,361 @@
+"""`serve`'s decisions, on a SuperLink that a test plays: what is started again, waited for, given up. Kind: *unit*."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora.errors import ConfigError
+from fedlora.flower.serving import supervisor
+from fedlora.flower.serving.serve_lock import holder, serving
+from fedlora.flower.serving.standing import Standing
+from fedlora.flower.serving.superlink import RunFacts, SuperLinkError
+from fedlora.flower.serving.supervisor import GaveUp, Pace, Supervisor
+from support.fake_link import (
+    CLIENTS,
+    FakeLink,
+    Turn,
+    completes,
+    dies,
+    end_rounds,
+    fails,
+    federation_folder,
+    play_round,
+    rounds,
+)
+
+
+def wait(link: FakeLink) -> None:
+    """A look at which nothing has happened."""
+
+
+FAST = Pace(events=0.0, look=0.0, nodes=0.0, remind=100.0, pending=0.2, pauses=(0.0,), failures=3, unanswered=3)
+
+
+def served(
+    home: Path, *scripts: list[Turn], pace: Pace = FAST, before: Callable[[FakeLink], None] = lambda link: None
+) -> tuple[Standing, FakeLink, list[str]]:
+    """`serve` on these runs, to its end: the standing, the link, and what was said."""
+    link, said = FakeLink(home, *scripts), list[str]()
+    before(link)
+    return Supervisor(home, link, said.append, pace=pace).serve(), link, said
+
+
+def test_all_rounds_a_line_each_and_everything_taken_down(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    now, link, said = served(home, [rounds(1, cork="late"), rounds(2, 3), completes(3)])
+    assert (now.done, now.why) == (3, "complete")
+    assert link.done == ["start", "keys acme,berlin,cork", "run", "stop"]
+    assert said[0] == "fed-1: 3 sites, 3 rounds, 0 of them done"
+    told = [line for line in said if line.startswith("round")]
+    assert told[0] == "round 1: cork: late: so"
+    assert told[1] == "round 1 of 3  loss 1.050  2 s  acme 1.00  berlin 1.10  cork late"
+    assert len(told) == 4 and all(len(line) <= 71 for line in told)
+    assert holder(home / "serve.lock") is None
+
+
+def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
+    """No SuperLink is started; raising the rounds goes on."""
+    home = federation_folder(tmp_path / "f")
+    for number in (1, 2, 3):
+        play_round(home, number)
+    end_rounds(home, 3)
+    now, link, _ = served(home)
+    assert now.finished and link.done == []
+    settings = home / "federation.toml"
+    settings.write_text(settings.read_text().replace("rounds = 3", "rounds = 5"))
+    now, link, said = served(home, [rounds(4, 5), completes(5)])
+    assert now.done == 5 and "run" in link.done and said[0] == "fed-1: 3 sites, 5 rounds, 3 of them done"
+
+
+def test_an_early_stop_is_an_end(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    now, _, _ = served(home, [rounds(1, 2), completes(2, "stopped early")])
+    assert (now.done, now.why) == (2, "stopped early")
+    settings = home / "federation.toml"
+    settings.write_text(settings.read_text() + "[train]\nlr = 0.5\n")  # another patience, say: it looks again
+    assert served(home, [rounds(3), completes(3)])[0].done == 3
+
+
+def test_a_superlink_that_dies_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    now, link, said = served(home, [rounds(1), dies()], [dies(1)], [rounds(2, 3), completes(3)])
+    assert now.done == 3
+    assert link.done.count("start") == 3 == link.done.count("run")
+    assert any("the SuperLink ended with code -9: killed; starting again" in line for line in said)
+
+
+def test_a_run_that_was_left_is_stopped_first(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+
+    def left(link: FakeLink) -> None:
+        link.listed = [RunFacts(3, "running"), RunFacts(2, "finished:failed"), RunFacts(1, "pending")]
+
+    _, link, _ = served(home, [rounds(1, 2, 3), completes(3)], before=left)
+    assert link.done[:4] == ["start", "stop run 3", "stop run 1", "keys acme,berlin,cork"]
+
+
+def test_a_killed_serverapp_is_found_before_flower_notices(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+
+    def killed(link: FakeLink) -> None:
+        link.lives = False
+
+    def lives(link: FakeLink) -> None:
+        link.lives = True
+
+    now, link, said = served(home, [rounds(1), killed], [lives, rounds(2, 3), completes(3)])
+    assert now.done == 3 and "stop run 7" in link.done and link.done.count("start") == 1
+    assert any(line.startswith("the ServerApp was killed") for line in said)
+
+
+def test_a_superlink_that_hangs_is_ended(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+
+    def hangs(link: FakeLink) -> RunFacts:
+        raise SuperLinkError("timed out")
+
+    now, link, said = served(home, [rounds(1), hangs, hangs, hangs], [rounds(2, 3), completes(3)])
+    assert now.done == 3 and link.done.count("start") == 2
+    assert any("does not answer any more" in line for line in said)
+    _, link, _ = served(federation_folder(tmp_path / "g"), [hangs, hangs, rounds(1, 2, 3), hangs, hangs, completes(3)])
+    assert link.done.count("start") == 1  # two in a row are a hiccup
+
+
+def test_failures_in_a_row_are_given_up_with_the_cause(tmp_path: Path) -> None:
+    """A new round in between begins the count anew."""
+    home = federation_folder(tmp_path / "f")
+    fail = fails("ServerApp failed with exception: out of memory", said="line 7, in main\nMemoryError")
+    with pytest.raises(GaveUp, match=r"after 3 failures in a row .* out of memory\. The logs are in"):
+        served(home, [fail], [rounds(1), fail], [fail], [fail])
+    assert holder(home / "serve.lock") is None
+    assert (home / "logs" / "serverapp.log").read_text().count("line 7, in main\nMemoryError") == 4
+    with pytest.raises(GaveUp, match="port 1 is in use"):
+        served(home, before=lambda link: link.fails.extend(SuperLinkError("port 1 is in use") for _ in range(3)))
+
+
+def test_pauses_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(Supervisor, "_sleep", lambda self, seconds, *, raising=True: waited.append(seconds))
+    fail = fails("no")
+    with pytest.raises(GaveUp):
+        served(
+            federation_folder(tmp_path / "f"), *[[fail] for _ in range(6)],
+            pace=Pace(events=0.0, look=0.0, nodes=0.0, pauses=(1.0, 4.0, 9.0), failures=6),
+        )  # fmt: skip
+    assert [seconds for seconds in waited if seconds] == [1.0, 4.0, 9.0, 9.0, 9.0]
+
+
+def test_wrong_settings_are_told_at_once(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    wrong = fails(
+        "ServerApp failed with exception: lora.alpha was 8 and is 16.", said="fedlora.errors.ConfigError: lora"
+    )
+    with pytest.raises(ConfigError, match=r"^lora\.alpha was 8 and is 16\.$"):
+        served(home, [wrong])
+    (home / "policy.toml").write_text("nonsense")
+    with pytest.raises(ConfigError, match="policy"):
+        served(home)
+
+
+def test_too_few_answers_are_waited_for_and_never_given_up(tmp_path: Path) -> None:
+    """More often than failures are given up; the next run begins once enough are online, and not before."""
+    home = federation_folder(tmp_path / "f")
+    looks = 0
+
+    def thin(link: FakeLink) -> None:
+        def comes() -> None:
+            nonlocal looks
+            looks += 1
+            link.online = ["acme"] if looks < 20 else ["acme", "cork"]
+
+        link.online, link.comes = [], comes
+
+    quorum = fails("ServerApp failed with exception: round 1: 1 of 2", ended="quorum")
+    now, link, said = served(home, *[[quorum] for _ in range(5)], [rounds(1, 2, 3), completes(3)], before=thin)
+    assert now.done == 3 and looks >= 20 and link.done.count("run") == 6
+    assert said.count("online: acme; missing: berlin, cork (quorum 2 of 3)") == 1
+    assert not any(line.startswith("waiting") for line in said)  # it was told when it changed, and that is not long ago
+    assert "online: acme, cork; missing: berlin (quorum 2 of 3)" in said
+
+
+def test_what_is_waited_for_is_said_again_after_a_while(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    looks = 0
+
+    def alone(link: FakeLink) -> None:
+        def comes() -> None:
+            nonlocal looks
+            looks += 1
+            link.online = list(CLIENTS) if looks > 60 else []
+
+        link.comes = comes
+
+    pace = Pace(events=0.0, look=0.0, nodes=0.01, remind=0.2, pauses=(0.0,))
+    _, _, said = served(home, [rounds(1, 2, 3), completes(3)], pace=pace, before=alone)
+    again = "waiting for sites; online: nobody; missing: acme, berlin, cork (quorum 2 of 3)"
+    assert 1 <= said.count(again) <= 10
+
+
+def test_who_comes_and_goes_is_told_once(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    seen = [["acme"], ["acme", "cork"], ["acme", "cork"], [], list(CLIENTS), list(CLIENTS)]
+
+    def coming(link: FakeLink) -> None:
+        link.comes = lambda: setattr(link, "online", seen.pop(0) if len(seen) > 1 else seen[0])
+
+    _, _, said = served(home, [wait, wait, wait, wait, rounds(1, 2, 3), completes(3)], before=coming)
+    assert [line for line in said if line.startswith("online")] == [
+        "online: acme; missing: berlin, cork (quorum 2 of 3)",
+        "online: acme, cork; missing: berlin (quorum 2 of 3)",
+        "online: nobody; missing: acme, berlin, cork (quorum 2 of 3)",
+        "online: acme, berlin, cork (all 3)",
+    ]
+
+
+def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is started while there is no room, and it is said once; a run that ended by it is no failure."""
+    home = federation_folder(tmp_path / "f")
+    free = [0] * 5
+    monkeypatch.setattr(supervisor, "room_of", lambda folder: free.pop() if free else 10**12)
+    full = fails("ServerApp failed with exception: [Errno 28] No space left on device")
+    now, link, said = served(home, *[[full] for _ in range(4)], [rounds(1, 2, 3), completes(3)])
+    assert now.done == 3 and not free and link.done[0] == "start"
+    assert sum("is full: 0 B free, 16 MB needed" in line for line in said) == 1
+    assert not any("failure" in line for line in said)
+
+
+def test_a_run_that_never_begins_is_explained(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    (home / "superlink.log").write_text("certificate verify failed: IP address mismatch\n")
+
+    def pending(link: FakeLink) -> RunFacts:
+        time.sleep(0.02)
+        return RunFacts(7, "pending")
+
+    with pytest.raises(GaveUp, match=r"did not begin within 0 s: .* last words: certificate verify failed"):
+        served(home, *[[pending] * 100 for _ in range(3)])
+
+
+def test_a_run_that_was_seen_running_is_not_one_that_never_began(tmp_path: Path) -> None:
+    """One look without an answer, long after the run began: nothing is stopped, and nothing is said of it."""
+    home = federation_folder(tmp_path / "f")
+
+    def later(link: FakeLink) -> None:
+        time.sleep(0.3)  # more than `pending`
+
+    def hiccup(link: FakeLink) -> RunFacts:
+        raise SuperLinkError("500")
+
+    now, link, said = served(home, [wait, rounds(1), later, hiccup, rounds(2), hiccup, hiccup, rounds(3), completes(3)])
+    assert now.done == 3 and link.done == ["start", "keys acme,berlin,cork", "run", "stop"]
+    assert not any("did not begin" in line for line in said)
+
+    def pending(link: FakeLink) -> RunFacts:
+        return RunFacts(7, "pending")
+
+    late = [pending, later, hiccup, rounds(1, 2, 3), completes(3)]  # and one that nobody saw begin may have
+    now, link, said = served(federation_folder(tmp_path / "g"), late)
+    assert now.done == 3 and link.done.count("run") == 1
+
+
+def test_asked_to_stop_it_ends_the_run_and_then_all(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    link, said, stop = FakeLink(home), list[str](), threading.Event()
+
+    def asked(link: FakeLink) -> None:
+        stop.set()
+
+    link.scripts = [[rounds(1), asked]]
+    now = Supervisor(home, link, said.append, stop=stop, pace=FAST).serve()
+    assert now.done == 1 and not now.finished
+    assert link.done[-2:] == ["stop run 7", "stop"]
+    assert said[-1].startswith("asked to stop")
+
+
+@pytest.mark.parametrize("when", ["start", "nodes", "room", "pause"])
+def test_asked_to_stop_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    home = federation_folder(tmp_path / "f")
+    link, stop = FakeLink(home, [fails("no")]), threading.Event()
+    slow = Pace(events=0.0, look=60.0 if when == "room" else 0.0, nodes=60.0, pauses=(60.0,))
+    if when == "start":
+        link.start = lambda *, give_up: stop.set() or None  # type: ignore[method-assign, func-returns-value]
+    if when == "nodes":
+        link.online = []
+    if when == "room":
+        monkeypatch.setattr(supervisor, "room_of", lambda folder: 0)
+    began = time.monotonic()
+    threading.Timer(0.3, stop.set).start()
+    now = Supervisor(home, link, lambda line: None, stop=stop, pace=slow).serve()
+    assert not now.finished and time.monotonic() - began < 5 and link.done[-1] == "stop"
+
+
+def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
+    """The other one's process is named; however it ends, the folder is free again."""
+    home = federation_folder(tmp_path / "f")
+    words = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nimport time\n"
+    words += (
+        f"from fedlora.flower.serving.serve_lock import serving\nwith serving(Path({str(home / 'serve.lock')!r})):\n"
+    )
+    words += "    print('held', flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        assert holder(home / "serve.lock") == other.pid
+        with pytest.raises(ConfigError, match=f"served already, by process {other.pid}"):
+            served(home)
+    finally:
+        other.kill()
+        other.communicate()
+    assert holder(home / "serve.lock") is None
+    with serving(home / "serve.lock"), pytest.raises(ConfigError, match="served already"):
+        served(home)
+
+
+def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+
+    def dublin(link: FakeLink) -> None:
+        (home / "keys" / "dublin.pub").write_text("key")
+
+    _, link, _ = served(home, [rounds(1), dublin, wait, wait, rounds(2, 3), completes(3)])
+    assert [line for line in link.done if line.startswith("keys")] == [
+        "keys acme,berlin,cork", "keys acme,berlin,cork,dublin",
+    ]  # fmt: skip
+
+
+def test_a_policy_that_is_broken_meanwhile_stops_nothing(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    good = (home / "policy.toml").read_text()
+
+    def broken(link: FakeLink) -> None:
+        (home / "policy.toml").write_text("[clients\n")
+
+    def mended(link: FakeLink) -> None:
+        (home / "policy.toml").write_text(good)
+
+    now, _, said = served(home, [rounds(1), broken, rounds(2), mended, rounds(3), completes(3)])
+    assert now.finished and sum("What was read before stays" in line for line in said) == 1
+
+
+def test_a_run_of_some_age_whose_superlink_misses_one_look_goes_on(tmp_path: Path) -> None:
+    """Older than `pending`, and one look without an answer: neither is a run that never began."""
+    home = federation_folder(tmp_path / "f")
+
+    def busy(link: FakeLink) -> None:
+        time.sleep(FAST.pending)
+        raise SuperLinkError("busy")
+
+    now, link, said = served(home, [rounds(1), busy, rounds(2, 3), completes(3)])
+    assert now.finished and link.done.count("run") == 1 and not any("did not begin" in line for line in said)
+    home = federation_folder(tmp_path / "g")
+    now, link, said = served(home, [rounds(1), busy, busy, busy], [rounds(2, 3), completes(3)])
+    assert now.finished and link.done.count("run") == 2 and any("does not answer any more" in line for line in said)

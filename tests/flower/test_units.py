@@ -1,0 +1,145 @@
+"""systemd's units, judged by systemd itself where it is installed; and what they forbid does not stop torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora.errors import ConfigError
+from fedlora.flower.units import PROXY, SERVER, SITE, program, proxy_unit, server_unit, site_unit
+
+NAMES = ["plain", "with space", "per%cent%n", "größe", "quo'te", 'dou"ble', "dol$lar", "semi;c", "back\\slash"]
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+
+
+def written(folder: Path, user: str = "nobody") -> dict[str, Path]:
+    """The three units of a folder, in it."""
+    (folder / "proxy").mkdir(parents=True)
+    texts = {SERVER: server_unit(folder, user=user), SITE: site_unit(folder, user=user)}
+    texts[PROXY] = proxy_unit(folder, folder / "proxy" / "nginx.conf", 443, user=user)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return {name: folder / name for name in texts}
+
+
+def analyzed(*words: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "SYSTEMD_LOG_LEVEL": "warning"}
+    return subprocess.run(["systemd-analyze", *map(str, words)], capture_output=True, text=True, check=False, env=env)
+
+
+@needs_systemd
+@pytest.mark.parametrize("name", NAMES)
+def test_systemd_takes_them_whatever_the_folder_is_called(name: str, tmp_path: Path) -> None:
+    """No word of complaint about any of them. nginx may be missing here: then a stand-in would be in its place."""
+    for unit, path in written(tmp_path / name).items():
+        if unit == PROXY and not Path("/usr/sbin/nginx").exists():
+            continue
+        said = analyzed("verify", path)
+        assert said.returncode == 0 and str(tmp_path) not in said.stdout + said.stderr, (said.stdout, said.stderr)
+
+
+@needs_systemd
+@pytest.mark.parametrize(("user", "most"), [("nobody", 3), ("root", 3.5)])
+@pytest.mark.parametrize("unit", [SERVER, PROXY, SITE])
+def test_systemd_calls_them_ok(unit: str, user: str, most: float, tmp_path: Path) -> None:
+    said = analyzed("security", "--offline=true", written(tmp_path / "f", user)[unit]).stdout
+    found = re.search(r"Overall exposure level for \S+: ([0-9.]+) OK", said)
+    assert found is not None and float(found[1]) < most, said
+
+
+def test_they_call_this_fedlora_by_absolute_paths(tmp_path: Path) -> None:
+    units = {name: path.read_text() for name, path in written(tmp_path / "f").items()}
+    assert f"ExecStart={program()[0]} " in units[SERVER] and Path(program()[0]).is_absolute()
+    assert f"flower serve {tmp_path / 'f'}\n" in units[SERVER] and f"flower node {tmp_path / 'f'}\n" in units[SITE]
+    said = subprocess.run([*program(), "flower", "--help"], capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "Restart=on-failure" in units[SERVER]  # a federation that has ended stays so
+    assert "Restart=always" in units[SITE] and "StartLimitIntervalSec=0" in units[SITE]  # nodes may end with code 0
+    assert all(f"ReadWritePaths={tmp_path / 'f'}\n" in text and "User=" in text for text in units.values())
+
+
+def test_only_a_port_below_1024_needs_the_right_to_it(tmp_path: Path) -> None:
+    low = proxy_unit(tmp_path, tmp_path / "nginx.conf", 443, user="me")
+    high = proxy_unit(tmp_path, tmp_path / "nginx.conf", 8443, user="me")
+    assert "CAP_NET_BIND_SERVICE" in low and "CAP_" not in high and "CAP_" not in server_unit(tmp_path)
+
+
+def test_what_cannot_be_said_is_refused(tmp_path: Path) -> None:
+    for wrong in (lambda: server_unit(tmp_path / "line\nbreak"), lambda: server_unit(tmp_path, user="a b"),
+                  lambda: server_unit(tmp_path, memory="lots"), lambda: site_unit(tmp_path / "bell\a")):  # fmt: skip
+        with pytest.raises(ConfigError):
+            wrong()
+    assert "PrivateTmp" not in server_unit(Path("/tmp/fed"), user="me")  # or the folder would not be there
+    assert "PrivateTmp=yes" in server_unit(Path("/srv/fed"), user="me")
+
+
+FORBIDDEN = """
+import ctypes, os, socket, sys
+libc, seccomp = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("libseccomp.so.2")
+seccomp.seccomp_init.restype = ctypes.c_void_p
+context = ctypes.c_void_p(seccomp.seccomp_init(0x7FFF0000))  # allow
+deny = 0x00050000 | 1  # EPERM
+for name in sys.argv[1].split(","):
+    number = seccomp.seccomp_syscall_resolve_name(name.encode())
+    if number >= 0:
+        assert seccomp.seccomp_rule_add(context, ctypes.c_uint32(deny), number, 0) == 0, name
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and seccomp.seccomp_load(context) == 0
+try:
+    os.chroot("/")
+except PermissionError:
+    pass
+else:
+    raise SystemExit("nothing is forbidden")
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+model = BertForSequenceClassification(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                                 intermediate_size=16, vocab_size=50))
+model(input_ids=torch.zeros(2, 5, dtype=torch.long), labels=torch.tensor([0, 1])).loss.backward()
+socket.create_server(("127.0.0.1", 0)).close()
+print("trained")
+"""
+
+
+@needs_systemd
+@pytest.mark.skipif(not Path("/lib/x86_64-linux-gnu/libseccomp.so.2").exists(), reason="libseccomp is not installed")
+def test_torch_trains_without_the_forbidden_calls() -> None:
+    """Every call of systemd's @privileged, @mount, @reboot, @swap, @raw-io, @module, @debug, @cpu-emulation, @clock and
+    @obsolete is refused by the same kernel filter that the unit's SystemCallFilter becomes, and a model is trained."""
+    groups = (
+        "@privileged",
+        "@mount",
+        "@reboot",
+        "@swap",
+        "@raw-io",
+        "@module",
+        "@debug",
+        "@cpu-emulation",
+        "@obsolete",
+    )
+    calls = []
+    for group in groups:
+        listed = analyzed("syscall-filter", group).stdout.splitlines()
+        calls += [line.strip() for line in listed if re.fullmatch(r"\s+[a-z0-9_]+", line)]
+    said = subprocess.run(
+        [sys.executable, "-c", FORBIDDEN, ",".join(calls)], capture_output=True, text=True, check=False
+    )
+    assert said.stdout.strip().endswith("trained"), (said.stdout, said.stderr[-800:])
+
+
+def test_roots_nginx_may_change_its_workers_user_and_nobody_elses(tmp_path: Path) -> None:
+    """nginx of root gives its folders to `nobody` and becomes it: chown, setgid, setuid. Tried with setpriv."""
+    root = proxy_unit(tmp_path, tmp_path / "nginx.conf", 443, user="root")
+    for name in ("SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE", "NET_BIND_SERVICE"):
+        assert f"CAP_{name}" in root
+    assert "~@privileged" not in root
+    other = proxy_unit(tmp_path, tmp_path / "nginx.conf", 443, user="fedlora")
+    assert "CAP_SETUID" not in other and "SystemCallFilter=~@privileged\n" in other
+    assert "~@privileged" in server_unit(tmp_path, user="root")

@@ -1,0 +1,105 @@
+"""A Flower app for tests against a real SuperLink: three toy clients, of which one may send whatever it likes.
+
+Run by Flower's processes, which find it by PYTHONPATH. $BOMB_APP is a folder: what comes of it goes there, and
+`plan.json` says what the client "bomb" sends in each round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+MB = 10**6
+NAMES = ("one", "two", "bomb")
+server_app, client_app = ServerApp(), ClientApp()
+
+
+def home() -> Path:
+    return Path(os.environ["BOMB_APP"])
+
+
+def toys() -> Any:
+    """Of tests in one process, which give it an identity as a task; this one has another already."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    mine = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
+    from support import flower_grid
+
+    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = mine
+    return flower_grid
+
+
+def peak() -> float:
+    """The most memory that this process has had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    from fedlora import Server, build
+    from fedlora.flower.rounds.strategy import FedLoRA
+    from fedlora.flower.simulated import claimed_names
+    from fedlora.flower.terms.policy import Policy
+    from fedlora.server.server import start
+
+    plan = json.loads((home() / "plan.json").read_text())
+    names = claimed_names(grid, len(NAMES))
+    server = Server(build("glora"), quorum=1, seed=3)
+    peaks = [peak()]
+
+    def after(line: Any) -> None:
+        peaks.append(peak())
+        (home() / "peaks.json").write_text(json.dumps(peaks))
+
+    strategy = FedLoRA(
+        server,
+        Policy(dict.fromkeys(NAMES, 4), quarantine=0, retries=0, deadline=90.0, max_upload_mb=20),
+        start(server, toys().seed_adapter()),
+        record=home(),
+        identify=lambda _: names,
+        after_round=after,
+    )
+    strategy.start(grid, num_rounds=len(plan))
+
+
+@client_app.query()
+def hello(message: Message, context: Context) -> Message:
+    return Message(
+        RecordDict({"hello": ConfigRecord({"client": str(context.node_config["client"])})}), reply_to=message
+    )
+
+
+@client_app.train()
+def train(message: Message, context: Context) -> Message:
+    from fedlora.flower.site.node import Node
+
+    name = str(context.node_config["client"])
+    reply = Node(name, toys().Toy(), home() / "nodes" / name).work(message.content)
+    if name == "bomb":
+        plan = json.loads((home() / "plan.json").read_text())
+        round = int(message.metadata.group_id.split("-")[-2])
+        kind, size = plan[round - 1]
+        if kind == "equal":
+            reply["arrays"] = ArrayRecord(
+                {"B/a.q": Array("float32", (size * MB // 4,), "fedlora.raw", bytes(size * MB))}
+            )
+        elif kind == "distinct":
+            data = os.urandom(size * MB)
+            reply["arrays"] = ArrayRecord({"B/a.q": Array("float32", (size * MB // 4,), "fedlora.raw", data)})
+        elif kind == "said":
+            reply["config"] = ConfigRecord({"upload": "x" * (size * MB)})
+        elif kind == "sleep":
+            time.sleep(size)
+    return Message(reply, reply_to=message)
+
+
+def one_array(data: bytes) -> ArrayRecord:
+    return ArrayRecord({"B/a.q": Array("float32", (len(data) // 4,), "fedlora.raw", data)})

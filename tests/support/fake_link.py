@@ -1,0 +1,163 @@
+"""A federation's folder without a model, and a SuperLink that does what a test says: for the supervisor's tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fedlora.flower.rounds.events import Began, Done, Ended, EventWriter, Fated
+from fedlora.flower.serving.superlink import NodeFacts, RunFacts
+from fedlora.flower.terms.settings import FederationSettings
+
+CLIENTS = {"acme": 8, "berlin": 4, "cork": 2}
+Turn = Callable[["FakeLink"], RunFacts | None]  # one look at the run; None: it goes on as it is
+
+
+def federation_folder(home: Path, rounds: int = 3, quorum: int = 2) -> Path:
+    """federation.toml, policy.toml and a key file for each client."""
+    (home / "keys").mkdir(parents=True)
+    (home / "federation.toml").write_text(
+        'id = "fed-1"\n[data]\nlabels = ["no", "yes"]\n[lora]\ntargets = ["query"]\n'
+        f"[run]\nrounds = {rounds}\n[server]\nquorum = {quorum}\n"
+    )
+    (home / "policy.toml").write_text("[clients]\n" + "".join(f"{n} = {r}\n" for n, r in CLIENTS.items()))
+    for name in CLIENTS:
+        (home / "keys" / f"{name}.pub").write_text(f"key of {name}")
+    return home
+
+
+def play_round(home: Path, number: int, fates: Mapping[str, str] | None = None) -> None:
+    """What a ServerApp writes of a round."""
+    fates = {**dict.fromkeys(CLIENTS, "trained"), **(fates or {})}
+    events = EventWriter(home / "server" / "events.jsonl")
+    losses = {name: 1 / number + k / 10 for k, name in enumerate(fates) if fates[name] == "trained"}
+    line = {
+        "round": number, "seconds": 2.5, "losses": losses, "weights": dict.fromkeys(losses, 1 / max(len(losses), 1)),
+        "fates": {name: {"fate": fate, "why": "" if fate == "trained" else "so"} for name, fate in fates.items()},
+        "norms": dict.fromkeys(losses, 0.5),
+    }  # fmt: skip
+    events.write(Began(number, 0, list(fates), {}, 60.0))
+    for name, fate in fates.items():
+        events.write(
+            Fated(number, 0, name, fate, line["fates"][name]["why"], 1.0, losses.get(name), 10.0, 0.5, 1000)  # type: ignore[arg-type, index]
+        )
+    events.write(Done(number, line))
+    with (home / "server" / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def end_rounds(home: Path, number: int, why: str = "complete") -> None:
+    """What a ServerApp writes when it ends well."""
+    EventWriter(home / "server" / "events.jsonl").write(Ended(number, why))
+    settings = json.loads(FederationSettings.load(home / "federation.toml").travelling())
+    early = {"why": why} if why == "stopped early" else None
+    summary = {"rounds": number, "stopped_early": early, "settings": settings}
+    (home / "server" / "summary.json").write_text(json.dumps(summary))
+
+
+class FakeLink:
+    """A SuperLink whose runs are a script: runs -> the turns of each, one for a look.
+
+    done: what was asked of it, in order. online: who is there; `comes` is called at each look at the nodes.
+    """
+
+    address = "127.0.0.1:1"
+
+    def __init__(self, home: Path, *scripts: list[Turn]) -> None:
+        self.home, self.log, self.scripts = home, home / "superlink.log", list(scripts)
+        self.done: list[str] = []
+        self.online = list(CLIENTS)
+        self.comes: Callable[[], None] = lambda: None
+        self.code: int | None = None
+        self.lives, self.fails = True, list[Exception]()
+        self.listed = list[RunFacts]()
+        self.said = ""
+        self._turns: list[Turn] = []
+
+    def start(self, *, give_up: Callable[[], bool]) -> None:
+        self.done.append("start")
+        self.code = None
+        if self.fails:
+            raise self.fails.pop(0)
+
+    def stop(self) -> None:
+        self.done.append("stop")
+        self.code = None
+
+    def left(self) -> list[int]:
+        return []
+
+    def ended(self) -> int | None:
+        return self.code
+
+    def playing(self) -> bool:
+        return self.lives
+
+    def nodes(self) -> list[NodeFacts]:
+        self.comes()
+        return [NodeFacts(n, k, "online" if n in self.online else "offline", b"") for k, n in enumerate(CLIENTS)]
+
+    def runs(self) -> list[RunFacts]:
+        return self.listed
+
+    def look(self, run: int) -> RunFacts:
+        found = self._turns.pop(0)(self) if self._turns else None
+        return found or RunFacts(run, "running")
+
+    def words(self, run: int, lines: int = 5) -> str:
+        return self.said
+
+    def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
+        self.done.append("keys " + ",".join(keys))
+        return []
+
+    def run(self) -> int:
+        assert self.scripts, "no more runs were expected"
+        self.done.append("run")
+        self._turns = self.scripts.pop(0)
+        return 7
+
+    def stop_run(self, run: int) -> None:
+        self.done.append(f"stop run {run}")
+
+
+def rounds(*numbers: int, **fates: str) -> Turn:
+    """A turn in which these rounds are played."""
+
+    def turn(link: FakeLink) -> RunFacts | None:
+        for number in numbers:
+            play_round(link.home, number, fates)
+        return None
+
+    return turn
+
+
+def completes(number: int, why: str = "complete") -> Turn:
+    def turn(link: FakeLink) -> RunFacts:
+        end_rounds(link.home, number, why)
+        return RunFacts(7, "finished:completed")
+
+    return turn
+
+
+def fails(details: str, *, said: str = "", ended: str = "") -> Turn:
+    """The run fails. said: the log's last words. ended: why, in the events."""
+
+    def turn(link: FakeLink) -> RunFacts:
+        link.said = said
+        if ended:
+            EventWriter(link.home / "server" / "events.jsonl").write(Ended(0, ended))
+        return RunFacts(7, "finished:failed", details)
+
+    return turn
+
+
+def dies(code: int = -9) -> Turn:
+    """The SuperLink ends."""
+
+    def turn(link: FakeLink) -> RunFacts | None:
+        link.code = code
+        return None
+
+    return turn

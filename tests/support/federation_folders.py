@@ -1,0 +1,112 @@
+"""A federation's folder made by hand, and its sites in this process: real tiny models, Flower's wire format between."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from flwr.app import RecordDict
+
+from fedlora.adapters.io import write_adapter
+from fedlora.flower.rounds.federation import play
+from fedlora.flower.site.site_work import Changed, Do, SiteWork
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
+from fedlora.runs.sections import ModelSection
+from support.flower_grid import FastClock, LocalGrid
+from support.training_data import LABELS, classification, rows, save_encoder
+
+RANKS = {"acme": 2, "berlin": 4, "cork": 4}
+SETTINGS: dict[str, Any] = {
+    "id": "fed-test",
+    "model": {"dropout": 0.0},
+    "data": {"labels": list(LABELS), "max_length": 16, "validation": 0.25, "test": 0.25},
+    "lora": {"targets": ["query", "value"]},
+    "train": {"lr": 0.02, "steps": 3, "batch_size": 8},
+    "run": {"rounds": 3, "threads": 1},
+}
+
+
+def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables of a settings file, the later ones' keys over the earlier ones'."""
+    whole: dict[str, Any] = {}
+    for one in tables:
+        for name, value in one.items():
+            whole[name] = {**whole.get(name, {}), **value} if isinstance(value, Mapping) else value
+    return whole
+
+
+class SiteNode:
+    """A site's trainer in this process: another one is made when the settings change, as its resident one is."""
+
+    def __init__(self, site_file: Path) -> None:
+        self._file, self._site = site_file, SiteWork(site_file)
+
+    def work(self, record: RecordDict) -> RecordDict:
+        return self._do("train", record)
+
+    def measure(self, record: RecordDict) -> RecordDict:
+        return self._do("evaluate", record)
+
+    def _do(self, do: Do, record: RecordDict) -> RecordDict:
+        try:
+            return self._site(do, record)
+        except Changed:
+            self._site = SiteWork(self._file)
+            return self._site(do, record)
+
+
+class FederationOnDisk:
+    """FED with its start and settings, three sites with data of their own, and a model that all have."""
+
+    def __init__(self, root: Path, **tables: Any) -> None:
+        self.root, self.home, self.model = root, root / "fed", root / "model"
+        save_encoder(self.model)
+        for k, name in enumerate(RANKS):
+            (root / f"{name}.jsonl").write_text(rows(classification(60, k, skew=k)))
+            site = Site(name=name, data=str(root / f"{name}.jsonl"), model=str(self.model), device="cpu")
+            (root / "sites" / name).mkdir(parents=True)
+            (root / "sites" / name / "site.toml").write_text(site.toml())
+        for k, name in enumerate(("validation", "test")):
+            (root / f"{name}.jsonl").write_text(rows(classification(40, 10 + k)))
+        self.tables = dict(SETTINGS)
+        self.home.mkdir(mode=0o700)
+        self.write(**tables)
+        settings = self.settings()
+        model = ModelSection(path=str(self.model), dropout=0.0)
+        adapter, spec = model.load(settings.lora.settings(), LABELS, 0, device="cpu").seed_adapter(4, seed=0)
+        write_adapter(self.home / "start", adapter, spec)
+        (self.home / "policy.toml").write_text(tomli_w.dumps({"retries": 0, "deadline": 30.0, "clients": RANKS}))
+
+    def write(self, **tables: Any) -> None:
+        """Edit federation.toml."""
+        self.tables = merged(self.tables, tables)
+        (self.home / "federation.toml").write_text(tomli_w.dumps(self.tables))
+
+    def settings(self) -> FederationSettings:
+        return FederationSettings.load(self.home / "federation.toml")
+
+    def at_server(self) -> dict[str, str]:
+        """The table [at_server] of a server that has the model and files of its own."""
+        return {
+            "model": str(self.model),
+            **{part: str(self.root / f"{part}.jsonl") for part in ("validation", "test")},
+        }
+
+    def grid(self) -> LocalGrid:
+        """The sites, over what they keep on their disks."""
+        nodes: dict[str, Any] = {name: SiteNode(self.root / "sites" / name / "site.toml") for name in RANKS}
+        return LocalGrid(nodes)
+
+    def play(self, grid: LocalGrid | None = None) -> dict[str, Any]:
+        return play(grid or self.grid(), self.home, clock=FastClock())
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.home / "server" / "rounds.jsonl").read_text().splitlines()]
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.home / "server" / "summary.json").read_text())
+        return found

@@ -1,0 +1,213 @@
+"""Writers that are killed before each of their steps. Run as a program of its own, since it forks:
+
+    python killed_writers.py FOLDER SCENARIO ...
+
+prints a JSON table of the scenarios, with one entry for each kill: at which step, what stood there after it, what the
+next command says, what stands there after that, and what is left beside it. A kill is `os._exit`: nothing of Python's
+own end runs. A killed process is no power cut: steps that wait for the disk count, and do not wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlora import Adapter, LoRA, read_adapter, write_adapter
+from fedlora.adapters.io import AdapterSpec
+from fedlora.core import files, folders
+from fedlora.core.folders import ANY_FOLDER, replacing_folder
+from fedlora.errors import FedLoRAError
+
+STEPS = ("mkdir", "open", "rename", "replace", "rmdir", "unlink", "chmod", "fchmod", "fsync")
+Look = Callable[[], str]
+
+
+def die_at(step: int, steps: tuple[str, ...] = STEPS) -> list[str]:
+    """From now on the process dies before its `step`-th step; returns the list that its steps are written to."""
+    seen: list[str] = []
+
+    def counted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            if len(seen) == step:
+                os._exit(9)
+            return real(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    for name in steps:
+        counted(os, name)
+    counted(folders, "_exchange")
+    return seen
+
+
+def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, after: Callable[[], None], home: Path,
+           steps: tuple[str, ...] = STEPS) -> list[dict[str, Any]]:  # fmt: skip
+    """write: what is killed. after: the next command."""
+    found = []
+    for step in itertools.count(1):
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir()
+        prepare()
+        child = os.fork()
+        if child == 0:
+            seen = die_at(step, steps)
+            try:
+                write()
+            except BaseException as error:
+                print(f"the writer failed by itself: {error!r}", file=sys.stderr)
+                os._exit(1)
+            os._exit(0 if len(seen) < step else 2)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code not in (0, 9):
+            raise RuntimeError(f"step {step}: code {code}")
+        bits = hashlib.sha256()
+        entry: dict[str, Any] = {"step": step, "killed": code == 9, "then": look()}
+        try:
+            after()
+            entry["next"] = "done"
+        except FedLoRAError as error:
+            entry["next"] = str(error)
+        entry["finally"] = look()
+        entry["left"] = sorted(str(path.relative_to(home)) for path in home.rglob("*.part"))
+        for path in sorted(home.rglob("*")):
+            if path.is_file() and ".part" not in str(path):
+                bits.update(f"{path.relative_to(home)}\0".encode() + path.read_bytes())
+        entry["bits"] = bits.hexdigest()
+        found.append(entry)
+        if code == 0:
+            return found
+    raise AssertionError
+
+
+# ---- scenarios -------------------------------------------------------------------------------------------------------
+
+
+def fill(target: Path, what: str, *, force: bool = False) -> None:
+    with replacing_folder(target, force=force, kind=ANY_FOLDER) as building:
+        (building / "deep").mkdir()
+        (building / "deep" / "one.txt").write_text(what)
+        (building / "two.txt").write_text(what)
+
+
+def content(target: Path) -> str:
+    """Which of the two it is: "new", "old", "none", "empty", or all that is in it where it is a mixture."""
+    if not target.exists():
+        return "none"
+    found = {str(p.relative_to(target)): p.read_text() for p in sorted(target.rglob("*")) if p.is_file()}
+    for what in ("new", "old"):
+        if found == {"deep/one.txt": what, "two.txt": what}:
+            return what
+    return json.dumps(found) if found else "empty"
+
+
+def folder_scenario(name: str, home: Path) -> list[dict[str, Any]]:
+    target = home / "a" / "b" / "out" if name == "parents" else home / "out"
+    forced = name in ("exchanged", "renamed twice", "refused afterwards")
+    exchange = folders._exchange
+    if name in ("renamed twice", "refused afterwards"):  # a file system that cannot exchange folders
+        folders._exchange = lambda one, other: False
+
+    def prepare() -> None:
+        if name == "empty":
+            target.mkdir()
+        if forced:
+            fill(target, "old")
+
+    def after() -> None:
+        fill(target, "new", force=name != "refused afterwards")
+
+    try:
+        return killed(prepare, lambda: fill(target, "new", force=forced), lambda: content(target), after, home)
+    finally:
+        folders._exchange = exchange
+
+
+def file_scenario(home: Path) -> list[dict[str, Any]]:
+    path = home / "file.txt"
+    write = lambda: files.write(path, "new")  # noqa: E731
+    return killed(lambda: files.write(path, "old"), write, path.read_text, write, home)
+
+
+def adapter(value: float) -> Adapter:
+    return Adapter({f"layer.{k}.q": LoRA(torch.full((4, 2), value), torch.ones(2, 3)) for k in range(2)})
+
+
+SPEC = AdapterSpec({"peft_type": "LORA", "target_modules": ["q"], "base_model_name_or_path": "tiny"}, 1.0)
+
+
+def read(target: Path) -> str:
+    """The value that the adapter's factors have, and that its card tells."""
+    if not target.exists():
+        return "none"
+    values = {float(lora.factors[0][0, 0]) for lora in read_adapter(target)[0].modules.values()}
+    cards = {float((target / "README.md").read_text())}
+    return "/".join(str(value) for value in sorted(values | cards))
+
+
+def adapter_scenario(home: Path) -> list[dict[str, Any]]:
+    target = home / "adapter"
+
+    def write(value: float) -> None:
+        write_adapter(target, adapter(value), SPEC, card=f"{value}")
+
+    return killed(lambda: write(1.0), lambda: write(2.0), lambda: read(target), lambda: write(2.0), home)
+
+
+def merge_scenario(home: Path) -> list[dict[str, Any]]:
+    """`fedlora merge A B --state --readout`: the result, the readouts and the state."""
+    import fedlora.cli
+
+    inputs = home.with_name("inputs")
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        write_adapter(inputs / name, adapter(value), SPEC)
+        facts = {"client": name, "num_examples": 1, "round": 1}
+        (inputs / name / "upload.json").write_text(json.dumps(facts))
+    given = [str(inputs / "a"), str(inputs / "b"), "--method", "glora", "--state", str(home / "state")]
+    given += ["--readout", "same", "-o", str(home / "out")]
+
+    def run(*more: str) -> None:
+        code = fedlora.cli.app(["merge", *given, *more], standalone_mode=False)
+        assert not code, code
+
+    def look() -> str:
+        """Which of the three are there, whole."""
+        there = []
+        if (home / "out").exists():
+            parts = [home / "out", *(home / "out" / "clients" / name for name in "ab")]
+            there += [f"out {sum(len(read_adapter(part)[0].modules) for part in parts)}"]
+        rounds = list((home / "state").glob("round-*.safetensors"))
+        if rounds:
+            there += [f"state {len(rounds)}" if (home / "state" / "method.json").exists() else "state broken"]
+        return ", ".join(there)
+
+    def again() -> None:
+        run("--force")
+
+    with open(os.devnull, "w") as quiet:
+        sys.stdout, said = quiet, sys.stdout
+        found = killed(lambda: None, run, look, again, home, ("rename", "replace"))
+        sys.stdout = said
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.fsync = lambda descriptor: None
+    place = Path(sys.argv[1]) / "home"
+    others = {"file": file_scenario, "adapter": adapter_scenario, "merge": merge_scenario}
+    told = {}
+    for scenario in sys.argv[2:]:
+        told[scenario] = others[scenario](place) if scenario in others else folder_scenario(scenario, place)
+    print(json.dumps(told))

@@ -1,0 +1,157 @@
+"""Three hospitals walk the page docs/deployment.md: their machines furnished, and its blocks played where they belong.
+
+with walking(tmp_path) as road:
+    road.walk("1. At the server", "2. At each site", ...)
+    road.until_round(2)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import BertConfig, BertModel
+
+from support.machines import SERVER_NAME, Done, Machine, Network, until
+from support.page import PAGE, Block, under
+from support.tiny_models import VOCABULARY
+from support.training_data import save_model
+
+SITES = ("acme", "berlin", "cork")
+START = ("1. At the server", "2. At each site", "3. The sites are admitted", "4. The sites take part")
+LABELS = ("no", "yes")
+
+
+def write_notes(path: Path, count: int, seed: int, *, labels: tuple[str, ...] = LABELS, text: str = "text") -> None:
+    """A hospital's file: notes of words w0 to w19, whose class is whether the first word's number is odd."""
+    draw = random.Random(seed)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([text, "label"])
+        for k in range(count):
+            kind = labels[k % len(labels)]
+            first = 2 * draw.randrange(5) + (kind == LABELS[1])
+            writer.writerow([" ".join([f"w{first}", *(f"w{draw.randrange(10, 20)}" for _ in range(5))]), kind])
+
+
+def write_model(folder: Path) -> Path:
+    """A base model as one downloads it: BERT without a head, hidden size 32, 2 layers, texts of up to 128 tokens."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        network = BertModel(
+            BertConfig(vocab_size=VOCABULARY, num_attention_heads=2, **sizes, max_position_embeddings=128)
+        )
+    return save_model(folder, network, classifies=True)
+
+
+@dataclass
+class Road:
+    """The machines on their way; `seen` is what each block printed, by the block's heading."""
+
+    network: Network
+    seen: list[tuple[str, Block, Done]] = field(default_factory=list)
+    """(machine, block, what came of it), in their order."""
+
+    @property
+    def server(self) -> Machine:
+        return self.network["server"]
+
+    @property
+    def fed(self) -> Path:
+        return self.server.folder / "fed"
+
+    @property
+    def sites(self) -> list[Machine]:
+        return [self.network[name] for name in SITES]
+
+    def walk(self, *headings: str) -> None:
+        """Play the page's blocks under these headings, each at the machine that it is for. All must succeed."""
+        for block in under(PAGE.read_text(encoding="utf-8"), headings):
+            if block.language == "toml":
+                (self.server.folder / block.whom).write_text(block.text)
+            elif block.whom == "server":
+                self.play(self.server, block)
+            elif block.whom == "site":
+                with ThreadPoolExecutor() as at_once:  # three people at three machines
+                    for coming in [at_once.submit(self.play, site, block) for site in self.sites]:
+                        coming.result()
+
+    def play(self, machine: Machine, block: Block, seconds: float = 180) -> Done:
+        text = block.text.replace(SERVER_NAME, self.network.server_name)
+        if block.language == "python":
+            done = machine.run("python", "-c", text, seconds=seconds)
+        else:
+            done = machine.shell(text, seconds=seconds)
+        self.seen.append((machine.name, block, done))
+        assert done.code == 0, f"{machine.name}, {block.heading}:\n{text}\ncode {done.code}, said:\n{done.out}"
+        return done
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """The lines of rounds.jsonl."""
+        path = self.fed / "server" / "rounds.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def until_round(self, number: int, seconds: float = 90) -> None:
+        def played() -> bool:
+            return bool(self.rounds()) and self.rounds()[-1]["round"] >= number
+
+        until(played, seconds, f"round {number}", *self.network)
+
+    def go_on(self, rounds: int, *, deadline: float) -> None:
+        """More rounds, as docs/runbook.md has it, each of which waits no longer than `deadline` seconds."""
+        for path, line, other in (
+            (self.fed / "federation.toml", r"rounds = \d+", f"rounds = {rounds}"),
+            (self.fed / "policy.toml", r"deadline = \S+", f"deadline = {deadline:.1f}"),
+        ):
+            text, count = re.subn(f"(?m)^{line}", other, path.read_text())
+            assert count == 1, f"{path}: {count} lines of {line!r}"
+            path.write_text(text)
+        assert self.server.shell("sudo systemctl restart fedlora-server").code == 0
+        self.until_next_rounds(1, 400)
+
+    def until_next_rounds(self, count: int = 1, seconds: float = 120, *, of: tuple[str, ...] = SITES) -> None:
+        """Until so many more rounds are played in which all of these sites have trained."""
+        begun = self.rounds()[-1]["round"] if self.rounds() else 0
+
+        def played() -> bool:
+            return sum(line["round"] > begun and set(of) <= set(line["weights"]) for line in self.rounds()) >= count
+
+        until(played, seconds, f"{count} more rounds of {', '.join(of)}", *self.network)
+
+    def wait_said(self, machine: Machine, unit: str, words: str, since: int = 0, seconds: float = 90) -> str:
+        """The last line that the unit has said with these words (a regular expression), after `since` characters."""
+        pattern = re.compile(f"[^\n]*(?:{words})[^\n]*", re.I)
+        until(lambda: pattern.search(machine.said(unit)[since:]), seconds, f"{machine.name}: {words!r}", *self.network)
+        return str(pattern.findall(machine.said(unit)[since:])[-1]).strip()
+
+
+@contextlib.contextmanager
+def walking(root: Path, *, others: tuple[str, ...] = (), disks: Mapping[str, int] | None = None) -> Iterator[Road]:
+    """The machines: server, three sites with their data and the base model, and `others`, who have nothing.
+
+    disks: megabytes of the disks of some of them.
+    """
+    model = write_model(root / "model")
+    with Network(root, ["server", *SITES, *others]) as network, contextlib.ExitStack() as mounted:
+        for name, size in (disks or {}).items():
+            mounted.enter_context(network[name].small_disk(size))
+            for unit in ("fedlora-server", "fedlora-proxy", "fedlora-site"):  # the journal is on another disk
+                network[name].log(unit).symlink_to(root / f"{name}-{unit}.said")
+        shutil.copytree(model, network["server"].folder / "model")
+        for k, name in enumerate(SITES):
+            shutil.copytree(model, network[name].folder / "model")
+            write_notes(network[name].folder / "notes.csv", 40, k)
+        yield Road(network)
