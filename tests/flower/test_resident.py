@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -120,6 +122,44 @@ def test_an_error_of_the_data_stays_at_home(tmp_path: Path) -> None:
         assert "Jane" not in told_to_server(unforeseen, tmp_path)
 
 
+def test_a_trainer_that_ends_with_a_message_in_its_queue_costs_it_nothing(tmp_path: Path) -> None:
+    """A connection that was made and not yet taken is reset when its trainer ends: another one takes the work."""
+    site = SiteFolder(tmp_path)
+    private_directory(site.state)
+    ending = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    ending.bind(str(socket_of(site)))
+    ending.listen(4)
+    record, replies = question(), []
+    asking = threading.Thread(target=lambda: replies.append(ask(site.site, "train", record)))
+    asking.start()
+    select.select([ending], [], [], 20)  # it is in the queue
+    old = socket_of(site).stat().st_ino
+    serving(site, lambda do, record: record, idle=5)
+    until_true(lambda: socket_of(site).stat().st_ino != old)
+    ending.close()
+    asking.join(20)
+    assert [reply.keys() for reply in replies] == [record.keys()]
+
+
+def test_trainers_that_all_end_in_time_are_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedlora.flower.site import resident
+
+    made = []
+
+    def reset(site: SiteFolder) -> socket.socket:
+        here, there = socket.socketpair()
+        there.close()
+        made.append(here)
+        return here
+
+    monkeypatch.setattr(resident, "_connected", reset)
+    with pytest.raises(TrainerFailed, match=r"5 trainers, one after the other, ended before they took the work"):
+        ask(tmp_path / "site.toml", "train", question())
+    assert len(made) == 5 and all(connection.fileno() == -1 for connection in made)
+
+
 # ---- one site.toml, one content of the settings ----------------------------------------------------------------------
 
 
@@ -229,14 +269,21 @@ def begun(site: SiteFolder) -> bool:
     return (site.logs / "trainer.log").read_text().count("Loading weights: 100%") >= 2
 
 
-@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # that of a message ends before it
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(600)
 def test_real_trainers_stay_change_and_die(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process for all messages of one content of the settings; another one, and no second, for another; killed in
     the middle of its work, the reply says so, and the next message finds a new one; it ends with its owner."""
     site = a_site(tmp_path / "s", base)
-    owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+        try:
+            stay_change_and_die(site, base, owner, monkeypatch)
+        finally:
+            owner.kill()  # or a test that fails here fails the next one too, by a warning of this one's process
+
+
+def stay_change_and_die(
+    site: SiteFolder, base: Path, owner: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(OWNER, str(owner.pid))
     assert owner_of_this() == owner.pid
     one, long = asked_of(agreed(), site), asked_of(agreed(train={"steps": 10**6}), site)
@@ -265,7 +312,7 @@ def test_real_trainers_stay_change_and_die(tmp_path: Path, base: Path, monkeypat
     ask(site.site, "train", one)
     last = max(trainers(site))
     owner.kill()
-    owner.communicate()
+    owner.wait()
     until_true(lambda: ended(last))
 
 

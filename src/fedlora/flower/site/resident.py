@@ -33,6 +33,8 @@ from fedlora.flower.site.site_work import Changed, Do, SiteWork, told_to_server
 IDLE = 3600.0  # seconds without work, after which a trainer ends whose owner is still there
 ALONE = 120.0  # the same where it is nobody's, or nobody would ever end it
 _START = 120.0  # seconds that a trainer may take to listen; the model is loaded with its first message
+_TRIES = 5  # trainers that may end, or be found to be of other settings, before a message is given up
+_TAKEN = {"taken": True}  # the trainer's first words to whoever it has time for
 _LONGEST_PATH = 100  # bytes of a socket's path; the system takes 107
 _MOST_LOG = 8 * 2**20
 
@@ -54,22 +56,37 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
         TrainerFailed: it failed, or died, or none could be started.
     """
     site = SiteFolder(site_file.parent)
-    for _ in range(3):
+    for _ in range(_TRIES):
         connection = _connected(site)
         began = _size(_log(site))
-        try:
-            with connection:
+        with connection:
+            if not _taken(connection):
+                continue
+            try:
                 send_message(connection, {"do": do}, record)
                 said, reply = receive_message(connection)
-        except (OSError, ConnectionError) as error:
-            raise _died(site, began) from error
+            except (OSError, ConnectionError) as error:
+                raise _died(site, began) from error
         if said.get("changed"):
             _wait_for_its_end(site)
             continue
         if reply is None:
             raise TrainerFailed(str(said.get("told", "it gave no reply")), str(said.get("error", "")))
         return reply
-    raise TrainerFailed("site.toml or the server's settings changed while the trainer was started, again and again.")
+    raise TrainerFailed(
+        f"{_TRIES} trainers, one after the other, ended before they took the work, or were of another site.toml or of "
+        "other settings than now."
+    )
+
+
+def _taken(connection: socket.socket) -> bool:
+    """Whether the trainer takes the connection. One that is ending leaves it in its queue, and resets it: no work was
+    in its hands then, and another trainer can have it. Waits for as long as the trainer works for somebody else."""
+    try:
+        said, _ = receive_message(connection)
+    except (OSError, ConnectionError):
+        return False
+    return said == _TAKEN
 
 
 def socket_of(site: SiteFolder) -> Path:
@@ -105,6 +122,7 @@ def _connected(site: SiteFolder) -> socket.socket:
         while time.monotonic() < until:
             found = _connect(path)
             if found is not None:
+                process.returncode = 0  # it outlives this process; `Popen` would warn of that when it is collected
                 return found
             if process.poll() is not None:
                 break
@@ -236,6 +254,7 @@ def _same_user(connection: socket.socket) -> bool:
 def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
     """Do what is asked, and say whether to go on."""
     try:
+        send_message(connection, _TAKEN)
         said, record = receive_message(connection)
         do = said.get("do")
         if do not in ("train", "evaluate") or record is None:
