@@ -1,21 +1,27 @@
-"""The road of docs/deployment.md on five machines, by the page's own commands: from nothing to an adapter, with a site
-and the SuperLink killed on the way, and a stranger at the door. Kind: *end to end*."""
+"""The road of docs/deployment.md on five machines, by the page's own commands: from nothing to an adapter. On the way
+every site is wrong at first, a stranger knocks, a site and the SuperLink are killed, a cable is out and the disk is
+full; what somebody reads of each fault goes into the page's table (support/faults.py). Kind: *end to end*, *attack*."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 
 import pytest
 
 pytest.importorskip("flwr")
 
 from fedlora import read_adapter
-from support.machines import SERVER_NAME, machines_needed
+from support.certificates import DAY, certificates
+from support.faults import tell
+from support.machines import SERVER_NAME, Machine, machines_needed
 from support.page import KINDS, PAGE, blocks
-from support.road import SITES, START, Road
+from support.road import PROXY, SERVER, SITE, SITES, START, Road, stopped, write_notes
 
-pytestmark = [pytest.mark.deployment, machines_needed("nginx", "curl"), pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.deployment, machines_needed("nginx", "curl", "faketime", "mount"), pytest.mark.timeout(1200)
+]  # fmt: skip
 
 
 def test_every_block_of_the_page_is_of_a_kind_that_is_run() -> None:
@@ -24,16 +30,10 @@ def test_every_block_of_the_page_is_of_a_kind_that_is_run() -> None:
     assert found and {(block.language, block.whom) for block in found} <= KINDS
 
 
-def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Road) -> None:
-    road.walk(*START)
-    for site in road.sites:  # nothing but its own is at a site, and none of it at the server
-        assert not list(road.fed.rglob("*.csv"))
-        assert (site.folder / "site" / "key").stat().st_mode & 0o077 == 0
-    road.until_round(1, 300)
-
-    stranger = road.network["stranger"]
-    shutil.copy(road.fed / "public" / "ca.crt", stranger.folder / "ca.crt")
-    for trust in ("--cacert ca.crt", "--insecure"):
+def knocks_where_it_may_not(stranger: Machine) -> None:
+    """With the CA's certificate and without, at every door."""
+    ca = stranger.folder / "ca.crt"
+    for trust in (f"--cacert {ca}", "--insecure"):
         for path in ("v1/control/list-runs", "v1/control/start-run", "v1/runtime/get-nodes", "health", "docs", ""):
             asked = f"curl -sS -m 10 {trust} -o /dev/null -w '%{{http_code}}' -X POST https://{SERVER_NAME}/{path}"
             assert stranger.shell(asked).out == "403", path
@@ -42,12 +42,91 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
     port = f"python -c \"import socket; socket.create_connection(('{SERVER_NAME}', 18080), 3)\""
     assert "refused" in stranger.shell(f"{port} || true").out
 
-    killed = road.network["cork"]
-    assert killed.kill("flower node") >= 1  # its unit starts it again
-    road.until_round(3, 300)
-    assert road.server.kill("flower-superlink") >= 1
+
+def everything_is_wrong_at_first(road: Road) -> None:
+    """Each site starts with another fault, the stranger has the join file and a model, and then TLS is wrong for all.
+    Nobody trains, each is told why, and all is as it was afterwards."""
+    acme, berlin, cork, stranger = (road.network[name] for name in (*SITES, "stranger"))
+    weights, key, public = (
+        berlin.folder / "model" / "model.safetensors",
+        cork.folder / "site" / "key",
+        road.fed / "public",
+    )
+    kept = {path: path.read_bytes() for path in (weights, key, public / "server.crt", public / "server.key")}
+    weights.write_bytes(kept[weights][:-1] + bytes([kept[weights][-1] ^ 1]))
+    assert cork.run("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", "other").code == 0
+    key.write_bytes((cork.folder / "other").read_bytes())
+    acme.clock = "+600s"
+    shutil.copytree(acme.folder / "model", stranger.folder / "model")
+    write_notes(stranger.folder / "notes.csv", 40, 9)
+    shutil.copy(road.fed / "join" / "acme.toml", stranger.folder / "join.toml")
+    shutil.copy(road.fed / "public" / "ca.crt", stranger.folder / "ca.crt")
+    for site in road.sites:
+        unit = site.folder / "site" / "fedlora-site.service"
+        assert site.run("systemctl", "enable", "--now", str(unit)).code == 0
+    made = stranger.run(
+        "fedlora", "flower", "site", "site", "--join", "join.toml", "--data", "notes.csv", "--model", "model"
+    )
+    assert made.code == 0, made.out
+    stranger.start("node", "fedlora", "flower", "node", "site")
+    knocks_where_it_may_not(stranger)
+
+    tell("a byte of a site's base weights differs", "it is refused before training", "the site",
+         road.wait_said(berlin, SITE, "has the weights [0-9a-f]+"))  # fmt: skip
+    tell("a site has another key than was admitted", "it gets no work", "the site",
+         road.wait_said(cork, SITE, "this site's key is not registered"))  # fmt: skip
+    tell("a site's clock is 10 minutes ahead", "it is not let in until the clock is right", "the site",
+         road.wait_said(acme, SITE, "clock is (59|60)\\d seconds ahead"))  # fmt: skip
+    tell("a stranger with the join file and a key of his own", "he gets no work", "the stranger",
+         road.wait_said(stranger, "node", "this site's key is not registered"))  # fmt: skip
+    stranger.end("node")
+    told = len(cork.said(SITE))
+    certificates(public, [SERVER_NAME], begins=-40 * DAY, ends=-DAY, of=public)
+    with stopped(road.server, PROXY):
+        pass
+    tell("the server's certificate has expired", "sites send nothing until it is renewed", "the site",
+         road.wait_said(cork, SITE, "certificate of \\S+ ended on", told))  # fmt: skip
+    assert not road.rounds()
+
+    for site in road.sites:
+        assert site.run("systemctl", "stop", SITE).code == 0
+    acme.clock = ""
+    for path, content in kept.items():
+        path.write_bytes(content)
+    with stopped(road.server, PROXY):
+        pass
+
+
+def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Road) -> None:
+    road.walk(*START[:-1])
+    everything_is_wrong_at_first(road)
+    road.walk(START[-1])
+    for site in road.sites:  # nothing but its own is at a site, and none of it at the server
+        assert not list(road.fed.rglob("*.csv"))
+        assert (site.folder / "site" / "key").stat().st_mode & 0o077 == 0
+    road.until_round(1, 300)
+
+    cork, server = road.network["cork"], road.server
+    assert cork.kill("flower node") >= 1  # its unit starts it again
+    road.until_next_rounds(1, 300)
+    told = len(server.said(SERVER))
+    cork.link(up=False)
+    time.sleep(30)
+    cork.link(up=True)
+    road.until_next_rounds(1, 300, of=("acme", "berlin"))
+    tell("a site's link is down for 30 s", "the round takes longer; the site is back by itself", "the server",
+         road.wait_said(server, SERVER, r"round \d+ of", told))  # fmt: skip
+    told = len(server.said(SERVER))
+    assert server.kill("flower-superlink") >= 1
+    tell("the SuperLink dies", "it is started again, and the run goes on", "the server",
+         road.wait_said(server, SERVER, "SuperLink ended", told))  # fmt: skip
+    told = len(server.said(SERVER))
+    everything = server.fill_disk()
+    full = road.wait_said(server, SERVER, "the disk of \\S+ is full", told, 200)
+    everything.unlink()
+    tell("the server's disk is full", "it waits for room, and goes on", "the server", full)
     road.until_round(6, 300)
-    road.wait_said(road.server, "fedlora-server", "complete after 6 rounds", seconds=120)
+    road.wait_said(server, SERVER, "complete after 6 rounds", seconds=120)
     road.walk("5. What you see")
 
     assert "{0: 'no', 1: 'yes'}" in road.seen[-1][2].out  # what the page's Python printed: the adapter is in peft

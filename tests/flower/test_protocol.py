@@ -42,7 +42,7 @@ def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None
     assert recorded("parcel")["config"]["protocol"] == "fedlora/2" != PROTOCOL
     node = Node("one", Toy(), tmp_path)
     words = (
-        "the server sent a message of 'fedlora/2', and this site speaks fedlora/3: it has the older fedlora; upgrade"
+        "the server sent a message of 'fedlora/2', and this site speaks fedlora/4: it has the older fedlora; upgrade"
     )
     for work in (node.work, node.measure):
         with pytest.raises(RecordError, match=words):
@@ -52,11 +52,11 @@ def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None
 
 def test_a_server_refuses_an_older_sites_reply_by_name() -> None:
     _, state, asked = download()
-    with pytest.raises(RecordError, match="it sent a message of 'fedlora/2', and this server speaks fedlora/3"):
+    with pytest.raises(RecordError, match="it sent a message of 'fedlora/2', and this server speaks fedlora/4"):
         OwnClients().reply(recorded("upload"), asked, state, RUN)
 
 
-@pytest.mark.parametrize("protocol", ["fedlora/4", "fedlora/10", "other/1", None, 3, "x" * 10_000])
+@pytest.mark.parametrize("protocol", ["fedlora/5", "fedlora/10", "other/1", None, 3, "x" * 10_000])
 def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
     _, _, asked = download()
     record = OwnClients().question(asked, None, RUN)
@@ -65,7 +65,7 @@ def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
         del config["protocol"]
     else:
         config["protocol"] = protocol
-    with pytest.raises(RecordError, match="this site speaks fedlora/3") as error:
+    with pytest.raises(RecordError, match="this site speaks fedlora/4") as error:
         Node("one", Toy(), tmp_path).work(record)
     assert ("newer fedlora; upgrade here" in str(error.value)) == (str(protocol).startswith("fedlora/"))
     assert len(str(error.value)) < 300
@@ -75,7 +75,7 @@ def test_what_an_older_site_says_of_a_newer_message_names_both() -> None:
     """Its words are those of fedlora/2's own code: it knows of no other."""
     theirs = "RecordError: the message is no parcel of fedlora/2; do both sides run the same fedlora?"
     assert with_versions(theirs).startswith(
-        "that site speaks fedlora/2, and this server fedlora/3: that site has the older fedlora; upgrade it there."
+        "that site speaks fedlora/2, and this server fedlora/4: that site has the older fedlora; upgrade it there."
     )
     assert "newer" in with_versions("no parcel of fedlora/12.")
     assert with_versions("out of memory") == "out of memory"

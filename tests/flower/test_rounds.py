@@ -26,7 +26,7 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord
 from fedlora import Adapter, LoRA, Server, build
 from fedlora.core.messages import Client, Upload
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
-from fedlora.flower.messages.records import to_array
+from fedlora.flower.messages.records import to_array, to_tensor
 from fedlora.flower.rounds import server_lock
 from fedlora.flower.rounds.attempt import reply_limit
 from fedlora.flower.rounds.events import Again, Began, Done, Ended, Fated, PolicyChanged, read_events
@@ -206,9 +206,7 @@ def test_an_update_that_is_far_larger_than_the_others_is_told_and_counts(
         for name in list(found):
             if name.startswith("B/"):
                 a = found[name]
-                found[name] = to_array(
-                    50 * torch.frombuffer(bytearray(a.data), dtype=torch.float32).reshape(tuple(a.shape))
-                )
+                found[name] = to_array(50 * to_tensor(a, a.shape, name))
         reply.content["arrays"] = ArrayRecord(found)
         return reply
 

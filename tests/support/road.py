@@ -29,6 +29,17 @@ from support.training_data import save_model
 SITES = ("acme", "berlin", "cork")
 START = ("1. At the server", "2. At each site", "3. The sites are admitted", "4. The sites take part")
 LABELS = ("no", "yes")
+SITE, SERVER, PROXY = "fedlora-site", "fedlora-server", "fedlora-proxy"  # the units
+
+
+@contextlib.contextmanager
+def stopped(machine: Machine, unit: str) -> Iterator[None]:
+    """The unit, while something is changed; started again after it."""
+    assert machine.run("systemctl", "stop", unit).code == 0
+    try:
+        yield
+    finally:
+        assert machine.run("systemctl", "start", unit).code == 0
 
 
 def write_notes(path: Path, count: int, seed: int, *, labels: tuple[str, ...] = LABELS, text: str = "text") -> None:

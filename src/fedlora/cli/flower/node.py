@@ -39,7 +39,8 @@ def node(
         _say("reading data and base model ...")
         wrong, told = files_checked(here.path)
         if wrong:
-            raise ConfigError(f"{'; '.join(wrong)}. Nothing was sent. Mend it, and see with: fedlora doctor {folder}")
+            found = "; ".join(wrong).removesuffix(".")
+            raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {folder}")
         for line in told:
             _say(line)
     server = Server(join.server, join.port, here.ca)

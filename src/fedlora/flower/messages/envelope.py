@@ -12,6 +12,7 @@ from flwr.app import RecordDict
 
 from fedlora.core.echo import quoted
 from fedlora.errors import FedLoRAError
+from fedlora.flower.messages.salt import with_salt
 from fedlora.flower.terms.agreement import PROTOCOL
 
 _WRAPPED = re.compile(r"<class '([\w.]{1,200})'>:<'(.*)'>", re.DOTALL)  # by flwr/supernode/runtime/run_clientapp.py
@@ -32,11 +33,11 @@ class Envelope:
 
 
 def enclose(record: RecordDict, envelope: Envelope) -> RecordDict:
-    """The record, which says these things too."""
+    """The record, which says these things too, and whose pieces have names that nobody can foresee."""
     config = record.config_records["config"]
     config["protocol"] = PROTOCOL
     config["settings"], config["agreement"] = envelope.settings, envelope.facts
-    return record
+    return with_salt(record)
 
 
 def opened(record: RecordDict, sender: str, reader: str) -> Envelope:

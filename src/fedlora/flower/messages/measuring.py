@@ -20,6 +20,7 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.records import PROTOCOL, RecordError
+from fedlora.flower.messages.salt import IN_SALT, with_salt
 from fedlora.training.evaluation import ModelEvaluator
 from fedlora.training.metrics import METRICS, score_name
 
@@ -72,10 +73,10 @@ def measured_record(
     scores = evaluator.measure_adapter(receive(download, kept), download.base_delta, client)
     named = {f"score-{name}": float(v) for name, v in scores.items() if "/" not in name and math.isfinite(v)}
     said = {"run": run, "round": download.round, "measure": part}
-    return RecordDict({
+    return with_salt(RecordDict({
         "metrics": MetricRecord({"num-examples": evaluator.count(client), **named}),
         "config": ConfigRecord({"protocol": PROTOCOL, "measured": json.dumps(said, sort_keys=True)}),
-    })  # fmt: skip
+    }))  # fmt: skip
 
 
 def record_measured(record: RecordDict, *, run: str, round: int, part: HeldOut, metric: str) -> SiteScores:
@@ -100,7 +101,7 @@ def record_measured(record: RecordDict, *, run: str, round: int, part: HeldOut, 
     known = {score_name(name) for name in METRICS}
     scores = {}
     for key, value in found.items():
-        if key == "num-examples":
+        if key in ("num-examples", IN_SALT):
             continue
         name = key.removeprefix("score-")
         if not key.startswith("score-") or name not in known:

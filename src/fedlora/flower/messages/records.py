@@ -1,9 +1,10 @@
 """Tensors, parcels and uploads as Flower's records: lossless for every float type, and checked before use.
 
-A tensor travels as its raw little-endian bytes (stype "fedlora.raw"), so that bfloat16 needs no detour and nothing has
-a header that could be forged. Stock PEFT clients send numpy arrays (stype "numpy.ndarray"): their header is read by
-hand, under a size limit, and must say what was expected. Declared type and shape are held against the expected ones and
-against the bytes that are there before a tensor is made.
+A tensor travels as its little-endian bytes (stype "fedlora.salted"), so that bfloat16 needs no detour and nothing has
+a header that could be forged. They are salted (`salt`): no site can tell what Flower will call another's tensors.
+Stock PEFT clients send numpy arrays (stype "numpy.ndarray"): their header is read by hand, under a size limit, and must
+say what was expected. Declared type and shape are held against the expected ones and against the bytes that are there
+before a tensor is made.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from fedlora.core.method import Roles, TailPenalty
 from fedlora.core.parcels import Parcel
 from fedlora.core.read_only import ReadOnly
 from fedlora.flower.messages.envelope import PROTOCOL, Envelope, RecordError, enclose, opened
+from fedlora.flower.messages.salt import SALT, salted, unsalted
 from fedlora.flower.terms.agreement import Disagreement, Facts, check
 
-RAW, NUMPY = "fedlora.raw", "numpy.ndarray"
+SALTED, NUMPY = "fedlora.salted", "numpy.ndarray"
 _TYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NUMPY_TYPES = {"<f8": "float64", "<f4": "float32", "<f2": "float16"}
 _HEADER = 4096  # bytes of a numpy header that are read at most; real ones have 128
@@ -40,7 +42,7 @@ def to_array(tensor: Tensor) -> Array:
     name = str(t.dtype).removeprefix("torch.")
     if name not in _TYPES:
         raise RecordError(f"tensors of {t.dtype} do not travel; adapters are {', '.join(_TYPES)}.")
-    return Array(name, tuple(t.shape), RAW, t.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return Array(name, tuple(t.shape), SALTED, salted(t.reshape(-1).view(torch.uint8).numpy().tobytes()))
 
 
 def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
@@ -56,15 +58,13 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
         raise RecordError(f"{what} is declared as {array.dtype[:20]!r}; it must be one of {', '.join(_TYPES)}.")
     dtype = _TYPES[array.dtype]
     needed = math.prod(declared) * dtype.itemsize
-    if any(d < 0 for d in declared) or needed > len(array.data):
-        raise RecordError(f"{what} is declared with {needed:,} bytes, and {len(array.data):,} came.")
-    data = memoryview(array.data)
-    if array.stype == NUMPY:
-        data = data[_numpy_data(array, declared, what) :]
-    elif array.stype != RAW:
+    begin = _numpy_data(array, declared, what) if array.stype == NUMPY else SALT
+    if array.stype not in (NUMPY, SALTED):
         raise RecordError(f"{what} is packed as {array.stype[:40]!r}, which is not read.")
-    if len(data) != needed:
-        raise RecordError(f"{what} is declared with {needed:,} bytes, and {len(data):,} came.")
+    if any(d < 0 for d in declared) or len(array.data) - begin != needed:
+        came = max(len(array.data) - begin, 0)
+        raise RecordError(f"{what} is declared with {needed:,} bytes, and {came:,} came.")
+    data = memoryview(array.data)[begin:] if array.stype == NUMPY else unsalted(array.data)
     if not needed:
         return torch.empty(declared, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(declared)
@@ -327,6 +327,6 @@ def _said(record: RecordDict, what: str) -> dict[str, Any]:
 
 
 __all__ = [
-    "NUMPY", "PROTOCOL", "RAW", "RecordError", "parcel_record", "record_parcel", "record_upload", "stock_key",
+    "NUMPY", "PROTOCOL", "SALTED", "RecordError", "parcel_record", "record_parcel", "record_upload", "stock_key",
     "stock_upload", "to_array", "to_tensor", "upload_record",
 ]  # fmt: skip

@@ -246,7 +246,9 @@ def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
 
 
 def _brief(error: BaseException) -> str:
-    return shown(f"{type(error).__name__}: {error}", 200)
+    """An error in a line. Of one that HTTP has, its first line: behind it httpx explains what a status code is."""
+    words = str(error).partition("\nFor more information check")[0]
+    return shown(f"{type(error).__name__}: {words}", 200)
 
 
 __all__ = [

@@ -6,6 +6,7 @@ Before the model is loaded, and again before it trains, what server and site agr
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 from pathlib import Path
@@ -98,12 +99,23 @@ def told_to_server(error: BaseException, folder: Path) -> str:
     from fedlora.flower.terms.agreement import Disagreement
 
     kind = type(error).__name__
+    if _no_room(error):
+        return f"{kind}: no space is left on this site's disk; its folder must take a round's state. It is asked again"
     if isinstance(error, (*_TOLD, Disagreement)):
         words = str(error)
         for path, name in _places(folder).items():
             words = words.replace(path, name)
         return f"{kind}: {shown(words, 2000)}"
     return f"{kind}: the reason stands in the site's own log (logs/trainer.log), for it may hold something of its data"
+
+
+def _no_room(error: BaseException | None) -> bool:
+    """Whether a full disk, or a full quota, is what is behind an error."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _places(folder: Path) -> dict[str, str]:

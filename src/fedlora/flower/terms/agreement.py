@@ -19,7 +19,7 @@ from fedlora.core.echo import quoted, shown
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FedLoRAError
 
-PROTOCOL = "fedlora/3"  # of the messages; another one is refused by name on both sides
+PROTOCOL = "fedlora/4"  # of the messages; another one is refused by name on both sides
 
 ASKED = ("base", "tokenizer", "labels", "scaling", "max_length")  # what every site can say before it trains
 _MUST_MEET = ("protocol", "fedlora")
