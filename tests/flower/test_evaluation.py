@@ -51,7 +51,7 @@ def kill_at(grid: LocalGrid, number: int, what: str) -> None:
 
 def without_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if k not in ("seconds", "at")}
+        return {k: without_times(v) for k, v in value.items() if k not in ("seconds", "measure_seconds", "at")}
     return [without_times(v) for v in value] if isinstance(value, list) else value
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -25,7 +26,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
-from fedlora.errors import ConfigError, DataError
+from fedlora.errors import CheckpointError, ConfigError, DataError
 from fedlora.flower.messages.envelope import Envelope
 from fedlora.flower.messages.records import SALTED, parcel_record, to_array, to_tensor
 from fedlora.flower.messages.wire import receive_message, send_message
@@ -167,6 +168,22 @@ def test_trainers_that_all_end_in_time_are_not_waited_for_for_ever(
     with pytest.raises(TrainerFailed, match=r"5 trainers, one after the other, ended before they took the work"):
         ask(tmp_path / "site.toml", "train", question())
     assert len(made) == 5 and all(connection.fileno() == -1 for connection in made)
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """Nothing of the data is in it, and the server's people can tell the site's; whatever it was raised as."""
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/jane-doe.csv")
+    try:
+        try:
+            raise full
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint could not be written: {error}") from error
+    except CheckpointError as error:
+        stored = error
+    for failure in (full, stored, OSError(errno.EDQUOT, "Disk quota exceeded")):
+        words = told_to_server(failure, tmp_path)
+        assert "no space is left on this site's disk" in words and "jane" not in words
+    assert "no space" not in told_to_server(OSError(errno.EIO, "I/O error", "/data/jane-doe.csv"), tmp_path)
 
 
 # ---- one site.toml, one content of the settings ----------------------------------------------------------------------

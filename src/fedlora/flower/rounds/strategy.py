@@ -230,8 +230,11 @@ class FedLoRA(Strategy):
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
         """What comes after a round that is stored: evaluation, and its line as it will stay."""
+        began = self._clock.monotonic()
         self.measure(grid, "validation")
         line = {**line, **self.at_sites.facts()}
+        if self.answers:
+            line["measure_seconds"] = round(self._clock.monotonic() - began, 3)
         more = self.after_round(line) if self.after_round is not None else None
         line = {"metrics": {}, **line, **(more or {})}
         self.lines.put(line)

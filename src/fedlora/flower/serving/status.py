@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from fedlora.flower.places import FederationFolder
@@ -76,7 +76,7 @@ class Status:
                 site.name: {
                     "rank": site.rank if isinstance(site.rank, int) else dict(site.rank),
                     "node": site.node,
-                    "last_seen": None if site.seen is None else round(site.seen, 1),
+                    "last_seen": None if site.seen is None else time_at(site.seen),
                     "fate": site.fate or None,
                     "why": site.why,
                     "loss": site.loss,
@@ -91,6 +91,7 @@ class Status:
                     "round": number,
                     "loss": loss_of(line),
                     "seconds": line.get("seconds"),
+                    "measure_seconds": line.get("measure_seconds"),
                     "fates": fates_of(line),
                     "metrics": dict(line.get("metrics") or {}),
                 }
@@ -137,6 +138,11 @@ def status_of(folder: FederationFolder) -> Status:
     return Status(
         now, progress, tuple(sites), holder(folder.lock), answers, database.size(folder.database), room_of(folder)
     )  # fmt: skip
+
+
+def time_at(seconds: float) -> str:
+    """A time as the events have theirs: ISO 8601, UTC, milliseconds."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def seen_ago(seen: float | None) -> str:
