@@ -107,6 +107,7 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
     road.until_round(1, 300)
 
     cork, server = road.network["cork"], road.server
+    road.set_deadline(60)  # a message that the broken line swallows is waited for as long
     assert cork.kill("flower node") >= 1  # its unit starts it again
     road.until_next_rounds(1, 300)
     told = len(server.said(SERVER))

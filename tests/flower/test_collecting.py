@@ -18,7 +18,7 @@ import httpx
 from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 
-from fedlora.flower.rounds.collecting import Answer, Limit, Question, collect
+from fedlora.flower.rounds.collecting import LONG, Answer, Limit, Question, collect
 from fedlora.flower.rounds.online import who_is_online
 from support.flower_grid import FastClock, LocalGrid
 
@@ -73,6 +73,25 @@ def collected(**script: list[tuple[float, Callable[[str], Message]]]) -> tuple[d
     answers = list(collect(Scripted(clock, script), questions(), deadline=DEADLINE, clock=clock))
     assert sorted(a.client for a in answers) == sorted(NODES)  # one for everyone, whatever comes
     return {answer.client: answer for answer in answers}, clock
+
+
+def test_it_is_told_once_who_lets_the_others_wait() -> None:
+    """Flower hands a message out once; one that was lost on its way is waited for until the deadline."""
+    clock, told = FastClock(), []
+    grid = Scripted(clock, {"berlin": [(2, good(12))], "acme": [(LONG + 20, good(11))]})
+    list(
+        collect(
+            grid, questions(), deadline=DEADLINE, clock=clock, awaiting=lambda *said: told.append((clock.now, *said))
+        )
+    )
+    [(at, clients, seconds, left)] = told
+    assert at == pytest.approx(LONG, abs=1.1) and clients == ["acme", "cork"]
+    assert seconds + left == pytest.approx(DEADLINE) and DEADLINE > LONG
+
+    clock, told = FastClock(), []
+    grid = Scripted(clock, {name: [(2, good(node))] for name, node in NODES.items()})
+    list(collect(grid, questions(), deadline=DEADLINE, clock=clock, awaiting=lambda *said: told.append(said)))
+    assert not told
 
 
 def test_each_answer_as_it_comes_with_its_seconds_and_the_late_by_name() -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("flwr")
 from fedlora.flower.rounds import events
 from fedlora.flower.rounds.events import (
     Again,
+    Awaited,
     Began,
     Done,
     Ended,
@@ -23,6 +24,7 @@ from fedlora.flower.rounds.events import (
     PolicyChanged,
     read_events,
 )
+from fedlora.flower.serving.lines import lines_of
 
 AT = "2026-01-31T12:00:00.000+00:00"
 ALL: list[Event] = [
@@ -79,6 +81,13 @@ def test_the_lines_are_what_the_page_says(tmp_path: Path) -> None:
         "bytes": 81920,
     }
     assert lines[5]["losses"] == {"acme": 0.4} and lines[5]["round"] == 3
+
+
+def test_who_is_waited_for_is_written_and_said(tmp_path: Path) -> None:
+    EventWriter(tmp_path / "e").write(Awaited(3, "measuring", ["cork", "a\nb"], 60.2, 539.8))
+    [event] = read_events(tmp_path / "e")
+    assert isinstance(event, Awaited)
+    assert lines_of(event) == ["round 3: no answer for 60 s: cork, a\\nb (measuring); waited for 9 min more"]
 
 
 def test_the_time_of_now_is_written() -> None:

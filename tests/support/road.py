@@ -123,15 +123,19 @@ class Road:
 
     def go_on(self, rounds: int, *, deadline: float) -> None:
         """More rounds, as docs/runbook.md has it, each of which waits no longer than `deadline` seconds."""
-        for path, line, other in (
-            (self.fed / "federation.toml", r"rounds = \d+", f"rounds = {rounds}"),
-            (self.fed / "policy.toml", r"deadline = \S+", f"deadline = {deadline:.1f}"),
-        ):
-            text, count = re.subn(f"(?m)^{line}", other, path.read_text())
-            assert count == 1, f"{path}: {count} lines of {line!r}"
-            path.write_text(text)
+        self._set(self.fed / "federation.toml", r"rounds = \d+", f"rounds = {rounds}")
+        self.set_deadline(deadline)
         assert self.server.shell("sudo systemctl restart fedlora-server").code == 0
         self.until_next_rounds(1, 400)
+
+    def set_deadline(self, seconds: float) -> None:
+        """From the next round on."""
+        self._set(self.fed / "policy.toml", r"deadline = \S+", f"deadline = {seconds:.1f}")
+
+    def _set(self, path: Path, line: str, other: str) -> None:
+        text, count = re.subn(f"(?m)^{line}", other, path.read_text())
+        assert count == 1, f"{path}: {count} lines of {line!r}"
+        path.write_text(text)
 
     def until_next_rounds(self, count: int = 1, seconds: float = 120, *, of: tuple[str, ...] = SITES) -> None:
         """Until so many more rounds are played in which all of these sites have trained."""

@@ -25,6 +25,7 @@ from fedlora.flower.rounds.events import Fate
 log = logging.getLogger(__name__)
 _UNAVAILABLE = {3: "its message is gone", 4: "its reply is gone", 5: "its node is not there any more"}  # flwr's codes
 _OFFLINE = 5
+LONG = 60.0  # seconds without an answer, after which it is told who is waited for
 _PATIENCE = 120.0  # seconds in which the SuperLink may fail, before what needs it does
 T = TypeVar("T")
 
@@ -112,13 +113,24 @@ class PlainInbox:
         return ""
 
 
+Awaiting = Callable[[list[str], float, float], object]
+
+
 def collect(
-    grid: Grid, questions: Iterable[Question], *, deadline: float, inbox: Inbox | None = None, clock: Clock = time
+    grid: Grid,
+    questions: Iterable[Question],
+    *,
+    deadline: float,
+    inbox: Inbox | None = None,
+    clock: Clock = time,
+    awaiting: Awaiting = lambda clients, seconds, left: None,
 ) -> Iterator[Answer]:
     """One answer for each question, in the order in which they come.
 
     Args:
         questions: made one by one, and each is let go of once it is sent. deadline: seconds from each one's sending.
+        awaiting: told once who has not answered for `LONG` seconds, for how long, and how many are left. Flower hands a
+            message out once: one that a broken line swallowed is never answered, and nothing else says so.
     """
     inbox = inbox or inbox_of(grid)
     asked: dict[str, tuple[Question, float]] = {}  # id of the message -> without its content, and when
@@ -141,6 +153,7 @@ def collect(
         asked[sent[0]] = (Question(question.client, _Sent(node, group), question.limit), began)  # type: ignore[arg-type]
         del question
     answered: dict[str, str] = {}
+    told = False
     strays: dict[str, str] = {}
     while asked:
         for arrival in inbox.look({i: question.limit for i, (question, _) in asked.items()}):
@@ -163,7 +176,11 @@ def collect(
                 why = f"no answer within {deadline:g} s{f' ({detail})' if detail else ''}"
                 yield Answer(question.client, now - began, fate="late", why=why)
         if asked:
-            left = min(began for _, began in asked.values()) + deadline - now
+            first = min(began for _, began in asked.values())
+            if not told and now - first >= LONG:
+                told = True
+                awaiting([question.client for question, _ in asked.values()], now - first, first + deadline - now)
+            left = first + deadline - now
             clock.sleep(max(0.01, min(inbox.pause, left)))
 
 
@@ -252,5 +269,6 @@ def _brief(error: BaseException) -> str:
 
 
 __all__ = [
-    "Answer", "Arrival", "Clock", "Inbox", "Limit", "PlainInbox", "Question", "collect", "inbox_of", "patiently",
+    "LONG", "Answer", "Arrival", "Awaiting", "Clock", "Inbox", "Limit", "PlainInbox", "Question",
+    "collect", "inbox_of", "patiently",
 ]  # fmt: skip

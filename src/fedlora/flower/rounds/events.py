@@ -8,6 +8,8 @@ is on one line, printable and bounded, whoever it came from.
      "not_asked": {"cork": {"fate": "offline", "why": "it is not online"}}, "deadline": 600.0}
     {"at": ..., "event": "fate", "round": 3, "attempt": 1, "client": "acme", "fate": "trained", "why": "",
      "seconds": 12.3, "loss": 0.4, "examples": 100.0, "norm": 0.7, "bytes": 81920}
+    {"at": ..., "event": "awaited", "round": 3, "doing": "training", "clients": ["berlin"], "seconds": 60.2,
+     "left": 539.8}
     {"at": ..., "event": "done", "round": 3, ...}            the line of rounds.jsonl
     {"at": ..., "event": "again", "round": 3, "attempt": 1, "why": "..."}     this attempt did not count
     {"at": ..., "event": "policy", "round": 3, "added": {"dublin": 4}, "removed": [], "changed": {"cork": [2, 4]},
@@ -71,6 +73,21 @@ class Fated:
 
 
 @dataclass(frozen=True)
+class Awaited:
+    """Somebody lets the others wait. doing: "training" or "measuring". clients: who has not answered for `seconds`.
+    left: seconds until the deadline, at which the round goes on without them."""
+
+    NAME: ClassVar[str] = "awaited"
+
+    round: int
+    doing: str
+    clients: Sequence[str]
+    seconds: float
+    left: float
+    at: str = ""
+
+
+@dataclass(frozen=True)
 class Done:
     """A round is done. line: its line of rounds.jsonl."""
 
@@ -119,8 +136,10 @@ class Ended:
     at: str = ""
 
 
-Event = Began | Fated | Done | Again | PolicyChanged | Ended
-_KINDS: Mapping[str, type[Event]] = {kind.NAME: kind for kind in (Began, Fated, Done, Again, PolicyChanged, Ended)}
+Event = Began | Fated | Awaited | Done | Again | PolicyChanged | Ended
+_KINDS: Mapping[str, type[Event]] = {
+    kind.NAME: kind for kind in (Began, Fated, Awaited, Done, Again, PolicyChanged, Ended)
+}
 
 
 class EventWriter:

@@ -34,9 +34,9 @@ from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.messages.records import to_array
 from fedlora.flower.rounds import server_log
 from fedlora.flower.rounds.attempt import Attempt, Closed
-from fedlora.flower.rounds.collecting import Answer, Clock, Limit, Question, collect
+from fedlora.flower.rounds.collecting import Answer, Awaiting, Clock, Limit, Question, collect
 from fedlora.flower.rounds.drawing import draw
-from fedlora.flower.rounds.events import Again, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
+from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.online import Identify, registered_names, who_is_online
 from fedlora.flower.rounds.policy_watch import PolicyWatch
@@ -216,7 +216,9 @@ class FedLoRA(Strategy):
         self._event(Began(number, attempt, drawn.asked, others, deadline))
         for fated in trial.fates.values():
             server_log.fate(fated)
-        for answer in collect(grid, trial.questions(), deadline=deadline, clock=self._clock):
+        for answer in collect(
+            grid, trial.questions(), deadline=deadline, clock=self._clock, awaiting=self._awaiting(number, "training")
+        ):
             fated = trial.take(answer)
             del answer
             self._event(fated)
@@ -250,8 +252,18 @@ class FedLoRA(Strategy):
         questions = (
             Question(names.get(m.metadata.dst_node_id, f"node {m.metadata.dst_node_id}"), m, _NUMBERS) for m in messages
         )
-        self.answers = tuple(collect(grid, questions, deadline=self.policy.deadline, clock=self._clock))
+        awaiting = self._awaiting(self.round, "measuring")
+        self.answers = tuple(
+            collect(grid, questions, deadline=self.policy.deadline, clock=self._clock, awaiting=awaiting)
+        )
         self.aggregate_evaluate(self.round, [a.message for a in self.answers if a.message is not None])
+
+    def _awaiting(self, number: int, doing: str) -> Awaiting:
+        def told(clients: list[str], seconds: float, left: float) -> None:
+            log.warning("round %d: no answer for %.0f s: %s (%s)", number, seconds, ", ".join(clients), doing)
+            self._event(Awaited(number, doing, clients, round(seconds, 1), round(left, 1)))
+
+        return told
 
     # ------------------------------------------------------------------------------------------- what Flower asks for
 

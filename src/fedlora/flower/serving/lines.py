@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.core.echo import shown
-from fedlora.flower.rounds.events import Again, Began, Done, Ended, Event, Fated, PolicyChanged
+from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.serving.progress import fates_of, loss_of
 
 WIDTH = 71  # columns: with the time before a line, 80
@@ -22,6 +22,11 @@ def lines_of(event: Event, rounds: int | None = None) -> list[str]:
     if isinstance(event, Began) and not event.asked:
         others = ", ".join(f"{name} ({one.get('fate', '')})" for name, one in event.not_asked.items())
         return [f"round {event.round}: nobody can be asked: {others or 'the policy has no clients'}"]
+    if isinstance(event, Awaited):
+        who, left = ", ".join(shown(name) for name in event.clients), time_of(max(event.left, 0.0))
+        return [
+            f"round {event.round}: no answer for {event.seconds:.0f} s: {who} ({event.doing}); waited for {left} more"
+        ]
     if isinstance(event, Again):
         return [f"round {event.round}, attempt {event.attempt}, did not count: {event.why}"]
     if isinstance(event, PolicyChanged):
