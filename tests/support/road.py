@@ -150,7 +150,7 @@ class Road:
         """The last line that the unit has said with these words (a regular expression), after `since` characters."""
         pattern = re.compile(f"[^\n]*(?:{words})[^\n]*", re.I)
         until(lambda: pattern.search(machine.said(unit)[since:]), seconds, f"{machine.name}: {words!r}", *self.network)
-        return str(pattern.findall(machine.said(unit)[since:])[-1]).strip()
+        return [found[0] for found in pattern.finditer(machine.said(unit)[since:])][-1].strip()
 
 
 @contextlib.contextmanager
