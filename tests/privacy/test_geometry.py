@@ -43,7 +43,7 @@ def test_there_and_back_is_the_projection(shape: str, dims: int, a: int, b: int)
 
 
 def test_released_directions_are_kept_and_the_rest_is_fresh() -> None:
-    """Expected: a released update of rank 3 lies in 8 directions whole, in 4 with a quarter fresh too; with dims = 2 its
+    """Expected: a released update of rank 3 lies in 8 directions whole, in 4 with a quarter fresh too; in 2 its
     strongest direction does. A change in what was never released is partly seen in other rounds."""
     released = pair(40, 30, 3, 0)
     for dims in (4, 8):
@@ -65,13 +65,19 @@ def test_bases_are_a_function_of_what_is_public() -> None:
     first = geometry.bases(released, "q", round=1, seed=0)
     again = geometry.bases(released, "q", round=1, seed=0)
     assert first.Q is not None and again.Q is not None and torch.equal(first.Q, again.Q)
-    for other in (geometry.bases(released, "q", 2, 0), geometry.bases(released, "v", 1, 0), geometry.bases(released, "q", 1, 1)):
+    for other in (
+        geometry.bases(released, "q", 2, 0),
+        geometry.bases(released, "v", 1, 0),
+        geometry.bases(released, "q", 1, 1),
+    ):
         assert other.Q is not None and not torch.allclose(first.Q @ first.Q.T, other.Q @ other.Q.T, atol=1e-3)
     moved = geometry.bases(regauged(released, 1e6, 1), "q", round=1, seed=0)
     assert moved.Q is not None and torch.allclose(first.Q @ first.Q.T, moved.Q @ moved.Q.T, atol=1e-7)
 
 
-@pytest.mark.parametrize("released", [LoRA(torch.zeros(6, 2), torch.ones(2, 5)), LoRA(torch.zeros(6, 0), torch.zeros(0, 5))])
+@pytest.mark.parametrize(
+    "released", [LoRA(torch.zeros(6, 2), torch.ones(2, 5)), LoRA(torch.zeros(6, 0), torch.zeros(0, 5))]
+)
 def test_before_anything_was_released_directions_are_random(released: LoRA) -> None:
     bases = Geometry("two-sided", 3).bases(released, "q", round=0, seed=0)
     assert bases.shape == (3, 3)

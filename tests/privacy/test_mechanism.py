@@ -90,7 +90,9 @@ def test_the_clip_keeps_direction_and_length() -> None:
     mechanism = Mechanism.of(2.0, 1.0, size=3)
     clipped = mechanism.clipped(torch.tensor([3.0, 0.0, 4.0]), weight=0.5)
     assert clipped.usable and clipped.norm == 2.5 and math.isclose(clipped.factor, 0.8)
-    assert torch.allclose(clipped.integers.double() * mechanism.grid, torch.tensor([1.2, 0.0, 1.6], dtype=torch.float64))
+    assert torch.allclose(
+        clipped.integers.double() * mechanism.grid, torch.tensor([1.2, 0.0, 1.6], dtype=torch.float64)
+    )
     untouched = mechanism.clipped(torch.tensor([0.25, -0.5, 1.0]))
     assert untouched.factor == 1.0 and (untouched.integers.double() * mechanism.grid).tolist() == [0.25, -0.5, 1.0]
 
@@ -209,8 +211,8 @@ def test_sums_that_could_leave_64_bits_are_refused_in_advance() -> None:
 
 @pytest.mark.parametrize(
     ("clip", "z", "grid"),
-    [(0, 1, 0.5), (-1, 1, 0.5), (math.nan, 1, 0.5), (math.inf, 1, 0.5), (True, 1, 0.5), (1, -1, 0.5), (1, math.nan, 0.5),
-     (1, 1, 0.3), (1, 1, 0.0), (1, 1, math.inf)],
+    [(0, 1, 0.5), (-1, 1, 0.5), (math.nan, 1, 0.5), (math.inf, 1, 0.5), (True, 1, 0.5), (1, -1, 0.5),
+     (1, math.nan, 0.5), (1, 1, 0.3), (1, 1, 0.0), (1, 1, math.inf)],
 )  # fmt: skip
 def test_impossible_constants_are_refused(clip: float, z: float, grid: float) -> None:
     with pytest.raises(HyperparameterError, match="privacy"):
@@ -289,7 +291,7 @@ def test_no_seed_repeats_noise_and_no_seeded_generator_is_touched() -> None:
 
 
 def test_no_generator_of_torch_or_python_is_in_the_code_of_noise_and_sampling() -> None:
-    """Words of their interfaces, in the files that draw secrets. Geometry's directions are public, and drawn by seed."""
+    """Words of their interfaces, in files that draw secrets. Geometry's directions are public, and drawn by a seed."""
     folder = Path(str(fedlora.privacy.__file__)).parent
     for file in folder.glob("*.py"):
         if file.name != "geometry.py":

@@ -133,7 +133,17 @@ RELEASES: tuple[Item, ...] = (
     ),
     *_items("manifest.json", "released", LEDGER, "privacy"),
     *_items("manifest.json", "if-public", TESTED, "data.validation", "data.test", "data.probes", "cut_held_out"),
-    *_items("manifest.json", "dropped", DATA, "data.train", "data.own_test", "data.categories", "data.label_counts", "cut", "copies"),
+    *_items(
+        "manifest.json",
+        "dropped",
+        DATA,
+        "data.train",
+        "data.own_test",
+        "data.categories",
+        "data.label_counts",
+        "cut",
+        "copies",
+    ),
     # the card of an adapter: README.md
     *_items(
         "card",
@@ -168,8 +178,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("folder", "released", MADE, "metrics.jsonl", "summary.json", "adapter", "plots"),
     *_items("folder", "if-public", CHOICE, "best"),
     *_items("folder", "if-public", TESTED, "samples.jsonl", "samples.md"),
-    *_items("folder", "privatised", PAID, "journal"),
-    *_items("folder", "secret", RESUME, "checkpoints", "private"),
+    *_items("folder", "secret", RESUME, "checkpoints", "private", "journal"),
     *_items("folder", "dropped", ITSELF, "uploads"),
     *_items("folder", "dropped", OWN, "clients"),
     # the screen and its progress bar; logs
@@ -294,7 +303,6 @@ RELEASES: tuple[Item, ...] = (
     # FED/: each entry of the server's folder as a whole
     *_items("federation folder", "released", MADE, "adapter", "rounds.jsonl", "summary.json", "events.jsonl"),
     *_items("federation folder", "if-public", CHOICE, "best"),
-    *_items("federation folder", "privatised", PAID, "journal"),
-    *_items("federation folder", "secret", RESUME, "checkpoints", "private", "logs", "superlink.db"),
+    *_items("federation folder", "secret", RESUME, "checkpoints", "private", "journal", "logs", "superlink.db"),
     *_items("federation folder", "dropped", OWN, "clients"),
 )
