@@ -1,5 +1,5 @@
-"""What is spent. Kinds of evidence: reference figures (of the design, checked with dp-accounting by others), oracle (the
-analytic Gaussian in closed form; discrete probabilities summed term by term), property.
+"""What is spent. Kinds of evidence: reference figures (of the design, checked with dp-accounting by others), oracle
+(the analytic Gaussian in closed form; discrete probabilities summed term by term), property.
 """
 
 from __future__ import annotations

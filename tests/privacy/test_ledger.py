@@ -1,5 +1,5 @@
-"""The ledger of a population. Kinds of evidence: oracle (dp-accounting alone, on the file's lines), contract (processes at
-once), hostile files (torn, cut off, edited, copied, exchanged).
+"""The ledger of a population. Kinds of evidence: oracle (dp-accounting alone, on the file's lines), contract (processes
+at once), hostile files (torn, cut off, edited, copied, exchanged).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 import fedlora
 import support
 from fedlora.errors import BudgetSpent, HyperparameterError, LedgerError
-from fedlora.privacy import Budget, Event, Ledger, Mechanism, ledger, locked_file, recompute
+from fedlora.privacy import Budget, Event, Ledger, Mechanism, epsilon, ledger, locked_file, recompute
 
 PROGRAM = Path(support.__file__).parent / "privacy_rounds.py"
 ROOTS = [str(Path(str(package.__file__)).parents[1]) for package in (fedlora, support)]
@@ -93,7 +94,8 @@ def test_an_outsider_recomputes_epsilon_from_the_lines(path: Path) -> None:
             accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), count)
         return float(accountant.get_epsilon(1e-3))
 
-    told = [(e["sampling"], e["noise_multiplier"], 1) for e in lines(path) if e["kind"] == "event"]
+    counts = Counter((e["sampling"], e["noise_multiplier"]) for e in lines(path) if e["kind"] == "event")
+    told = [(q, z, count) for (q, z), count in counts.items()]
     found = recompute(path)
     assert found.delta == 1e-3 and found.population == "some clients" and len(found.events) == 5
     assert found.epsilon == pytest.approx(composed(told), rel=1e-3)
@@ -125,7 +127,7 @@ def test_an_event_that_would_pass_the_budget_is_refused_and_not_written(path: Pa
     for round in range(1, 21):
         of(path).charge(an_event(round, run="first" if round < 11 else "second"))
     before = path.read_bytes()
-    with pytest.raises(BudgetSpent, match="20 releases have spent 23.06"):
+    with pytest.raises(BudgetSpent, match=r"20 releases have spent 23\.06"):
         of(path).charge(an_event(21, run="third"), budget)
     assert path.read_bytes() == before
     assert of(path).charge(an_event(20, run="second"), budget).number == 20  # charged already: free
@@ -293,21 +295,22 @@ def test_a_link_to_the_ledger_is_the_ledger(path: Path, tmp_path: Path) -> None:
 
 def test_two_processes_charge_at_once(path: Path) -> None:
     """By definition: every charge of both is there once, in one chain."""
-    both = [program("charge", str(path.parent), run, "25") for run in ("one", "two")]
-    assert [process.wait(60) for process in both] == [0, 0]
+    both = [program("charge", str(path.parent), run, "12") for run in ("one", "two")]
+    assert [(process.communicate(timeout=60), process.returncode)[1] for process in both] == [0, 0]
     events = of(path).events()
-    assert [charged.number for charged in events] == list(range(1, 51))
+    assert [charged.number for charged in events] == list(range(1, 25))
     assert sorted((c.event.run, c.event.round) for c in events) == [
-        (r, k) for r in ("one", "two") for k in range(1, 26)
+        (r, k) for r in ("one", "two") for k in range(1, 13)
     ]
 
 
 @PLD
 def test_two_processes_cannot_spend_one_budget_twice(path: Path) -> None:
-    """Reference: at delta 1e-3, 20 rounds of z = 1 are 23.06, 21 are more than 23.1."""
-    both = [program("spend", str(path.parent), run, "23.1") for run in ("one", "two")]
+    """At delta 1e-3, 3 rounds of z = 1 are within 7, and 4 are not (asked of `epsilon`, which has its own oracles)."""
+    assert epsilon(1.0, 3, 1e-3) < 7 < epsilon(1.0, 4, 1e-3)
+    both = [program("spend", str(path.parent), run, "7") for run in ("one", "two")]
     told = [json.loads(process.communicate(timeout=120)[0]) for process in both]
-    assert sum(found["spent"] for found in told) == 20 == len(of(path).events())
+    assert sum(found["spent"] for found in told) == 3 == len(of(path).events())
 
 
 def test_another_process_s_lock_is_waited_for_and_not_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
