@@ -1,5 +1,5 @@
-"""The list of what may leave. Kind of evidence: contract: every name that the code writes today is on the list, as found
-in the code that writes it, and one that is not is not written.
+"""The list of what may leave. Kind of evidence: contract. Every name that the code writes today is on the list, as
+found in the code that writes it, and one that is not is not written.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args
@@ -28,7 +29,7 @@ RELEASED: set[Fate] = {"released", "privatised", "if-public"}
 
 def keys_of(function: Any, name: str) -> set[str]:
     """The constant keys of the dictionary displays in a function: those that have the key `name`."""
-    tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(function)) if False else _dedented(function))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     found = [
         {key.value for key in node.keys if isinstance(key, ast.Constant)}
         for node in ast.walk(tree)
@@ -36,12 +37,6 @@ def keys_of(function: Any, name: str) -> set[str]:
     ]
     (keys,) = [one for one in found if name in one]
     return keys
-
-
-def _dedented(function: Any) -> str:
-    import textwrap
-
-    return textwrap.dedent(inspect.getsource(function))
 
 
 def a_record() -> RoundRecord:
