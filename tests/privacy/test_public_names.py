@@ -1,5 +1,5 @@
-"""Every public name of `fedlora.privacy` has a docstring, its examples run, and importing it needs torch alone. Kinds of
-evidence: structural, end to end.
+"""Every public name of `fedlora.privacy` has a docstring, its examples run, and importing it needs torch alone. Kinds
+of evidence: structural, end to end.
 """
 
 from __future__ import annotations
