@@ -23,6 +23,7 @@ LIBRARIES = pytest.mark.skipif(
 WITHOUT_EXAMPLE = {
     "Bases",
     "Budget",
+    "Event",
     "Charged",
     "Contribution",
     "Item",
