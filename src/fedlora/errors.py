@@ -125,3 +125,11 @@ class ClientFailed(FedLoRAError):
 
 class WorkerDied(FedLoRAError, RuntimeError):
     """A worker process died with work in its hands, and died again when that was tried alone."""
+
+
+class LedgerError(FedLoRAError, ValueError):
+    """A privacy ledger or journal that is damaged, cut off, a copy, of another population, or cannot be written."""
+
+
+class BudgetSpent(FedLoRAError, ValueError):
+    """A release that would pass the privacy budget. Nothing was charged, and nothing may leave."""
