@@ -100,10 +100,10 @@ class RoundRecord:
     """One finished round.
 
     round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i of those that counted
-    ({} of a sketched round, whose server sees sums only). Of a private round nothing but state, metrics, seconds and
-    server_rank is told, and `state.clients` is the server's own: it says who took part. refused: client -> why not (a refused upload or a failed
+    ({} of a sketched round, whose server sees sums only). refused: client -> why not (a refused upload or a failed
     client). seconds: by phase. server_rank: the mean over modules of the state's rank. metrics: of the evaluator, {}
-    where it did not run. uploads: those that counted, as the server got them; () where it drops them.
+    where it did not run. uploads: those that counted, as the server got them; () where it drops them. Of a private
+    round nothing but state, metrics, seconds and server_rank is told; `state.clients` is a secret: who took part.
 
     Example:
         >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
@@ -219,7 +219,7 @@ def play(
         if server.privacy is None:
             chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
         else:
-            chosen = server.privacy.participants(list(by_id), state.round + 1)
+            chosen = server.participants(state.server, list(by_id))
         round = _Round(server, state, form, hooks)
         yield from round.play([by_id[c] for c in chosen], workers)
         record = round.record()

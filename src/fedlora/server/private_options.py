@@ -16,7 +16,7 @@ from torch import Tensor
 from fedlora.core.accumulating import Accumulating
 from fedlora.errors import HyperparameterError
 from fedlora.privacy.geometry import Geometry
-from fedlora.privacy.mechanism import Mechanism
+from fedlora.privacy.mechanism import Mechanism, share_of
 from fedlora.server.method_faults import blamed_on
 
 if TYPE_CHECKING:
@@ -24,32 +24,38 @@ if TYPE_CHECKING:
 
 
 class Releases(Protocol):
-    """Keeps the noised sums of a run, each made once, and says who is sampled. All of it outlives this process."""
+    """Keeps the noised sums of a run, each made once, and says who is sampled. All of it outlives this process.
 
-    def stored(self, round: int) -> Tensor | None:
-        """The noised sum of `round` (from 1), int64 (d,), where it was made already; else None."""
+    context: a digest of what the round starts from. A sum of another one is refused: it would be two releases of a round.
+    """
 
-    def settle(self, round: int, noised: Tensor, sensitivity: float) -> None:
-        """Write it down and charge the ledger, before anything of it leaves. sensitivity: of the sum, in units of C.
+    def stored(self, round: int, context: str) -> Tensor | None:
+        """The noised sum of `round` (from 1), int64 (d,), charged, where it was made already; else None."""
+
+    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
+        """Write it down and charge it, before anything of it leaves; returns what may leave.
 
         Raises:
-            BudgetSpent, or whatever the ledger says: then nothing was released, and nothing may be.
+            BudgetSpent, LedgerError: nothing was released, and nothing may be.
         """
 
-    def sampled(self, clients: Sequence[str], round: int, share: float) -> list[str]:
+    def sampled(self, round: int, context: str, clients: Sequence[str], share: float) -> list[str]:
         """Who takes part in `round`: each client with probability `share`, by secret randomness; the same again where
         the process was killed and the round begins anew."""
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What one client's contribution may do to what is released: at most what `mechanism` says.
+    """What one client's contribution may do to what is released, and what is constant and public for that.
 
     Adjacency: one client's contribution to the run is there, or is zero. The server sees every update; whoever gets what
     it releases (states, readouts, the model) learns little about any one client.
 
     Args:
-        mechanism: clip C, noise multiplier z, grid. geometry: in which coordinates the changes are summed.
+        clip: C, the largest norm of one client's change, over all modules and heads together. noise_multiplier: z, the
+            noise's standard deviation in units of what one client can do; 0 is for tests and audits. grid: see
+            `privacy.mechanism`; None: its own.
+        geometry: in which coordinates the changes are summed.
         clients: n, how many there are in all, taking part or not. sampling: q, the chance of each to take part in a
             round; 1: all of them, always. The mean change is the noised sum / (q n), whoever came.
         rank: R of the next state. most_examples: n_max; a client counts min(n_i, n_max) / n_max; None: 1.
@@ -62,7 +68,8 @@ class Privacy:
         HyperparameterError: an impossible value.
     """
 
-    mechanism: Mechanism
+    clip: float
+    noise_multiplier: float
     geometry: Geometry
     clients: int
     rank: int
@@ -71,12 +78,17 @@ class Privacy:
     most_examples: float | None = None
     warm_start: bool = False
     seed: int = 0
+    grid: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("clients", "rank"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise HyperparameterError(f"Privacy: {name} is a whole number >= 1; got {value!r}.")
+        if not 0 < self.clip < math.inf:
+            raise HyperparameterError(f"Privacy: clip is a positive norm; got {self.clip!r}.")
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise HyperparameterError(f"Privacy: noise_multiplier is a number >= 0; got {self.noise_multiplier!r}.")
         if not 0 < self.sampling <= 1:
             raise HyperparameterError(f"Privacy: sampling is a chance in (0, 1]; got {self.sampling!r}.")
         if self.most_examples is not None and not 0 < self.most_examples < math.inf:
@@ -87,19 +99,23 @@ class Privacy:
         """q n, which the sum is divided by: public, whoever came."""
         return self.sampling * self.clients
 
+    def mechanism(self, size: int) -> Mechanism:
+        """Of vectors of that many entries. Raises `HyperparameterError` where integers would not hold their sums."""
+        mechanism = Mechanism.of(self.clip, self.noise_multiplier, size, self.grid)
+        mechanism.check_room(size, self.clients)
+        return mechanism
+
     def weight(self, num_examples: float) -> float:
         """w_i in [0, 1], a function of this client's own number and constants."""
-        if self.most_examples is None:
-            return 1.0
-        return min(num_examples, self.most_examples) / self.most_examples
+        return 1.0 if self.most_examples is None else share_of(num_examples, self.most_examples)
 
-    def participants(self, clients: Sequence[str], round: int) -> list[str]:
+    def participants(self, clients: Sequence[str], round: int, context: str) -> list[str]:
         """Who is asked in `round` (from 1): nobody where its noised sum is there already, after a kill."""
-        if self.releases.stored(round) is not None:
+        if self.releases.stored(round, context) is not None:
             return []
         if self.sampling == 1.0:
             return sorted(clients)
-        return sorted(self.releases.sampled(sorted(clients), round, self.sampling))
+        return sorted(self.releases.sampled(round, context, sorted(clients), self.sampling))
 
 
 def require_private(server: Server, privacy: Privacy) -> Accumulating[Any]:

@@ -11,9 +11,7 @@ Whoever is refused, offline, fails or abstains counts as zero: there is no quoru
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.errors import HyperparameterError, UploadRefused
-from fedlora.privacy.geometry import Bases
+from fedlora.privacy.geometry import Bases, Layout
 from fedlora.server.closing import closed
 from fedlora.server.intake import WholeUpload
 from fedlora.server.method_faults import blamed_on, checked_readout, checked_update
@@ -32,68 +30,43 @@ from fedlora.server.state import ServerState, Tally
 from fedlora.server.terms import Terms
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Where what stands in the vector that is summed: modules by name, then heads by name. All of it is public.
-
-    bases: module -> Q and P. blocks: module -> the shape of its block. heads: head -> its shape; {} where heads do not
-    travel.
-    """
-
-    bases: Mapping[str, Bases]
-    blocks: Mapping[str, tuple[int, int]]
-    heads: Mapping[str, tuple[int, ...]]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Part -> how many entries it has, in the order of the vector."""
-        return {name: math.prod(shape) for name, shape in (*self.blocks.items(), *self.heads.items())}
-
-    @property
-    def size(self) -> int:
-        """d, of the whole vector."""
-        return sum(self.sizes.values())
-
-    def joined(self, modules: Mapping[str, Tensor], heads: Mapping[str, Tensor]) -> Tensor:
-        """One vector (d,) of float64; what is missing is zero."""
-        parts = [
-            modules[name].double().reshape(-1) if name in modules else torch.zeros(math.prod(shape), dtype=torch.float64)
-            for name, shape in self.blocks.items()
-        ]
-        parts += [
-            heads[name].double().reshape(-1) if name in heads else torch.zeros(math.prod(shape), dtype=torch.float64)
-            for name, shape in self.heads.items()
-        ]
-        return torch.cat([part.cpu() for part in parts])
-
-    def parted(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(module -> its block, head -> its change) of such a vector."""
-        shapes = (*self.blocks.items(), *self.heads.items())
-        pieces = vector.split([math.prod(shape) for _, shape in shapes])
-        found = {name: piece.reshape(shape) for (name, shape), piece in zip(shapes, pieces, strict=True)}
-        return {name: found[name] for name in self.blocks}, {name: found[name] for name in self.heads}
-
-
 def layout(terms: Terms, method: Accumulating[Any], privacy: Privacy) -> Layout:
     """The coordinates of a round: a function of the state before it and of public constants alone."""
-    bases, blocks = {}, {}
+    bases = {}
+    for name, released in released_of(terms).items():
+        rows = method.common_rows(terms.state.modules[name])
+        if rows is None:
+            bases[name] = privacy.geometry.bases(released, name, terms.number, privacy.seed)
+        else:
+            d_out, d_in = (t.shape[k] for k, t in enumerate(terms.state.start.modules[name].factors))
+            bases[name] = Bases(d_out, d_in, None, torch.linalg.qr(rows.detach().double().cpu().mT).Q)
+    shared = terms.roles.heads == "shared"
+    return Layout(bases, {name: tuple(head.shape) for name, head in terms.state.heads.items()} if shared else {})
+
+
+def released_of(terms: Terms) -> dict[str, LoRA]:
+    """Module -> M, the update that was released before the round."""
+    found = {}
     for name, state in sorted(terms.state.modules.items()):
         with blamed_on(terms.method, "effective"):
             update = terms.method.effective(state)
         if update is None:
             raise HyperparameterError(f"{terms.method.name} keeps no global model, and privacy releases nothing else.")
-        released = checked_update(terms.method, update, terms.state.start.modules[name])
-        rows = method.common_rows(state)
-        bases[name] = (
-            privacy.geometry.bases(released, name, terms.number, privacy.seed)
-            if rows is None
-            else Bases(None, torch.linalg.qr(rows.detach().double().cpu().mT).Q)
-        )
-        B, A = terms.state.start.modules[name].factors
-        blocks[name] = bases[name].shape(B.shape[0], A.shape[1])
-    shared = terms.roles.heads == "shared"
-    heads = {name: tuple(head.shape) for name, head in sorted(terms.state.heads.items())} if shared else {}
-    return Layout(bases, blocks, heads)
+        found[name] = checked_update(terms.method, update, terms.state.start.modules[name])
+    return found
+
+
+def context_of(terms: Terms, privacy: Privacy) -> str:
+    """A digest of what a round starts from: what was released before, and every public constant of the mechanism."""
+    p = privacy
+    constants = (terms.number, terms.method, terms.roles, p.clip, p.noise_multiplier, p.grid, p.geometry, p.clients)
+    digest = sha256(repr((*constants, p.rank, p.sampling, p.most_examples, p.seed)).encode())
+    tensors = {f"{name}.{f}": t for name, lora in released_of(terms).items() for f, t in lora.tensors().items()}
+    for name, tensor in sorted({**tensors, **terms.state.heads}.items()):
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class PrivateRound:
@@ -104,10 +77,11 @@ class PrivateRound:
 
     def __init__(self, terms: Terms, method: Accumulating[Any], privacy: Privacy) -> None:
         self._terms, self._method, self._privacy = terms, method, privacy
-        self._layout = layout(terms, method, privacy)
+        self._layout, self._context = layout(terms, method, privacy), context_of(terms, privacy)
+        self._mechanism = privacy.mechanism(self._layout.size)
         self._total = torch.zeros(self._layout.size, dtype=torch.int64)
         self._seen: set[str] = set()
-        self._released = privacy.releases.stored(terms.number)
+        self._released = privacy.releases.stored(terms.number, self._context)
         if self._released is not None and self._released.shape != self._total.shape:
             raise HyperparameterError(
                 f"the noised sum of round {terms.number} that was stored has {tuple(self._released.shape)} numbers, and "
@@ -132,9 +106,9 @@ class PrivateRound:
             raise UploadRefused(client, f"more than the {self._privacy.clients} clients of the federation took part.")
         if self._released is not None or not self._terms.check(upload):
             return
-        self._total += self._privacy.mechanism.contribution(
+        self._total += self._mechanism.clipped(
             self._change(upload), self._privacy.weight(float(upload.num_examples))
-        )
+        ).integers
 
     def close(self) -> ServerState:
         """The next state. It takes place whoever came: an empty round releases pure noise.
@@ -144,18 +118,18 @@ class PrivateRound:
         """
         privacy, terms = self._privacy, self._terms
         if self._released is None:
-            noised = privacy.mechanism.noised(self._total)
-            privacy.releases.settle(terms.number, noised, privacy.mechanism.sensitivity(self._layout.size))
-            self._released = noised
+            noised = self._mechanism.noised(self._total)
+            self._released = privacy.releases.settle(terms.number, self._context, noised, self._mechanism)
         self._total.zero_()
-        mean = privacy.mechanism.mean(self._released, privacy.denominator)
-        blocks, changes = self._layout.parted(mean)
-        modules = {}
+        mean = self._mechanism.mean(self._released, privacy.denominator)
+        changes, of_heads = self._layout.parts(mean)
         with blamed_on(terms.method, "accumulated"):
-            for name, block in blocks.items():
-                change = self._layout.bases[name].lift(block)
-                modules[name] = self._method.accumulated(terms.state.modules[name], change, privacy.rank)
-        heads = {name: (terms.state.heads[name].double() + c).to(terms.state.heads[name]) for name, c in changes.items()}
+            modules = {
+                name: self._method.accumulated(terms.state.modules[name], change, privacy.rank)
+                for name, change in changes.items()
+            }
+        heads = {name: (head.double().cpu() + of_heads[name]).to(head) for name, head in terms.state.heads.items()
+                 if name in of_heads}  # fmt: skip
         return closed(terms, modules, heads, Tally({}))
 
     def _change(self, upload: Upload) -> Tensor:
@@ -165,12 +139,12 @@ class PrivateRound:
             with blamed_on(terms.method, "readout"):
                 made = terms.method.readout(terms.state.modules[name], upload.client.id, rank)
             before = checked_readout(terms.method, made, terms.state.start.modules[name], rank, terms.roles)
-            modules[name] = self._layout.bases[name].project(change_of(upload.adapter.modules[name], before.lora))
+            modules[name] = change_of(upload.adapter.modules[name], before.lora)
         heads = {
             name: upload.adapter.heads[name].detach().double().cpu() - terms.state.heads[name].double().cpu()
             for name in self._layout.heads
         }
-        return self._layout.joined(modules, heads)
+        return self._layout.vector(modules, heads)
 
 
 def change_of(sent: LoRA, received: LoRA) -> LoRA:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -38,7 +38,7 @@ from fedlora.server.method_faults import (
     checked_update,
 )
 from fedlora.server.private_options import Privacy, require_private
-from fedlora.server.private_round import PrivateRound
+from fedlora.server.private_round import PrivateRound, context_of
 from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
 from fedlora.server.state import RunState, ServerState
 from fedlora.server.terms import Terms, Weighting, ranks_of
@@ -252,6 +252,13 @@ class Server:
         if self.memory is not None:
             return BoundedMemory(terms, self._pairing("a memory limit", "", ""), self.memory * 2**20)
         return KeptUploads(terms)
+
+    def participants(self, state: ServerState, clients: Sequence[str]) -> list[str]:
+        """Who is asked in the round that starts from `state`, of all clients: all of them, or with privacy as it says:
+        a secret draw, or nobody where the round's noised sum is there already. Sorted."""
+        if self.privacy is None:
+            return sorted(clients)
+        return self.privacy.participants(clients, state.round + 1, context_of(self.terms(state), self.privacy))
 
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
         """The next state from one round's uploads; the same bits whatever their order (with a memory limit that was
