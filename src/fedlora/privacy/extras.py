@@ -1,0 +1,28 @@
+"""The two kept libraries that privacy rests on, imported when they are needed and not before."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from fedlora.errors import HyperparameterError
+
+
+def opendp() -> Any:
+    """`opendp.prelude`, which samples the noise. Raises `HyperparameterError` where it is not installed."""
+    return _loaded("opendp.prelude", "opendp", "draws the noise (an exact discrete Gaussian, of the system's randomness)")
+
+
+def accounting(module: str) -> Any:
+    """A module of `dp_accounting`, which says what was spent. Raises `HyperparameterError` where it is missing."""
+    return _loaded(f"dp_accounting{module}", "dp-accounting", "computes epsilon (privacy loss distributions)")
+
+
+def _loaded(module: str, package: str, what: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise HyperparameterError(
+            f"privacy needs the library {package}, which {what}; it cannot be imported ({error}). There is no stand-in "
+            f"for it here: pip install 'fedlora[privacy]'."
+        ) from error
