@@ -286,7 +286,16 @@ class _Round:
         if self._private:
             state = RunState(after.round, after, ReadOnly(self._memories))
             return RoundRecord(
-                after.round, state, {}, {}, {}, {}, dict(self.clock.seconds), Traffic(), _mean_rank(self._server, after), ()
+                after.round,
+                state,
+                {},
+                {},
+                {},
+                {},
+                dict(self.clock.seconds),
+                Traffic(),
+                _mean_rank(self._server, after),
+                (),
             )
         tally = after.tally
         weights, refused = (tally.weights, tally.refused) if tally is not None else ({}, {})

@@ -24,6 +24,7 @@ from fedlora.cli.measures import (
     other_scores,
     worst_client,
 )
+from fedlora.cli.privacy_rows import privacy_rows
 from fedlora.cli.screen import (
     complain,
     console,
@@ -160,13 +161,13 @@ def _show(folder: RunFolder) -> None:
         clients.add_row(
             escape(client),
             str(rank),
-            str(manifest["data"]["train"][client]["examples"]),
+            str(manifest["data"]["train"][client].get("examples", "")),
             *([label_cell(counts.get(client, []), names)] if names else []),
             "" if loss is None else f"{loss:.3f}",
             *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
             *([number(common[client][metric])] if common else []),
         )
-    if len(manifest["clients"]) <= 12:
+    if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run has no rows for single clients
         console.print(clients)
     table = Table(
         "", "", title=f"{escape(s['method'])}, {s['rounds']} rounds, {s['clients']} clients", show_header=False
@@ -185,8 +186,9 @@ def _show(folder: RunFolder) -> None:
         table.add_row("because of", escape(s["stopped_early"]["why"]))
     if s["clients_at_end"]:
         table.add_row("worst client's own readout", escape(worst_client(s["clients_at_end"], metric)))
-    up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
-    table.add_row("sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}")
+    if s["bytes"]:  # of a private run it is not told
+        up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
+        table.add_row("sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
     if s["server_rank"] is not None:
         table.add_row("rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)")
@@ -203,6 +205,9 @@ def _show(folder: RunFolder) -> None:
         table.add_row("storing the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}")
     if s["refused"]:
         table.add_row("client rounds left out", str(s["refused"]))
+    if spent := s.get("privacy"):
+        for name, value in privacy_rows(spent):
+            table.add_row(name, escape(value))
     console.print(table)
     if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
         console.print(matrix)

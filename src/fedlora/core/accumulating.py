@@ -1,7 +1,6 @@
 """The one thing that a method must offer for private rounds: its next state from a *released mean change*.
 
-A private round shows the server one noised sum of the clients' changes and nothing else: no upload, no weight, no count.
-The state M is public already, so the next one is M + that change, cut to a rank R that everybody knew before. This
+A private round gives the method one noised sum of the clients' changes and nothing else: no upload, no weight. The state M is public already, so the next one is M + that change, cut to a rank R that everybody knew before. This
 accumulates changes, where a plain round replaces M by the clients' mean: with equal ranks and no noise the two agree,
 for sum_i p_i (D_i - M) + M is the mean; where readouts differ they do not.
 """
@@ -56,6 +55,7 @@ def options_without_effect(method: object, name: str, defaults: dict[str, object
     if not changed:
         return None
     return (
-        f"{name}: {', '.join(changed)} cannot be kept in a private round: the server sees one noised sum, no client's "
-        f"update, subspace or weight, and its rank R is privacy.rank. Leave {'it' if len(changed) == 1 else 'them'} out."
+        f"{name}: {', '.join(changed)} cannot be kept in a private round: the server goes on from one noised sum, no "
+        f"client's update, subspace or weight, and its rank R is privacy.rank. Leave "
+        f"{'it' if len(changed) == 1 else 'them'} out."
     )

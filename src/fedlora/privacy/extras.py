@@ -10,7 +10,9 @@ from fedlora.errors import HyperparameterError
 
 def opendp() -> Any:
     """`opendp.prelude`, which samples the noise. Raises `HyperparameterError` where it is not installed."""
-    return _loaded("opendp.prelude", "opendp", "draws the noise (an exact discrete Gaussian, of the system's randomness)")
+    return _loaded(
+        "opendp.prelude", "opendp", "draws the noise (an exact discrete Gaussian, of the system's randomness)"
+    )
 
 
 def accounting(module: str) -> Any:

@@ -1,4 +1,4 @@
-"""The table [privacy] of a run's configuration: what one client may do to what is released, and who keeps the account."""
+"""The table [privacy] of a run's configuration: what one client may change, and where that is charged."""
 
 from __future__ import annotations
 

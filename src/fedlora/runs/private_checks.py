@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Client
 from fedlora.errors import ConfigError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.private_releases import Planned
-from fedlora.server.private_options import require_private
+from fedlora.server.private_options import Privacy, require_private
 from fedlora.server.server import Server
 
 
@@ -26,14 +28,25 @@ def check_private(config: RunConfig, server: Server) -> None:
     )
 
 
-def check_size(config: RunConfig, clients: int) -> None:
-    """Raises `ConfigError` for a delta that lets one of so many clients be shown whole."""
+def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter) -> Privacy:
+    """What the configuration says, for these clients: public constants, all of them. It releases nothing yet.
+
+    Raises:
+        ConfigError: a delta that lets one of so many clients be shown whole. HyperparameterError: no epsilon.
+    """
     section = config.privacy
-    if section is not None and section.delta >= 1 / clients:
+    if section is None:
+        raise ConfigError("this configuration has no table [privacy].")
+    count, run = len(clients), config.run
+    if section.delta >= 1 / count:
         raise ConfigError(
-            f"privacy.delta = {section.delta:g} with {clients} clients: a mechanism that shows one of them at random, "
-            f"whole, has delta = 1 / n = {1 / clients:.2g}, so this promises nothing. Take a delta far below it."
+            f"privacy.delta = {section.delta:g} with {count} clients: to show one of them at random, whole, has delta "
+            f"= 1 / n = {1 / count:.2g}, so this promises nothing. Take a delta far below it."
         )
+    largest = max(max(client.ranks(start.modules).values(), default=1) for client in clients)
+    return section.build(
+        Planned(), clients=count, largest=largest, rounds=run.rounds, participation=run.participation, seed=run.seed
+    )
 
 
 def _refusals(config: RunConfig) -> Iterator[str]:

@@ -61,7 +61,9 @@ class OnDisk(Releases):
         return self.journal.stored(round, context)
 
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
-        return self.journal.store(round, noised, self.event(round, mechanism, len(noised)), context)
+        kept = self.journal.store(round, noised, self.event(round, mechanism, len(noised)), context)
+        (self.folder / "sample.json").unlink(missing_ok=True)
+        return kept
 
     def sampled(self, round: int, context: str, clients: Sequence[str], share: float) -> list[str]:
         path = self.folder / "sample.json"
@@ -87,11 +89,9 @@ class OnDisk(Releases):
             rounds=self.rounds, delta=self.delta,
         )  # fmt: skip
 
-    def check_budget(self, mechanism: Mechanism, size: int, done: int) -> None:
-        """Raises `BudgetSpent` where the rounds that are still to do would pass the budget."""
-        left = self.rounds - done
-        if left > 0:
-            self.ledger.check(self.event(done + 1, mechanism, size), self.budget, left)
+    def check_budget(self, mechanism: Mechanism, size: int) -> None:
+        """Raises `BudgetSpent` where all rounds of a fresh run would pass the budget."""
+        self.ledger.check(self.event(1, mechanism, size), self.budget, self.rounds)
 
     def check_charged(self, done: int) -> None:
         """Raises `CheckpointError` unless the ledger holds every round that is done."""
@@ -115,7 +115,8 @@ def private_folder(folder: RunFolder) -> Path:
 def begin(folder: RunFolder, content: Mapping[str, Any]) -> None:
     """A new private run: its id, and the facts about clients' data. Before the folder has a manifest."""
     home = private_folder(folder)
-    files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8)}))
+    if not (home / "run.json").is_file():  # there after a kill, or where somebody took the manifest away
+        files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8)}))
     files.write(home / "content.json", json.dumps(content, sort_keys=True))
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Releases(Protocol):
     """Keeps the noised sums of a run, each made once, and says who is sampled. All of it outlives this process.
 
-    context: a digest of what the round starts from. A sum of another one is refused: it would be two releases of a round.
+    context: a digest of what the round starts from. A sum of another one is refused: a round has one release.
     """
 
     def stored(self, round: int, context: str) -> Tensor | None:
@@ -48,8 +48,8 @@ class Releases(Protocol):
 class Privacy:
     """What one client's contribution may do to what is released, and what is constant and public for that.
 
-    Adjacency: one client's contribution to the run is there, or is zero. The server sees every update; whoever gets what
-    it releases (states, readouts, the model) learns little about any one client.
+    Adjacency: one client's contribution to the run is there, or is zero. The server sees every update; whoever gets
+    what it releases (states, readouts, the model) learns little about any one client.
 
     Args:
         clip: C, the largest norm of one client's change, over all modules and heads together. noise_multiplier: z, the

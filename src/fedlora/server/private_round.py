@@ -1,8 +1,8 @@
 """The private intake: of a round's uploads only one noised sum of clipped changes is ever used, and no upload is kept.
 
-    v_i = w_i (Q^T (B_i A_i - readout_i) P over all modules, the heads' changes), ||v_i|| <= C     `Mechanism.contribution`
-    S   = sum_i v_i + discrete Gaussian, in integers                                    written down, charged, then used
-    M   <- M + Q (S / (q n)) P^T, cut to R                                              `core.accumulating`
+    v_i = w_i (Q^T (B_i A_i - readout_i) P over all modules, the heads' changes), ||v_i|| <= C
+    S   = sum_i v_i + discrete Gaussian, in integers             written down, charged, then used
+    M   <- M + Q (S / (q n)) P^T, cut to R                       `core.accumulating`
 
 Bases come from the released state, so they are public. Every module and head is in the sum, also one that nobody holds.
 Whoever is refused, offline, fails or abstains counts as zero: there is no quorum, no second draw and no retry, and the
@@ -35,6 +35,11 @@ def layout(terms: Terms, method: Accumulating[Any], privacy: Privacy) -> Layout:
     bases = {}
     for name, released in released_of(terms).items():
         rows = method.common_rows(terms.state.modules[name])
+        if rows is not None and privacy.geometry.shape != "full":
+            raise HyperparameterError(
+                f"{terms.method.name} has a frozen factor that everybody knows, and its changes are summed in the "
+                f"coordinates of that: the shape {privacy.geometry.shape!r} has no effect. Leave shape and dims out."
+            )
         if rows is None:
             bases[name] = privacy.geometry.bases(released, name, terms.number, privacy.seed)
         else:
@@ -70,22 +75,25 @@ def context_of(terms: Terms, privacy: Privacy) -> str:
 
 
 class PrivateRound:
-    """An `Intake` that keeps one vector. Uploads may come in any order: integers add up to the same sum."""
+    """An `Intake` that keeps one vector. Uploads may come in any order: integers add up to the same sum.
+
+    layout: what stands where in it. mechanism: how it is clipped and noised. Both are public.
+    """
 
     exchanges = 1
     keeps = False
 
     def __init__(self, terms: Terms, method: Accumulating[Any], privacy: Privacy) -> None:
         self._terms, self._method, self._privacy = terms, method, privacy
-        self._layout, self._context = layout(terms, method, privacy), context_of(terms, privacy)
-        self._mechanism = privacy.mechanism(self._layout.size)
-        self._total = torch.zeros(self._layout.size, dtype=torch.int64)
+        self.layout, self._context = layout(terms, method, privacy), context_of(terms, privacy)
+        self.mechanism = privacy.mechanism(self.layout.size)
+        self._total = torch.zeros(self.layout.size, dtype=torch.int64)
         self._seen: set[str] = set()
         self._released = privacy.releases.stored(terms.number, self._context)
         if self._released is not None and self._released.shape != self._total.shape:
             raise HyperparameterError(
-                f"the noised sum of round {terms.number} that was stored has {tuple(self._released.shape)} numbers, and "
-                f"this round's {tuple(self._total.shape)}: it is of another model or configuration. A private run goes "
+                f"the noised sum of round {terms.number} that was stored has {len(self._released)} numbers, and this "
+                f"round's {len(self._total)}: it is of another model or configuration. A private run goes "
                 f"on with the same ones only."
             )
 
@@ -106,7 +114,7 @@ class PrivateRound:
             raise UploadRefused(client, f"more than the {self._privacy.clients} clients of the federation took part.")
         if self._released is not None or not self._terms.check(upload):
             return
-        self._total += self._mechanism.clipped(
+        self._total += self.mechanism.clipped(
             self._change(upload), self._privacy.weight(float(upload.num_examples))
         ).integers
 
@@ -118,11 +126,11 @@ class PrivateRound:
         """
         privacy, terms = self._privacy, self._terms
         if self._released is None:
-            noised = self._mechanism.noised(self._total)
-            self._released = privacy.releases.settle(terms.number, self._context, noised, self._mechanism)
+            noised = self.mechanism.noised(self._total)
+            self._released = privacy.releases.settle(terms.number, self._context, noised, self.mechanism)
         self._total.zero_()
-        mean = self._mechanism.mean(self._released, privacy.denominator)
-        changes, of_heads = self._layout.parts(mean)
+        mean = self.mechanism.mean(self._released, privacy.denominator)
+        changes, of_heads = self.layout.parts(mean)
         with blamed_on(terms.method, "accumulated"):
             modules = {
                 name: self._method.accumulated(terms.state.modules[name], change, privacy.rank)
@@ -142,9 +150,9 @@ class PrivateRound:
             modules[name] = change_of(upload.adapter.modules[name], before.lora)
         heads = {
             name: upload.adapter.heads[name].detach().double().cpu() - terms.state.heads[name].double().cpu()
-            for name in self._layout.heads
+            for name in self.layout.heads
         }
-        return self._layout.vector(modules, heads)
+        return self.layout.vector(modules, heads)
 
 
 def change_of(sent: LoRA, received: LoRA) -> LoRA:
