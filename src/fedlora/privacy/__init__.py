@@ -3,4 +3,40 @@
 `mechanism` clips, rounds, sums and noises; `geometry` says in which space; `accounting` what it costs; `ledger` keeps
 what was spent on a population of clients; `journal` makes each noised sum leave at most once; `released` lists what may
 leave at all; `sampling` draws who takes part. None of it knows a method, a server or a network.
+
+Importing it needs torch alone; noise needs `opendp` and epsilon `dp-accounting` (pip install 'fedlora[privacy]').
 """
+
+from fedlora.privacy.accounting import Spending, epsilon, epsilon_of, noise_multiplier_for
+from fedlora.privacy.events import Budget, Charged, Event
+from fedlora.privacy.geometry import Bases, Geometry, Layout
+from fedlora.privacy.journal import Journal
+from fedlora.privacy.ledger import Ledger, Recomputed, recompute
+from fedlora.privacy.mechanism import Contribution, Mechanism, share_of
+from fedlora.privacy.released import Item, fate_of, filtered, unlisted
+from fedlora.privacy.sampling import poisson_sample
+
+__all__ = [
+    "Bases",
+    "Budget",
+    "Charged",
+    "Contribution",
+    "Event",
+    "Geometry",
+    "Item",
+    "Journal",
+    "Layout",
+    "Ledger",
+    "Mechanism",
+    "Recomputed",
+    "Spending",
+    "epsilon",
+    "epsilon_of",
+    "fate_of",
+    "filtered",
+    "noise_multiplier_for",
+    "poisson_sample",
+    "recompute",
+    "share_of",
+    "unlisted",
+]

@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fedlora.core.echo import quoted
 from fedlora.errors import HyperparameterError
 from fedlora.privacy import extras
 from fedlora.privacy.mechanism import COARSEST_NOISE
@@ -37,6 +38,8 @@ _KEPT_DELTA = 1 - 2.0**-20  # the share of delta that PLD gets; the rest is for 
 _CELLS = 500_000  # of a loss distribution: coarser where epsilon is large, and still from above
 _FINEST = 1e-4  # dp-accounting's own
 LEAST_DELTA, LEAST_EPSILON = 1e-10, 1e-2  # beyond what sums of floats resolve
+LEAST_NOISE = 1e-3  # below it epsilon is a million a release, and called infinite
+MOST_ROUNDS = 1_000_000  # for the bound of `discrete_noise`
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,16 @@ class Spending:
         z, q = self.noise_multiplier, self.sampling
         if not (_number(z) and z >= 0):
             raise HyperparameterError(f"privacy: a noise multiplier is a finite number >= 0; got {z!r}.")
-        if not isinstance(self.rounds, int) or isinstance(self.rounds, bool) or self.rounds < 0:
-            raise HyperparameterError(f"privacy: rounds are a whole number >= 0; got {self.rounds!r}.")
+        if not isinstance(self.rounds, int) or isinstance(self.rounds, bool) or not 0 <= self.rounds <= MOST_ROUNDS:
+            raise HyperparameterError(
+                f"privacy: rounds are a whole number from 0 to {MOST_ROUNDS:,}; got {quoted(self.rounds)}."
+            )
         if not (_number(q) and 0 < q <= 1):
             raise HyperparameterError(f"privacy: a sampling probability is in (0, 1]; got {q!r}.")
 
 
 def epsilon_of(spendings: Iterable[Spending], delta: float) -> float:
-    """Of all of them together, one after the other on the same clients; 0 of none, infinite where z = 0.
+    """Of all of them together, one after the other on the same clients; 0 of none, infinite where z < 0.001.
 
     Raises:
         HyperparameterError: delta outside [1e-10, 1), or dp-accounting is missing.
@@ -146,7 +151,7 @@ def _composed(kinds: tuple[tuple[float, float, int], ...], delta: float) -> floa
     """kinds: (z, q, rounds)."""
     if not kinds:
         return 0.0
-    if any(z == 0 for z, _, _ in kinds):
+    if any(z < LEAST_NOISE for z, _, _ in kinds) or (every := sum(rounds for _, _, rounds in kinds)) > MOST_ROUNDS:
         return math.inf
     events, pld = extras.accounting(""), extras.accounting(".pld")
     rough = _rough_epsilon(kinds, delta)
@@ -157,7 +162,7 @@ def _composed(kinds: tuple[tuple[float, float, int], ...], delta: float) -> floa
         event = events.GaussianDpEvent(z)
         accountant.compose(event if q == 1 else events.PoissonSampledDpEvent(q, event), rounds)
     found = float(accountant.get_epsilon(delta * _KEPT_DELTA))
-    return found + discrete_noise(found, sum(rounds for _, _, rounds in kinds), delta)
+    return found + discrete_noise(found, every, delta)
 
 
 def discrete_noise(epsilon: float, rounds: int, delta: float) -> float:

@@ -1,31 +1,198 @@
-"""Stub: see the docstrings. The real one replaces it with the same signatures."""
+"""The journal: each noised sum of a run, written whole and charged before any of it leaves.
+
+    journal = Journal(run / "journal", ledger, budget)
+    total = journal.stored(round, context)                    None: play the round, then
+    total = journal.store(round, mechanism.noised(total), event, context)
+
+The order is draw, write (file and folder flushed), charge, leave. Killed before the file is there, nothing of the noise
+was seen, and the round is played anew. Killed after it and before the charge, `stored` charges and gives the same
+bytes. Killed later, it gives them and charges nothing. So one sum never leaves with two noises, noise never serves two
+sums (it is nowhere but within its sum), and what leaves was charged. The exact sum is not written anywhere.
+
+A file is one line of JSON (round, the event, the context) and the sum as int64, little-endian; its name ends with the
+first 16 letters of the SHA-256 of all of it, and the ledger holds all 64. It may be shown: the noised sum is private.
+
+A damaged file is refused and not drawn anew by itself: that would be a second release. Whoever removes it does that
+knowingly, and the ledger then holds two events for the round.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from fedlora.privacy.ledger import Budget, Charged, Event, Ledger
+from fedlora.core import files
+from fedlora.core.echo import quoted
+from fedlora.errors import LedgerError, ShapeError
+from fedlora.privacy.events import Budget, Charged, Event
+from fedlora.privacy.ledger import Ledger
+
+_NAME = re.compile(r"round-(\d{5,})-([0-9a-f]{16})\.noised")
+_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A file of the journal. event: with the digest of its bytes."""
+
+    round: int
+    context: str
+    event: Event
+    released: Tensor
 
 
 class Journal:
-    """The noised sums of one run, each written whole and charged before it leaves. folder: RUN/journal."""
+    """The noised sums of one run. The run's folder is held by one process at a time (`RunFolder.held`).
+
+    Example:
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from fedlora.privacy import Event, Journal, Ledger, Mechanism
+        >>> mechanism, ledger = Mechanism.of(1.0, 1.0, size=3), Ledger(Path("sites.jsonl"), population="six sites")
+        >>> journal = Journal(Path("run/journal"), ledger)
+        >>> event = Event.of(mechanism, 3, run="one", round=1, sampling=1.0, rounds=20, delta=1e-3)
+        >>> total = mechanism.contribution(torch.tensor([0.6, 0.8, 0.0]))
+        >>> left = journal.store(1, mechanism.noised(total), event)
+        >>> torch.equal(journal.stored(1), left), len(ledger.events())
+        (True, 1)
+    """
 
     def __init__(self, folder: Path, ledger: Ledger, budget: Budget | None = None) -> None:
-        raise NotImplementedError
+        """folder: of this journal alone. budget: most that the population may have spent; None: no limit."""
+        self.folder, self.ledger, self.budget = Path(folder), ledger, budget
 
     def stored(self, round: int, context: str = "") -> Tensor | None:
-        """The noised sum of that round (int64 (d,)), charged by now; None where none was written. Ask this before a
-        round is played: where it answers, nobody trains and no noise is drawn. context: a digest of what the round
-        starts from (state, bases, configuration); another one is refused. Raises `LedgerError`, `BudgetSpent`."""
-        raise NotImplementedError
+        """The noised sum of that round, int64 (d,), charged by now; None where none was written.
+
+        Ask before a round is played: where this answers, nobody trains and no noise is drawn.
+
+        context: a digest of all that the sum's meaning rests on: the state that the round started from, bases,
+        configuration. A sum of another one is refused: it would be lifted into the wrong space.
+
+        Raises:
+            LedgerError: a damaged file, or of another context. BudgetSpent: the run was killed before the charge, and
+            the budget was spent meanwhile: the sum may not leave any more.
+        """
+        entry = self._entry(round)
+        if entry is None:
+            return None
+        if entry.context != context:
+            raise LedgerError(
+                f"the journal {self.folder} holds a noised sum of round {round} that was made from another state or "
+                f"configuration than this one. It cannot be used here, and drawing another one is a second release. "
+                f"Go on from the checkpoints that belong to it, or start a run in a new folder (charged anew)."
+            )
+        files.sync_folder(self.folder)
+        self.ledger.charge(entry.event, self.budget)
+        return entry.released
 
     def store(self, round: int, released: Tensor, event: Event, context: str = "") -> Tensor:
-        """Write, then charge; only then may `released` leave. Returns what may leave: read back from the file.
-        event.released is set here. Raises `LedgerError` where the round has another sum already, `BudgetSpent`."""
-        raise NotImplementedError
+        """Write the noised sum, then charge it. Returns what may leave now: read back from the file.
+
+        Args:
+            released: int64 (d,), of `Mechanism.noised`. event: of this round; its digest is set here.
+
+        Raises:
+            LedgerError: the round has a sum already, or the disk refuses. BudgetSpent: it would pass the budget.
+                `Ledger.check` before a round spares the work. ShapeError: not int64 of the event's size.
+        """
+        if released.ndim != 1 or released.dtype != torch.int64 or len(released) != event.size:
+            raise ShapeError(
+                f"a noised sum of this event is int64 ({event.size},); got {tuple(released.shape)} {released.dtype}."
+            )
+        if event.round != round:
+            raise LedgerError(f"an event of round {event.round} was handed in for round {round}.")
+        if self._files(round):
+            raise LedgerError(
+                f"the journal {self.folder} has a noised sum of round {round} already; a round is released once. Ask "
+                f"`stored` before the round is played."
+            )
+        self.ledger.check(event, self.budget)
+        raw = _encoded(round, released, replace(event, released=""), context)
+        path = self.folder / f"round-{round:05d}-{hashlib.sha256(raw).hexdigest()[:16]}.noised"
+        try:
+            files.write(path, raw)
+        except OSError as error:
+            raise LedgerError(f"{path} cannot be written ({error.strerror}); nothing was released.") from error
+        found = self.stored(round, context)
+        if found is None or not torch.equal(found, released.cpu()):
+            raise LedgerError(f"{path} does not hold what was written to it; nothing may be released.")
+        return found
 
     def charged(self) -> dict[int, Charged]:
-        """Round -> its event in the ledger, of this journal's rounds."""
-        raise NotImplementedError
+        """Round -> its event in the ledger, of the sums in this folder. Raises `LedgerError`."""
+        in_ledger = {charged.event.released: charged for charged in self.ledger.events()}
+        found = {}
+        for round in sorted({round for round, _, _ in self._listed()}):
+            entry = self._entry(round)
+            if entry is not None and entry.event.released in in_ledger:
+                found[round] = in_ledger[entry.event.released]
+        return found
+
+    def _entry(self, round: int) -> _Entry | None:
+        """The file of a round; None where there is none."""
+        named = self._files(round)
+        if len(named) > 1:
+            raise LedgerError(
+                f"the journal {self.folder} has {len(named)} noised sums of round {round}: two runs wrote to it, or "
+                f"files were added. Which one left cannot be told. Start a run in a new folder."
+            )
+        if not named:
+            return None
+        digest, path = named[0]
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"{path} cannot be read: {error.strerror or error}.") from error
+        whole = hashlib.sha256(raw).hexdigest()
+        entry = _decoded(raw, path.name) if whole[:16] == digest else None
+        if entry is None or entry.round != round:
+            raise LedgerError(
+                f"{path} is damaged: its content does not match its name. It was written whole, so the disk or a hand "
+                f"changed it. Restore it: what it held may have left, and drawing again is a second release."
+            )
+        return replace(entry, event=replace(entry.event, released=whole))
+
+    def _files(self, round: int) -> list[tuple[str, Path]]:
+        return [(digest, path) for found, digest, path in self._listed() if found == round]
+
+    def _listed(self) -> list[tuple[int, str, Path]]:
+        """(round, digest, path) of each file."""
+        named = [(_NAME.fullmatch(path.name), path) for path in sorted(self.folder.glob("round-*.noised"))]
+        return [(int(match[1]), match[2], path) for match, path in named if match]
+
+
+def _encoded(round: int, released: Tensor, event: Event, context: str) -> bytes:
+    head = {"journal": _VERSION, "round": round, "context": context, "event": event.plain()}
+    body = bytearray(8 * len(released))
+    torch.frombuffer(body, dtype=torch.int64).copy_(released.cpu())
+    return json.dumps(head, sort_keys=True, allow_nan=False).encode() + b"\n" + _little(bytes(body))
+
+
+def _decoded(raw: bytes, name: str) -> _Entry:
+    """Raises `LedgerError`: bytes that match their digest, and are no entry of a journal."""
+    head, _, body = raw.partition(b"\n")
+    try:
+        found: dict[str, Any] = json.loads(head)
+        event = Event.from_plain(found["event"])
+        if found["journal"] != _VERSION or not isinstance(found["context"], str) or len(body) != 8 * event.size:
+            raise ValueError(f"version {quoted(found['journal'])} with {len(body)} bytes")
+        released = torch.frombuffer(bytearray(_little(body)), dtype=torch.int64)
+        return _Entry(found["round"], found["context"], event, released)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise LedgerError(f"{name} is no entry of a journal of this version: {error}.") from error
+
+
+def _little(raw: bytes) -> bytes:
+    """64-bit integers between this machine's order of bytes and the file's, which is little-endian."""
+    if sys.byteorder == "little":
+        return raw
+    return b"".join(raw[at : at + 8][::-1] for at in range(0, len(raw), 8))

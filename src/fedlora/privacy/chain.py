@@ -1,0 +1,131 @@
+"""The ledger's bytes: lines of JSON, each with the digest of the one before. Pure: no file is touched here.
+
+    {"kind": "ledger", "population": ..., "id": ..., "inode": ..., ...}      line 0
+    {"kind": "event", "number": 1, "before": SHA-256 of line 0, ...}
+    {"kind": "moved", "number": 2, "before": SHA-256 of line 1, "inode": ..., "reason": ...}
+
+A changed, missing or exchanged line breaks the chain. Lines cut off at the end do not: the tip, a small file beside the
+ledger with the newest number and digest, tells that. Whoever rewrites ledger and tip together is told by nobody but an
+outsider who kept an earlier tip (it is on the cards of runs): a ledger is kept honestly by those who own it, or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fedlora.core.echo import quoted
+from fedlora.errors import LedgerError
+from fedlora.privacy.events import Charged, Event
+
+VERSION = 1
+MEANING = (
+    "each event is PoissonSampledDpEvent(sampling, GaussianDpEvent(noise_multiplier)) of dp-accounting, sampling = 1 "
+    "being the Gaussian alone; neighbours: one client's contribution present or zero; epsilon: PLDAccountant("
+    "ADD_OR_REMOVE_ONE), all events composed"
+)
+Tip = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Book:
+    """A ledger as it was read. length: of its whole lines, in bytes; torn: what stands after them, of a write that was
+    cut short. tips: (number, digest) of each line."""
+
+    population: str
+    id: str
+    inode: int
+    charged: tuple[Charged, ...]
+    tips: tuple[Tip, ...]
+    length: int
+    torn: int
+
+    @property
+    def tip(self) -> Tip:
+        return self.tips[-1]
+
+
+def line_of(content: dict[str, Any]) -> bytes:
+    """One line with its end. Raises `ValueError` for NaN."""
+    return json.dumps(content, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def digest_of(line: bytes) -> str:
+    """SHA-256 of a line, without its end."""
+    return hashlib.sha256(line.rstrip(b"\n")).hexdigest()
+
+
+def header(population: str, id: str, inode: int, time: str) -> bytes:
+    found = {"kind": "ledger", "version": VERSION, "population": population, "id": id, "inode": inode, "time": time}
+    return line_of(found | {"meaning": MEANING})
+
+
+def event_line(event: Event, after: Tip, time: str) -> bytes:
+    return line_of({"kind": "event", "number": after[0] + 1, "before": after[1], "time": time, **event.plain()})
+
+
+def moved_line(inode: int, reason: str, after: Tip, time: str) -> bytes:
+    found = {"kind": "moved", "number": after[0] + 1, "before": after[1], "time": time}
+    return line_of(found | {"inode": inode, "reason": reason})
+
+
+def read(raw: bytes, name: str) -> Book | None:
+    """The ledger in these bytes; None where there is no whole line yet.
+
+    Raises:
+        LedgerError: a line that is no line of a ledger, or that does not follow from the one before it.
+    """
+    whole, end, torn = raw.rpartition(b"\n")
+    if not end:
+        return None
+    lines = whole.split(b"\n")
+    first = _object(lines[0], name, 0)
+    if first.get("kind") != "ledger" or first.get("version") != VERSION:
+        raise LedgerError(
+            f"{name} is no ledger of this version: its first line is of kind {quoted(first.get('kind'))}, version "
+            f"{quoted(first.get('version'))}. Name the population's own ledger."
+        )
+    population, id, inode = (_of(first, key, kind, name, 0) for key, kind in _HEADER)
+    tips, charged = [(0, digest_of(lines[0]))], []
+    for number, line in enumerate(lines[1:], start=1):
+        found = _object(line, name, number)
+        if found.pop("number", None) != number or found.pop("before", None) != tips[-1][1]:
+            raise LedgerError(
+                f"{name} was changed: line {number} does not follow from line {number - 1} (each line repeats the "
+                f"digest of the one before). Restore the ledger as it was; what was spent cannot be told from it."
+            )
+        kind, time, digest = found.pop("kind", None), _of(found, "time", str, name, number), digest_of(line)
+        del found["time"]
+        if kind == "event":
+            try:
+                charged.append(Charged(number, time, digest, Event.from_plain(found)))
+            except LedgerError as error:
+                raise LedgerError(f"{name}, line {number}: {error}") from error
+        elif kind == "moved":
+            inode = _of(found, "inode", int, name, number)
+        else:
+            raise LedgerError(f"{name}, line {number} is of an unknown kind {quoted(kind)}.")
+        tips.append((number, digest))
+    return Book(population, id, inode, tuple(charged), tuple(tips), len(whole) + 1, len(torn))
+
+
+_HEADER: tuple[tuple[str, Any], ...] = (("population", str), ("id", str), ("inode", int))
+
+
+def _object(line: bytes, name: str, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise LedgerError(f"{name} is damaged: line {number} is no JSON ({type(error).__name__}).") from error
+    if not isinstance(found, dict):
+        raise LedgerError(f"{name} is damaged: line {number} is no table.")
+    return found
+
+
+def _of(found: dict[str, Any], key: str, kind: Any, name: str, number: int) -> Any:
+    value = found.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise LedgerError(f"{name} is damaged: line {number} has no {key} ({quoted(value)}).")
+    return value

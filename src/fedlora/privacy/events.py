@@ -1,0 +1,143 @@
+"""What a release is in the ledger, and what many of them cost. All of it is public."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from fedlora.core.echo import quoted
+from fedlora.errors import HyperparameterError, LedgerError
+from fedlora.privacy.accounting import Spending, check_delta, epsilon_of
+from fedlora.privacy.mechanism import Mechanism
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One release, as it is charged.
+
+    Args:
+        run: an id of the run, up to 100 letters that print. round: from 1.
+        sampling: q. noise_multiplier: z.
+        clip, grid, size, sensitivity: of the mechanism, for vectors of d = size entries. Of these follows what was
+            done; of q and z alone what it costs.
+        rounds: T, what the run planned. delta: of its plan.
+        released: SHA-256 of the journal's bytes, which hold the noised sum. The journal sets it.
+
+    Raises:
+        HyperparameterError: impossible values, a sensitivity that is not the mechanism's, a grid that is too coarse
+            for epsilon to hold.
+    """
+
+    run: str
+    round: int
+    sampling: float
+    noise_multiplier: float
+    clip: float
+    grid: float
+    size: int
+    sensitivity: float
+    rounds: int
+    delta: float
+    released: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.run, str) or not 1 <= len(self.run) <= 100 or not self.run.isprintable():
+            raise HyperparameterError(f"a run's id is 1 to 100 letters that print; got {quoted(self.run)}.")
+        for name in ("round", "rounds"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise HyperparameterError(f"privacy: an event's {name} is a whole number >= 1; got {quoted(value)}.")
+        if not isinstance(self.released, str) or (self.released and not _DIGEST.fullmatch(self.released)):
+            raise HyperparameterError(f"an event's digest is 64 hexadecimal letters; got {quoted(self.released)}.")
+        check_delta(self.delta)
+        self.spending(1)
+        if self.noise_multiplier == 0:
+            raise HyperparameterError("privacy: a release without noise (noise_multiplier 0) has no finite epsilon.")
+        mechanism = Mechanism(self.clip, self.noise_multiplier, self.grid)
+        mechanism.check_room(self.size, 1)
+        if self.sensitivity != mechanism.sensitivity(self.size):
+            raise HyperparameterError(
+                f"privacy: the sensitivity of clip {self.clip:g} on the grid {self.grid:g} with {self.size} entries is "
+                f"{mechanism.sensitivity(self.size)!r}; the event says {self.sensitivity!r}."
+            )
+
+    @classmethod
+    def of(
+        cls, mechanism: Mechanism, size: int, *, run: str, round: int, sampling: float, rounds: int, delta: float
+    ) -> Event:
+        """The event of one noised sum of that mechanism, over vectors of `size` entries."""
+        return cls(
+            run, round, sampling, mechanism.noise_multiplier, mechanism.clip, mechanism.grid, size,
+            mechanism.sensitivity(size), rounds, delta,
+        )  # fmt: skip
+
+    def spending(self, rounds: int) -> Spending:
+        """So many releases of this kind."""
+        return Spending(self.noise_multiplier, rounds, self.sampling)
+
+    def plain(self) -> dict[str, Any]:
+        """By the names of the fields, as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, found: dict[str, Any]) -> Event:
+        """Raises `LedgerError` for anything else than `plain` gives."""
+        names = [field.name for field in fields(cls)]
+        if sorted(found) != sorted(names):
+            raise LedgerError(f"an event has the fields {', '.join(names)}; found {quoted(sorted(found))}.")
+        try:
+            return cls(**found)
+        except (HyperparameterError, TypeError, OverflowError) as error:
+            raise LedgerError(f"an event that cannot have been: {error}") from error
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Most that may be spent on the population, over all its runs.
+
+    Raises:
+        HyperparameterError: an epsilon that is not positive, or an impossible delta.
+    """
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        check_delta(self.delta)
+        if not isinstance(self.epsilon, int | float) or not (math.isfinite(self.epsilon) and self.epsilon > 0):
+            raise HyperparameterError(f"privacy: a budget's epsilon is positive and finite; got {self.epsilon!r}.")
+
+
+@dataclass(frozen=True)
+class Charged:
+    """An event in its ledger. number: of its line, from 1. time: UTC, for people only: nothing is decided by it.
+    digest: of its line, which the next line repeats."""
+
+    number: int
+    time: str
+    digest: str
+    event: Event
+
+
+def spent_on(events: Iterable[Event], delta: float) -> float:
+    """Epsilon of all of them. Each counts, also two of one round."""
+    return epsilon_of([event.spending(1) for event in events], delta)
+
+
+def planned_on(events: Iterable[Event], delta: float) -> float:
+    """Epsilon of all of them and of the rounds that their runs planned beyond: what a card states, for whether a run
+    stops early may depend on its data."""
+    by_run: dict[str, list[Event]] = {}
+    for event in events:
+        by_run.setdefault(event.run, []).append(event)
+    spendings = []
+    for of_run in by_run.values():
+        spendings += [event.spending(1) for event in of_run]
+        left = max(event.rounds for event in of_run) - len({event.round for event in of_run})
+        spendings.append(of_run[-1].spending(max(left, 0)))
+    return epsilon_of(spendings, delta)
