@@ -1,8 +1,9 @@
 """The one thing that a method must offer for private rounds: its next state from a *released mean change*.
 
-A private round gives the method one noised sum of the clients' changes and nothing else: no upload, no weight. The state M is public already, so the next one is M + that change, cut to a rank R that everybody knew before. This
-accumulates changes, where a plain round replaces M by the clients' mean: with equal ranks and no noise the two agree,
-for sum_i p_i (D_i - M) + M is the mean; where readouts differ they do not.
+A private round gives the method one noised sum of the clients' changes and nothing else: no upload, no weight, no
+count. The state M is public already, so the next one is M + that change, cut to a rank R that everybody knew before.
+This accumulates changes, where a plain round replaces M by the clients' mean. The two agree where everybody started
+from all of M: sum_i p_i (D_i - M) + M is the mean. Where a client's rank is below that of M they do not.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ class Cut:
     `linalg.ConsensusMean`; with an approximation captured is at least, dropped and error are at most, what it says.
 
     server_rank: R. total_rank: sum r_i. None stands where an approximation does not know a number. approximation: None,
-    or the name of what stood in for all clients' uploads together: "incremental" (`linalg.incremental`),
-    "two-pass sketch" (`server.sketch`) or "private sum" (`server.private_round`). kept: the share of tr K that it kept. client_ranks: empty where uploads were
-    not kept.
+    or the name of what stood in for all clients' uploads together: "incremental" (`linalg.incremental`), "two-pass
+    sketch" (`server.sketch`) or "private sum" (`server.private_round`). kept: the share of tr K that it kept.
+    client_ranks: empty where uploads were not kept.
     """
 
     TAG: ClassVar[str] = "glora-cut/1"

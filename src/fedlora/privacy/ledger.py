@@ -300,7 +300,9 @@ class Ledger:
             self._lock(descriptor)
             try:
                 if not os.path.exists(self.path) or not os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
-                    raise LedgerError(f"the ledger {self.path} was removed or exchanged meanwhile. Nothing was charged.")
+                    raise LedgerError(
+                        f"the ledger {self.path} was removed or exchanged meanwhile. Nothing was charged."
+                    )
                 yield descriptor
             finally:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open

@@ -83,11 +83,9 @@ class OnDisk(Releases):
 
     def event(self, round: int, mechanism: Mechanism, size: int) -> Event:
         """What the ledger is charged for one round."""
-        return Event(
-            run=self.run, round=round, sampling=self.share, noise_multiplier=mechanism.noise_multiplier,
-            clip=mechanism.clip, grid=mechanism.grid, size=size, sensitivity=mechanism.sensitivity(size),
-            rounds=self.rounds, delta=self.delta,
-        )  # fmt: skip
+        return Event.of(
+            mechanism, size, run=self.run, round=round, sampling=self.share, rounds=self.rounds, delta=self.delta
+        )
 
     def check_budget(self, mechanism: Mechanism, size: int) -> None:
         """Raises `BudgetSpent` where all rounds of a fresh run would pass the budget."""
