@@ -79,7 +79,7 @@ def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson
 def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
     if not (resume and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
-    if not (folder.plots / "bytes.png").exists():  # also after a kill between the summary and the plots
+    if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
     if as_json:
         print_json(folder.read_json("summary.json"))
@@ -147,28 +147,8 @@ def _show(folder: RunFolder) -> None:
     """A finished run on one screen."""
     s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
     metric = s["metric"]
-    names = manifest["data"]["labels"]
-    common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
-    readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
-    readouts = readouts if s["clients_at_end"] else []  # a column that nothing would stand in is left out
-    labelled = [label_title(names)] if names else []
-    clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
-    last = folder.metrics()[-1]
-    counts = manifest["data"]["label_counts"] or {}
-    for client, rank in manifest["clients"].items():
-        at_end = s["clients_at_end"].get(client)
-        loss = last["losses"].get(client)
-        clients.add_row(
-            escape(client),
-            str(rank),
-            str(manifest["data"]["train"][client].get("examples", "")),
-            *([label_cell(counts.get(client, []), names)] if names else []),
-            "" if loss is None else f"{loss:.3f}",
-            *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
-            *([number(common[client][metric])] if common else []),
-        )
-    if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run has no rows for single clients
-        console.print(clients)
+    if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run tells of no single client
+        console.print(_clients(s, manifest, folder.metrics()[-1]))
     table = Table(
         "", "", title=f"{escape(s['method'])}, {s['rounds']} rounds, {s['clients']} clients", show_header=False
     )
@@ -218,6 +198,30 @@ def _show(folder: RunFolder) -> None:
     _show_samples(folder)
     made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
+
+
+def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) -> Table:
+    """A row for each client."""
+    metric, names = s["metric"], manifest["data"]["labels"]
+    common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
+    readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
+    readouts = readouts if s["clients_at_end"] else []  # a column that nothing would stand in is left out
+    labelled = [label_title(names)] if names else []
+    clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
+    counts = manifest["data"]["label_counts"] or {}
+    for client, rank in manifest["clients"].items():
+        at_end = s["clients_at_end"].get(client)
+        loss = last["losses"].get(client)
+        clients.add_row(
+            escape(client),
+            str(rank),
+            str(manifest["data"]["train"][client]["examples"]),
+            *([label_cell(counts.get(client, []), names)] if names else []),
+            "" if loss is None else f"{loss:.3f}",
+            *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
+            *([number(common[client][metric])] if common else []),
+        )
+    return clients
 
 
 def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:

@@ -118,7 +118,7 @@ def model_card(
         method=config.method.name,
         method_repr=manifest["method"],
         round=round,
-        clients=len(train),
+        clients=len(manifest["clients"]),
         modules=len(adapter.modules),
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),

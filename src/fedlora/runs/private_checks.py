@@ -73,8 +73,11 @@ def _refusals(config: RunConfig) -> Iterator[str]:
             f"clients.own_test = {clients.own_test:g} measures on clients' own data, and scores are released: leave it "
             f"out"
         )
-    if evaluate.target == "clients" or evaluate.clients_at_end == "both":
-        yield "scores of clients on their own data are not private: leave evaluate.target and clients_at_end out"
+    if evaluate.target == "clients":
+        yield "evaluate.target = 'clients' is a score for each client, and a private run tells of none: leave it out"
+    if evaluate.clients_at_end or run.readouts:
+        key = "evaluate.clients_at_end" if evaluate.clients_at_end else "run.readouts"
+        yield f"{key} tells of single clients, and a private run tells of none: leave it out"
     if data.task == "superni":
         yield "data.task = 'superni' holds validation and test data out of the clients' own: it cannot be private here"
     if data.clients:
