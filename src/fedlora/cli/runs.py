@@ -169,7 +169,8 @@ def _show(folder: RunFolder) -> None:
     if s["bytes"]:  # of a private run it is not told
         up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
         table.add_row("sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}")
-    table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
+    if s["seconds"]:
+        table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
     if s["server_rank"] is not None:
         table.add_row("rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)")
     if s["padded_error"] is not None:

@@ -48,7 +48,7 @@ class OnDisk(Releases):
     folder: Path
     run: str
     ledger: Ledger
-    budget: Budget
+    budget: Budget | None
     rounds: int
     delta: float
     share: float

@@ -79,14 +79,13 @@ def _releases(prepared: Prepared, privacy: Privacy, folder: Path, run: str) -> O
 
 
 def told(spent: Mapping[str, Any]) -> str:
-    """One sentence for card and screen: epsilon of the planned rounds, also where fewer were played."""
-    rounds = f"{spent['rounds_planned']} planned rounds"
+    """For the card: epsilon of the planned rounds, also where fewer were played, and of the whole population."""
+    ledger, share = spent["ledger"], spent["sampling"]
+    who = "all" if share == 1.0 else f"a secret draw of {share:g}"
     return (
-        f"epsilon {spent['epsilon_planned']:.3f} at delta {spent['delta']:g} for {rounds} (noise multiplier "
-        f"{spent['noise_multiplier']:.3f}, clip {spent['clip']:g}, {_who(spent['sampling'])} of {spent['clients']} "
-        f"clients); unit: one client's contribution, against those who get what the server releases"
+        f"epsilon {spent['epsilon_planned']:.3f} at delta {spent['delta']:g} for {spent['rounds_planned']} planned "
+        f"rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip {spent['clip']:g}, {who} of "
+        f"{spent['clients']} clients a round); unit: one client's contribution, against those who get what the server "
+        f"releases. All runs on these clients together, as their ledger has it and as planned: epsilon "
+        f"{ledger['planned_epsilon']:.3f}"
     )
-
-
-def _who(share: float) -> str:
-    return "all" if share == 1.0 else f"a secret draw of {share:g}"
