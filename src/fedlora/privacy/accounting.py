@@ -117,13 +117,14 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
     def excess(z: float) -> float:
         return math.log(_composed(((z, float(sampling), rounds),), float(delta)) / epsilon)
 
-    high = _rough_noise(epsilon, rounds, delta)
+    high = _rough_noise(epsilon, rounds, delta) if sampling < 1 else _exact_noise(epsilon, rounds, delta)
+    step = 0.3 if sampling < 1 else 1e-4
     while (above := excess(high)) > 0:
-        high *= 1.25
+        high, step = high * (1 + step), 4 * step
     low, below = high, above
     while below <= 0:
         high, above = low, below
-        low /= 1.5
+        low, step = low / (1 + step), 2 * step
         below = excess(low)
     side = 0
     while high > low * (1 + 1e-4):  # false position in logarithms, with Illinois's halving
@@ -188,6 +189,24 @@ def _rough_noise(epsilon: float, rounds: int, delta: float) -> float:
     """z for which the zCDP bound of unsampled releases is epsilon."""
     log = math.log(1 / delta)
     return math.sqrt(rounds / 2) / (math.sqrt(log + epsilon) - math.sqrt(log))
+
+
+def _exact_noise(epsilon: float, rounds: int, delta: float) -> float:
+    """z for which unsampled Gaussian releases have this epsilon: in closed form (Balle and Wang 2018, theorem 8), where
+    to begin."""
+
+    def log_tail(x: float) -> float:
+        tail = math.erfc(x / math.sqrt(2)) / 2
+        return math.log(tail) if tail > 0 else -x * x / 2 - math.log(x * math.sqrt(2 * math.pi))
+
+    high = _rough_noise(epsilon, rounds, delta)  # enough: the zCDP bound
+    low = high / 4
+    while high > low * (1 + 1e-6):
+        middle = math.sqrt(low * high)
+        mu = math.sqrt(rounds) / middle
+        there = math.exp(log_tail(epsilon / mu - mu / 2)) - math.exp(epsilon + log_tail(epsilon / mu + mu / 2))
+        low, high = (middle, high) if there > delta else (low, middle)
+    return high
 
 
 def _number(value: float) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedlora.core.echo import quoted
 from fedlora.errors import HyperparameterError, LedgerError
-from fedlora.privacy.accounting import Spending, check_delta, epsilon_of
+from fedlora.privacy.accounting import MOST_ROUNDS, Spending, check_delta, epsilon_of
 from fedlora.privacy.mechanism import Mechanism
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -50,8 +50,10 @@ class Event:
             raise HyperparameterError(f"a run's id is 1 to 100 letters that print; got {quoted(self.run)}.")
         for name in ("round", "rounds"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise HyperparameterError(f"privacy: an event's {name} is a whole number >= 1; got {quoted(value)}.")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_ROUNDS:
+                raise HyperparameterError(
+                    f"privacy: an event's {name} is a whole number from 1 to {MOST_ROUNDS:,}; got {quoted(value)}."
+                )
         if not isinstance(self.released, str) or (self.released and not _DIGEST.fullmatch(self.released)):
             raise HyperparameterError(f"an event's digest is 64 hexadecimal letters; got {quoted(self.released)}.")
         check_delta(self.delta)

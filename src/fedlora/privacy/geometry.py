@@ -204,6 +204,8 @@ class Layout:
         object.__setattr__(self, "heads", ReadOnly({k: tuple(self.heads[k]) for k in sorted(self.heads)}))
         if self.size < 1:
             raise ShapeError("a private sum has no entries: neither modules nor heads.")
+        if twice := set(self.modules) & set(self.heads):
+            raise ShapeError(f"{min(twice)!r} is both a module and a head of the private sum.")
 
     @property
     def size(self) -> int:

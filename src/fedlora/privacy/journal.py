@@ -10,7 +10,10 @@ bytes. Killed later, it gives them and charges nothing. So one sum never leaves 
 sums (it is nowhere but within its sum), and what leaves was charged. The exact sum is not written anywhere.
 
 A file is one line of JSON (round, the event, the context) and the sum as int64, little-endian; its name ends with the
-first 16 letters of the SHA-256 of all of it, and the ledger holds all 64. It may be shown: the noised sum is private.
+first 16 letters of the SHA-256 of all of it, and the ledger holds all 64. A charged file is private and may
+be shown; the folder stays with the server, for a kill can leave a draw in it that was never charged.
+
+A ledger that lost events which this journal has gets them back: they left.
 
 A damaged file is refused and not drawn anew by itself: that would be a second release. Whoever removes it does that
 knowingly, and the ledger then holds two events for the round.
@@ -81,6 +84,8 @@ class Journal:
             LedgerError: a damaged file, or of another context. BudgetSpent: the run was killed before the charge, and
             the budget was spent meanwhile: the sum may not leave any more.
         """
+        self._sweep()
+        self._settle(round)
         entry = self._entry(round)
         if entry is None:
             return None
@@ -126,6 +131,18 @@ class Journal:
         if found is None or not torch.equal(found, released.cpu()):
             raise LedgerError(f"{path} does not hold what was written to it; nothing may be released.")
         return found
+
+    def _sweep(self) -> None:
+        """Remove what killed writers left half written: a draw that was not charged, and is not drawn upon any more."""
+        for part in self.folder.glob(".round-*.part"):
+            files.sweep(self.folder / part.name[1:].rsplit(".", 2)[0])
+
+    def _settle(self, but: int) -> None:
+        """Charge what this journal has of other rounds and the ledger lacks, whatever the budget: it may have left."""
+        known = {charged.event.released[:16] for charged in self.ledger.events()}
+        for round, digest, _ in self._listed():
+            if round != but and digest not in known and (entry := self._entry(round)) is not None:
+                self.ledger.charge(entry.event)
 
     def charged(self) -> dict[int, Charged]:
         """Round -> its event in the ledger, of the sums in this folder. Raises `LedgerError`."""

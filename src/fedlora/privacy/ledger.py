@@ -25,10 +25,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,29 +36,10 @@ from fedlora.errors import BudgetSpent, LedgerError
 from fedlora.privacy import chain
 from fedlora.privacy.chain import Book
 from fedlora.privacy.events import Budget, Charged, Event, planned_on, spent_on
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from fedlora.privacy.locked_file import content, held, put
+from fedlora.privacy.recomputing import Recomputed, recompute
 
 __all__ = ["Budget", "Charged", "Event", "Ledger", "Recomputed", "recompute"]
-
-PATIENCE = 120.0  # seconds that another process may hold the ledger: an accountant's answer takes one or two
-
-
-@dataclass(frozen=True)
-class Recomputed:
-    """What an outsider finds in a ledger. epsilon: spent, at delta. planned: with all rounds that its runs planned.
-    tip: (number, digest) of the newest line; a tip that somebody kept must be among `tips` of any later ledger."""
-
-    population: str
-    delta: float
-    epsilon: float
-    planned: float
-    events: tuple[Charged, ...]
-    tip: tuple[int, str]
-    tips: tuple[tuple[int, str], ...] = ()
 
 
 class Ledger:
@@ -99,7 +77,7 @@ class Ledger:
         """
         if not event.released:
             raise LedgerError("an event is charged with the digest of what is released: `Journal.store` does both.")
-        with self._held() as descriptor:
+        with held(self.path) as descriptor:
             book = self._begun(descriptor)
             for other in book.charged:
                 if _same(other.event, event):
@@ -154,8 +132,8 @@ class Ledger:
             raise LedgerError("say in a few words why the ledger is elsewhere now: it stays in it.")
         if not self.path.is_file():
             raise LedgerError(f"{self.path} does not exist: there is nothing to adopt.")
-        with self._held() as descriptor:
-            book = chain.read(_content(descriptor), str(self.path))
+        with held(self.path) as descriptor:
+            book = chain.read(content(descriptor), str(self.path))
             if book is None:
                 raise LedgerError(f"{self.path} holds no ledger: there is nothing to adopt.")
             self._check(book, self._tip())
@@ -185,14 +163,13 @@ class Ledger:
     def _begun(self, descriptor: int) -> Book:
         """The book of the locked file, which is made where it is new."""
         tip, inode = self._tip(), os.fstat(descriptor).st_ino
-        book = chain.read(_content(descriptor), str(self.path))
+        book = chain.read(content(descriptor), str(self.path))
         if book is None:
             self._require_none(tip)
             os.ftruncate(descriptor, 0)
-            _put(descriptor, chain.header(self.population, secrets.token_hex(8), inode, _now()), 0)
-            os.fsync(descriptor)
+            put(descriptor, chain.header(self.population, secrets.token_hex(8), inode, _now()), 0)
             files.sync_folder(self.path.parent)
-            book = chain.read(_content(descriptor), str(self.path))
+            book = chain.read(content(descriptor), str(self.path))
             if book is None:
                 raise LedgerError(f"the ledger {self.path} cannot be written: the file stays empty.")
         if book.inode != inode:
@@ -266,12 +243,11 @@ class Ledger:
         """One more line, whole and lasting; after an error the file is as it was."""
         try:
             os.ftruncate(descriptor, book.length)  # what a killed writer left torn: nothing was released for it
-            _put(descriptor, line, book.length)
-            os.fsync(descriptor)
+            put(descriptor, line, book.length)
         except OSError:
             os.ftruncate(descriptor, book.length)
             raise
-        after = chain.read(_content(descriptor), str(self.path))
+        after = chain.read(content(descriptor), str(self.path))
         if after is None or after.tip != (book.tip[0] + 1, chain.digest_of(line)):
             raise LedgerError(f"the ledger {self.path} does not hold what was written to it; nothing may be released.")
         files.sync_folder(self.path.parent)
@@ -286,96 +262,9 @@ class Ledger:
         number, digest = book.tip
         files.write(self._tip_path, chain.line_of({"number": number, "digest": digest, "id": book.id}))
 
-    @contextmanager
-    def _held(self) -> Iterator[int]:
-        """The file, open and locked: other processes and threads wait. Raises `LedgerError`."""
-        if fcntl is None:
-            raise LedgerError("a privacy ledger needs file locks (flock), which this system has not: use Linux or Mac.")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
-        except OSError as error:
-            raise LedgerError(f"the ledger {self.path} cannot be opened: {error.strerror or error}.") from error
-        try:
-            self._lock(descriptor)
-            try:
-                if not os.path.exists(self.path) or not os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
-                    raise LedgerError(
-                        f"the ledger {self.path} was removed or exchanged meanwhile. Nothing was charged."
-                    )
-                yield descriptor
-            finally:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open
-        except OSError as error:
-            raise LedgerError(f"the ledger {self.path} cannot be used: {error.strerror or error}.") from error
-        finally:
-            os.close(descriptor)
-
-    def _lock(self, descriptor: int) -> None:
-        until = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise LedgerError(
-                        f"another process has held the ledger {self.path} for {PATIENCE:g} seconds. Nothing was "
-                        f"charged; try again when it has ended."
-                    ) from None
-                time.sleep(0.02)
-            except OSError as error:
-                raise LedgerError(
-                    f"the file system of {self.path} has no locks ({error.strerror}): two runs could spend one budget "
-                    f"twice. Put the ledger on a local disk."
-                ) from error
-
-
-def recompute(path: Path, delta: float | None = None) -> Recomputed:
-    """Read a ledger as an outsider: its chain is checked, and epsilon is computed anew from its events.
-
-    Args:
-        path: of the file alone; neither its tip nor its place counts. delta: None takes the smallest of its plans.
-
-    Raises:
-        LedgerError: it is not there, or damaged. HyperparameterError: dp-accounting is missing.
-
-    Example:
-        >>> from fedlora.privacy import recompute
-        >>> found = recompute(Path("ledger.jsonl"))
-        >>> len(found.events), found.planned > found.epsilon > 0
-        (1, True)
-    """
-    try:
-        book = chain.read(Path(path).read_bytes(), str(path))
-    except OSError as error:
-        raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}.") from error
-    if book is None:
-        raise LedgerError(f"{path} holds no ledger.")
-    events = [charged.event for charged in book.charged]
-    if delta is None:
-        delta = min((event.delta for event in events), default=1e-5)
-    return Recomputed(
-        book.population, delta, spent_on(events, delta), planned_on(events, delta), book.charged, book.tip, book.tips
-    )
-
 
 def _same(one: Event, other: Event) -> bool:
     return (one.run, one.round, one.released) == (other.run, other.round, other.released)
-
-
-def _content(descriptor: int) -> bytes:
-    parts, at = [], 0
-    while part := os.pread(descriptor, 2**20, at):
-        parts.append(part)
-        at += len(part)
-    return b"".join(parts)
-
-
-def _put(descriptor: int, content: bytes, at: int) -> None:
-    while content:
-        written = os.pwrite(descriptor, content, at)
-        content, at = content[written:], at + written
 
 
 def _now() -> str:

@@ -1,0 +1,155 @@
+"""What is spent. Kinds of evidence: reference figures (of the design, checked with dp-accounting by others), oracle
+(the analytic Gaussian in closed form; discrete probabilities summed term by term), property.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+
+import pytest
+
+from fedlora.errors import HyperparameterError
+from fedlora.privacy import Mechanism, Spending, accounting, epsilon, epsilon_of, extras, noise_multiplier_for
+from fedlora.privacy.accounting import discrete_noise
+
+PLD = pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
+
+
+def upper_tail(x: float) -> float:
+    return math.erfc(x / math.sqrt(2)) / 2
+
+
+def gaussian_delta(epsilon: float, z: float, rounds: int) -> float:
+    """delta of T Gaussian releases, exactly: one release of z / sqrt(T) (Balle and Wang 2018, theorem 8)."""
+    mu = math.sqrt(rounds) / z
+    return upper_tail(epsilon / mu - mu / 2) - math.exp(epsilon) * upper_tail(epsilon / mu + mu / 2)
+
+
+@PLD
+@pytest.mark.parametrize(
+    ("z", "rounds", "delta", "sampling", "expected"),
+    [(1.0, 50, 1e-5, 0.1, 5.148), (1.0, 50, 1e-5, 1.0, 54.4), (1.0, 20, 1e-3, 1.0, 23.06), (2.147, 20, 1e-3, 1.0, 8.0)],
+)
+def test_reference_figures(z: float, rounds: int, delta: float, sampling: float, expected: float) -> None:
+    """To three digits, from the design notes (trust.md, section 2, item 6)."""
+    found = epsilon(z, rounds, delta, sampling)
+    digits = 3 - 1 - math.floor(math.log10(expected))
+    assert round(found, digits) == round(expected, digits)
+
+
+@PLD
+def test_the_noise_for_an_epsilon() -> None:
+    """epsilon 8 of 20 rounds at delta 1e-3 needs z = 2.147 (design notes); the inverse of `epsilon`, from above."""
+    assert noise_multiplier_for(8.0, 20, 1e-3) == pytest.approx(2.147, abs=5e-4)
+    for eps, rounds, delta, sampling in ((0.5, 10, 1e-6, 1.0), (5.148, 50, 1e-5, 0.1)):
+        z = noise_multiplier_for(eps, rounds, delta, sampling)
+        assert epsilon(z, rounds, delta, sampling) <= eps < epsilon(z * (1 - 3e-4), rounds, delta, sampling)
+
+
+@PLD
+@pytest.mark.parametrize(("z", "rounds", "delta"), [(0.5, 1, 1e-5), (1.0, 20, 1e-3), (4.0, 100, 1e-6), (50.0, 1, 1e-5)])
+def test_never_below_the_exact_gaussian_and_close_to_it(z: float, rounds: int, delta: float) -> None:
+    """Oracle: the closed form. Pessimistic means: at the epsilon that is told, the exact delta is at most the asked."""
+    found = epsilon(z, rounds, delta)
+    assert gaussian_delta(found, z, rounds) <= delta
+    assert gaussian_delta(found * 0.999, z, rounds) > delta
+
+
+@PLD
+def test_events_compose_in_any_order_and_cost_more_together() -> None:
+    one, other = Spending(1.0, 5), Spending(2.0, 7, 0.5)
+    together = epsilon_of([one, other], 1e-5)
+    assert together == epsilon_of([other, Spending(1.0, 2), Spending(1.0, 3)], 1e-5)
+    assert max(epsilon_of([one], 1e-5), epsilon_of([other], 1e-5)) < together
+    assert epsilon_of([], 1e-5) == 0.0 == epsilon_of([Spending(1.0, 0)], 1e-5)
+    assert math.isinf(epsilon_of([one, Spending(0.0, 1)], 1e-5))
+
+
+@PLD
+def test_sampling_amplifies_and_large_epsilons_are_told_too() -> None:
+    """A coarser grid of losses serves them, still from above: zCDP's rho = T / (2 z^2) is the mean of the loss."""
+    assert epsilon(1.0, 50, 1e-5, 0.01) < epsilon(1.0, 50, 1e-5, 0.1) < epsilon(1.0, 50, 1e-5)
+    found = epsilon(0.05, 10, 1e-5)
+    rho = 10 / (2 * 0.05**2)
+    assert rho < found < rho + 2 * math.sqrt(rho * math.log(1e5))
+
+
+@pytest.mark.parametrize("scale", [3.0, 10.0, 40.0])
+def test_the_discrete_noise_is_as_near_the_rounded_gaussian_as_its_bound_says(scale: float) -> None:
+    """The two inequalities of `accounting`'s docstring, with d = 1: probabilities of both noises term by term, the
+    rounded Gaussian's by erfc. Out to 8 s, where erfc is good to 1e-13 of itself."""
+    total = math.fsum(math.exp(-(k * k) / (2 * scale**2)) for k in range(-round(12 * scale), round(12 * scale) + 1))
+    for k in range(round(8 * scale)):
+        discrete = math.exp(-(k * k) / (2 * scale**2)) / total
+        rounded = upper_tail((k - 0.5) / scale) - upper_tail((k + 0.5) / scale)
+        ratio = math.log(rounded / discrete)
+        assert -1 / (24 * scale**2) - 1e-11 <= ratio <= k * k / (8 * scale**4) + 1e-11
+
+
+def test_what_the_discrete_noise_adds_is_small_and_counted() -> None:
+    """Expected: below 1e-9 a round at the coarsest grid that `check_room` admits; growing with rounds."""
+    assert 0 < discrete_noise(10.0, 1, 1e-5) < 1e-9
+    assert discrete_noise(10.0, 1000, 1e-5) > 500 * discrete_noise(10.0, 1, 1e-5)
+    size = 10
+    with pytest.raises(HyperparameterError, match="too coarse"):
+        Mechanism(1.0, 1.0, 2.0**-20).check_room(size, clients=1)
+
+
+@PLD
+def test_an_outsider_with_dp_accounting_gets_the_same() -> None:
+    """Oracle: dp-accounting alone, as its manual has it, to six digits."""
+    events, pld = extras.accounting(""), extras.accounting(".pld")
+    accountant = pld.PLDAccountant(events.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    accountant.compose(events.GaussianDpEvent(1.3), 7)
+    accountant.compose(events.PoissonSampledDpEvent(0.2, events.GaussianDpEvent(0.9)), 11)
+    found = epsilon_of([Spending(1.3, 7), Spending(0.9, 11, 0.2)], 1e-5)
+    assert found == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6)
+    assert found >= accountant.get_epsilon(1e-5)
+
+
+@PLD
+def test_the_relation_that_says_zero_is_the_one_in_use() -> None:
+    """dp-accounting has a relation by the words "replaced by zero"; it gives the same numbers as the one that every
+    version knows, which is used here. REPLACE_ONE costs more."""
+    events, pld = extras.accounting(""), extras.accounting(".pld")
+    found = {}
+    for name in ("ADD_OR_REMOVE_ONE", "REPLACE_SPECIAL", "REPLACE_ONE"):
+        accountant = pld.PLDAccountant(events.NeighboringRelation[name])
+        accountant.compose(events.GaussianDpEvent(1.0), 20)
+        found[name] = accountant.get_epsilon(1e-3)
+    assert found["ADD_OR_REMOVE_ONE"] == found["REPLACE_SPECIAL"]
+    assert found["REPLACE_ONE"] == pytest.approx(66.7, abs=0.5)  # "23 becomes 67"
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1e-5, math.nan, 1e-12, "1e-5", True])
+def test_impossible_deltas(delta: float) -> None:
+    with pytest.raises(HyperparameterError, match="delta"):
+        epsilon(1.0, 1, delta)
+
+
+@pytest.mark.parametrize(
+    ("z", "rounds", "sampling"),
+    list(itertools.chain([(-1.0, 1, 1.0), (math.nan, 1, 1.0), (1.0, -1, 1.0), (1.0, 2.5, 1.0), (1.0, 10**30, 1.0)],
+                         [(1.0, 1, 0.0), (1.0, 1, 1.1), (1.0, 1, math.nan)])),
+)  # fmt: skip
+def test_impossible_spendings(z: float, rounds: int, sampling: float) -> None:
+    with pytest.raises(HyperparameterError, match="privacy"):
+        epsilon(z, rounds, 1e-5, sampling)
+
+
+@pytest.mark.parametrize("eps", [0, -1, math.nan, math.inf, 1e-4])
+def test_impossible_epsilons(eps: float) -> None:
+    with pytest.raises(HyperparameterError, match="epsilon"):
+        noise_multiplier_for(eps, 1, 1e-5)
+
+
+def test_without_dp_accounting_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"no module {name}")
+
+    accounting._composed.cache_clear()
+    monkeypatch.setattr(extras.importlib, "import_module", missing)
+    with pytest.raises(HyperparameterError, match=r"dp-accounting.*fedlora\[privacy\]"):
+        epsilon(1.0, 1, 1e-5)

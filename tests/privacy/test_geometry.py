@@ -1,0 +1,135 @@
+"""The spaces in which changes are summed. Kinds of evidence: oracle (dense float64 products), property (gauges)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fedlora.core.lora import LoRA
+from fedlora.errors import HyperparameterError, ShapeError
+from fedlora.privacy import Bases, Geometry, Layout
+
+
+def pair(d_out: int, d_in: int, r: int, seed: int) -> LoRA:
+    g = torch.Generator().manual_seed(seed)
+    return LoRA(torch.randn(d_out, r, generator=g, dtype=torch.float64), torch.randn(r, d_in, generator=g).double())
+
+
+def regauged(lora: LoRA, condition: float, seed: int) -> LoRA:
+    B, A = lora.factors
+    g = torch.Generator().manual_seed(seed)
+    U, V = (torch.linalg.qr(torch.randn(lora.rank, lora.rank, generator=g, dtype=torch.float64)).Q for _ in range(2))
+    sizes = torch.logspace(0, -math.log10(condition), lora.rank, dtype=torch.float64)
+    return LoRA(B @ (U * sizes) @ V, V.T @ torch.diag(1 / sizes) @ U.T @ A)
+
+
+@pytest.mark.parametrize(("shape", "dims", "a", "b"), [("full", 0, 9, 7), ("left", 5, 5, 7), ("two-sided", 5, 5, 5)])
+def test_there_and_back_is_the_projection(shape: str, dims: int, a: int, b: int) -> None:
+    """Oracle: Q Q^T X P P^T of the dense matrix. Q and P are orthonormal."""
+    geometry = Geometry(shape, dims)  # type: ignore[arg-type]
+    bases = geometry.bases(pair(9, 7, 2, 0), "q", round=3, seed=1)
+    assert bases.shape == (a, b) and bases.size == a * b == geometry.size(9, 7)
+    X = pair(9, 7, 4, 1)
+    Q = torch.eye(9, dtype=torch.float64) if bases.Q is None else bases.Q
+    P = torch.eye(7, dtype=torch.float64) if bases.P is None else bases.P
+    assert torch.allclose(Q.T @ Q, torch.eye(a, dtype=torch.float64), atol=1e-14)
+    assert torch.allclose(P.T @ P, torch.eye(b, dtype=torch.float64), atol=1e-14)
+    assert torch.allclose(bases.project(X), Q.T @ X.delta() @ P, atol=1e-13)
+    lifted = bases.lift(bases.project(X))
+    assert lifted.rank == min(a, b)
+    assert torch.allclose(lifted.delta(), Q @ Q.T @ X.delta() @ P @ P.T, atol=1e-13)
+
+
+def test_released_directions_are_kept_and_the_rest_is_fresh() -> None:
+    """Expected: a released update of rank 3 lies in 8 directions whole, in 4 with a quarter fresh too; in 2 its
+    strongest direction does. A change in what was never released is partly seen in other rounds."""
+    released = pair(40, 30, 3, 0)
+    for dims in (4, 8):
+        bases = Geometry("two-sided", dims).bases(released, "q", round=1, seed=0)
+        assert torch.allclose(bases.lift(bases.project(released)).delta(), released.delta(), atol=1e-12)
+    U, s, Vh = torch.linalg.svd(released.delta())
+    strongest = LoRA(U[:, :1] * s[0], Vh[:1])
+    bases = Geometry("left", 2).bases(released, "q", round=1, seed=0)
+    assert torch.allclose(bases.lift(bases.project(strongest)).delta(), strongest.delta(), atol=1e-12)
+    other = pair(40, 30, 1, 9)
+    seen = [Geometry("left", 8).bases(released, "q", round=r, seed=0).project(other).norm() for r in range(4)]
+    assert len({round(float(x), 9) for x in seen}) == 4 and min(seen) > 0
+
+
+def test_bases_are_a_function_of_what_is_public() -> None:
+    """The same bits for the same (released, module, round, seed); other directions for another round, module, seed; the
+    same space in another gauge of condition 1e6 (to what the gauge's own rounding leaves)."""
+    released, geometry = pair(20, 15, 3, 0), Geometry("two-sided", 6)
+    first = geometry.bases(released, "q", round=1, seed=0)
+    again = geometry.bases(released, "q", round=1, seed=0)
+    assert first.Q is not None and again.Q is not None and torch.equal(first.Q, again.Q)
+    for other in (
+        geometry.bases(released, "q", 2, 0),
+        geometry.bases(released, "v", 1, 0),
+        geometry.bases(released, "q", 1, 1),
+    ):
+        assert other.Q is not None and not torch.allclose(first.Q @ first.Q.T, other.Q @ other.Q.T, atol=1e-3)
+    moved = geometry.bases(regauged(released, 1e6, 1), "q", round=1, seed=0)
+    assert moved.Q is not None and torch.allclose(first.Q @ first.Q.T, moved.Q @ moved.Q.T, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "released", [LoRA(torch.zeros(6, 2), torch.ones(2, 5)), LoRA(torch.zeros(6, 0), torch.zeros(0, 5))]
+)
+def test_before_anything_was_released_directions_are_random(released: LoRA) -> None:
+    bases = Geometry("two-sided", 3).bases(released, "q", round=0, seed=0)
+    assert bases.shape == (3, 3)
+
+
+def test_more_dims_than_the_module_has_are_all_of_it() -> None:
+    """Nothing is lost then: the two-sided space is the whole one."""
+    X = pair(6, 5, 3, 1)
+    bases = Geometry("two-sided", 99).bases(pair(6, 5, 2, 0), "q", round=0, seed=0)
+    assert bases.shape == (6, 5) and torch.allclose(bases.lift(bases.project(X)).delta(), X.delta(), atol=1e-13)
+
+
+def test_a_change_of_a_frozen_factor_s_partner() -> None:
+    """Q None and P the frozen A's directions: v is the product in A's row space, and nothing of B's change is lost."""
+    A = torch.randn(3, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    P = torch.linalg.qr(A.T).Q
+    bases, change = Bases(8, 12, None, P), LoRA(pair(8, 12, 3, 2).factors[0], A)
+    assert bases.shape == (8, 3)
+    assert torch.allclose(bases.lift(bases.project(change)).delta(), change.delta(), atol=1e-12)
+    assert float(bases.project(change).norm()) == pytest.approx(change.norm())  # clipping it clips the product
+
+
+def test_a_layout_holds_all_modules_and_heads_in_one_order() -> None:
+    layout = Layout(
+        {"v": Bases(4, 3), "k": Geometry("left", 2).bases(pair(5, 3, 1, 0), "k", 1, 0)}, {"b": (2, 2), "a": (3,)}
+    )
+    assert layout.size == 12 + 6 + 3 + 4
+    change, head = pair(4, 3, 2, 0), torch.arange(3.0)
+    vector = layout.vector({"v": change}, {"a": head})
+    assert vector.dtype == torch.float64 and vector.shape == (layout.size,)
+    modules, heads = layout.parts(vector)
+    assert torch.allclose(modules["v"].delta(), change.delta()) and not modules["k"].delta().any()
+    assert heads["a"].tolist() == [0, 1, 2] and heads["b"].shape == (2, 2) and not heads["b"].any()
+    places = layout.slices()
+    assert list(places) == ["k", "v", "a", "b"]
+    assert torch.equal(vector[places["v"]], change.delta().reshape(-1))
+    assert vector.norm() == pytest.approx(math.hypot(change.norm(), float(head.norm())))
+    with pytest.raises(ShapeError, match="entries"):
+        layout.parts(vector[:-1])
+    with pytest.raises(ShapeError, match="no entries"):
+        Layout({}, {})
+    with pytest.raises(ShapeError, match="both"):
+        Layout({"q": Bases(2, 2)}, {"q": (2,)})
+
+
+def test_impossible_geometries() -> None:
+    for shape, dims in (("full", 3), ("left", 0), ("two-sided", -1), ("left", True), ("left", 2.5), ("right", 3)):
+        with pytest.raises(HyperparameterError, match="privacy"):
+            Geometry(shape, dims)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="basis Q"):
+        Bases(4, 4, torch.zeros(3, 2))
+    with pytest.raises(ShapeError, match="lifted"):
+        Bases(4, 4).lift(torch.zeros(3, 4))
+    with pytest.raises(ShapeError, match="NaN"):
+        Geometry("left", 2).bases(LoRA(torch.full((4, 2), math.nan), torch.ones(2, 4)), "q", 0, 0)

@@ -1,0 +1,244 @@
+"""The journal: what leaves, leaves once and charged. Kinds of evidence: contract (a kill before every single step, and
+in the middle of writes; SIGKILL at any time), hostile files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedlora
+import support
+from fedlora.errors import BudgetSpent, LedgerError, ShapeError
+from fedlora.privacy import Budget, Event, Journal, Ledger, Mechanism
+
+PROGRAM = Path(support.__file__).parent / "privacy_rounds.py"
+ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(
+        [
+            *(str(Path(str(package.__file__)).parents[1]) for package in (fedlora, support)),
+            os.environ.get("PYTHONPATH", ""),
+        ]
+    ),
+}
+PLD = pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
+SIZE = 6
+MECHANISM = Mechanism.of(1.0, 1.0, SIZE)
+TOTAL = torch.tensor([0, 1, -1, 2**62, -(2**63), 2**63 - 1])
+
+
+def program(*args: str) -> Any:
+    done = subprocess.run([sys.executable, str(PROGRAM), *args], capture_output=True, text=True, env=ENV, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def an_event(round: int = 1, **changed: Any) -> Event:
+    facts = {"run": "one", "round": round, "sampling": 1.0, "rounds": 20, "delta": 1e-3, **changed}
+    return Event.of(MECHANISM, SIZE, **facts)
+
+
+def a_journal(home: Path, budget: Budget | None = None) -> Journal:
+    return Journal(home / "run" / "journal", Ledger(home / "ledger.jsonl", "some clients"), budget)
+
+
+def the_file(home: Path) -> Path:
+    (path,) = (home / "run" / "journal").glob("*.noised")
+    return path
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["kills", "torn"])
+def test_a_kill_at_any_step_releases_once_and_charged(tmp_path: Path, how: str) -> None:
+    """By definition: after the resume there is one noised sum, one event with its digest, all that ever left was that
+    sum, and no other draw is left anywhere. What was in the journal at the kill is what leaves at the end; whatever had
+    left was charged."""
+    found = program(how, str(tmp_path))
+    assert sum(entry["killed"] for entry in found) >= (2 if how == "torn" else 15)
+    seen = Counter()
+    for entry in found:
+        then, finally_ = json.loads(entry["then"]), json.loads(entry["finally"])
+        assert entry["next"] == "done" and entry["left"] == []
+        ((number, digest),) = finally_["charged"]
+        (shown, whole) = finally_["held"]["1"]
+        assert (number, digest) == (1, whole)
+        assert set(finally_["left"]) == {f"1 {shown}"}
+        if then["held"]:
+            assert then["held"] == finally_["held"]
+        if then["left"]:
+            assert then["charged"] == finally_["charged"]
+        seen[(bool(then["held"]), bool(then["charged"]), bool(then["left"]))] += 1
+    if how == "kills":  # stages: drawn; written; charged
+        assert {(False, False, False), (True, False, False), (True, True, False)} <= set(seen), seen
+
+
+def test_sigkill_at_any_time(tmp_path: Path) -> None:
+    """A process that plays rounds is killed by the system, again and again. By definition: all that ever left of one
+    round is the same, and each round has one event, of its bytes."""
+    generator = random.Random(0)
+    for _ in range(5):
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), "play", str(tmp_path), "400"], env=ENV, stderr=subprocess.DEVNULL
+        )
+        began = time.monotonic()
+        while not (tmp_path / "ledger.jsonl").exists() and time.monotonic() - began < 60:
+            time.sleep(0.01)
+        time.sleep(0.2 + generator.random() * 0.3)
+        process.kill()
+        process.wait()
+    left: dict[str, set[str]] = {}
+    for path in (tmp_path / "left").glob("*"):
+        left.setdefault(path.name.split("-")[0], set()).add(path.read_text())
+    assert left and all(len(shown - {""}) <= 1 for shown in left.values())  # "": killed while that was written
+    journal = Journal(tmp_path / "journal", Ledger(tmp_path / "ledger.jsonl", "some clients"))
+    events = [charged.event for charged in journal.ledger.events()]
+    assert len({event.round for event in events}) == len(events)
+    assert {int(round) for round in left} <= {event.round for event in events} == set(journal.charged())
+
+
+# ---- in one process --------------------------------------------------------------------------------------------------
+
+
+def test_what_left_is_given_again_bit_for_bit_and_charged_once(tmp_path: Path) -> None:
+    """The extremes of int64 included; another process's journal on the same folder gives the same."""
+    journal = a_journal(tmp_path)
+    assert journal.stored(1) is None and journal.ledger.events() == ()
+    left = journal.store(1, TOTAL, an_event(), context="state")
+    assert torch.equal(left, TOTAL)
+    for _ in range(3):
+        again = a_journal(tmp_path).stored(1, context="state")
+        assert again is not None and torch.equal(again, TOTAL)
+    (charged,) = journal.ledger.events()
+    assert journal.charged() == {1: charged} and len(charged.event.released) == 64
+    assert the_file(tmp_path).name == f"round-00001-{charged.event.released[:16]}.noised"
+
+
+def test_a_round_has_one_sum(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path)
+    journal.store(1, TOTAL, an_event())
+    with pytest.raises(LedgerError, match="a round is released once"):
+        journal.store(1, TOTAL + 0, an_event())
+    assert len(journal.ledger.events()) == 1
+
+
+def test_a_sum_of_another_state_is_not_used(tmp_path: Path) -> None:
+    """A rewound run whose configuration changed would lift it into other bases."""
+    journal = a_journal(tmp_path)
+    journal.store(1, TOTAL, an_event(), context="one state")
+    with pytest.raises(LedgerError, match="another state or configuration"):
+        journal.stored(1, context="another")
+
+
+def test_a_written_sum_that_was_not_charged_is_charged_before_it_leaves(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path)
+    journal.store(1, TOTAL, an_event())
+    for name in ("ledger.jsonl", "ledger.jsonl.tip"):
+        (tmp_path / name).unlink()
+    assert torch.equal(journal.stored(1), TOTAL)  # type: ignore[arg-type]
+    assert [charged.event.round for charged in journal.ledger.events()] == [1]
+
+
+def test_a_lost_ledger_gets_back_what_the_journal_knows(tmp_path: Path) -> None:
+    """Somebody begins the ledger anew; the run that goes on charges its earlier releases again, before the next."""
+    journal = a_journal(tmp_path)
+    for round in (1, 2):
+        journal.store(round, TOTAL, an_event(round))
+    for name in ("ledger.jsonl", "ledger.jsonl.tip"):
+        (tmp_path / name).unlink()
+    journal.store(3, TOTAL, an_event(3))
+    assert sorted(charged.event.round for charged in journal.ledger.events()) == [1, 2, 3]
+
+
+def test_a_copied_folder_spends_from_the_same_ledger(tmp_path: Path) -> None:
+    """Two copies of a run go on from round 1: they share its event, and each draws its own round 2, charged twice."""
+    ledger = Ledger(tmp_path / "ledger.jsonl", "some clients")
+    one, other = Journal(tmp_path / "a", ledger), Journal(tmp_path / "b", ledger)
+    one.store(1, TOTAL, an_event(1))
+    (tmp_path / "b").mkdir()
+    for path in (tmp_path / "a").iterdir():
+        (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
+    assert other.stored(1) is not None and len(ledger.events()) == 1
+    one.store(2, TOTAL, an_event(2))
+    other.store(2, TOTAL + 0 * TOTAL, an_event(2))  # the same bytes: the same release
+    assert len(ledger.events()) == 2
+    Journal(tmp_path / "c", ledger).store(2, TOTAL.flip(0), an_event(2))
+    assert [charged.event.round for charged in ledger.events()] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("at", [0, 30, -1])
+def test_a_damaged_file_is_refused_and_not_drawn_anew(tmp_path: Path, at: int) -> None:
+    journal = a_journal(tmp_path)
+    journal.store(1, TOTAL, an_event())
+    raw = bytearray(the_file(tmp_path).read_bytes())
+    raw[at] ^= 1
+    the_file(tmp_path).write_bytes(raw)
+    for ask in (lambda: journal.stored(1), lambda: journal.store(1, TOTAL, an_event())):
+        with pytest.raises(LedgerError, match=r"damaged|released once"):
+            ask()
+
+
+def test_two_sums_of_one_round_are_refused(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path)
+    journal.store(1, TOTAL, an_event())
+    other = Journal(tmp_path / "other", journal.ledger)
+    other.store(1, TOTAL.flip(0), an_event())
+    (path,) = (tmp_path / "other").iterdir()
+    path.rename(journal.folder / path.name)
+    with pytest.raises(LedgerError, match="2 noised sums"):
+        journal.stored(1)
+
+
+def test_what_is_no_sum_of_the_event_is_refused(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path)
+    for bad in (TOTAL.double(), TOTAL[:-1], TOTAL.reshape(2, 3)):
+        with pytest.raises(ShapeError, match="int64"):
+            journal.store(1, bad, an_event())
+    with pytest.raises(LedgerError, match="round 2"):
+        journal.store(1, TOTAL, an_event(2))
+    assert not journal.folder.exists() and journal.ledger.events() == ()
+
+
+def test_a_disk_that_refuses_releases_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("no folder")
+    with pytest.raises(LedgerError, match="nothing was released"):
+        a_journal(tmp_path).store(1, TOTAL, an_event())
+    assert a_journal(tmp_path).ledger.events() == ()
+
+
+@PLD
+def test_a_spent_budget_stops_before_anything_is_written(tmp_path: Path) -> None:
+    """20 rounds of z = 1 at delta 1e-3 are epsilon 23.06; one is about 3.3, two 5.1."""
+    journal = a_journal(tmp_path, Budget(4.0, 1e-3))
+    journal.store(1, TOTAL, an_event(1))
+    with pytest.raises(BudgetSpent, match="the budget is 4"):
+        journal.store(2, TOTAL, an_event(2))
+    assert len(list(journal.folder.iterdir())) == 1 and len(journal.ledger.events()) == 1
+    assert journal.stored(1) is not None  # what was charged may leave again
+
+
+@PLD
+def test_a_sum_whose_budget_was_spent_meanwhile_does_not_leave(tmp_path: Path) -> None:
+    """Written, killed before its charge, and another run spent the rest."""
+    home = tmp_path / "x"
+    a_journal(home).store(1, TOTAL, an_event())
+    for name in ("ledger.jsonl", "ledger.jsonl.tip"):
+        (home / name).unlink()
+    other = Journal(home / "other", Ledger(home / "ledger.jsonl", "some clients"))
+    other.store(1, TOTAL.flip(0), an_event(run="other"))
+    with pytest.raises(BudgetSpent):
+        a_journal(home, Budget(4.0, 1e-3)).stored(1)

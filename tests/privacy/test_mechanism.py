@@ -1,0 +1,326 @@
+"""The mechanism: what one client can move a sum by, and what noise is added.
+
+Kinds of evidence: property (integers, in exact arithmetic, on hard families), statistical (with its rate of false
+alarms), mutation (generators that must not be used).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedlora.privacy
+from fedlora.core.lora import LoRA
+from fedlora.errors import HyperparameterError, ShapeError
+from fedlora.privacy import Bases, Geometry, Layout, Mechanism, extras, share_of
+from fedlora.privacy.exact import LARGEST, held, squared_norm
+from support.families import FAMILIES, family, random_gauge
+
+NOISE = pytest.mark.skipif(importlib.util.find_spec("opendp") is None, reason="opendp is not installed")
+GEOMETRIES = [Geometry("full"), Geometry("left", 6), Geometry("two-sided", 6), Geometry("two-sided", 1)]
+
+
+def exact_norm_squared(integers: torch.Tensor) -> int:
+    """Python's own integers, entry by entry."""
+    return sum(x * x for x in integers.tolist())
+
+
+def changes(name: str, client: str, scale: float, cond: float, seed: int) -> LoRA:
+    """A client's change [B_i, B_0] [A_i; -A_0] in a gauge of that condition, readout and all, in float64."""
+    rng = np.random.default_rng(seed)
+    B, A = (x.astype(np.float64) for x in family(name, seed=seed).uploads[client])
+    B0, A0 = rng.standard_normal((B.shape[0], 3)), rng.standard_normal((3, A.shape[1]))
+    Q = random_gauge(B.shape[1], cond, rng)
+    B, A = B @ Q, np.linalg.solve(Q, A)
+    return LoRA(torch.from_numpy(np.hstack([B, B0]) * scale), torch.from_numpy(np.vstack([A, -A0])))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"{g.shape}-{g.dims}")
+def test_one_client_never_moves_the_sum_by_more_than_the_ledger_says(name: str, geometry: Geometry) -> None:
+    """Neighbours by construction: the same round with a client's contribution and with zero in its place. Expected: by
+    definition |sum(D) - sum(D')|_2 <= sensitivity / grid, in exact integers. Gauges of condition 1e6, huge and tiny
+    values, a module and a head that the client lacks."""
+    clients = sorted(family(name).uploads)
+    released = changes(name, clients[0], 1.0, 1.0, seed=9)
+    bases = {m: geometry.bases(released, m, round=1, seed=0) for m in ("q", "v")}
+    layout = Layout(bases, {"head": (3, 4)})
+    mechanism = Mechanism.of(clip=0.7, noise_multiplier=1.0, size=layout.size)
+    mechanism.check_room(layout.size, len(clients))
+    limit = Fraction(mechanism.sensitivity(layout.size)) / Fraction(mechanism.grid)
+    assert limit == mechanism.bound(layout.size)
+    reached = 0.0
+    for scale, weight in ((1.0, 1.0), (1e-9, 0.3), (1e30, 1.0), (1e-300, 1.0)):
+        contributions = []
+        for k, client in enumerate(clients):
+            theirs = {"q": changes(name, client, scale, 1e6, seed=k), "v": changes(name, client, scale, 1.0, seed=k)}
+            if k % 2:
+                del theirs["v"]
+            heads = {} if k % 3 else {"head": torch.full((3, 4), scale)}
+            contributions.append(mechanism.contribution(layout.vector(theirs, heads), weight))
+        whole = torch.stack(contributions).sum(dim=0)
+        for k in range(len(clients)):
+            without = torch.stack([c for j, c in enumerate(contributions) if j != k] or [torch.zeros_like(whole)])
+            squared = exact_norm_squared(whole - without.sum(dim=0))
+            assert squared <= limit**2
+            reached = max(reached, math.sqrt(squared) / float(limit))
+    assert reached > 0.99  # the bound is met, not merely kept by sums that vanish
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_rounding_at_its_worst_stays_within_the_bound(size: int) -> None:
+    """Each entry half a step from the grid rounds up, so that the norm grows as much as it can: a grid so coarse that
+    this is seen. Expected: K^2 in exact integers."""
+    mechanism = Mechanism(clip=1.0, noise_multiplier=1.0, grid=2.0**-4)
+    vector = torch.full((size,), 1.0 / math.sqrt(size), dtype=torch.float64)
+    for shift in (0.0, 1e-9, 0.03, 0.031, 0.0312499):
+        found = mechanism.contribution(vector + shift)
+        assert exact_norm_squared(found) <= mechanism.bound(size) ** 2
+
+
+def test_the_clip_keeps_direction_and_length() -> None:
+    """Expected: v C / |v|, in rationals of the float64 input; a vector below the clip only meets the grid."""
+    mechanism = Mechanism.of(2.0, 1.0, size=3)
+    clipped = mechanism.clipped(torch.tensor([3.0, 0.0, 4.0]), weight=0.5)
+    assert clipped.usable and clipped.norm == 2.5 and math.isclose(clipped.factor, 0.8)
+    assert torch.allclose(
+        clipped.integers.double() * mechanism.grid, torch.tensor([1.2, 0.0, 1.6], dtype=torch.float64)
+    )
+    untouched = mechanism.clipped(torch.tensor([0.25, -0.5, 1.0]))
+    assert untouched.factor == 1.0 and (untouched.integers.double() * mechanism.grid).tolist() == [0.25, -0.5, 1.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_no_numbers_count_as_zero(bad: float, caplog: pytest.LogCaptureFixture) -> None:
+    mechanism = Mechanism.of(1.0, 1.0, size=5)
+    vector = torch.ones(5, dtype=torch.float64)
+    vector[2] = bad
+    found = mechanism.contribution(vector)
+    assert found.dtype == torch.int64 and not found.any()
+    assert "counts as zero" in caplog.text
+    assert not mechanism.clipped(vector).usable and math.isnan(mechanism.clipped(vector).norm)
+
+
+@pytest.mark.parametrize("value", [1e38, 1e154, 1.7e308, 5e-324, 1e-308, 1e-200, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_size_of_values_pushes_the_norm_computation(value: float, dtype: torch.dtype) -> None:
+    """The squares overflow or vanish in float64. Expected: rational arithmetic of the stored numbers says what the clip
+    gives: every entry C / sqrt(d), or zero below half a step of the grid."""
+    mechanism = Mechanism.of(1.0, 1.0, size=16)
+    vector = torch.full((16,), value, dtype=torch.float64).to(dtype)
+    stored = float(vector[0])
+    found = mechanism.clipped(vector)
+    assert exact_norm_squared(found.integers) <= mechanism.bound(16) ** 2
+    if not math.isfinite(stored):
+        assert not found.usable
+        return
+    wanted = min(1.0, 4 * stored if stored < 1e300 else 1.0) / 4
+    assert found.integers.tolist() == [round(wanted / mechanism.grid)] * 16
+    assert found.norm == pytest.approx(4 * stored, rel=1e-12) or (math.isinf(found.norm) and stored > 1e307)
+
+
+def test_one_enormous_entry_does_not_hide_the_others() -> None:
+    """Beside 1e308 an entry of 1e300 is 1e-8 of the clip, and more than one step of the grid."""
+    vector = torch.zeros(4, dtype=torch.float64)
+    vector[0], vector[1] = 1e308, 1e303
+    mechanism = Mechanism.of(1.0, 1.0, size=4)
+    found = mechanism.contribution(vector)
+    assert found[1] == round(1e-5 / mechanism.grid) and found[0] == round(1.0 / mechanism.grid)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 2)])
+def test_what_is_no_vector_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match=r"\(d,\) of floating point"):
+        Mechanism.of(1.0, 1.0, size=4).contribution(torch.zeros(shape))
+    with pytest.raises(ShapeError):
+        Mechanism.of(1.0, 1.0, size=4).contribution(torch.zeros(4, dtype=torch.int64))
+
+
+def test_wrong_shapes_of_a_client_are_refused_before_the_norm() -> None:
+    layout = Layout({"q": Bases(4, 5)}, {"head": (2,)})
+    with pytest.raises(ShapeError, match=r"change of this module is \(4, 5\)"):
+        layout.vector({"q": LoRA(torch.ones(5, 2), torch.ones(2, 4))}, {})
+    with pytest.raises(ShapeError, match="no place"):
+        layout.vector({"other": LoRA(torch.ones(4, 2), torch.ones(2, 5))}, {})
+    with pytest.raises(ShapeError, match="head"):
+        layout.vector({}, {"head": torch.ones(2, 1)})
+
+
+def test_weights_are_shares_that_a_client_cannot_push() -> None:
+    assert [share_of(n, 100) for n in (0, 50, 100, 1e300, -5, math.nan, math.inf, 10**400, True)] == [
+        0.0, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+    ]  # fmt: skip
+    with pytest.raises(HyperparameterError, match="n_max"):
+        share_of(5, 0)
+    with pytest.raises(HyperparameterError, match=r"in \[0, 1\]"):
+        Mechanism.of(1.0, 1.0, size=1).contribution(torch.ones(1), weight=1.5)
+    with pytest.raises(HyperparameterError, match=r"in \[0, 1\]"):
+        Mechanism.of(1.0, 1.0, size=1).contribution(torch.ones(1), weight=math.nan)
+
+
+def test_exact_squares_and_the_shrinking_of_what_is_above() -> None:
+    """Expected: Python's integers. The shrunk vector is within the bound, and within one step of its direction."""
+    generator = random.Random(0)
+    entries = [generator.randint(-LARGEST, LARGEST) for _ in range(300)] + [LARGEST, -LARGEST, 0, 1]
+    vector = torch.tensor(entries)
+    assert squared_norm(vector) == sum(x * x for x in entries)
+    bound = math.isqrt(squared_norm(vector)) // 3
+    shrunk = held(vector, bound)
+    assert exact_norm_squared(shrunk) <= bound**2
+    assert exact_norm_squared(shrunk) >= (bound - 2 * math.sqrt(len(entries))) ** 2
+    assert held(torch.tensor([3, 4]), 5).tolist() == [3, 4]  # on the bound: not above it
+    for beyond in (LARGEST + 1, -(2**63)):
+        with pytest.raises(OverflowError):
+            squared_norm(torch.tensor([beyond]))
+
+
+def test_the_grid_is_a_power_of_two_and_costs_a_millionth() -> None:
+    """Expected: from its definition, gamma sqrt(d) <= 2^-20 C min(1, z)."""
+    for clip, z, size in ((1.0, 1.0, 1), (0.3, 2.0, 10), (7.0, 0.01, 12345), (1e-6, 1.0, 10**7), (1e6, 50.0, 10**7)):
+        mechanism = Mechanism.of(clip, z, size)
+        assert math.frexp(mechanism.grid)[0] == 0.5
+        ratio = mechanism.grid * math.sqrt(size) / clip / min(1, z)
+        assert 2.0**-22 < ratio <= 2.0**-20
+        mechanism.check_room(size, clients=10_000)
+        assert clip < mechanism.sensitivity(size) <= clip * (1 + 4e-6)
+        assert Fraction(mechanism.scale(size)) >= Fraction(z) * mechanism.bound(size)
+        assert mechanism.scale(size) <= z * mechanism.bound(size) * (1 + 1e-15)
+
+
+def test_sums_that_could_leave_64_bits_are_refused_in_advance() -> None:
+    with pytest.raises(HyperparameterError, match="64-bit"):
+        Mechanism(1.0, 1.0, 2.0**-41).check_room(size=100, clients=10**7)
+    with pytest.raises(HyperparameterError, match="64-bit"):
+        Mechanism.of(1.0, 1e12, 10**6).check_room(size=10**6, clients=1)
+    with pytest.raises(HyperparameterError, match="exact sums carry"):
+        Mechanism(1.0, 1.0, 2.0**-60)
+    with pytest.raises(HyperparameterError, match="too coarse"):
+        Mechanism(1.0, 1.0, 2.0**-10).check_room(size=100, clients=10)
+    with pytest.raises(HyperparameterError, match="64-bit"):
+        Mechanism.of(1.0, 1.0, 2).noised(torch.tensor([2**63 - 1, 0]))
+    with pytest.raises(ShapeError):
+        Mechanism.of(1.0, 1.0, 2).noised(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("clip", "z", "grid"),
+    [(0, 1, 0.5), (-1, 1, 0.5), (math.nan, 1, 0.5), (math.inf, 1, 0.5), (True, 1, 0.5), (1, -1, 0.5),
+     (1, math.nan, 0.5), (1, 1, 0.3), (1, 1, 0.0), (1, 1, math.inf)],
+)  # fmt: skip
+def test_impossible_constants_are_refused(clip: float, z: float, grid: float) -> None:
+    with pytest.raises(HyperparameterError, match="privacy"):
+        Mechanism(clip, z, grid)
+
+
+@pytest.mark.parametrize("clip", [0, -1.0, math.nan, 1e-310])
+def test_impossible_clips_are_refused_where_the_grid_is_chosen(clip: float) -> None:
+    with pytest.raises(HyperparameterError, match="privacy"):
+        Mechanism.of(clip, 1.0, 10)
+
+
+def test_the_mean_has_a_public_denominator() -> None:
+    mechanism = Mechanism(1.0, 1.0, 0.25)
+    assert mechanism.mean(torch.tensor([8, -4]), 4.0).tolist() == [0.5, -0.25]
+    for bad in (0, -1, math.nan, math.inf):
+        with pytest.raises(HyperparameterError, match="denominator"):
+            mechanism.mean(torch.tensor([1]), bad)
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+@NOISE
+@pytest.mark.parametrize("z", [0.1, 1.0, 20.0])
+def test_the_moments_of_the_noise(z: float) -> None:
+    """Expected: mean 0, variance s^2, fourth moment 3 s^4 of a discrete Gaussian of large s (Canonne, Kamath and
+    Steinke, fact 19: below 1e-100 of the Gaussian's). n = 30,000 draws; six standard errors of each: z-scores beyond 6
+    have probability 2e-9, so all nine checks raise a false alarm once in 5e7 runs."""
+    n = 30_000
+    mechanism = Mechanism.of(1.0, z, n)
+    s = mechanism.scale(n)
+    assert s == pytest.approx(z * mechanism.sensitivity(n) / mechanism.grid)
+    x = mechanism.noised(torch.zeros(n, dtype=torch.int64)).double() / s
+    assert abs(float(x.mean())) < 6 / math.sqrt(n)
+    assert abs(float(x.square().mean()) - 1) < 6 * math.sqrt(2 / n)
+    assert abs(float(x.pow(4).mean()) - 3) < 6 * math.sqrt(96 / n)
+
+
+@NOISE
+def test_entries_and_calls_are_independent() -> None:
+    """Correlations of entries with their neighbours (also across the parts that are drawn at once) and with a second
+    call: six standard errors, a false alarm once in 2e8 runs."""
+    n = 2**16 + 2**12
+    mechanism = Mechanism.of(1.0, 1.0, n)
+    total = torch.zeros(n, dtype=torch.int64)
+    one, other = (mechanism.noised(total).double() / mechanism.scale(n) for _ in range(2))
+    pairs = ((one, other), (one[1:], one[:-1]), (one[: 2**12], one[2**16 :]))
+    for a, b in pairs:
+        assert abs(float((a * b).mean())) < 6 / math.sqrt(len(a))
+
+
+@NOISE
+def test_the_noise_is_added_to_the_sum_and_is_whole() -> None:
+    mechanism = Mechanism.of(1.0, 1.0, 3)
+    far = 2**55
+    found = mechanism.noised(torch.tensor([far, -far, 0]))
+    assert found.dtype == torch.int64 and found.device.type == "cpu"
+    assert (found - torch.tensor([far, -far, 0])).abs().max() < 40 * mechanism.scale(3)
+
+
+@NOISE
+def test_no_seed_repeats_noise_and_no_seeded_generator_is_touched() -> None:
+    """The same seeds give other noise, and torch's, Python's and numpy's generators stand where they stood."""
+    mechanism, total = Mechanism.of(1.0, 1.0, 50), torch.zeros(50, dtype=torch.int64)
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+        draws.append(mechanism.noised(total))
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert (before[1], before[2]) == (random.getstate(), str(np.random.get_state()))  # noqa: NPY002
+    assert not torch.equal(*draws)
+
+
+def test_no_generator_of_torch_or_python_is_in_the_code_of_noise_and_sampling() -> None:
+    """Words of their interfaces, in files that draw secrets. Geometry's directions are public, and drawn by a seed."""
+    folder = Path(str(fedlora.privacy.__file__)).parent
+    for file in folder.glob("*.py"):
+        if file.name != "geometry.py":
+            code = "\n".join(line.partition("#")[0] for line in file.read_text().splitlines())
+            for word in ("torch.rand", "torch.normal", "manual_seed", "Generator(", "import random", "np.random",
+                         "numpy", "normal_(", "bernoulli", "derive_seed"):  # fmt: skip
+                assert word not in code, (file.name, word)
+
+
+def test_without_opendp_noise_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"no module {name}")
+
+    monkeypatch.setattr(extras.importlib, "import_module", missing)
+    with pytest.raises(HyperparameterError, match=r"opendp.*no stand-in.*fedlora\[privacy\]"):
+        Mechanism.of(1.0, 1.0, 2).noised(torch.zeros(2, dtype=torch.int64))
+    silent = Mechanism.of(1.0, 0.0, 2)  # without noise nothing is needed: audits
+    assert silent.noised(torch.tensor([5, -5])).tolist() == [5, -5]
+
+
+@NOISE
+def test_opendp_says_the_same_of_its_measurement() -> None:
+    """Oracle: opendp's own privacy map (zCDP of the discrete Gaussian; Canonne, Kamath and Steinke 2020, theorem 4):
+    rho = K^2 / (2 s^2), at most 1 / (2 z^2)."""
+    dp = extras.opendp()
+    dp.enable_features("contrib")
+    for z in (0.37, 1.0, 2.147):
+        mechanism = Mechanism.of(0.3, z, 100)
+        space = dp.vector_domain(dp.atom_domain(T="i64")), dp.l2_distance(T=float)
+        rho = dp.m.make_gaussian(*space, scale=mechanism.scale(100)).map(float(mechanism.bound(100)))
+        assert rho == pytest.approx(1 / (2 * z * z), rel=1e-12)
+        assert rho <= 1 / (2 * z * z) * (1 + 1e-15)

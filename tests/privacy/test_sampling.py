@@ -1,0 +1,71 @@
+"""Who takes part. Kinds of evidence: statistical (with its rate of false alarms), mutation (no seed repeats a draw)."""
+
+from __future__ import annotations
+
+import math
+import random
+import secrets
+
+import pytest
+import torch
+
+from fedlora.errors import HyperparameterError
+from fedlora.privacy import poisson_sample
+
+MANY = [f"site-{k:05d}" for k in range(20_000)]
+
+
+def test_each_client_is_drawn_with_that_probability_and_independently() -> None:
+    """Six standard errors of the share, and of the share of neighbours that are both drawn: a false alarm once in 1e8
+    runs. Poisson sampling, so that the number of those drawn varies."""
+    q = 0.3
+    drawn = set(poisson_sample(MANY, q))
+    n = len(MANY)
+    assert abs(len(drawn) / n - q) < 6 * math.sqrt(q * (1 - q) / n)
+    both = sum(MANY[k] in drawn and MANY[k + 1] in drawn for k in range(n - 1)) / n
+    assert abs(both - q * q) < 6 * math.sqrt(q * q * (1 - q * q) * 3 / n)
+
+
+def test_an_empty_draw_is_a_draw() -> None:
+    """Six clients at q = 0.1: nobody is drawn in 53 % of rounds (0.9^6; the design notes say so). 2,000 rounds, six
+    standard errors."""
+    empty = sum(not poisson_sample(MANY[:6], 0.1) for _ in range(2000)) / 2000
+    assert abs(empty - 0.9**6) < 6 * math.sqrt(0.25 / 2000)
+
+
+def test_no_seed_repeats_a_draw() -> None:
+    draws = []
+    for _ in range(2):
+        random.seed(0)
+        torch.manual_seed(0)
+        before = random.getstate(), torch.get_rng_state()
+        draws.append(poisson_sample(MANY[:200], 0.5))
+        assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    assert draws[0] != draws[1]  # alike with probability 2^-200
+
+
+def test_the_coin_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q = 0.75 is 3/4: of the four secret integers below 4 three draw the client. 0.1 is its float's own fraction."""
+    asked: list[int] = []
+
+    def below(limit: int) -> int:
+        asked.append(limit)
+        return len(asked) - 1
+
+    monkeypatch.setattr(secrets, "randbelow", below)
+    assert poisson_sample(["d", "c", "b", "a"], 0.75) == ["a", "b", "c"] and asked == [4, 4, 4, 4]
+    asked.clear()
+    poisson_sample(["a"], 0.1)
+    assert asked == [(0.1).as_integer_ratio()[1]]
+
+
+@pytest.mark.parametrize("q", [0, -0.1, 1.1, math.nan, "0.5"])
+def test_impossible_probabilities(q: float) -> None:
+    with pytest.raises(HyperparameterError, match="probability"):
+        poisson_sample(["a"], q)
+
+
+def test_a_client_named_twice() -> None:
+    with pytest.raises(HyperparameterError, match="twice"):
+        poisson_sample(["a", "a"], 0.5)
+    assert poisson_sample([], 0.5) == []
