@@ -140,7 +140,7 @@ def test_nothing_outside_the_secret_folders_tells_of_a_client(done: Finished) ->
     assert str(content["data"]["label_counts"]["site-1"]) not in text
     for line in done.folder.metrics():
         assert not (line["losses"] or line["weights"] or line["refused"] or line["bytes"] or line["seconds"])
-    assert (done.folder.path / "private").stat().st_mode & 0o077 == 0
+    assert all((done.folder.path / name).stat().st_mode & 0o077 == 0 for name in ("private", "checkpoints"))
     assert "loss 0." not in done.said.stderr.split("glora round")[0]
 
 
@@ -333,7 +333,7 @@ def test_a_config_without_the_table_is_as_before(place: Path) -> None:
     raw = tables(place)
     del raw["privacy"]
     config = parse_config(raw)
-    assert config.privacy is None and '"privacy"' not in config.canonical()
+    assert config.privacy is None and "privacy" not in config.model_dump(exclude_defaults=True)
     assert (config.server.missing, config.server.weighting) == ("renormalise", "examples")
     check_private(config, config.server.build(config.method.build(), 0))
 
@@ -342,6 +342,19 @@ def test_a_resolved_configuration_reads_back_as_the_same(place: Path) -> None:
     config = configured(place)
     again = RunConfig.model_validate(json.loads(config.canonical()))
     assert again == config and again.digest() == config.digest()
+
+
+def test_the_digest_sees_every_key_of_the_table(place: Path) -> None:
+    """A run cannot be resumed as another one by mistake."""
+    base = configured(place)
+    other = {
+        "clip": 2.0, "noise_multiplier": 2.0, "epsilon": 3.0, "delta": 1e-4, "population": "others", "ledger": "else",
+        "budget": 50.0, "sampling": "poisson", "shape": "left", "dims": 3, "rank": 3, "most_examples": 9,
+    }  # fmt: skip
+    assert base.privacy is not None and set(other) == set(type(base.privacy).model_fields)
+    moved = [base.privacy.model_copy(update={key: value}) for key, value in other.items()]
+    digests = {base.digest(), *(base.model_copy(update={"privacy": section}).digest() for section in moved)}
+    assert len(digests) == len(other) + 1
 
 
 def test_the_library_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:

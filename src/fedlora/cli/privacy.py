@@ -19,6 +19,8 @@ from fedlora.runs.private_plan import PrivacyPlan, plan
 from fedlora.runs.private_run import check_affordable
 from fedlora.runs.quiet import quiet_libraries
 
+SECONDS_AN_ENTRY = 13e-6  # of exact noise, on one core (privacy.mechanism)
+
 
 def privacy(
     file: Annotated[Path, typer.Argument(help="a ledger; with --plan, a run's TOML file", show_default=False)],
@@ -65,7 +67,7 @@ def _show_plan(found: PrivacyPlan) -> None:
     console.print(
         f"epsilon {found.epsilon:.3f} at delta {found.delta:g} for {found.rounds} rounds: noise multiplier "
         f"{found.noise_multiplier:.3f}, clip {found.clip:g}, {found.clients} clients ({who}), {found.size} numbers a "
-        f"round, server rank {found.rank}",
+        f"round (about {found.size * SECONDS_AN_ENTRY:.0f} s to draw their noise), server rank {found.rank}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     table = Table("part", "summed as", "signal", "noise", "strongest", "drowns below", title="A round's mean change")

@@ -67,8 +67,6 @@ class RunConfig(Section):
     def canonical(self) -> str:
         """The same JSON for the same configuration, with every field."""
         fields = self.model_dump(mode="json")
-        if self.privacy is None:  # as before there was the table
-            del fields["privacy"]
         fields["method"] = dict(sorted(fields["method"].items()))
         return json.dumps(fields)  # in the order of the fields; that of data.clients says who gets which rank
 

@@ -103,10 +103,11 @@ class OnDisk(Releases):
 
 
 def private_folder(folder: RunFolder) -> Path:
-    """RUN/private, made for this user only."""
+    """RUN/private, which like RUN/checkpoints is for this user only."""
     path = folder.path / "private"
-    path.mkdir(parents=True, exist_ok=True)
-    path.chmod(0o700)
+    for secret in (path, folder.checkpoints):  # these say who took part
+        secret.mkdir(parents=True, exist_ok=True)
+        secret.chmod(0o700)
     return path
 
 
