@@ -116,7 +116,7 @@ def test_the_relation_that_says_zero_is_the_one_in_use() -> None:
     events, pld = extras.accounting(""), extras.accounting(".pld")
     found = {}
     for name in ("ADD_OR_REMOVE_ONE", "REPLACE_SPECIAL", "REPLACE_ONE"):
-        accountant = pld.PLDAccountant(events.NeighboringRelation[name])
+        accountant = pld.PLDAccountant(events.NeighboringRelation[name], 1e-3)
         accountant.compose(events.GaussianDpEvent(1.0), 20)
         found[name] = accountant.get_epsilon(1e-3)
     assert found["ADD_OR_REMOVE_ONE"] == found["REPLACE_SPECIAL"]

@@ -20,6 +20,7 @@ import fedlora.privacy
 from fedlora.core.lora import LoRA
 from fedlora.errors import HyperparameterError, ShapeError
 from fedlora.privacy import Bases, Geometry, Layout, Mechanism, extras, share_of
+from fedlora.privacy import mechanism as mechanism_module
 from fedlora.privacy.exact import LARGEST, held, squared_norm
 from support.families import FAMILIES, family, random_gauge
 
@@ -240,9 +241,9 @@ def test_the_mean_has_a_public_denominator() -> None:
 @pytest.mark.parametrize("z", [0.1, 1.0, 20.0])
 def test_the_moments_of_the_noise(z: float) -> None:
     """Expected: mean 0, variance s^2, fourth moment 3 s^4 of a discrete Gaussian of large s (Canonne, Kamath and
-    Steinke, fact 19: below 1e-100 of the Gaussian's). n = 30,000 draws; six standard errors of each: z-scores beyond 6
+    Steinke, fact 19: below 1e-100 of the Gaussian's). n = 20,000 draws; six standard errors of each: z-scores beyond 6
     have probability 2e-9, so all nine checks raise a false alarm once in 5e7 runs."""
-    n = 30_000
+    n = 20_000
     mechanism = Mechanism.of(1.0, z, n)
     s = mechanism.scale(n)
     assert s == pytest.approx(z * mechanism.sensitivity(n) / mechanism.grid)
@@ -253,14 +254,15 @@ def test_the_moments_of_the_noise(z: float) -> None:
 
 
 @NOISE
-def test_entries_and_calls_are_independent() -> None:
+def test_entries_and_calls_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Correlations of entries with their neighbours (also across the parts that are drawn at once) and with a second
     call: six standard errors, a false alarm once in 2e8 runs."""
-    n = 2**16 + 2**12
+    n, part = 10_000, 4_000
+    monkeypatch.setattr(mechanism_module, "_AT_ONCE", part)
     mechanism = Mechanism.of(1.0, 1.0, n)
     total = torch.zeros(n, dtype=torch.int64)
     one, other = (mechanism.noised(total).double() / mechanism.scale(n) for _ in range(2))
-    pairs = ((one, other), (one[1:], one[:-1]), (one[: 2**12], one[2**16 :]))
+    pairs = ((one, other), (one[1:], one[:-1]), (one[:part], one[part : 2 * part]))
     for a, b in pairs:
         assert abs(float((a * b).mean())) < 6 / math.sqrt(len(a))
 
@@ -305,6 +307,7 @@ def test_without_opendp_noise_is_refused_and_not_replaced(monkeypatch: pytest.Mo
     def missing(name: str) -> None:
         raise ImportError(f"no module {name}")
 
+    mechanism_module._measurement.cache_clear()
     monkeypatch.setattr(extras.importlib, "import_module", missing)
     with pytest.raises(HyperparameterError, match=r"opendp.*no stand-in.*fedlora\[privacy\]"):
         Mechanism.of(1.0, 1.0, 2).noised(torch.zeros(2, dtype=torch.int64))

@@ -391,6 +391,8 @@ def test_a_record_tells_nothing_of_single_clients(caplog: pytest.LogCaptureFixtu
     told = list(simulate(server, people(), diverging("b", 0), start(server, seed_adapter(6)), rounds=2))
     for record in told:
         assert not (record.losses or record.weights or record.refused or record.uploads or record.bytes.total)
+        tally = record.state.server.tally
+        assert tally is not None and not (tally.weights or tally.abstained or tally.refused)
     assert "'b'" not in caplog.text and "NaN" not in caplog.text
     quiet = private(rank=6)
     without_b = quiet.aggregate(

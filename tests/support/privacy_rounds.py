@@ -6,7 +6,7 @@
     python privacy_rounds.py charge FOLDER RUN N  N charges to one ledger that others charge too
     python privacy_rounds.py spend FOLDER RUN EPSILON   charges until the budget is spent: prints how many
 
-Noise here is any secret integers: what is drawn twice differs. What leaves is written to FOLDER/left/, one file for each
+Noise here is any secret integers: what is drawn twice differs. What leaves is written to FOLDER/left/, one file each
 time that it leaves.
 """
 

@@ -70,12 +70,21 @@ class Event:
 
     @classmethod
     def of(
-        cls, mechanism: Mechanism, size: int, *, run: str, round: int, sampling: float, rounds: int, delta: float
+        cls,
+        mechanism: Mechanism,
+        size: int,
+        *,
+        run: str,
+        round: int,
+        sampling: float,
+        rounds: int,
+        delta: float,
+        released: str = "",
     ) -> Event:
         """The event of one noised sum of that mechanism, over vectors of `size` entries."""
         return cls(
             run, round, sampling, mechanism.noise_multiplier, mechanism.clip, mechanism.grid, size,
-            mechanism.sensitivity(size), rounds, delta,
+            mechanism.sensitivity(size), rounds, delta, released,
         )  # fmt: skip
 
     def spending(self, rounds: int) -> Spending:

@@ -21,7 +21,8 @@ def squared_norm(integers: Tensor) -> int:
         OverflowError: a larger entry.
     """
     total = 0
-    for block in integers.split(_BLOCK):
+    for at in range(0, len(integers), _BLOCK):
+        block = integers[at : at + _BLOCK]
         if int(block.max()) > LARGEST or int(block.min()) < -LARGEST:  # before abs: that of -2^63 is itself
             raise OverflowError(f"an entry is larger than 2^{2 * _LIMB} - 1")
         size = block.abs()

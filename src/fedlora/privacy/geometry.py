@@ -165,7 +165,8 @@ class Geometry:
         kept = known[:, : min(known.shape[1], dims - math.ceil(FRESH * dims))]
         generator = torch.Generator().manual_seed(derive_seed("privacy-basis", seed, round, module, side))  # public
         drawn = torch.randn(d, dims - kept.shape[1], generator=generator, dtype=torch.float64)
-        return torch.linalg.qr(torch.cat([kept, drawn - kept @ (kept.T @ drawn)], dim=1)).Q
+        found: Tensor = torch.linalg.qr(torch.cat([kept, drawn - kept @ (kept.T @ drawn)], dim=1)).Q
+        return found
 
 
 def strongest(released: LoRA) -> tuple[Tensor, Tensor]:
@@ -242,10 +243,9 @@ class Layout:
         """
         if tuple(vector.shape) != (self.size,):
             raise ShapeError(f"a private vector has ({self.size},) entries here; got {tuple(vector.shape)}.")
-        sizes = [*(b.size for b in self.modules.values()), *(math.prod(shape) for shape in self.heads.values())]
-        pieces = iter(vector.to(torch.float64).split(sizes))
-        modules = {name: bases.lift(next(pieces).reshape(bases.shape)) for name, bases in self.modules.items()}
-        return modules, {name: next(pieces).reshape(shape) for name, shape in self.heads.items()}
+        X, at = vector.to(torch.float64), self.slices()
+        modules = {name: bases.lift(X[at[name]].reshape(bases.shape)) for name, bases in self.modules.items()}
+        return modules, {name: X[at[name]].reshape(shape) for name, shape in self.heads.items()}
 
     def slices(self) -> dict[str, slice]:
         """Module or head -> where its entries stand in the vector: for signal beside noise, part by part."""

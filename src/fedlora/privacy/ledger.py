@@ -50,7 +50,7 @@ class Ledger:
         >>> from fedlora.privacy import Budget, Event, Ledger, Mechanism
         >>> ledger = Ledger(Path("ledger.jsonl"), population="six sites")
         >>> event = Event.of(Mechanism.of(1.0, 1.0, size=100), 100, run="one", round=1, sampling=1.0, rounds=20,
-        ...                  delta=1e-3)
+        ...                  delta=1e-3, released=64 * "0")  # the journal knows the digest
         >>> charged = ledger.charge(event, Budget(epsilon=24.0, delta=1e-3))
         >>> charged.number, round(ledger.planned(delta=1e-3), 2)
         (1, 23.06)

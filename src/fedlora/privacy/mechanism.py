@@ -18,10 +18,12 @@ one core): a million entries take 13 seconds a round. Torch's generators and Pyt
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,11 +218,10 @@ class Mechanism:
             )
         if s == 0:
             return total.clone()
-        dp = extras.opendp()
-        dp.enable_features("contrib")
-        measure = dp.m.make_gaussian(dp.vector_domain(dp.atom_domain(T="i64")), dp.l2_distance(T=float), scale=s)
-        parts = [torch.tensor(measure(part.tolist()), dtype=torch.int64) for part in total.cpu().split(_AT_ONCE)]
-        return torch.cat(parts)
+        measure = _measurement(s)
+        starts = range(0, len(total), _AT_ONCE)
+        parts = (measure(total[at : at + _AT_ONCE].tolist()) for at in starts)
+        return torch.cat([torch.tensor(part, dtype=torch.int64) for part in parts])
 
     def mean(self, released: Tensor, denominator: float) -> Tensor:
         """float64 (d,): gamma released / denominator. denominator: public (q n): never the number of those present.
@@ -243,6 +244,14 @@ def share_of(num_examples: float, most: float) -> float:
     if not _positive(most):
         raise HyperparameterError(f"privacy: n_max, the examples that count in full, is positive; got {most!r}.")
     return min(float(num_examples), most) / most if _positive(num_examples) else 0.0
+
+
+@functools.lru_cache(maxsize=16)
+def _measurement(scale: float) -> Any:
+    """opendp's: a list of integers -> the list with an exact N_Z(0, scale^2) added to each."""
+    dp = extras.opendp()
+    dp.enable_features("contrib")
+    return dp.m.make_gaussian(dp.vector_domain(dp.atom_domain(T="i64")), dp.l2_distance(T=float), scale=scale)
 
 
 def _positive(value: float) -> bool:

@@ -94,7 +94,9 @@ def _of(place: str) -> dict[_Path, Item]:
     return _LIST[place]
 
 
-def _filtered(listed: Mapping[_Path, Item], at: _Path, values: Mapping[str, Any], public: bool, blank: bool) -> Any:
+def _filtered(
+    listed: Mapping[_Path, Item], at: _Path, values: Mapping[str, Any], public: bool, blank: bool
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = (*at, key)

@@ -1,0 +1,80 @@
+"""Every public name of `fedlora.privacy` has a docstring, its examples run, and importing it needs torch alone. Kinds
+of evidence: structural, end to end.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedlora.privacy as privacy
+
+LIBRARIES = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("opendp", "dp_accounting")), reason="fedlora[privacy]"
+)
+WITHOUT_EXAMPLE = {
+    "Bases",
+    "Budget",
+    "Event",
+    "Charged",
+    "Contribution",
+    "Item",
+    "Layout",
+    "Recomputed",
+    "Spending",
+    "epsilon_of",
+}
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    for name in privacy.__all__:
+        found = getattr(privacy, name)
+        assert found.__doc__, name
+        for part, member in inspect.getmembers(found, inspect.isfunction):
+            assert part.startswith("_") or member.__doc__, f"{name}.{part}"
+
+
+@LIBRARIES
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of names, in one folder: `recompute` reads the ledger that `Ledger` made."""
+    monkeypatch.chdir(tmp_path)
+    ran = set()
+    values: dict[str, Any] = {**vars(privacy), "torch": torch, "Path": Path}
+    for name in privacy.__all__:
+        for test in doctest.DocTestFinder(recurse=False).find(getattr(privacy, name), name, globs=dict(values)):
+            said: list[str] = []
+            result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append)
+            assert result.failed == 0, "".join(said)
+            ran |= {name} if result.attempted else set()
+    assert ran == set(privacy.__all__) - WITHOUT_EXAMPLE
+
+
+def test_importing_needs_torch_alone() -> None:
+    """In a fresh interpreter where the two libraries, numpy and everything else optional fail to import; what needs
+    them says how to get them."""
+    code = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("opendp", "dp_accounting", "scipy", "pydantic", "transformers", "flwr"):
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+import fedlora.privacy as privacy
+from fedlora.errors import HyperparameterError
+for ask in (lambda: privacy.epsilon(1.0, 1, 1e-5), lambda: privacy.noise_multiplier_for(1.0, 1, 1e-5)):
+    try:
+        ask()
+    except HyperparameterError as error:
+        assert "fedlora[privacy]" in str(error)
+    else:
+        raise SystemExit("it answered")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
