@@ -29,6 +29,7 @@ from fedlora.core.trainer import Failed, GroupTrainer, Job, OneByOne, Together, 
 from fedlora.errors import ClientFailed, HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.server import sample_clients
 from fedlora.server.intake import Taken, take_in
+from fedlora.server.private_options import Privacy
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState, ServerState
 
@@ -101,7 +102,8 @@ class RoundRecord:
     round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i of those that counted
     ({} of a sketched round, whose server sees sums only). refused: client -> why not (a refused upload or a failed
     client). seconds: by phase. server_rank: the mean over modules of the state's rank. metrics: of the evaluator, {}
-    where it did not run. uploads: those that counted, as the server got them; () where it drops them.
+    where it did not run. uploads: those that counted, as the server got them; () where it drops them. Of a private
+    round nothing but state, metrics, seconds and server_rank is told; `state.clients` is a secret: who took part.
 
     Example:
         >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
@@ -139,7 +141,8 @@ def simulate(
 
     Args:
         trainer: trains one client at a time; or `Workers`, which say how many at once and where, as `Together`.
-        participation: share of clients a round, at least one client. seed: of the client sampling.
+        participation: share of clients a round, at least one client; 1 for a private server, which samples itself and
+            secretly. seed: of the client sampling.
         evaluate_every: rounds between evaluations; the last round is always evaluated.
         form: what clients upload, factors or their subspace form. hooks: what becomes of each upload on its way, one
             after the other: experiments such as `analysis.audit.GaugeStress`.
@@ -209,9 +212,14 @@ def play(
         raise HyperparameterError(
             f"evaluator has a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
         )
+    if server.privacy is not None:
+        _check_private(server.privacy, len(clients), participation)
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     while state.round < rounds:
-        chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
+        if server.privacy is None:
+            chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
+        else:
+            chosen = server.participants(state.server, list(by_id))
         round = _Round(server, state, form, hooks)
         yield from round.play([by_id[c] for c in chosen], workers)
         record = round.record()
@@ -223,12 +231,27 @@ def play(
         yield record
 
 
+def _check_private(privacy: Privacy, clients: int, participation: float) -> None:
+    """Raises `HyperparameterError` where the engine would play other rounds than those that the ledger charges."""
+    if participation != 1.0:
+        raise HyperparameterError(
+            f"participation = {participation:g} draws clients by a public seed, and privacy counts on a secret draw: "
+            f"leave participation out and set Privacy(sampling={participation:g})."
+        )
+    if clients != privacy.clients:
+        raise HyperparameterError(
+            f"{clients} clients take part, and Privacy(clients={privacy.clients}) says how many there are: the mean "
+            f"divides by that public number. Set it to {clients}."
+        )
+
+
 class _Round:
     """One round being played: the engine's only mutable thing. `play` it, then ask for its `record`."""
 
     def __init__(self, server: Server, before: RunState, form: Form, hooks: Sequence[UploadHook]) -> None:
         self.clock = _Clock()
         self._server, self._before, self._form, self._hooks = server, before, form, hooks
+        self._private = server.privacy is not None  # then nobody is told what became of whom
         self._intake = server.open(before.server)
         self._memories = dict(before.clients)
         self._losses: dict[str, float] = {}
@@ -260,6 +283,20 @@ class _Round:
     def record(self) -> RoundRecord:
         """What came of it, not evaluated yet."""
         after = self._closed
+        if self._private:
+            state = RunState(after.round, after, ReadOnly(self._memories))
+            return RoundRecord(
+                after.round,
+                state,
+                {},
+                {},
+                {},
+                {},
+                dict(self.clock.seconds),
+                Traffic(),
+                _mean_rank(self._server, after),
+                (),
+            )
         tally = after.tally
         weights, refused = (tally.weights, tally.refused) if tally is not None else ({}, {})
         return RoundRecord(
@@ -280,6 +317,8 @@ class _Round:
         return done
 
     def _tell(self, client: str) -> None:
+        if self._private:
+            return
         round, loss, refused = self._before.round + 1, self._losses.get(client), self._refused.get(client)
         self._done.append(ClientDone(round, client, loss, refused))
 
@@ -356,9 +395,10 @@ class _Round:
 
     def _refuse(self, refusal: UploadRefused, *, position: int | None) -> None:
         """Where there is a quorum the round goes on: what the client keeps stays as it was, but its data move on."""
-        if self._server.quorum is None:
+        if self._server.quorum is None and not self._private:
             raise refusal
-        log.warning("%s", refusal)
+        if not self._private:
+            log.warning("%s", refusal)
         self._refused[refusal.client] = refusal.reason
         if position is not None:
             memory = self._memories[refusal.client]
@@ -367,9 +407,10 @@ class _Round:
     def _failed(self, failed: Failed) -> None:
         client, why = failed.job.download.client.id, f"{type(failed.error).__name__}: {failed.error}"
         failure = ClientFailed(client, self._before.round + 1, why)
-        if self._server.quorum is None:
+        if self._server.quorum is None and not self._private:
             raise failure from failed.error
-        log.warning("%s; the round goes on without it", failure)
+        if not self._private:
+            log.warning("%s; the round goes on without it", failure)
         self._refused[client] = why
         self._tell(client)
 

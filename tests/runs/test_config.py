@@ -315,6 +315,8 @@ def test_the_digest_sees_every_key() -> None:
     digests = {base.digest()}
     changed = 0
     for table in RunConfig.model_fields:
+        if table == "privacy":
+            continue  # which may be left out: test_private_run.py
         section: BaseModel = getattr(base, table)
         for key in type(section).model_fields:
             if (table, key) == ("data", "clients"):

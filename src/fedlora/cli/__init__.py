@@ -54,6 +54,10 @@ COMMANDS = {
         "adapters:apply",
         "Merge an adapter into the full model, for serving without PEFT: one tensor in memory at a time.",
     ),
+    "privacy": (
+        "privacy:privacy",
+        "What a private run will cost and what is left of its signal, or what a ledger has spent.",
+    ),
     "doctor": (
         "flower.doctor:doctor",
         "Check this machine for a federation: versions, ports, certificates, identity, message sizes, disk.",

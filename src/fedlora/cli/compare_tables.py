@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,8 +59,9 @@ def _costs(found: Found) -> Sheet:
     rows = []
     for label, by_seed in found.runs.items():
         raws = [result.raw for result in by_seed.values()]
-        up = _mean([raw["bytes"]["up_adapter"] + raw["bytes"]["up_heads"] for raw in raws]) / 1e6
-        total = _mean([raw["bytes"]["total"] for raw in raws]) / 1e6
+        told = [raw["bytes"] for raw in raws if raw["bytes"]]  # not of private runs
+        up = _mean([bytes["up_adapter"] + bytes["up_heads"] for bytes in told]) / 1e6 if told else math.nan
+        total = _mean([bytes["total"] for bytes in told]) / 1e6 if told else math.nan
         drifts = [d for raw in raws if (d := (raw["gauge_drift"] or {}).get(raw["method"])) is not None]
         aggregate = _mean([raw["seconds"].get("aggregate", 0.0) for raw in raws])
         rows.append(

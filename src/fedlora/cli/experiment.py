@@ -263,7 +263,7 @@ def _show_plan(chosen: Sequence[Experiment], profile: str, places: Places, only:
         tried = {*done, *given_up}
         left = len(cells) * len(seeds) - len(known) + sum(r.digest not in tried for r in search)
         hours = f"{sum(rates) / len(rates) * each * left / 3600:.1f}" if rates else "unknown: nothing was run yet"
-        sizes = [done[r.digest].raw["bytes"]["total"] / 1e6 for r in known]
+        sizes = [size["total"] / 1e6 for r in known if (size := done[r.digest].raw["bytes"])]
         travel = f"{sum(sizes) / len(sizes) * left:.0f}" if sizes else "unknown"
         table.add_row(
             escape(experiment.name), str(len(search)), str(len(cells) * len(seeds)), str(len(known)),

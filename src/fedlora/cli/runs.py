@@ -24,6 +24,7 @@ from fedlora.cli.measures import (
     other_scores,
     worst_client,
 )
+from fedlora.cli.privacy_rows import privacy_rows
 from fedlora.cli.screen import (
     complain,
     console,
@@ -78,7 +79,7 @@ def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson
 def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
     if not (resume and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
-    if not (folder.plots / "bytes.png").exists():  # also after a kill between the summary and the plots
+    if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
     if as_json:
         print_json(folder.read_json("summary.json"))
@@ -146,28 +147,8 @@ def _show(folder: RunFolder) -> None:
     """A finished run on one screen."""
     s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
     metric = s["metric"]
-    names = manifest["data"]["labels"]
-    common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
-    readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
-    readouts = readouts if s["clients_at_end"] else []  # a column that nothing would stand in is left out
-    labelled = [label_title(names)] if names else []
-    clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
-    last = folder.metrics()[-1]
-    counts = manifest["data"]["label_counts"] or {}
-    for client, rank in manifest["clients"].items():
-        at_end = s["clients_at_end"].get(client)
-        loss = last["losses"].get(client)
-        clients.add_row(
-            escape(client),
-            str(rank),
-            str(manifest["data"]["train"][client]["examples"]),
-            *([label_cell(counts.get(client, []), names)] if names else []),
-            "" if loss is None else f"{loss:.3f}",
-            *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
-            *([number(common[client][metric])] if common else []),
-        )
-    if len(manifest["clients"]) <= 12:
-        console.print(clients)
+    if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run tells of no single client
+        console.print(_clients(s, manifest, folder.metrics()[-1]))
     table = Table(
         "", "", title=f"{escape(s['method'])}, {s['rounds']} rounds, {s['clients']} clients", show_header=False
     )
@@ -185,9 +166,11 @@ def _show(folder: RunFolder) -> None:
         table.add_row("because of", escape(s["stopped_early"]["why"]))
     if s["clients_at_end"]:
         table.add_row("worst client's own readout", escape(worst_client(s["clients_at_end"], metric)))
-    up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
-    table.add_row("sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}")
-    table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
+    if s["bytes"]:  # of a private run it is not told
+        up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
+        table.add_row("sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}")
+    if s["seconds"]:
+        table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
     if s["server_rank"] is not None:
         table.add_row("rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)")
     if s["padded_error"] is not None:
@@ -203,6 +186,9 @@ def _show(folder: RunFolder) -> None:
         table.add_row("storing the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}")
     if s["refused"]:
         table.add_row("client rounds left out", str(s["refused"]))
+    if spent := s.get("privacy"):
+        for name, value in privacy_rows(spent):
+            table.add_row(name, escape(value))
     console.print(table)
     if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
         console.print(matrix)
@@ -213,6 +199,30 @@ def _show(folder: RunFolder) -> None:
     _show_samples(folder)
     made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
+
+
+def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) -> Table:
+    """A row for each client."""
+    metric, names = s["metric"], manifest["data"]["labels"]
+    common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
+    readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
+    readouts = readouts if s["clients_at_end"] else []  # a column that nothing would stand in is left out
+    labelled = [label_title(names)] if names else []
+    clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
+    counts = manifest["data"]["label_counts"] or {}
+    for client, rank in manifest["clients"].items():
+        at_end = s["clients_at_end"].get(client)
+        loss = last["losses"].get(client)
+        clients.add_row(
+            escape(client),
+            str(rank),
+            str(manifest["data"]["train"][client]["examples"]),
+            *([label_cell(counts.get(client, []), names)] if names else []),
+            "" if loss is None else f"{loss:.3f}",
+            *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
+            *([number(common[client][metric])] if common else []),
+        )
+    return clients
 
 
 def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from fedlora.core import files
-from fedlora.errors import CheckpointError, DataError, FedLoRAError, WorkerDied
+from fedlora.errors import CheckpointError, ConfigError, DataError, FedLoRAError, WorkerDied
 from fedlora.experiments.plan import PlannedRun, mains, searches
 from fedlora.experiments.pool import run_in_processes
 from fedlora.experiments.results import Result, read_results, summarise, write_result
@@ -226,6 +226,11 @@ def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
     if tick is not None:
         tick(run, 0)
     try:
+        if run.config.privacy is not None and run.files:
+            raise ConfigError(
+                "an experiment's results name data files by their digests, which say something about every client in "
+                "them, and [privacy] promises otherwise: use fedlora run, or data that everybody has (data.task)."
+            )
         prepared = prepare(run.config, places.data_root)
         _check_unchanged(run)
         for record in execute(prepared, places.folder(run), resume=True):

@@ -34,6 +34,17 @@ def _per_column(updates: Sequence[Update]) -> Tensor:
     return torch.tensor(each, dtype=torch.float64, device=updates[0].B.device)
 
 
+def accumulated_spectrum(before: Spectrum, change: LoRA, rank: int) -> tuple[Spectrum, Spectrum]:
+    """(every component of before + change, the `rank` strongest), in the dtype of `before`; the sum is in float64.
+
+    Nothing was rounded on its way here: the change is a number that the server chose and released itself.
+    """
+    own = LoRA(before.U.double() * before.s.double(), before.Vh.double())
+    B, A = stack([own, change.map(lambda t: t.to(own.factors[0]))], [1.0, 1.0]).factors
+    every = svd_of_product(B, A, tolerance=0.0, dtype=before.s.dtype)
+    return every, every.head(rank)
+
+
 def start_spectrum(seed: LoRA) -> tuple[Spectrum, Tensor | None]:
     """The state that a common start means: its SVD; and for a fresh start (B = 0) the rows of A that clients share."""
     B, A = seed.factors

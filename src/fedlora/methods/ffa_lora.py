@@ -14,8 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
+from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.errors import HyperparameterError
+from fedlora.linalg.basics import norm
 from fedlora.methods._slots import first, mean_columns, paired, require_slots
 
 
@@ -31,7 +37,7 @@ class FFALoRAState:
 
 
 @dataclass(frozen=True)
-class FFALoRA:
+class FFALoRA(Accumulating[FFALoRAState]):
     """Use it where bytes or differential privacy count: one factor travels, and nothing is quadratic in the noise."""
 
     name: ClassVar[str] = "ffa-lora"
@@ -49,6 +55,27 @@ class FFALoRA:
         _, A = state.pair.factors
         B = mean_columns([u.B for u in updates], [u.weight for u in updates], state.pair.rank)
         return FFALoRAState(state.key, state.round + 1, paired(B, A))
+
+    def require_accumulating(self) -> None:
+        """It has no options. A is frozen and public, so that the change of B is the change of the product."""
+
+    def common_rows(self, state: FFALoRAState) -> Tensor:
+        return state.pair.factors[1]
+
+    def accumulated(self, state: FFALoRAState, change: LoRA, rank: int) -> FFALoRAState:
+        """B + the change in the coordinates of A. Its rank is that of A already: `rank` cuts nothing."""
+        B, A = state.pair.factors
+        Y, X = (t.double() for t in change.factors)
+        rows = A.double()
+        coordinates = torch.linalg.lstsq(rows.mH, X.mH).solution.mH  # X = coordinates A, for the rows of X lie in A's
+        lost, size = float(norm(X - coordinates @ rows)), float(norm(X))
+        if lost > 1e-6 * size:
+            raise HyperparameterError(
+                f"ffa-lora: the change has rows outside the common frozen A, by {lost / size:.1e} of their size, and "
+                f"no B makes up for them. Project it on `common_rows`."
+            )
+        moved = (B.double() + Y @ coordinates).to(B)
+        return FFALoRAState(state.key, state.round + 1, paired(moved, A))
 
     def readout(self, state: FFALoRAState, client: str | None, rank: int) -> Readout:
         require_slots("FFA-LoRA", state.pair.rank, {client or "": rank})

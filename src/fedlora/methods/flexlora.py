@@ -17,13 +17,21 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from fedlora.core.accumulating import Accumulating, options_without_effect
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum, with_canonical_signs
 from fedlora.linalg.spectrum import cut_by_rounding
 from fedlora.methods._rank_partition import partitioned
-from fedlora.methods._spectral import instantiate, mean_spectrum, rounding_noise, start_spectrum, whole
+from fedlora.methods._spectral import (
+    accumulated_spectrum,
+    instantiate,
+    mean_spectrum,
+    rounding_noise,
+    start_spectrum,
+    whole,
+)
 
 Solver = Literal["thin", "dense"]
 Weighting = Literal["examples", "rank-partition"]
@@ -42,7 +50,7 @@ class FlexLoRAState:
 
 
 @dataclass(frozen=True)
-class FlexLoRA:
+class FlexLoRA(Accumulating[FlexLoRAState]):
     """Use it for clients of different ranks that should all see the strongest directions.
 
     Args:
@@ -85,6 +93,15 @@ class FlexLoRA:
             )
             spectrum = with_canonical_signs(U[:, :keep].clone(), s[:keep], Vh[:keep].clone(), noise, rounding)
         return FlexLoRAState(state.key, state.round + 1, spectrum, None)
+
+    def require_accumulating(self) -> None:
+        """Raises `HyperparameterError` for the weighting by ranks."""
+        if why := options_without_effect(self, self.name, {"solver": "thin", "weighting": "examples"}):
+            raise HyperparameterError(why)
+
+    def accumulated(self, state: FlexLoRAState, change: LoRA, rank: int) -> FlexLoRAState:
+        _, kept = accumulated_spectrum(state.spectrum, change, rank)
+        return FlexLoRAState(state.key, state.round + 1, kept, None)
 
     def readout(self, state: FlexLoRAState, client: str | None, rank: int) -> Readout:
         chosen = torch.arange(min(rank, state.spectrum.sound))

@@ -24,6 +24,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from fedlora.core.accumulating import Accumulating, options_without_effect
 from fedlora.core.lora import LoRA
 from fedlora.core.method import AllAtOnce, Readout, Roles, Update
 from fedlora.core.pairing import FromPair, Pair, Pairing
@@ -43,8 +44,9 @@ from fedlora.linalg import (
 from fedlora.linalg.consensus import Basis, Tie
 from fedlora.linalg.parallel import Each, one_by_one
 from fedlora.methods._rank_partition import partitioned
-from fedlora.methods._spectral import FactorSplit, instantiate, start_spectrum, whole
+from fedlora.methods._spectral import FactorSplit, accumulated_spectrum, instantiate, start_spectrum, whole
 
+PRIVATE = "private sum"  # what stood in for the uploads, in `Cut.approximation`
 CountRanks = Literal["nominal", "revealed"]
 Score = Literal["alignment", "energy"]
 Weighting = Literal["examples", "uniform", "rank-partition"]
@@ -70,9 +72,9 @@ class Cut:
     `linalg.ConsensusMean`; with an approximation captured is at least, dropped and error are at most, what it says.
 
     server_rank: R. total_rank: sum r_i. None stands where an approximation does not know a number. approximation: None,
-    or the name of what stood in for all clients' uploads together: "incremental" (`linalg.incremental`) or
-    "two-pass sketch" (`server.sketch`). kept: the share of tr K that it kept. client_ranks: empty where uploads were
-    not kept.
+    or the name of what stood in for all clients' uploads together: "incremental" (`linalg.incremental`), "two-pass
+    sketch" (`server.sketch`) or "private sum" (`server.private_round`). kept: the share of tr K that it kept.
+    client_ranks: empty where uploads were not kept.
     """
 
     TAG: ClassVar[str] = "glora-cut/1"
@@ -111,7 +113,7 @@ class GLoRAState:
 
 
 @dataclass(frozen=True)
-class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState]):
+class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState], Accumulating[GLoRAState]):
     """Use it for clients of different ranks and data, where the result must not depend on anyone's coordinates.
 
     Args:
@@ -272,6 +274,23 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState]):
             {}, pair.approximation, pair.kept, error, dropped, made.rounding,
         )  # fmt: skip
         return GLoRAState(state.key, state.round + 1, made.spectrum, None, state.history, cut, {})
+
+    def require_accumulating(self) -> None:
+        """Raises `HyperparameterError` for options of the consensus and of histories: a private round has neither."""
+        kept = ("factor_split",)
+        if why := options_without_effect(
+            self, self.name, {f.name: f.default for f in fields(GLoRA) if f.name not in kept}
+        ):
+            raise HyperparameterError(why)
+
+    def accumulated(self, state: GLoRAState, change: LoRA, rank: int) -> GLoRAState:
+        """The next state, with nobody's history: everybody of one rank gets the same, the strongest components."""
+        every, spectrum = accumulated_spectrum(state.spectrum, change, rank)
+        left_out = every.s[rank:].double().square().sum()
+        size = every.s.double().square().sum()
+        error = math.sqrt(float(left_out / size)) if every.rank > rank else 0.0
+        cut = Cut(rank, None, None, None, False, 1 - error**2, {}, PRIVATE, error=error)
+        return GLoRAState(state.key, state.round + 1, spectrum, None, {}, cut, {})
 
     def _rank(self, nominal: int | None, revealed: int | None) -> int:
         """R, from the clients' ranks added up. Source: paper section 4.2, R = ceil(rho sum r_i)."""

@@ -18,11 +18,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum
-from fedlora.methods._spectral import instantiate, mean_spectrum, start_spectrum, whole
+from fedlora.methods._spectral import accumulated_spectrum, instantiate, mean_spectrum, start_spectrum, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class SVDState:
 
 
 @dataclass(frozen=True)
-class SVD:
+class SVD(Accumulating[SVDState]):
     """Use it for the least server error at a given size, where clients need nothing of their own.
 
     Args:
@@ -66,6 +67,14 @@ class SVD:
     def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:
         every = mean_spectrum(updates)
         return SVDState(state.key, state.round + 1, every.head(every.rank_of_energy(self.energy)), None, every.rank)
+
+    def require_accumulating(self) -> None:
+        """Every option can be kept: the energy is of what was released."""
+
+    def accumulated(self, state: SVDState, change: LoRA, rank: int) -> SVDState:
+        every, kept = accumulated_spectrum(state.spectrum, change, rank)
+        share = every.rank_of_energy(self.energy)
+        return SVDState(state.key, state.round + 1, kept.head(share), None, every.rank)
 
     def readout(self, state: SVDState, client: str | None, rank: int) -> Readout:
         chosen = torch.arange(min(rank, state.spectrum.sound))

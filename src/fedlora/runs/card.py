@@ -28,10 +28,10 @@ Trained by {clients} clients that kept their data, combined by `{method_repr}`.
 | base model | {base_name} |
 | adapted modules | {modules}, rank {ranks} |
 | client ranks | {client_ranks} |
-| training examples | {examples} over {clients} clients |
+| training examples | {examples} |
 | local round | {local} |
 {prompts}| held-out test ({target}) | {metrics} |
-{classes}| configuration | digest {digest} |
+{classes}{privacy}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
 
 ## Loading it
@@ -96,11 +96,13 @@ def model_card(
     client: str | None = None,
     base: BaseName | None = None,
     tokenizer: bool = True,
+    privacy: str | None = None,
 ) -> str:
     """The README.md of a run's adapter, with the front matter that the hub reads.
 
     client: whose own one it is. base: what its base model is called, where manifest and configuration do not say.
-    tokenizer: whether its files lie beside the card; else it is taken from the base model.
+    tokenizer: whether its files lie beside the card; else it is taken from the base model. privacy: what a private run
+    promises, in words; counts of examples are not told then.
     """
     base = base or base_name(config.model.path, manifest["model"]["sha256"])
     train = manifest["data"]["train"]
@@ -116,11 +118,12 @@ def model_card(
         method=config.method.name,
         method_repr=manifest["method"],
         round=round,
-        clients=len(train),
+        clients=len(manifest["clients"]),
         modules=len(adapter.modules),
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
-        examples=_examples(train),
+        examples="not told, a private run" if privacy is not None else f"{_examples(train)} over {len(train)} clients",
+        privacy="" if privacy is None else f"| differential privacy | {privacy} |\n",
         local=_local(config),
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
+from fedlora.runs.privacy_section import PrivacySection, with_private_server
 from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import (
     PACKAGED,
@@ -56,6 +57,12 @@ class RunConfig(Section):
     clients: ClientsSection = ClientsSection()
     train: TrainSection = TrainSection()
     evaluate: EvaluateSection = EvaluateSection()
+    privacy: PrivacySection | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _private_server(cls, raw: Any) -> Any:
+        return with_private_server(raw)
 
     def canonical(self) -> str:
         """The same JSON for the same configuration, with every field."""
@@ -160,8 +167,12 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
             f"there is no such model; the working directory has one of that name. Give its whole path, "
             f"if it is meant."
         )
+    private = config.privacy
+    if private is not None:
+        private = private.model_copy(update={"ledger": absolute(private.ledger)})
     return config.model_copy(
         update={
+            "privacy": private,
             "data": data.model_copy(update=changes),
             "model": model.model_copy(update={"path": absolute(model.path)}) if local else model,
         }

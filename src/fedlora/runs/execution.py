@@ -22,7 +22,7 @@ from fedlora.core import checkpoint
 from fedlora.core.folders import ANY_FOLDER, replacing_folder
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import ClientMemory, as_pruned
-from fedlora.errors import CheckpointError
+from fedlora.errors import BudgetSpent, CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs import resuming
 from fedlora.runs.card import model_card
@@ -30,6 +30,9 @@ from fedlora.runs.crew import crewed
 from fedlora.runs.exported import write_export
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.preparation import Prepared
+from fedlora.runs.private_outputs import private_line, private_summary
+from fedlora.runs.private_releases import begin, read_private
+from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private, told
 from fedlora.runs.readouts import global_adapter, with_base_change
 from fedlora.runs.samples import write_samples
 from fedlora.runs.tracking import Tracker, TrackerName, check_trackers, make_tracker, numbers, numbers_of_test
@@ -71,10 +74,16 @@ def execute_events(
 
 
 def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[ClientDone | RoundRecord]:
-    config, server = prepared.config, prepared.server
+    config = prepared.config
     check_trackers(config.run.track)
     resumed = folder.exists()
+    if not resumed:
+        check_affordable(prepared)
     state = _opened(prepared, folder, resume)
+    private = opened_private(prepared, folder, state.server)
+    if private is not None:
+        prepared = replace(prepared, server=private.server)
+    server = prepared.server
     lines = folder.rewind(state.round)
     trackers = [_tracker(name, prepared, folder, lines, resumed) for name in config.run.track]
     metric, patience = prepared.metric, config.evaluate.stopping()
@@ -87,14 +96,17 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
         prepared.workers,
         state,
         rounds=config.run.rounds if stopped is None else state.round,
-        participation=config.run.participation,
+        participation=config.run.participation if private is None else 1.0,  # a private server draws itself
         seed=config.run.seed,
         evaluator=prepared.validation,
         evaluate_every=config.evaluate.every,
         form=config.server.upload,
         hooks=config.server.hooks(config.run.seed),
     )
-    for event in events:
+    for event in events if private is None else _until_spent(events, state.round):
+        if event is None:
+            stopped = _spent(state.round, config.run.rounds)
+            break
         if isinstance(event, ClientDone):
             yield event
             continue
@@ -111,6 +123,8 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
         if padded is not None:
             record = replace(record, seconds={**record.seconds, "diagnose": time.perf_counter() - began})
         line = describe(record, padded_error=padded, gauge=_gauge(prepared, record) if last else None)
+        if private is not None:
+            line = private_line(line, private.spent(state.round))
         folder.append_metrics(line)
         lines.append(plain(line))
         for tracker in trackers:
@@ -123,7 +137,27 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
         yield record
         if last:
             break
-    _finish(prepared, folder, state, stopped, trackers)
+    if stopped is not None and private is not None:
+        checkpoint.save(folder.checkpoints, state.round, state, keep=config.run.keep_checkpoints)
+    _finish(prepared, folder, state, stopped, trackers, private)
+
+
+def _until_spent(events: Iterator[ClientDone | RoundRecord], done: int) -> Iterator[ClientDone | RoundRecord | None]:
+    """The events of a private run, and None where the population's budget has no room for another round; where there
+    was none for its first, the error itself. done: rounds before."""
+    try:
+        for event in events:
+            done += 1
+            yield event
+    except BudgetSpent:
+        if not done:
+            raise
+        yield None
+
+
+def _spent(round: int, rounds: int) -> dict[str, Any]:
+    why = "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile"
+    return {"round": round, "of": rounds, "best_round": None, "best": None, "why": why}
 
 
 def _tracker(
@@ -166,6 +200,8 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
     """The state to go on from: the newest sound checkpoint, or a fresh start."""
     fresh = start(prepared.server, prepared.seed_adapter)
     if not folder.exists():
+        if prepared.secrets is not None:
+            begin(folder, prepared.secrets)
         folder.create(prepared.config.canonical(), prepared.manifest)
         return fresh
     if not resume:
@@ -173,7 +209,10 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
             f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out."
         )
     changed = resuming.changes(folder, prepared.config)
-    resuming.check_content(folder, prepared.manifest)
+    if prepared.secrets is None:
+        resuming.check_content(folder, prepared.manifest)
+    else:
+        resuming.check_content(folder, json.loads(json.dumps(prepared.secrets)), read_private(folder, "content.json"))
     if changed:
         resuming.settle(folder, prepared.config, prepared.manifest)
     folder.sweep()
@@ -237,6 +276,7 @@ def _finish(
     state: RunState,
     stopped: Mapping[str, Any] | None,
     trackers: Sequence[Tracker],
+    private: PrivateRun | None = None,
 ) -> None:
     """Adapters, the test result and the summary. The summary comes last: where it is, the run is complete."""
     server, lines = prepared.server, folder.metrics()
@@ -249,6 +289,7 @@ def _finish(
     probes: dict[str, dict[str, dict[str, float]]] = {}
     exported: list[Path] = []
     template = prepared.config.data.prompting()
+    spent = None if private is None else private.spent(state.round)
     jinja = template if template is not None and is_jinja(template) else None
 
     def export(place: Path, adapter: Adapter, card: str) -> None:
@@ -266,7 +307,8 @@ def _finish(
             probes[name] = {probe: evaluator.evaluate(server, chosen) for probe, evaluator in prepared.probes.items()}
         if server.has_global_model(chosen.server):
             adapter = global_adapter(server, chosen)
-            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name])
+            card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name],
+                              privacy=None if spent is None else told(spent))  # fmt: skip
             export(folder.path / name, adapter, card)
     asked = prepared.config.evaluate.clients_at_end
     each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
@@ -277,42 +319,41 @@ def _finish(
             download = server.download(state.server, as_pruned(client, memory))
             mine = receive(download, memory.kept)
             own, scores = with_base_change(mine, download.base_delta), each.get(client.id, {})
-            card = model_card(prepared.manifest, prepared.config, own, state.round, scores, client=client.id)
+            card = model_card(prepared.manifest, prepared.config, own, state.round, scores, client=client.id,
+                              privacy=None if spent is None else told(spent))  # fmt: skip
             export(folder.path / "clients" / client.id, own, card)
     for tracker in trackers:  # before the summary: what is lost by a kill here is told again
         for name, chosen in states.items():
             tracker.log(chosen.round, numbers_of_test(results[name], best=name == "best"))
         tracker.close()
     write_samples(prepared, folder, state)
-    folder.write_json(
-        "summary.json",
-        {
-            "method": server.method.name,
-            "rounds": state.round,
-            "clients": len(prepared.clients),
-            "target": prepared.target,
-            "metric": prepared.metric,
-            "validation": {
-                "last": scored[-1]["metrics"] if scored else {},
-                "best": best_line["metrics"] if best_line else {},
-            },
-            "best_round": best_line["round"] if best_line else None,
-            "stopped_early": stopped,
-            "test": {"last": results["adapter"], "best": results.get("best", {})},
-            "confusion": _confusion(prepared, measured),
-            "probes": {"last": probes["adapter"], "best": probes.get("best", {})},
-            "clients_at_end": each,
-            "clients_at_end_common": common,
-            "seconds": {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) for phase in _phases(lines)},
-            "bytes": {key: sum(line["bytes"][key] for line in lines) for key in (lines[0]["bytes"] if lines else ())},
-            "server_rank": lines[-1]["server_rank"] if lines else None,
-            "padded_error": lines[-1]["padded_error"] if lines else None,
-            "gauge_drift": lines[-1]["gauge_drift"] if lines else None,
-            "gauge_drift_as_sent": lines[-1].get("gauge_drift_as_sent") if lines else None,
-            "refused": sum(len(line["refused"]) for line in lines),
-            "diagnostics": server.diagnostics(state.server),
+    summary = {
+        "method": server.method.name,
+        "rounds": state.round,
+        "clients": len(prepared.clients),
+        "target": prepared.target,
+        "metric": prepared.metric,
+        "validation": {
+            "last": scored[-1]["metrics"] if scored else {},
+            "best": best_line["metrics"] if best_line else {},
         },
-    )
+        "best_round": best_line["round"] if best_line else None,
+        "stopped_early": stopped,
+        "test": {"last": results["adapter"], "best": results.get("best", {})},
+        "confusion": _confusion(prepared, measured),
+        "probes": {"last": probes["adapter"], "best": probes.get("best", {})},
+        "clients_at_end": each,
+        "clients_at_end_common": common,
+        "seconds": {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) for phase in _phases(lines)},
+        "bytes": {key: sum(line["bytes"][key] for line in lines) for key in (lines[0]["bytes"] if lines else ())},
+        "server_rank": lines[-1]["server_rank"] if lines else None,
+        "padded_error": lines[-1]["padded_error"] if lines else None,
+        "gauge_drift": lines[-1]["gauge_drift"] if lines else None,
+        "gauge_drift_as_sent": lines[-1].get("gauge_drift_as_sent") if lines else None,
+        "refused": sum(len(line["refused"]) for line in lines),
+        "diagnostics": server.diagnostics(state.server),
+    }
+    folder.write_json("summary.json", summary if spent is None else private_summary(summary, spent))
 
 
 def _confusion(prepared: Prepared, measured: Mapping[str, Measured]) -> dict[str, Any] | None:

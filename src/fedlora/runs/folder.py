@@ -5,6 +5,7 @@ manifest.json      versions, commit, device, hashes    checkpoints/      the new
 summary.json       the result; written last            adapter/          the final server model, a PEFT directory
 samples.jsonl, samples.md  a language model's answers to held-out prompts, before and after
 plots/*.png                                            best/             the best one by validation, likewise
+private/           of a private run: for the server alone (`private_releases`)
 uploads/           what clients sent, on request (run.keep_uploads)
 clients/ID/        each client's readout, on request (run.readouts), or where there is no server model
 

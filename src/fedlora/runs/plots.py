@@ -28,9 +28,12 @@ def plot_run(folder: RunFolder) -> list[Path]:
     lines, summary = folder.metrics(), folder.read_json("summary.json")
     ranks = folder.read_json("manifest.json")["clients"]
     folder.plots.mkdir(exist_ok=True)
-    figures = {"metric": _metric(lines, summary, ranks), "bytes": _bytes(lines)}
+    figures = {}
+    if lines[0]["bytes"]:  # not of a private run
+        figures["bytes"] = _bytes(lines)
     if any("singular_values" in facts for facts in summary["diagnostics"].values()):
         figures["spectrum"] = _spectrum(summary)
+    figures["metric"] = _metric(lines, summary, ranks)  # the last: where it is, all are
     return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
 
 
@@ -169,6 +172,9 @@ def _metric(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], rank
     left.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']})")
     left.legend()
     clients = sorted({client for line in lines for client in line["losses"]})
+    if not clients:  # a private run tells of none
+        right.set_axis_off()
+        return _gridded(figure, left)
     for colour, client in zip(COLOURS * len(clients), clients, strict=False):
         points = [(line["round"], line["losses"].get(client)) for line in lines]
         points = [(round, loss) for round, loss in points if loss is not None]
@@ -177,7 +183,11 @@ def _metric(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], rank
     right.set(xlabel="round", ylabel="mean training loss", title=f"{len(clients)} clients' own data")
     if len(clients) <= 10:
         right.legend(fontsize=8)
-    for axis in (left, right):
+    return _gridded(figure, left, right)
+
+
+def _gridded(figure: Figure, *axes: Any) -> Figure:
+    for axis in axes:
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure

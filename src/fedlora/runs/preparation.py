@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.copies import straddling
 from fedlora.runs.exported import named
 from fedlora.runs.manifest import manifest
+from fedlora.runs.private_checks import check_private, planned_privacy
+from fedlora.runs.private_outputs import public_manifest
 from fedlora.runs.samples import draw_samples
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.sampling import sample_clients
@@ -38,7 +40,8 @@ class Prepared:
     """All parts of a run, loaded and checked.
 
     parts: client -> its training data. workers: who trains, and how many clients at a time. processes: how many do the
-    work, see `crew`. test: on the test data; probes: further test sets by name ("unseen",
+    work, see `crew`. manifest: what is told of the run; of a private one without what is known of clients' data, which
+    is in `secrets`. test: on the test data; probes: further test sets by name ("unseen",
     "validation_mismatched"), measured at the end only. samples: held-out prompts of a language model whose answers are
     kept, before and after.
 
@@ -66,6 +69,7 @@ class Prepared:
     spec: AdapterSpec
     tokenizer: Any
     manifest: Mapping[str, Any]
+    secrets: Mapping[str, Any] | None = None
 
 
 def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
@@ -83,6 +87,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         ['site-1', 'site-2', 'site-3']
     """
     server = config.server.build(config.method.build(), config.run.seed)
+    check_private(config, server)
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
     check_trackers(config.run.track)
@@ -104,6 +109,8 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
     clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
     seed_adapter = _cut(seed_adapter, clients)
+    if config.privacy is not None:
+        server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
     initial = server.init(seed_adapter)
     for client in clients:  # a method that cannot serve these ranks says so now, not after the first round
         server.download(initial, client)
@@ -140,6 +147,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
             if each is not None and (found := each.cut())
         },
     }
+    told = facts if config.privacy is None else public_manifest(facts)
     return Prepared(
         config=config,
         server=server,
@@ -158,7 +166,8 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         seed_adapter=seed_adapter,
         spec=named(spec, base_name(config.model.path, facts["model"]["sha256"]).name),
         tokenizer=model.tokenizer,
-        manifest=facts,
+        manifest=told,
+        secrets=None if config.privacy is None else facts,
     )
 
 

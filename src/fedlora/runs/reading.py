@@ -6,7 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -53,7 +53,7 @@ def _key(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
         if known is None and not isinstance(part, int):
             break
         parts.append(str(part))
-        model = known[part].annotation if known and part in known else None
+        model = _table(known[part].annotation) if known and part in known else None
     return ".".join(parts)
 
 
@@ -72,12 +72,17 @@ def _line(
     return f"{key}: {message[0].lower()}{message[1:]}; got {value!r}" if key else message
 
 
+def _table(annotation: Any) -> Any:
+    """The section that a key is of, also where the whole table may be left out."""
+    return next((kind for kind in get_args(annotation) if hasattr(kind, "model_fields")), annotation)
+
+
 def _known_keys(kind: type[BaseModel], section: tuple[int | str, ...]) -> list[str]:
     model: Any = kind
     for part in section:
         known = getattr(model, "model_fields", {})
         if part in known:
-            model = known[part].annotation
+            model = _table(known[part].annotation)
         elif part == RankEntry.__name__:  # an alternative of an entry of clients.ranks
             model = RankEntry
     return list(getattr(model, "model_fields", ()))

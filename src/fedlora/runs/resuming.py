@@ -41,14 +41,21 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
             f"{folder.path} holds a run of another configuration: {named}. Resume with the same values, or choose "
             f"another --out."
         )
+    if "run.rounds" in differing and config.privacy is not None:
+        raise CheckpointError(
+            f"{folder.path} holds a private run of run.rounds = {differing['run.rounds'][0]}: epsilon was promised for "
+            f"these, and cannot be stretched to {differing['run.rounds'][1]}. Choose another --out; the ledger charges "
+            f"both."
+        )
     if "run.rounds" in differing:
         _check_rounds(folder, *differing["run.rounds"], config.train.schedule)
     return stored.canonical() != config.canonical()
 
 
-def check_content(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` unless model, data and threads are those of the stored run."""
-    stored = folder.read_json("manifest.json")
+def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> None:
+    """Raises `CheckpointError` unless model, data and threads are those of the stored run. stored: its facts, where
+    they are not in its manifest."""
+    stored = folder.read_json("manifest.json") if stored is None else stored
     _check_template(folder, stored["data"], manifest["data"])
     theirs, ours = stored.get("model", {}), manifest["model"]
     known = bool(ours["sha256"])  # a hub id has no files here, and is known by its name
@@ -97,8 +104,9 @@ def _differing(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, tupl
     """Key -> (there, here), of keys whose difference is more than another place or another way to say nothing."""
     theirs, ours = stored.model_dump(mode="json"), config.model_dump(mode="json")
     for table in ours:
-        for name in dict.fromkeys((*theirs[table], *ours[table])):
-            there, here = theirs[table].get(name), ours[table].get(name)
+        was, now = theirs[table] or {}, ours[table] or {}  # [privacy] may not be there at all
+        for name in dict.fromkeys((*was, *now)):
+            there, here = was.get(name), now.get(name)
             key = f"{table}.{name}"
             if _placeless(there) != _placeless(here) and not has_no_effect(stored, key):
                 yield key, (there, here)

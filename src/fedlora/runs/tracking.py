@@ -96,7 +96,11 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     found = {f"metrics/{name}": value for name, value in line["metrics"].items()}
     found |= {f"loss/{client}": loss for client, loss in line["losses"].items()}
     found |= {f"seconds/{phase}": spent for phase, spent in line["seconds"].items()}
-    found |= {"bytes": line["bytes"]["total"], "server_rank": line["server_rank"], "padded_error": line["padded_error"]}
+    found |= {
+        "bytes": line["bytes"].get("total"),
+        "server_rank": line["server_rank"],
+        "padded_error": line["padded_error"],
+    }
     found |= {"loss": sum(losses) / len(losses)} if losses else {}
     return _finite(found)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -37,6 +37,8 @@ from fedlora.server.method_faults import (
     checked_state,
     checked_update,
 )
+from fedlora.server.private_options import Privacy, require_private
+from fedlora.server.private_round import PrivateRound, context_of
 from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
 from fedlora.server.state import RunState, ServerState
 from fedlora.server.terms import Terms, Weighting, ranks_of
@@ -68,6 +70,8 @@ class Server:
         sketch: rounds by two exchanges of sums (`sketched_round`) instead of uploads that the server sees.
         defences: what looks at a round's uploads together before the method aggregates them (`defences`). Whom they
             refuse does not count and is named; the round goes on, if the quorum (None: one) is still met.
+        privacy: rounds of one clipped and noised sum (`private_round`), so that what is released says little about any
+            one client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
         workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
             None: as many as torch has threads.
 
@@ -92,6 +96,7 @@ class Server:
     workers: int | None = None
     sketch: Sketch | None = None
     defences: tuple[Defence, ...] = ()
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.method, str | type):
@@ -128,6 +133,9 @@ class Server:
                 "shows them: leave out one of the two."
             )
 
+        if self.privacy is not None:
+            require_private(self, self.privacy)
+
     def _pairing(self, what: str, size: str, advice: str) -> FromPair[Any]:
         """The method as one that can go on without the list of uploads."""
         if not isinstance(self.method, FromPair):
@@ -153,6 +161,14 @@ class Server:
         for name, tensor in named_tensors(seed_adapter):
             if not bool(torch.isfinite(tensor).all()):
                 raise ShapeError(f"the seed adapter holds NaN or Inf in {name}.")
+        if self.privacy is not None and not self.privacy.warm_start:
+            trained = [name for name, lora in seed_adapter.modules.items() if bool(lora.factors[0].any())]
+            if trained:
+                raise HyperparameterError(
+                    f"Server: the start is a trained adapter ({trained[0]!r} and {len(trained) - 1} more have B != 0), "
+                    f"and what it learned is released with the first download. If it never saw these clients' data, or "
+                    f"the ledger was charged for it, set Privacy(warm_start=True); else start from B = 0."
+                )
         start = Adapter(
             {
                 name: promoted(lora, compute_dtype(lora)).map(Tensor.clone)
@@ -229,23 +245,33 @@ class Server:
             HyperparameterError: a memory limit that has no room for one client, or options that a sketch cannot keep.
         """
         terms = self.terms(state)
+        if self.privacy is not None:
+            return PrivateRound(terms, require_private(self, self.privacy), self.privacy)
         if self.sketch is not None:
             return SketchedRound(terms, self._pairing("a sketch", "", ""), self.sketch)
         if self.memory is not None:
             return BoundedMemory(terms, self._pairing("a memory limit", "", ""), self.memory * 2**20)
         return KeptUploads(terms)
 
+    def participants(self, state: ServerState, clients: Sequence[str]) -> list[str]:
+        """Who is asked in the round that starts from `state`, of all clients: all of them, or with privacy as it says:
+        a secret draw, or nobody where the round's noised sum is there already. Sorted."""
+        if self.privacy is None:
+            return sorted(clients)
+        return self.privacy.participants(clients, state.round + 1, context_of(self.terms(state), self.privacy))
+
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
         """The next state from one round's uploads; the same bits whatever their order (with a memory limit that was
         needed: the same up to rounding and what was left out).
 
         Raises:
-            UploadRefused: a bad upload, where `quorum` is None. QuorumNotMet: too few good ones.
+            UploadRefused: a bad upload, where `quorum` is None. QuorumNotMet: too few good ones. Neither with privacy:
+                there a bad upload counts as zero.
             RankMismatch, RankTie: as the method says.
         """
         intake = self.open(state)
         for taken in take_in(intake, uploads):
-            if taken.refusal is not None:
+            if taken.refusal is not None and self.privacy is None:  # else nobody may be told
                 if self.quorum is None:
                     raise taken.refusal
                 log.warning("round %d: %s", state.round + 1, taken.refusal)

@@ -51,6 +51,12 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FIXED = ("id", "model", "lora", "method", "data.labels", "run.seed", "server.heads", "server.upload")
 
 
+NOT_PRIVATE = (
+    "[privacy] is of `fedlora run`, in one process: a federation on Flower has no private rounds yet. Its rounds are "
+    "attempted again where too few sites answer, and its logs tell losses and refusals of single sites, so no epsilon "
+    "would hold. Leave the table out, and do not call this federation private"
+)
+
 _HEAD = f"""\
 # What server and sites agree on. Sites receive it with every message: edit it here, and nowhere else.
 # Between rounds these stay as they are: {", ".join(FIXED)}.
@@ -148,6 +154,13 @@ class FederationSettings(Section):
     train: TrainSection = TrainSection()
     run: RunSection = RunSection()
     evaluate: EvaluateSection = EvaluateSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_private(cls, raw: Any) -> Any:
+        if isinstance(raw, Mapping) and raw.get("privacy") is not None:
+            raise ValueError(NOT_PRIVATE)
+        return raw
 
     @field_validator("id")
     @classmethod

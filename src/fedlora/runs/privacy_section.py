@@ -1,0 +1,104 @@
+"""The table [privacy] of a run's configuration: what one client may change, and where that is charged."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from fedlora.privacy.geometry import Geometry, Shape
+from fedlora.privacy.ledger import Budget
+from fedlora.runs.sections import Positive, Section
+from fedlora.server.private_options import Privacy, Releases
+
+Above = Annotated[float, Field(gt=0)]
+
+
+class PrivacySection(Section):
+    """Differential privacy of what is released; the unit is one client, and the server is trusted. docs/privacy.md.
+
+    clip: C, the largest norm of one client's change in a round, over all modules and heads together; what is larger is
+    scaled down to it. noise_multiplier: z, the noise in units of what one client can do; or in its place epsilon: what
+    all run.rounds together may cost at `delta`, from which z is computed. sampling: "all" clients in every round, or
+    "poisson": each with chance run.participation, drawn secretly. shape: changes are summed whole ("full"), in `dims`
+    directions of the output side ("left"), or of both ("two-sided"). rank: R of the server's update (default: the
+    largest client's). most_examples: a client counts min(n_i, most_examples) / most_examples; without it all count
+    alike. population: a name for these clients, and ledger: the file where all runs on them are charged; keep it.
+    budget: most epsilon that all of them together may ever spend at `delta` (default: what this run needs by itself, so
+    that a second one on the same clients has to say how much more it may).
+    """
+
+    clip: Above
+    noise_multiplier: Above | None = None
+    epsilon: Above | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    population: Annotated[str, Field(min_length=1, max_length=200)]
+    ledger: Annotated[str, Field(min_length=1)]
+    budget: Above | None = None
+    sampling: Literal["all", "poisson"] = "all"
+    shape: Shape = "full"
+    dims: Positive | None = None
+    rank: Positive | None = None
+    most_examples: Positive | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> PrivacySection:
+        if (self.noise_multiplier is None) == (self.epsilon is None):
+            raise ValueError(
+                "give one of privacy.epsilon (what all rounds together may cost) and privacy.noise_multiplier"
+            )
+        if self.epsilon is not None and self.budget is not None and self.budget < self.epsilon:
+            raise ValueError(
+                f"privacy.budget = {self.budget:g} is of all runs together, and this one alone plans to spend "
+                f"privacy.epsilon = {self.epsilon:g}"
+            )
+        if (self.shape == "full") != (self.dims is None):
+            raise ValueError(
+                f"privacy.dims is how many directions privacy.shape = 'left' or 'two-sided' keep; shape is "
+                f"{self.shape!r} and dims {self.dims}"
+            )
+        return self
+
+    def multiplier(self, rounds: int, participation: float) -> float:
+        """z: as given, or for that epsilon. Needs the extra `privacy`."""
+        from fedlora.privacy.accounting import noise_multiplier_for
+
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        return noise_multiplier_for(self.epsilon or 0.0, rounds, self.delta, self.chance(participation))
+
+    def cost(self, rounds: int, participation: float) -> float:
+        """Epsilon of all rounds of this run by itself."""
+        from fedlora.privacy.accounting import epsilon
+
+        z = self.multiplier(rounds, participation)
+        return epsilon(z, rounds, self.delta, self.chance(participation))
+
+    def chance(self, participation: float) -> float:
+        """q."""
+        return participation if self.sampling == "poisson" else 1.0
+
+    def most(self, rounds: int, participation: float) -> Budget:
+        """What the population may have spent when this run is over."""
+        return Budget(self.budget or self.epsilon or self.cost(rounds, participation) * (1 + 1e-9), self.delta)
+
+    def build(
+        self, releases: Releases, *, clients: int, largest: int, rounds: int, participation: float, seed: int
+    ) -> Privacy:
+        """For so many clients, the largest of that rank. seed: of the public directions."""
+        return Privacy(
+            clip=self.clip, noise_multiplier=self.multiplier(rounds, participation),
+            geometry=Geometry(self.shape, self.dims or 0), clients=clients, rank=self.rank or largest,
+            releases=releases, sampling=self.chance(participation), most_examples=self.most_examples, seed=seed,
+        )  # fmt: skip
+
+
+def with_private_server(raw: Any) -> Any:
+    """A configuration's tables in which [privacy], where it is there, has set what nobody set in [server]."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("privacy"), dict):
+        return raw
+    server = raw.get("server", {})
+    if not isinstance(server, dict):
+        return raw
+    weighting = "uniform" if raw["privacy"].get("most_examples") is None else "examples"
+    return {**raw, "server": {"missing": "zero", "weighting": weighting, **server}}

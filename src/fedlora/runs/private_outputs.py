@@ -1,0 +1,28 @@
+"""What a private run writes: what `fedlora.privacy.released` lets out of its manifest, metrics and summary.
+
+A name that is not on the list is not written. Where readers of these files expect a table it stays, empty: an empty
+table says nothing. Held-out examples are public in a private run: `private_checks` refuses others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedlora.privacy.released import filtered
+
+
+def public_manifest(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest without what is known of clients' data: counts, classes, digests, how much was cut or is copied."""
+    told = filtered("manifest.json", facts, public=True, blank=True)
+    return {**told, "data": {**told["data"], "label_counts": None}}
+
+
+def private_line(line: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl. privacy: what has been spent."""
+    return filtered("metrics.jsonl", {**line, "privacy": privacy}, public=True, blank=True)
+
+
+def private_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary.json."""
+    return filtered("summary.json", {**summary, "privacy": privacy}, public=True, blank=True)

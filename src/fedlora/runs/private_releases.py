@@ -1,0 +1,131 @@
+"""A run's noised sums on disk: each written and charged before anything leaves, and read again after a kill.
+
+RUN/private/    for the server alone (mode 700): nothing of it may be handed out
+    run.json        the run's id in the ledger
+    content.json    digests and sizes of clients' data, which a resume compares
+    sample.json     who was drawn for the round that is being played (privacy.sampling = "poisson")
+    journal/        the noised sums
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedlora.core import files
+from fedlora.errors import CheckpointError, HyperparameterError
+from fedlora.privacy.journal import Journal
+from fedlora.privacy.ledger import Budget, Event, Ledger
+from fedlora.privacy.mechanism import Mechanism
+from fedlora.privacy.sampling import poisson_sample
+from fedlora.runs.folder import RunFolder
+from fedlora.server.private_options import Releases
+
+
+class Planned(Releases):
+    """Of a server that is only planned or checked: nothing was released, and nothing can be."""
+
+    def stored(self, round: int, context: str) -> Tensor | None:
+        return None
+
+    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
+        raise HyperparameterError("this server is a plan: nothing keeps or charges what it would release.")
+
+    def sampled(self, round: int, context: str, clients: Sequence[str], share: float) -> list[str]:
+        raise HyperparameterError("this server is a plan: nobody is drawn.")
+
+
+@dataclass(frozen=True)
+class OnDisk(Releases):
+    """Of a run in its folder. rounds, delta: of its plan. budget: of the population."""
+
+    folder: Path
+    run: str
+    ledger: Ledger
+    budget: Budget | None
+    rounds: int
+    delta: float
+    share: float
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(self.folder / "journal", self.ledger, self.budget)
+
+    def stored(self, round: int, context: str) -> Tensor | None:
+        return self.journal.stored(round, context)
+
+    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
+        kept = self.journal.store(round, noised, self.event(round, mechanism, len(noised)), context)
+        (self.folder / "sample.json").unlink(missing_ok=True)
+        return kept
+
+    def sampled(self, round: int, context: str, clients: Sequence[str], share: float) -> list[str]:
+        path = self.folder / "sample.json"
+        if path.is_file():
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+                if (found["round"], found["context"]) == (round, context):
+                    return [client for client in found["clients"] if client in set(clients)]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{path} is damaged ({error}), and who was drawn for round {round} may not be drawn twice. Restore "
+                    f"it, or begin another run."
+                ) from error
+        drawn = poisson_sample(clients, share)
+        files.write(path, json.dumps({"round": round, "context": context, "clients": drawn}))
+        return drawn
+
+    def event(self, round: int, mechanism: Mechanism, size: int) -> Event:
+        """What the ledger is charged for one round."""
+        return Event.of(
+            mechanism, size, run=self.run, round=round, sampling=self.share, rounds=self.rounds, delta=self.delta
+        )
+
+    def check_budget(self, mechanism: Mechanism, size: int) -> None:
+        """Raises `BudgetSpent` where all rounds of a fresh run would pass the budget."""
+        self.ledger.check(self.event(1, mechanism, size), self.budget, self.rounds)
+
+    def check_charged(self, done: int) -> None:
+        """Raises `CheckpointError` unless the ledger holds every round that is done."""
+        lacks = sorted(set(range(1, done + 1)) - set(self.journal.charged()))
+        if lacks:
+            raise CheckpointError(
+                f"{len(lacks)} rounds of this run that were released (round {lacks[0]} for one) are not in the ledger "
+                f"that privacy.ledger names: it is another file, or an old copy of it. Name the one that they were "
+                f"charged to."
+            )
+
+
+def private_folder(folder: RunFolder) -> Path:
+    """RUN/private, which like RUN/checkpoints is for this user only."""
+    path = folder.path / "private"
+    for secret in (path, folder.checkpoints):  # these say who took part
+        secret.mkdir(parents=True, exist_ok=True)
+        secret.chmod(0o700)
+    return path
+
+
+def begin(folder: RunFolder, content: Mapping[str, Any]) -> None:
+    """A new private run: its id, and the facts about clients' data. Before the folder has a manifest."""
+    home = private_folder(folder)
+    if not (home / "run.json").is_file():  # there after a kill, or where somebody took the manifest away
+        files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8)}))
+    files.write(home / "content.json", json.dumps(content, sort_keys=True))
+
+
+def read_private(folder: RunFolder, name: str) -> Any:
+    """One of the JSON files. Raises `CheckpointError`."""
+    path = folder.path / "private" / name
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}), and a private run does not go on without it. Choose another --out: the "
+            f"ledger keeps what this one has spent."
+        ) from error

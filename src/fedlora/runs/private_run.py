@@ -1,0 +1,91 @@
+"""A private run on its folder and its ledger: the server that releases, what may still be spent, and what was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedlora.errors import ConfigError
+from fedlora.privacy.accounting import epsilon
+from fedlora.privacy.ledger import Ledger
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import Prepared
+from fedlora.runs.private_plan import PrivacyPlan, plan
+from fedlora.runs.private_releases import OnDisk, private_folder, read_private
+from fedlora.server.private_options import Privacy
+from fedlora.server.server import Server
+from fedlora.server.state import ServerState
+
+
+@dataclass(frozen=True)
+class PrivateRun:
+    """server: the run's, whose rounds are written down and charged. plan: of all its rounds."""
+
+    server: Server
+    releases: OnDisk
+    plan: PrivacyPlan
+
+    def spent(self, round: int) -> dict[str, Any]:
+        """What metrics, summary and card say after so many rounds: this run's own epsilon so far and as planned, and
+        what the ledger holds of the population."""
+        p = self.plan
+        return {
+            "epsilon": epsilon(p.noise_multiplier, round, p.delta, p.sampling) if round else 0.0,
+            "epsilon_planned": p.epsilon, "delta": p.delta, "rounds_planned": p.rounds,
+            "noise_multiplier": p.noise_multiplier, "clip": p.clip, "sampling": p.sampling, "clients": p.clients,
+            "unit": "one client's contribution, present or zero", "run": self.releases.run,
+            "ledger": dict(self.releases.ledger.describe(p.delta)),
+        }  # fmt: skip
+
+
+def check_affordable(prepared: Prepared) -> None:
+    """Before a fresh run has a folder. Nothing for a run that is not private.
+
+    Raises:
+        ConfigError: its noise would leave nothing. BudgetSpent: its rounds would pass the population's budget; nothing
+            was charged.
+    """
+    if prepared.config.privacy is None or prepared.server.privacy is None:
+        return
+    planned = plan(prepared)
+    planned.require_signal()
+    releases = _releases(prepared, prepared.server.privacy, Path(), "planned")
+    releases.check_budget(prepared.server.privacy.mechanism(planned.size), planned.size)
+
+
+def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) -> PrivateRun | None:
+    """The run as it goes on from `state`, whose folder is there; None for one that is not private.
+
+    Raises:
+        CheckpointError: the ledger lacks rounds that were released. HyperparameterError: as `Server.open`.
+    """
+    privacy = prepared.server.privacy
+    if privacy is None:
+        return None
+    run = str(read_private(folder, "run.json")["run"])
+    releases = _releases(prepared, privacy, private_folder(folder), run)
+    releases.check_charged(state.round)
+    return PrivateRun(replace(prepared.server, privacy=replace(privacy, releases=releases)), releases, plan(prepared))
+
+
+def _releases(prepared: Prepared, privacy: Privacy, folder: Path, run: str) -> OnDisk:
+    section, rounds, share = prepared.config.privacy, prepared.config.run.rounds, prepared.config.run.participation
+    if section is None:
+        raise ConfigError("this configuration has no table [privacy].")
+    ledger = Ledger(Path(section.ledger), section.population)
+    return OnDisk(folder, run, ledger, section.most(rounds, share), rounds, section.delta, privacy.sampling)
+
+
+def told(spent: Mapping[str, Any]) -> str:
+    """For the card: epsilon of the planned rounds, also where fewer were played, and of the whole population."""
+    ledger, share = spent["ledger"], spent["sampling"]
+    who = "all" if share == 1.0 else f"a secret draw of {share:g}"
+    return (
+        f"epsilon {spent['epsilon_planned']:.3f} at delta {spent['delta']:g} for {spent['rounds_planned']} planned "
+        f"rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip {spent['clip']:g}, {who} of "
+        f"{spent['clients']} clients a round); unit: one client's contribution, against those who get what the server "
+        f"releases. All runs on these clients together, as their ledger has it and as planned: epsilon "
+        f"{ledger['planned_epsilon']:.3f}"
+    )

@@ -1,0 +1,163 @@
+"""What a private server is made of: public constants, and who keeps what was released. And what it refuses beside them.
+
+Under privacy everything that scales or shapes a client's contribution is a constant that everybody may know: what
+depends on who took part, or on what others sent, breaks the bound on what one client can change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from fedlora.core.accumulating import Accumulating
+from fedlora.errors import HyperparameterError
+from fedlora.privacy.geometry import Geometry
+from fedlora.privacy.mechanism import Mechanism, share_of
+from fedlora.server.method_faults import blamed_on
+
+if TYPE_CHECKING:
+    from fedlora.server.server import Server
+
+
+class Releases(Protocol):
+    """Keeps the noised sums of a run, each made once, and says who is sampled. All of it outlives this process.
+
+    context: a digest of what the round starts from. A sum of another one is refused: a round has one release.
+    """
+
+    def stored(self, round: int, context: str) -> Tensor | None:
+        """The noised sum of `round` (from 1), int64 (d,), charged, where it was made already; else None."""
+
+    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
+        """Write it down and charge it, before anything of it leaves; returns what may leave.
+
+        Raises:
+            BudgetSpent, LedgerError: nothing was released, and nothing may be.
+        """
+
+    def sampled(self, round: int, context: str, clients: Sequence[str], share: float) -> list[str]:
+        """Who takes part in `round`: each client with probability `share`, by secret randomness; the same again where
+        the process was killed and the round begins anew."""
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """What one client's contribution may do to what is released, and what is constant and public for that.
+
+    Adjacency: one client's contribution to the run is there, or is zero. The server sees every update; whoever gets
+    what it releases (states, readouts, the model) learns little about any one client.
+
+    Args:
+        clip: C, the largest norm of one client's change, over all modules and heads together. noise_multiplier: z, the
+            noise's standard deviation in units of what one client can do; 0 is for tests and audits. grid: see
+            `privacy.mechanism`; None: its own.
+        geometry: in which coordinates the changes are summed.
+        clients: n, how many there are in all, taking part or not. sampling: q, the chance of each to take part in a
+            round; 1: all of them, always. The mean change is the noised sum / (q n), whoever came.
+        rank: R of the next state. most_examples: n_max; a client counts min(n_i, n_max) / n_max; None: 1.
+        releases: where noised sums are kept and charged.
+        warm_start: the start is a trained adapter, and either it never saw these clients' data, or the ledger was
+            charged for it.
+        seed: of the public random directions.
+
+    Raises:
+        HyperparameterError: an impossible value.
+    """
+
+    clip: float
+    noise_multiplier: float
+    geometry: Geometry
+    clients: int
+    rank: int
+    releases: Releases
+    sampling: float = 1.0
+    most_examples: float | None = None
+    warm_start: bool = False
+    seed: int = 0
+    grid: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("clients", "rank"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise HyperparameterError(f"Privacy: {name} is a whole number >= 1; got {value!r}.")
+        if not 0 < self.clip < math.inf:
+            raise HyperparameterError(f"Privacy: clip is a positive norm; got {self.clip!r}.")
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise HyperparameterError(f"Privacy: noise_multiplier is a number >= 0; got {self.noise_multiplier!r}.")
+        if not 0 < self.sampling <= 1:
+            raise HyperparameterError(f"Privacy: sampling is a chance in (0, 1]; got {self.sampling!r}.")
+        if self.most_examples is not None and not 0 < self.most_examples < math.inf:
+            raise HyperparameterError(f"Privacy: most_examples is a positive number or None; got {self.most_examples}.")
+
+    @property
+    def denominator(self) -> float:
+        """q n, which the sum is divided by: public, whoever came."""
+        return self.sampling * self.clients
+
+    def mechanism(self, size: int) -> Mechanism:
+        """Of vectors of that many entries. Raises `HyperparameterError` where integers would not hold their sums."""
+        mechanism = Mechanism.of(self.clip, self.noise_multiplier, size, self.grid)
+        mechanism.check_room(size, self.clients)
+        return mechanism
+
+    def weight(self, num_examples: float) -> float:
+        """w_i in [0, 1], a function of this client's own number and constants."""
+        return 1.0 if self.most_examples is None else share_of(num_examples, self.most_examples)
+
+    def participants(self, clients: Sequence[str], round: int, context: str) -> list[str]:
+        """Who is asked in `round` (from 1): nobody where its noised sum is there already, after a kill."""
+        if self.releases.stored(round, context) is not None:
+            return []
+        if self.sampling == 1.0:
+            return sorted(clients)
+        return sorted(self.releases.sampled(round, context, sorted(clients), self.sampling))
+
+
+def require_private(server: Server, privacy: Privacy) -> Accumulating[Any]:
+    """The method as one that can go on from a released change.
+
+    Raises:
+        HyperparameterError: it cannot, or an option of the server breaks what privacy promises: which, and why.
+    """
+    method = server.method
+    if not isinstance(method, Accumulating):
+        raise HyperparameterError(
+            f"Server: privacy needs a method whose next state is made of its last one and one noised sum of changes "
+            f"(`fedlora.core.accumulating.Accumulating`), and {method.name} has no such rule: what its server keeps is "
+            f"made of single clients' uploads, or part of an update stays with its client. glora, svd, flexlora and "
+            f"ffa-lora can."
+        )
+    with blamed_on(method, "require_accumulating"):
+        method.require_accumulating()
+    if server.missing != "zero":
+        raise HyperparameterError(
+            f"Server: privacy counts a client that lacks a module as a zero change, and missing = {server.missing!r} "
+            f"divides by those who hold it: one client would change everybody's weight. Set missing = 'zero'."
+        )
+    if server.weighting == "examples" and privacy.most_examples is None:
+        raise HyperparameterError(
+            "Server: weighting = 'examples' needs privacy.most_examples: without a public largest number, one client's "
+            "count of examples has no bound. Give it, or set weighting = 'uniform'."
+        )
+    if server.weighting == "uniform" and privacy.most_examples is not None:
+        raise HyperparameterError(
+            f"Server: privacy.most_examples = {privacy.most_examples:g} weighs clients by their examples, and "
+            f"weighting = 'uniform' does not. Leave one of them out."
+        )
+    broken = {
+        "quorum": (server.quorum is not None, "a private round has no quorum: whether it takes place would say who "
+                   "came. Who is refused, offline or fails counts as zero"),
+        "memory": (server.memory is not None, "a private round keeps one sum, and no uploads to fold"),
+        "sketch": (server.sketch is not None, "the sums of a sketch are not noised: they un-mix"),
+        "defences": (bool(server.defences), "a defence's weights depend on what others sent, so one client's "
+                     "contribution would have no bound"),
+    }  # fmt: skip
+    for name, (there, why) in broken.items():
+        if there:
+            raise HyperparameterError(f"Server: {name} and privacy exclude each other: {why}. Leave {name} out.")
+    return method

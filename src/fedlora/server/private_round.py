@@ -1,0 +1,167 @@
+"""The private intake: of a round's uploads only one noised sum of clipped changes is ever used, and no upload is kept.
+
+    v_i = w_i (Q^T (B_i A_i - readout_i) P over all modules, the heads' changes), ||v_i|| <= C
+    S   = sum_i v_i + discrete Gaussian, in integers             written down, charged, then used
+    M   <- M + Q (S / (q n)) P^T, cut to R                       `core.accumulating`
+
+Bases come from the released state, so they are public. Every module and head is in the sum, also one that nobody holds.
+Whoever is refused, offline, fails or abstains counts as zero: there is no quorum, no second draw and no retry, and the
+`Tally` is empty.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlora.core.accumulating import Accumulating
+from fedlora.core.lora import LoRA
+from fedlora.core.messages import Upload
+from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.privacy.geometry import Bases, Layout
+from fedlora.server.closing import closed
+from fedlora.server.intake import WholeUpload
+from fedlora.server.method_faults import blamed_on, checked_readout, checked_update
+from fedlora.server.private_options import Privacy
+from fedlora.server.state import ServerState, Tally
+from fedlora.server.terms import Terms
+
+
+def layout(terms: Terms, method: Accumulating[Any], privacy: Privacy) -> Layout:
+    """The coordinates of a round: a function of the state before it and of public constants alone."""
+    bases = {}
+    for name, released in released_of(terms).items():
+        rows = method.common_rows(terms.state.modules[name])
+        if rows is not None and privacy.geometry.shape != "full":
+            raise HyperparameterError(
+                f"{terms.method.name} has a frozen factor that everybody knows, and its changes are summed in the "
+                f"coordinates of that: the shape {privacy.geometry.shape!r} has no effect. Leave shape and dims out."
+            )
+        if rows is None:
+            bases[name] = privacy.geometry.bases(released, name, terms.number, privacy.seed)
+        else:
+            d_out, d_in = (t.shape[k] for k, t in enumerate(terms.state.start.modules[name].factors))
+            bases[name] = Bases(d_out, d_in, None, torch.linalg.qr(rows.detach().double().cpu().mT).Q)
+    shared = terms.roles.heads == "shared"
+    return Layout(bases, {name: tuple(head.shape) for name, head in terms.state.heads.items()} if shared else {})
+
+
+def released_of(terms: Terms) -> dict[str, LoRA]:
+    """Module -> M, the update that was released before the round."""
+    found = {}
+    for name, state in sorted(terms.state.modules.items()):
+        with blamed_on(terms.method, "effective"):
+            update = terms.method.effective(state)
+        if update is None:
+            raise HyperparameterError(f"{terms.method.name} keeps no global model, and privacy releases nothing else.")
+        found[name] = checked_update(terms.method, update, terms.state.start.modules[name])
+    return found
+
+
+def context_of(terms: Terms, privacy: Privacy) -> str:
+    """A digest of what a round starts from: what was released before, and every public constant of the mechanism."""
+    p = privacy
+    constants = (terms.number, terms.method, terms.roles, p.clip, p.noise_multiplier, p.grid, p.geometry, p.clients)
+    digest = sha256(repr((*constants, p.rank, p.sampling, p.most_examples, p.seed)).encode())
+    tensors = {f"{name}.{f}": t for name, lora in released_of(terms).items() for f, t in lora.tensors().items()}
+    for name, tensor in sorted({**tensors, **terms.state.heads}.items()):
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class PrivateRound:
+    """An `Intake` that keeps one vector. Uploads may come in any order: integers add up to the same sum.
+
+    layout: what stands where in it. mechanism: how it is clipped and noised. Both are public.
+    """
+
+    exchanges = 1
+    keeps = False
+
+    def __init__(self, terms: Terms, method: Accumulating[Any], privacy: Privacy) -> None:
+        self._terms, self._method, self._privacy = terms, method, privacy
+        self.layout, self._context = layout(terms, method, privacy), context_of(terms, privacy)
+        self.mechanism = privacy.mechanism(self.layout.size)
+        self._total = torch.zeros(self.layout.size, dtype=torch.int64)
+        self._seen: set[str] = set()
+        self._released = privacy.releases.stored(terms.number, self._context)
+        if self._released is not None and self._released.shape != self._total.shape:
+            raise HyperparameterError(
+                f"the noised sum of round {terms.number} that was stored has {len(self._released)} numbers, and this "
+                f"round's {len(self._total)}: it is of another model or configuration. A private run goes "
+                f"on with the same ones only."
+            )
+
+    def ask(self) -> WholeUpload:
+        return WholeUpload()
+
+    def add(self, upload: Upload) -> None:
+        """Count one upload: at most one of each client, whatever becomes of it.
+
+        Raises:
+            UploadRefused: to the one who sent it. It counts as zero, and nobody else may be told.
+        """
+        client = upload.client.id
+        if client in self._seen:
+            raise UploadRefused(client, "a second upload in the same round; whatever came first stands.")
+        self._seen.add(client)
+        if len(self._seen) > self._privacy.clients:
+            raise UploadRefused(client, f"more than the {self._privacy.clients} clients of the federation took part.")
+        if self._released is not None or not self._terms.check(upload):
+            return
+        self._total += self.mechanism.clipped(
+            self._change(upload), self._privacy.weight(float(upload.num_examples))
+        ).integers
+
+    def close(self) -> ServerState:
+        """The next state. It takes place whoever came: an empty round releases pure noise.
+
+        Raises:
+            Whatever `Releases.settle` raises where the budget is spent: nothing was released then.
+        """
+        privacy, terms = self._privacy, self._terms
+        if self._released is None:
+            noised = self.mechanism.noised(self._total)
+            self._released = privacy.releases.settle(terms.number, self._context, noised, self.mechanism)
+        self._total.zero_()
+        mean = self.mechanism.mean(self._released, privacy.denominator)
+        changes, of_heads = self.layout.parts(mean)
+        with blamed_on(terms.method, "accumulated"):
+            modules = {
+                name: self._method.accumulated(terms.state.modules[name], change, privacy.rank)
+                for name, change in changes.items()
+            }
+        heads = {name: (head.double().cpu() + of_heads[name]).to(head) for name, head in terms.state.heads.items()
+                 if name in of_heads}  # fmt: skip
+        return closed(terms, modules, heads, Tally({}))
+
+    def _change(self, upload: Upload) -> Tensor:
+        """What the client changed of what it was sent, in the round's coordinates: (d,), float64."""
+        terms, modules = self._terms, {}
+        for name, rank in upload.client.ranks(terms.state.modules).items():
+            with blamed_on(terms.method, "readout"):
+                made = terms.method.readout(terms.state.modules[name], upload.client.id, rank)
+            before = checked_readout(terms.method, made, terms.state.start.modules[name], rank, terms.roles)
+            modules[name] = change_of(upload.adapter.modules[name], before.lora)
+        heads = {
+            name: upload.adapter.heads[name].detach().double().cpu() - terms.state.heads[name].double().cpu()
+            for name in self.layout.heads
+        }
+        return self.layout.vector(modules, heads)
+
+
+def change_of(sent: LoRA, received: LoRA) -> LoRA:
+    """B A as sent - B_0 A_0 as received, as one pair in float64. A factor that did not travel is the received one."""
+    B_0, A_0 = (t.detach().double().cpu() for t in received.factors)
+    B = B_0 if sent.B is None else sent.B.detach().double().cpu()
+    A = A_0 if sent.A is None else sent.A.detach().double().cpu()
+    if sent.A is None:
+        return LoRA(B - B_0, A_0)
+    if sent.B is None:
+        return LoRA(B_0, A - A_0)
+    return LoRA(torch.cat([B, -B_0], dim=1), torch.cat([A, A_0]))

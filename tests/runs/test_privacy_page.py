@@ -1,0 +1,55 @@
+"""docs/privacy.md: its code runs and prints what it says, its configuration is one, its table is the plan's formula."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedlora.runs.config import parse_config
+from fedlora.runs.private_checks import check_private
+
+PAGE = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text(encoding="utf-8")
+
+
+def test_the_code_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("opendp")
+    pytest.importorskip("dp_accounting")
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    exec(compile(block, "privacy.md", "exec"), {})
+    assert f"prints `{capsys.readouterr().out.strip()}`" in PAGE
+
+
+def test_the_configuration_is_one() -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
+    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, **tomllib.loads(block)})
+    assert config.privacy is not None and config.server.missing == "zero"
+    check_private(config, config.server.build(config.method.build(), 0))
+
+
+def test_the_table_of_noise_follows_from_z_and_the_clients() -> None:
+    """sigma = z C / n; norm sigma sqrt(a b), strongest direction sigma (sqrt a + sqrt b), z as the page says."""
+    found = re.search(r"z = ([\d.]+)\.", PAGE)
+    assert found is not None
+    z, shapes = float(found[1]), [(384, 384), (16, 384), (16, 16), (384, 8)]
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, flags=re.MULTILINE)
+    assert [int(clients) for clients, _ in rows] == [6, 50, 200]
+    for clients, cells in rows:
+        for cell, (a, b) in zip(cells.split(" | "), shapes, strict=True):
+            sigma = z / int(clients)
+            noise, strongest = (float(x) for x in cell.split(", "))
+            assert noise == pytest.approx(sigma * math.sqrt(a * b), rel=0.05)
+            assert strongest == pytest.approx(sigma * (math.sqrt(a) + math.sqrt(b)), rel=0.05)
+
+
+def test_the_noise_of_the_table_is_that_of_its_epsilon() -> None:
+    pytest.importorskip("dp_accounting")
+    from fedlora.privacy import noise_multiplier_for
+
+    assert noise_multiplier_for(8.0, 9, 1e-3) == pytest.approx(1.440, abs=2e-3)

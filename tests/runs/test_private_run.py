@@ -1,0 +1,369 @@
+"""`fedlora run` with [privacy]: an epsilon that an outsider recomputes, and nothing else that tells of a client.
+
+Kinds of evidence: *end-to-end* (real transformers, the command line in this process, dp-accounting asked directly),
+*structural* (every name that is written is on the list of releases), *kill* (processes that die at their steps).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError
+from fedlora.flower.terms.settings_from_run import from_tables
+from fedlora.privacy import Event, Ledger, Mechanism, accounting, fate_of, released
+from fedlora.runs import private_outputs
+from fedlora.runs.config import RunConfig, load_config, parse_config
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import Prepared, prepare
+from fedlora.runs.private_checks import check_private
+from fedlora.runs.private_plan import plan
+from fedlora.runs.private_run import check_affordable
+from support.command_line import Said, invoke
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import make_project
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+PRIVACY = """
+[privacy]
+clip = 1.0
+noise_multiplier = 1.0
+delta = 1e-3
+population = "three toy sites"
+ledger = "ledger.jsonl"
+"""
+HERE = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    pytest.importorskip("opendp")
+    pytest.importorskip("dp_accounting")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_project(tmp_path_factory.mktemp("private"))
+    config = folder / "config.toml"
+    config.write_text(config.read_text() + PRIVACY)
+    return folder
+
+
+class Finished:
+    """One run of two rounds by the command line, and all that went through the list on its way."""
+
+    def __init__(self, place: Path) -> None:
+        self.folder, self.ledger, self.seen = RunFolder(place / "run"), place / "ledger.jsonl", []
+        real = private_outputs.filtered
+
+        def watched(where: str, values: Mapping[str, Any], **options: bool) -> dict[str, Any]:
+            self.seen.append((where, dict(values)))
+            return real(where, values, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(private_outputs, "filtered", watched)
+            self.said = invoke("run", place / "config.toml", "--set", "run.rounds=2", "--out", self.folder.path)
+
+
+@pytest.fixture(scope="module")
+def done(place: Path) -> Iterator[Finished]:
+    yield Finished(place)
+
+
+def configured(place: Path, *overrides: str) -> RunConfig:
+    return load_config(place / "config.toml", overrides)
+
+
+# ---- what is promised ------------------------------------------------------------------------------------------------
+
+
+def test_an_outsider_recomputes_epsilon_from_the_ledger(done: Finished) -> None:
+    """The lines of the file as JSON, and dp-accounting itself: nothing of fedlora's accounting."""
+    dp = pytest.importorskip("dp_accounting")
+    pld = pytest.importorskip("dp_accounting.pld")
+    lines = [json.loads(line) for line in done.ledger.read_text().splitlines()]
+    events = [line for line in lines if line["kind"] == "event"]
+    assert [event["round"] for event in events] == [1, 2]
+    accountant = pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    for event in events:
+        assert event["sampling"] == 1.0
+        accountant.compose(dp.GaussianDpEvent(event["noise_multiplier"]))
+    epsilon = accountant.get_epsilon(1e-3)
+    spent = done.folder.read_json("summary.json")["privacy"]
+    assert spent["epsilon"] == pytest.approx(epsilon, rel=1e-3) == spent["epsilon_planned"]
+    card = (done.folder.path / "adapter" / "README.md").read_text()
+    assert f"epsilon {spent['epsilon_planned']:.3f} at delta 0.001" in card and "one client's contribution" in card
+    told = json.loads(invoke("privacy", done.ledger, "--json").stdout)
+    assert told["epsilon"] == pytest.approx(epsilon, rel=1e-3) and told["events"] == 2
+    assert [line["privacy"]["ledger"]["events"] for line in done.folder.metrics()] == [1, 2]
+
+
+def test_what_was_charged_is_the_mechanism_that_ran(done: Finished) -> None:
+    """d: four modules of 32 x 32 and a head of 3 x 32 and 3; the noise is of that size, by its file's length."""
+    (event, _) = [charged.event for charged in Ledger(done.ledger, "three toy sites").events()]
+    assert event.size == 4 * 32 * 32 + 3 * 32 + 3
+    mechanism = Mechanism.of(1.0, 1.0, event.size)
+    assert (event.clip, event.noise_multiplier, event.grid) == (1.0, 1.0, mechanism.grid)
+    assert event.sensitivity == mechanism.sensitivity(event.size)
+    files = sorted((done.folder.path / "private" / "journal").glob("*.noised"))
+    assert len(files) == 2 and all(path.stat().st_size > 8 * event.size for path in files)
+
+
+def test_every_name_that_is_written_was_decided_on(done: Finished) -> None:
+    """A new key of metrics, summary or manifest that nobody put on the list fails here."""
+    assert {where for where, _ in done.seen} == {"manifest.json", "metrics.jsonl", "summary.json"}
+    for where, values in done.seen:
+        assert released.unlisted(where, values) == [], where
+    for path in done.folder.path.iterdir():
+        assert fate_of("folder", path.name) not in (None, "dropped"), path.name
+
+
+def test_nothing_outside_the_secret_folders_tells_of_a_client(done: Finished) -> None:
+    """Counts, digests, losses, who took part: asked of the secret manifest, looked for in all public files."""
+    content = json.loads((done.folder.path / "private" / "content.json").read_text())
+    public = [
+        path for path in done.folder.path.rglob("*")
+        if path.is_file() and path.relative_to(done.folder.path).parts[0] not in ("private", "checkpoints")
+    ]  # fmt: skip
+    text = "\n".join(path.read_text(errors="replace") for path in public) + done.said.stdout + done.said.stderr
+    for facts in content["data"]["train"].values():
+        assert facts["sha256"] not in text
+    assert str(content["data"]["label_counts"]["site-1"]) not in text
+    for line in done.folder.metrics():
+        assert not (line["losses"] or line["weights"] or line["refused"] or line["bytes"] or line["seconds"])
+    assert all((done.folder.path / name).stat().st_mode & 0o077 == 0 for name in ("private", "checkpoints"))
+    assert "loss 0." not in done.said.stderr.split("glora round")[0]
+
+
+def test_finished_it_is_not_charged_again(done: Finished, place: Path) -> None:
+    before = done.ledger.read_bytes()
+    invoke("run", place / "config.toml", "--set", "run.rounds=2", "--out", done.folder.path, "--resume")
+    assert done.ledger.read_bytes() == before
+
+
+def test_a_second_run_on_the_same_clients_has_to_ask_for_more(done: Finished, place: Path, main: Any) -> None:
+    """The default budget is what the first run needed; the folder is another, the population the same."""
+    before = done.ledger.read_bytes()
+    said: Said = main("run", place / "config.toml", "--set", "run.rounds=2", "--out", place / "second")
+    assert "the budget is" in said.error() and "three toy sites" in said.error()
+    assert done.ledger.read_bytes() == before and not (place / "second" / "manifest.json").exists()
+    check_affordable(prepare(configured(place, "run.rounds=2", "privacy.budget=40")))
+
+
+def test_a_run_does_not_go_on_with_another_ledger_or_length(done: Finished, place: Path) -> None:
+    done.folder.reopen()
+    prepared = prepare(configured(place, "run.rounds=2", "privacy.ledger=empty.jsonl"))
+    with pytest.raises(CheckpointError, match="not in the ledger"):
+        next(execute(prepared, done.folder, resume=True))
+    with pytest.raises(CheckpointError, match="cannot be stretched"):
+        next(execute(prepare(configured(place, "run.rounds=5")), done.folder, resume=True))
+    again = list(execute(prepare(configured(place, "run.rounds=2")), done.folder, resume=True))
+    assert again == [] and done.folder.finished()
+
+
+# ---- a run that stops ------------------------------------------------------------------------------------------------
+
+
+def test_it_stops_before_the_budget_is_passed_and_leaves_what_it_has(place: Path, tmp_path: Path) -> None:
+    """Somebody else charges the population after the first of three rounds: the run ends with that round's model."""
+    ledger = tmp_path / "ledger.jsonl"
+    config = configured(place, f"privacy.ledger={ledger}", "evaluate.every=3")
+    folder, seen = RunFolder(tmp_path / "run"), 0
+    for _ in execute(prepare(config), folder):
+        seen += 1
+        event = Ledger(ledger, "three toy sites").events()[0].event
+        other = Event.of(
+            Mechanism.of(1.0, 0.5, event.size), event.size, run="another", round=1, sampling=1.0, rounds=1, delta=1e-3
+        )
+        Ledger(ledger, "three toy sites").charge(_named(other))
+    summary = folder.read_json("summary.json")
+    assert seen == 1 and summary["rounds"] == 1 and "budget" in summary["stopped_early"]["why"]
+    assert len(Ledger(ledger, "three toy sites").events()) == 2
+    assert (folder.path / "adapter" / "adapter_model.safetensors").exists()
+    spent = summary["privacy"]
+    assert spent["epsilon_planned"] == pytest.approx(accounting.epsilon(1.0, 3, 1e-3)), "of the planned T"
+
+
+def _named(event: Event) -> Event:
+    from dataclasses import replace
+
+    return replace(event, released="0" * 64)
+
+
+def test_killed_at_its_steps_it_releases_each_sum_once(tmp_path: Path) -> None:
+    """Every seventh step of a run's disk writes (all of them by hand, with stride 1): the journal's bytes stay, each is
+    charged once, who was drawn stays drawn, and the journal alone gives the same bits with nobody trained."""
+    program = [sys.executable, str(HERE / "support" / "killed_private_runs.py"), str(tmp_path), "7"]
+    ended = subprocess.run(program, check=True, capture_output=True, text=True, cwd=HERE, env=_env())
+    entries = json.loads(ended.stdout)
+    assert len(entries) > 12
+    for entry in entries:
+        assert entry["journal"].items() <= entry["after"].items() and len(entry["after"]) == 2
+        assert entry["charged"] == [[k, entry["after"][name]] for k, name in enumerate(sorted(entry["after"]), start=1)]
+        assert entry["digest"] == entry["digest from the journal"]
+        assert entry["trained from the journal"] == [] and entry["charged from the journal"] == 2
+        rounds = {f"{int(name.split('-')[1])}" for name in entry["journal"]}
+        assert not [line for line in entry["trained"] if line[0] in rounds], "what was released is not trained again"
+        drawn = entry["sample"]
+        if drawn is not None and str(drawn["round"]) not in rounds:
+            again = [client for round, client in entry["trained"] if int(round) == drawn["round"]]
+            assert again == drawn["clients"], "who was drawn is not drawn anew"
+    assert any(entry["sample"] is not None for entry in entries)
+
+
+def _env() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared(place: Path) -> Prepared:
+    return prepare(configured(place, "privacy.ledger=planned.jsonl", "run.rounds=4"))
+
+
+def test_the_plan_says_signal_and_noise(prepared: Prepared) -> None:
+    """Oracle: sigma = z C / n in each entry of the mean (the grid adds a millionth), by hand for a 32 x 32 module."""
+    found = plan(prepared)
+    assert found.sigma == pytest.approx(1.0 / 3, rel=1e-5) and found.size == 4 * 32 * 32 + 99
+    part = found.parts["bert.encoder.layer.0.attention.self.query"]
+    assert part.noise == pytest.approx(32 / 3, rel=1e-5) and part.signal == pytest.approx(1 / math.sqrt(6))
+    assert part.strongest == pytest.approx(2 * math.sqrt(32) / 3, rel=1e-5)
+    assert part.lost == pytest.approx(math.sqrt(32) / 3 / 2, rel=1e-5), "sigma (a b)^(1/4) / sqrt(T)"
+    assert found.epsilon == pytest.approx(accounting.epsilon(1.0, 4, 1e-3))
+
+
+def test_the_plan_by_the_command_line_writes_nothing(place: Path) -> None:
+    said = invoke("privacy", "--plan", place / "config.toml", "--set", "privacy.ledger=planned.jsonl").stdout
+    assert "epsilon" in said and "32 x 32" in said and "head classifier.weight" in said
+    assert not (place / "planned.jsonl").exists()
+
+
+def test_a_budget_that_leaves_nothing_is_refused(place: Path, tmp_path: Path) -> None:
+    config = configured(place, f"privacy.ledger={tmp_path / 'ledger'}", "privacy.noise_multiplier=500")
+    with pytest.raises(ConfigError, match="leaves nothing"):
+        next(execute(prepare(config), RunFolder(tmp_path / "run")))
+    assert not (tmp_path / "run" / "manifest.json").exists() and not (tmp_path / "ledger").exists()
+
+
+def test_epsilon_gives_its_noise(place: Path) -> None:
+    section = configured(place, "run.rounds=20").privacy
+    assert section is not None
+    asked = section.model_copy(update={"noise_multiplier": None, "epsilon": 8.0})
+    assert asked.multiplier(20, 1.0) == pytest.approx(2.147, abs=2e-3), "trust.md: q = 1, T = 20, delta = 1e-3"
+    assert asked.cost(20, 1.0) <= 8.0
+
+
+# ---- what a private run refuses --------------------------------------------------------------------------------------
+
+
+def tables(place: Path, **changes: Any) -> dict[str, Any]:
+    import tomllib
+
+    raw = tomllib.loads((place / "config.toml").read_text())
+    for key, value in changes.items():
+        table, name = key.split("__")
+        raw.setdefault(table, {})[name] = value
+    return raw
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"privacy__epsilon": 8.0}, "one of privacy.epsilon"),
+    ({"privacy__dims": 4}, "privacy.dims"),
+    ({"privacy__shape": "left"}, "privacy.dims"),
+    ({"privacy__delta": 0.0}, "privacy.delta"),
+    ({"privacy__clip": 0.0}, "privacy.clip"),
+    ({"run__participation": 0.5}, "sampling = 'poisson'"),
+    ({"privacy__sampling": "poisson"}, "set it below 1"),
+    ({"run__keep_uploads": "last"}, "run.keep_uploads"),
+    ({"run__readouts": True}, "run.readouts"),
+    ({"evaluate__clients_at_end": True}, "clients_at_end"),
+    ({"evaluate__target": "clients"}, "evaluate.target"),
+    ({"clients__own_test": 0.2}, "own_test"),
+    ({"server__gauge_stress": 10.0}, "gauge_stress"),
+    ({"server__quorum": 2}, "quorum"),
+    ({"server__missing": "renormalise"}, "missing = 'zero'"),
+    ({"server__weighting": "examples"}, "most_examples"),
+    ({"server__weighting": "uniform", "privacy__most_examples": 100}, "most_examples"),
+    ({"server__memory": 64.0}, "memory"),
+    ({"method__name": "fedit"}, "fedit has no such rule"),
+    ({"method__rho": 0.5}, "rho"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
+def test_what_would_break_the_promise_is_refused(place: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigError, HyperparameterError), match=words.replace(".", r"\.")):
+        config = parse_config(tables(place, **changes))
+        check_private(config, config.server.build(config.method.build(), 0))
+
+
+def test_clients_files_need_public_data_to_measure_on(place: Path) -> None:
+    raw = tables(place)
+    raw["data"] = {"clients": {"one": "train.jsonl", "two": "train.jsonl"}}
+    raw["clients"] = {"ranks": [2]}
+    config = parse_config(raw)
+    with pytest.raises(ConfigError, match=r"data\.validation = 0\.1 .*; data\.test = 0\.1 .*; data\.labels is missing"):
+        check_private(config, config.server.build(config.method.build(), 0))
+
+
+def test_a_delta_of_one_in_n_is_no_promise(place: Path) -> None:
+    with pytest.raises(ConfigError, match="promises nothing"):
+        prepare(configured(place, "privacy.delta=0.4"))
+
+
+def test_flower_says_that_it_is_not_private() -> None:
+    with pytest.raises(ConfigError, match="do not call this federation private"):
+        from_tables({"privacy": {"clip": 1.0}, "data": {"labels": ["a", "b"]}})
+
+
+def test_a_config_without_the_table_is_as_before(place: Path) -> None:
+    raw = tables(place)
+    del raw["privacy"]
+    config = parse_config(raw)
+    assert config.privacy is None and "privacy" not in config.model_dump(exclude_defaults=True)
+    assert (config.server.missing, config.server.weighting) == ("renormalise", "examples")
+    check_private(config, config.server.build(config.method.build(), 0))
+
+
+def test_a_resolved_configuration_reads_back_as_the_same(place: Path) -> None:
+    config = configured(place)
+    again = RunConfig.model_validate(json.loads(config.canonical()))
+    assert again == config and again.digest() == config.digest()
+
+
+def test_the_digest_sees_every_key_of_the_table(place: Path) -> None:
+    """A run cannot be resumed as another one by mistake."""
+    base = configured(place)
+    other = {
+        "clip": 2.0, "noise_multiplier": 2.0, "epsilon": 3.0, "delta": 1e-4, "population": "others", "ledger": "else",
+        "budget": 50.0, "sampling": "poisson", "shape": "left", "dims": 3, "rank": 3, "most_examples": 9,
+    }  # fmt: skip
+    assert base.privacy is not None and set(other) == set(type(base.privacy).model_fields)
+    moved = [base.privacy.model_copy(update={key: value}) for key, value in other.items()]
+    digests = {base.digest(), *(base.model_copy(update={"privacy": section}).digest() for section in moved)}
+    assert len(digests) == len(other) + 1
+
+
+def test_the_library_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """Without dp-accounting nothing runs: one sentence says what to install."""
+    section = configured(place).privacy
+    assert section is not None
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
+    with pytest.raises(HyperparameterError, match="pip install"):
+        section.cost(7, 1.0)
+    with pytest.raises((BudgetSpent, HyperparameterError)):
+        raise BudgetSpent("errors of privacy are fedlora's own")
