@@ -33,8 +33,8 @@ from fedlora.errors import CheckpointError
 
 T = TypeVar("T")
 
-# What older files call a value's class, and its tag now: before there were tags, and after a class gained fields. Names of classes without a tag, as of a method of
-# one's own, stay what they are: its module and name.
+# What older files call a value's class, and its tag now: before there were tags, and before a class gained fields.
+# Names of classes without a tag, as of a method of one's own, stay what they are: its module and name.
 _FORMER_NAMES = {
     "fedlora.base_change.BaseChange": "base-change/1",
     "fedlora.by_hand.HandState": "by-hand/1",

@@ -36,7 +36,7 @@ class TakesMultipliers(ABC):
     def multiplied(self) -> How:
         """The form in which it gets such updates."""
 
-    def require_multipliers(self, columns: int | None = None) -> None:
+    def require_multipliers(self, columns: int | None = None) -> None:  # noqa: B027 - most have nothing to refuse
         """Whether the weights of a robust rule survive this method's options.
 
         Args:
@@ -53,7 +53,7 @@ def multiplied_how(method: Any) -> How:
 
 
 def multiplied(how: How, sent: LoRA, begun: LoRA, m: float) -> Sequence[tuple[float, LoRA]]:
-    """An update whose change from `begun` counts m times, as (share of the client's weight, factors); of `sent`'s dtype.
+    """An update whose change from `begun` counts m times: (share of the client's weight, factors), of `sent`'s dtype.
 
     Args:
         sent: what travelled, one factor or both. begun: what the client was sent. m: >= 0, and not 1.

@@ -272,8 +272,8 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState], TakesMultipliers):
             )
         if self.rank is not None and columns is not None and self.rank < columns:
             raise HyperparameterError(
-                f"glora: rank = {self.rank} cuts {columns} directions that clients may have (r_i and those of what they "
-                f"were sent) by their subspaces, which count by p_i however small a change is. {advice}."
+                f"glora: rank = {self.rank} cuts {columns} directions that clients may have (r_i, and those of what "
+                f"they were sent) by their subspaces, which count by p_i however small a change is. {advice}."
             )
 
     def pairing(self) -> Pairing:

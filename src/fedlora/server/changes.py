@@ -62,7 +62,9 @@ def changes(
         heads: the server's own, of those that travel: each client's change of them counts as well.
     """
     parts = each(_of_module, list(modules))
-    parts += [_of_tensors([u.adapter.heads[name] for u in uploads], [head] * len(uploads)) for name, head in heads.items()]
+    parts += [
+        _of_tensors([u.adapter.heads[name] for u in uploads], [head] * len(uploads)) for name, head in heads.items()
+    ]
     return _together(parts, len(uploads))
 
 
@@ -102,7 +104,9 @@ def _of_module(clients: Sequence[Sent | None]) -> _Part:
     held = [k for k, one in enumerate(clients) if one is not None]
     parts = [one for one in clients if one is not None]
     if not parts:
-        return _Part(torch.tensor(held, dtype=torch.long), *(torch.zeros(s, dtype=torch.float64) for s in (0, (0, 0), 0)))
+        return _Part(
+            torch.tensor(held, dtype=torch.long), *(torch.zeros(s, dtype=torch.float64) for s in (0, (0, 0), 0))
+        )
     pairs = [_difference(one) for one in parts]
     if any(pair is None for pair in pairs):  # a factor stays at the client: the other one's own change
         (name,) = parts[0].sent.tensors()
@@ -148,7 +152,9 @@ def _of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> _Part:
     noise = [float(_ARITHMETIC * 2 * own.sum()) for own in torch.split(norm(A, dim=1), widths)]
     left = torch.linalg.qr(B, mode="r").R if B.shape[0] > B.shape[1] else B
     right = torch.linalg.qr(A.mT, mode="r").R.mT if A.shape[1] > A.shape[0] else A
-    return _Part(torch.arange(len(pairs)), top.cpu(), _gram(left, right, widths).cpu(), torch.tensor(noise).to(top.cpu()))
+    return _Part(
+        torch.arange(len(pairs)), top.cpu(), _gram(left, right, widths).cpu(), torch.tensor(noise).to(top.cpu())
+    )
 
 
 def _gram(left: Tensor, right: Tensor, widths: Sequence[int]) -> Tensor:

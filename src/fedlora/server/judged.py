@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -87,8 +87,24 @@ def told(line: Mapping[str, Any]) -> str:
     return f"{rule} {' and '.join(said)}" if said else ""
 
 
+def of_run(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a rule did in a whole run, from the lines of its rounds: for each client in how many rounds it was weighed and
+    left out, and the mean of its weight before and after."""
+    judged = [line["defence"] for line in lines if line.get("defence")]
+    names = sorted({name for line in judged for name in line["clients"]})
+    clients = {}
+    for name in names:
+        seen = [line["clients"][name] for line in judged if name in line["clients"]]
+        clients[name] = {
+            "rounds": len(seen),
+            "left_out": sum(one["after"] == 0 for one in seen),
+            **{key: sum(one[key] for one in seen) / len(seen) for key in ("before", "after")},
+        }
+    return {"rule": judged[-1]["rule"] if judged else "", "clients": clients}
+
+
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-__all__ = ["Judged", "Standing", "told"]
+__all__ = ["Judged", "Standing", "of_run", "told"]

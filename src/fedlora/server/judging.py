@@ -154,7 +154,9 @@ def _begun(terms: Terms, upload: Upload) -> dict[str, LoRA]:
 
 def _with_heads(adapter: Adapter, before: Mapping[str, Tensor], m: float) -> Adapter:
     heads = {
-        name: torch.lerp(before[name].double(), head.detach().double(), m).to(torch.promote_types(head.dtype, torch.float32))
+        name: torch.lerp(before[name].double(), head.detach().double(), m).to(
+            torch.promote_types(head.dtype, torch.float32)
+        )
         for name, head in adapter.heads.items()
     }
     return Adapter(adapter.modules, heads)

@@ -85,7 +85,8 @@ class CentredClipping(Rule):
 
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
         most = bound_of(self.tau, geometry.norms, geometry.unit)
-        c, moved, why = torch.zeros_like(p), 0.0, {}
+        c, moved = torch.zeros_like(p), 0.0
+        why: dict[int, str] = {}
         for k in range(self.iterations):
             apart = geometry.from_point(c) if k else geometry.norms
             kept, why = _cut(apart, most, geometry.unit, "its distance from the centre is")
@@ -100,7 +101,8 @@ def _cut(sizes: Tensor, most: float, unit: float, what: str) -> tuple[Tensor, di
     over = sizes > most * (1 + ALIKE)
     kept = torch.where(over, most / torch.where(over, sizes, 1.0), 1.0)
     why = {
-        k: f"{what} {float(sizes[k]) * unit:.4g}, and the bound is {most * unit:.4g}" for k in over.nonzero()[:, 0].tolist()
+        k: f"{what} {float(sizes[k]) * unit:.4g}, and the bound is {most * unit:.4g}"
+        for k in over.nonzero()[:, 0].tolist()
     }
     return kept, why
 

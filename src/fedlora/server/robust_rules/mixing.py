@@ -56,7 +56,7 @@ class Mixing(Rule):
             W[i, near] = p[near] / p[near].sum()
         found = self.rule.weigh(geometry.mixed(W), p)
         c = W.mT @ found.coefficients
-        lonely = {k: "it is among the nearest of none that counts" for k in (c == 0).nonzero()[:, 0].tolist()}
+        lonely = dict.fromkeys((c == 0).nonzero()[:, 0].tolist(), "it is among the nearest of none that counts")
         return Weighed(c, {**found.facts, "neighbours": float(count)}, lonely)
 
 

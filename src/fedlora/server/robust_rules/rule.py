@@ -82,7 +82,9 @@ def require_bound(rule: str, key: str, value: object) -> None:
     """Raises `HyperparameterError` for what is no bound of a norm."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     if value != "median" and not number:
-        raise HyperparameterError(f"{rule}: {key} is a positive number, or 'median' (of the round's norms); got {value!r}.")
+        raise HyperparameterError(
+            f"{rule}: {key} is a positive number, or 'median' (of the round's norms); got {value!r}."
+        )
 
 
 def bound_of(bound: float | str, norms: Tensor, unit: float) -> float:
