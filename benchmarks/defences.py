@@ -1,6 +1,6 @@
 """What a robust rule costs beside the aggregation that it guards: one round of many clients, in one process.
 
-    python benchmarks/defences.py [--repeats 7] [--json FILE] [--quick]
+    python benchmarks/defences.py [--repeats 7] [--modules 4] [--json FILE] [--quick]
 
 25 clients of ranks 8 to 32 on modules of 768 x 768, float32, the second round, so that readouts are no zeros. Rows: the
 server's aggregation by glora without a rule; the changes' Gram matrix alone (readouts included); the rules alone, on
@@ -61,11 +61,12 @@ def a_round(modules: int) -> tuple[Server, object, list[Upload]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--modules", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="one module, three repeats")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    server, state, uploads = a_round(1 if args.quick else 4)
+    server, state, uploads = a_round(1 if args.quick else args.modules)
     names = list(state.modules)  # type: ignore[attr-defined]
 
     def gram() -> Changes:

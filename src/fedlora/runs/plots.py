@@ -278,7 +278,7 @@ def _defence(lines: Sequence[Mapping[str, Any]]) -> Figure:
     right.set_xticks(range(0, len(lines), every), [str(line["round"]) for line in lines][::every])
     right.set(xlabel="round")
     right.set_title(judged["rule"], fontsize=10)
-    figure.colorbar(image, ax=right, label="weight of its change over its weight (2: twice or more)")
+    figure.colorbar(image, ax=right, label="m: what a change counts for, of its weight (2: or more)")
     return figure
 
 
