@@ -21,6 +21,7 @@ from torch import Tensor
 from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum
 from fedlora.methods._spectral import accumulated_spectrum, instantiate, mean_spectrum, start_spectrum, whole
@@ -40,7 +41,7 @@ class SVDState:
 
 
 @dataclass(frozen=True)
-class SVD(Accumulating[SVDState]):
+class SVD(Accumulating[SVDState], TakesMultipliers):
     """Use it for the least server error at a given size, where clients need nothing of their own.
 
     Args:
@@ -63,6 +64,11 @@ class SVD(Accumulating[SVDState]):
 
     def roles(self, round: int) -> Roles:
         return Roles()
+
+    @property
+    def multiplied(self) -> How:
+        """Only products enter, of any rank."""
+        return "products"
 
     def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:
         every = mean_spectrum(updates)

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedlora.core.lora import Adapter, LoRA, compute_dtype, named_tensors
 from fedlora.core.messages import Client, Download, Missing, Upload
 from fedlora.core.method import Method, Role, Roles
+from fedlora.core.multiplied import TakesMultipliers
 from fedlora.core.pairing import FromPair
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError
@@ -39,6 +40,7 @@ from fedlora.server.method_faults import (
 )
 from fedlora.server.private_options import Privacy, require_private
 from fedlora.server.private_round import PrivateRound, context_of
+from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
 from fedlora.server.state import RunState, ServerState
 from fedlora.server.terms import Terms, Weighting, ranks_of
@@ -72,6 +74,7 @@ class Server:
             refuse does not count and is named; the round goes on, if the quorum (None: one) is still met.
         privacy: rounds of one clipped and noised sum (`private_round`), so that what is released says little about any
             one client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
+        rule: a robust rule (`robust_rules`), which gives each client's change a weight of its own; after the defences.
         workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
             None: as many as torch has threads.
 
@@ -97,6 +100,7 @@ class Server:
     sketch: Sketch | None = None
     defences: tuple[Defence, ...] = ()
     privacy: Privacy | None = None
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.method, str | type):
@@ -132,6 +136,25 @@ class Server:
                 "Server: defences look at a round's uploads together, and a memory limit drops them, a sketch never "
                 "shows them: leave out one of the two."
             )
+        if self.rule is not None:
+            self._check_rule(self.rule)
+
+    def _check_rule(self, rule: Rule) -> None:
+        """Raises `HyperparameterError` where a robust rule cannot be kept."""
+        if not isinstance(rule, Rule):
+            raise HyperparameterError(f"Server: rule is a robust rule, as Krum(liars=1), or None; got {rule!r:.80}.")
+        beside = {
+            "memory": "a memory limit folds uploads in as they come and forgets them",
+            "sketch": "in rounds by a sketch the server sees sums only",
+        }
+        for option, why in beside.items():
+            if getattr(self, option) is not None:
+                raise HyperparameterError(
+                    f"Server: {rule.name} compares the changes of all clients of a round, and {why}: leave out "
+                    f"{option}, or the rule."
+                )
+        if isinstance(self.method, TakesMultipliers):
+            self.method.require_multipliers()
 
         if self.privacy is not None:
             require_private(self, self.privacy)
@@ -236,6 +259,7 @@ class Server:
             self.seed,
             self.workers,
             self.defences,
+            self.rule,
         )
 
     def open(self, state: ServerState) -> Intake:

@@ -1,0 +1,245 @@
+"""How far each client's update moved from what the client was sent, and in which direction beside the others'.
+
+A client's *change* X_i is D_i - R_i over all modules and heads together: D_i = B_i A_i what it sent, R_i what it was
+sent. Where one factor travels the other is what the client was sent; where one stays at the client, the change is that
+of the factor that travelled. A module that a client does not hold is no change.
+
+Only products enter, so no coordinates, no rank and no zero columns matter. With the columns l_a of all B's and the rows
+r_a of all A's, each readout's once for all clients that were sent it, and W_ia = 1 for i's own, -1 for its readout's,
+
+    <X_i, X_j> = (W E W^T)_ij,   E_ab = (l_a . l_b) (r_a . r_b)
+
+These sums cancel where a change is small beside its terms: of one of 1e-3 in coordinates of condition 1e6 no digit is
+left. Which clients' that are is known from the sizes of the terms. Of these D_i - R_i is taken first, as one pair with
+orthonormal columns from two QR factorisations, and that pair stands in place of theirs. All in float64. Cost of one
+matrix: O(S^2 (d_out + d_in)), S the number of columns, from sum r_i to 2 sum r_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import LoRA
+from fedlora.core.messages import Upload
+from fedlora.linalg import gram, norm
+from fedlora.linalg.parallel import Each, one_by_one
+
+# What float64 leaves of a sum, relative to its largest term: a change below that is none.
+_ARITHMETIC = 64 * 2.0**-53
+_LOST = 1e7  # ||X_i||^2 over what rounding of the sums may be of it, at least
+_CACHED = 2**22  # numbers of a strip, 32 MB
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """The clients' changes, up to what no rule needs to know. float64, on the CPU.
+
+    norms (n,): ||X_i||. cosines (n, n): <X_i, X_j> / (||X_i|| ||X_j||), 1 with itself, 0 beside a change of norm 0.
+    noise (n,): what arithmetic in the client's own coordinates leaves of X_i: rounding, and no part of any change.
+    """
+
+    norms: Tensor
+    cosines: Tensor
+    noise: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """One client's part in one matrix. sent: what travelled. begun: what the client was sent, at its rank."""
+
+    sent: LoRA
+    begun: LoRA
+
+
+def changes(
+    modules: Sequence[Sequence[Sent | None]],
+    uploads: Sequence[Upload],
+    heads: Mapping[str, Tensor],
+    each: Each = one_by_one,
+) -> Changes:
+    """All clients' changes.
+
+    Args:
+        modules: for each module, what each client of `uploads` has there; None where it does not hold it.
+        heads: the server's own, of those that travel: each client's change of them counts as well.
+    """
+    parts = each(_of_module, list(modules))
+    parts += [
+        _of_tensors([u.adapter.heads[name] for u in uploads], [head] * len(uploads)) for name, head in heads.items()
+    ]
+    return _together(parts, len(uploads))
+
+
+# ------------------------------------------------------------------------------------------------------------- inside
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One matrix. clients (k,): whom it is of. gram (k, k): of X_i / top_i. noise (k,): in units of top_i."""
+
+    clients: Tensor
+    top: Tensor
+    gram: Tensor
+    noise: Tensor
+
+
+def _together(parts: Sequence[_Part], count: int) -> Changes:
+    squares = torch.zeros(len(parts), count, dtype=torch.float64)
+    noises = torch.zeros_like(squares)
+    for k, part in enumerate(parts):
+        squares[k, part.clients] = part.top * part.gram.diagonal().clamp(min=0).sqrt()
+        noises[k, part.clients] = part.top * part.noise
+    norms, noise = norm(squares, dim=0), norm(noises, dim=0)
+    norms = torch.where(norms > noise, norms, 0.0)
+    cosines = torch.zeros(count, count, dtype=torch.float64)
+    for part in parts:
+        own = norms[part.clients]
+        share = torch.where(own > 0, part.top / torch.where(own > 0, own, 1.0), 0.0)
+        cosines[part.clients[:, None], part.clients] += share[:, None] * part.gram * share
+    cosines = ((cosines + cosines.mT) / 2).clamp(-1, 1)
+    cosines.fill_diagonal_(1.0)
+    some = (norms > 0).to(cosines)
+    return Changes(norms, cosines * some[:, None] * some + torch.diag(1 - some), noise)
+
+
+def _of_module(clients: Sequence[Sent | None]) -> _Part:
+    held = [k for k, one in enumerate(clients) if one is not None]
+    parts = [one for one in clients if one is not None]
+    if not parts:
+        return _Part(
+            torch.tensor(held, dtype=torch.long), *(torch.zeros(s, dtype=torch.float64) for s in (0, (0, 0), 0))
+        )
+    pairs = [_terms(one) for one in parts]
+    if any(pair is None for pair in pairs):  # a factor stays at the client: the other one's own change
+        (name,) = parts[0].sent.tensors()
+        found = _of_tensors([p.sent.tensors()[name] for p in parts], [p.begun.tensors()[name] for p in parts])
+    else:
+        found = _of_products([pair for pair in pairs if pair is not None])
+    return _Part(torch.tensor(held, dtype=torch.long), found.top, found.gram, found.noise)
+
+
+@dataclass(frozen=True, eq=False)
+class _Terms:
+    """X = left right - begun_left begun_right, float64."""
+
+    left: Tensor
+    right: Tensor
+    begun_left: Tensor
+    begun_right: Tensor
+
+
+def _terms(one: Sent) -> _Terms | None:
+    """D - R; None where the product is not known."""
+    sent, begun = one.sent.tensors(), one.begun.tensors()
+    if len(begun) < 2:
+        return None
+    B_0, A_0 = (t.double() for t in one.begun.factors)
+    if len(sent) == 2:
+        B, A = (t.detach().double() for t in one.sent.factors)
+        return _Terms(B, A, B_0, A_0)
+    none = B_0[:, :0], A_0[:0]
+    if "B" in sent:
+        return _Terms(sent["B"].detach().double() - B_0, A_0, *none)
+    return _Terms(B_0, sent["A"].detach().double() - A_0, *none)
+
+
+def _of_tensors(sent: Sequence[Tensor], begun: Sequence[Tensor]) -> _Part:
+    """Of whole tensors, entry by entry; shorter ones end in zeros."""
+    terms = torch.tensor([float(norm(t.detach())) + float(norm(b)) for t, b in zip(sent, begun, strict=True)])
+    flat = [t.detach().double().flatten() - b.double().flatten() for t, b in zip(sent, begun, strict=True)]
+    X = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
+    top = _power_of_two(X.abs().amax(dim=1))
+    X = X / top[:, None]
+    noise = _ARITHMETIC * terms.to(top) / top
+    return _Part(torch.arange(len(sent)), top.cpu(), (X @ X.mT).cpu(), noise.cpu())
+
+
+def _of_products(clients: Sequence[_Terms]) -> _Part:
+    found = _summed(clients)
+    own = found.gram.diagonal()
+    unsafe = found.noise.square() * _LOST > _ARITHMETIC * own
+    if bool(unsafe.any()):
+        shorter = [_orthonormal(one) if bad else one for one, bad in zip(clients, unsafe.tolist(), strict=True)]
+        again = _summed(shorter)
+        # What is rounding in the client's own coordinates stays what it was.
+        found = _Part(again.clients, again.top, again.gram, found.noise * (found.top / again.top))
+    return found
+
+
+def _summed(clients: Sequence[_Terms]) -> _Part:
+    """Of each client's terms, readouts' columns that several were sent once for all."""
+    left = torch.cat([*(t.left for t in clients), *(t.begun_left for t in clients)], dim=1)
+    right = torch.cat([*(t.right for t in clients), *(t.begun_right for t in clients)], dim=0)
+    widths = [t.left.shape[1] for t in clients]
+    back = [t.begun_left.shape[1] for t in clients]
+    at, place = _distinct(left, right, since=sum(widths))
+    left, right = left[:, at], right[at]
+    who = torch.arange(len(clients), device=left.device)
+    owner = torch.cat([who.repeat_interleave(torch.tensor(n, device=left.device)) for n in (widths, back)])
+    sign = torch.cat([torch.ones(sum(widths)), -torch.ones(sum(back))]).to(left)
+    l_scale = _power_of_two(norm(left, dim=0))  # a diagonal gauge is gone, exactly
+    left, right = left / l_scale, right * l_scale[:, None]
+    sizes = norm(right, dim=1)
+    r_scale = _power_of_two(sizes)  # and so is the size of a client's change beside another's
+    right = right / r_scale[:, None]
+    largest = torch.zeros(len(clients), dtype=torch.float64, device=left.device)
+    top = _power_of_two(largest.scatter_reduce(0, owner, sizes[place], "amax"))
+    W = torch.zeros(len(clients), len(at), dtype=torch.float64, device=left.device)
+    W.index_put_((owner, place), sign * (r_scale[place] / top[owner]), accumulate=True)
+    size = W.abs() @ (norm(left, dim=0) * norm(right, dim=1))
+    return _Part(who.cpu(), top.cpu(), _sums(left, right, W).cpu(), (_ARITHMETIC * size).cpu())
+
+
+def _sums(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
+    """W E W^T, by strips of E where it is large."""
+    if left.shape[1] <= 2048:
+        return W @ (gram(left) * gram(right.mT)) @ W.mT
+    strip = max(1, _CACHED // left.shape[1])
+    total = torch.zeros(len(W), len(W), dtype=W.dtype, device=W.device)
+    for first in range(0, left.shape[1], strip):
+        part = slice(first, first + strip)
+        total += W[:, part] @ ((left[:, part].mT @ left) * (right[part] @ right.mT)) @ W.mT
+    return total
+
+
+def _distinct(left: Tensor, right: Tensor, since: int) -> tuple[Tensor, Tensor]:
+    """(columns to keep, where each one is among them): of those from `since` on, which are readouts', equal ones once.
+
+    Columns are told apart by a product with fixed numbers, and compared before one stands for another.
+    """
+    count = left.shape[1]
+    numbers = torch.linspace(1.0, 2.0, left.shape[0], dtype=left.dtype, device=left.device).square()
+    more = torch.linspace(3.0, 1.0, right.shape[1], dtype=left.dtype, device=left.device).square()
+    marks = (numbers @ left[:, since:]).tolist(), (right[since:] @ more).tolist()
+    first: dict[tuple[float, float], int] = {}
+    same = list(range(since)) + [first.setdefault(mark, since + k) for k, mark in enumerate(zip(*marks, strict=True))]
+    stand = torch.tensor(same, device=left.device)
+    later = stand != torch.arange(count, device=left.device)
+    equal = (left[:, later] == left[:, stand[later]]).all() & (right[later] == right[stand[later]]).all()
+    if not bool(equal):
+        stand = torch.arange(count, device=left.device)
+    at, place = torch.unique(stand, return_inverse=True)
+    return at, place
+
+
+def _orthonormal(one: _Terms) -> _Terms:
+    """D - R as one pair, of columns that do not cancel; no readout is left."""
+    B, A = torch.cat([one.left, one.begun_left], dim=1), torch.cat([one.right, -one.begun_right], dim=0)
+    scale = _power_of_two(norm(B, dim=0))
+    Q, R = torch.linalg.qr(B / scale)
+    P, T = torch.linalg.qr((A * scale[:, None]).mT)
+    U, s, Vh = torch.linalg.svd(R @ T.mT, full_matrices=False)
+    return _Terms((Q @ U) * s, (P @ Vh.mH).mH, B[:, :0], A[:0])
+
+
+def _power_of_two(sizes: Tensor) -> Tensor:
+    """2^floor(log2 x) of each, within what float64 has an inverse of; 1 for zero."""
+    exponent = torch.frexp(sizes).exponent.clamp(-1000, 1000) - 1
+    return torch.where(sizes > 0, torch.ldexp(torch.ones_like(sizes), exponent), 1.0)
+
+
+__all__ = ["Changes", "Sent", "changes"]
