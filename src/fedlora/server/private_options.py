@@ -154,6 +154,8 @@ def require_private(server: Server, privacy: Privacy) -> Accumulating[Any]:
                    "came. Who is refused, offline or fails counts as zero"),
         "memory": (server.memory is not None, "a private round keeps one sum, and no uploads to fold"),
         "sketch": (server.sketch is not None, "the sums of a sketch are not noised: they un-mix"),
+        "rule": (server.rule is not None, "a rule's weights depend on what others sent, so one client's part is not "
+                 "bounded by the clip"),
         "defences": (bool(server.defences), "a defence's weights depend on what others sent, so one client's "
                      "contribution would have no bound"),
     }  # fmt: skip

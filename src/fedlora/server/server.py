@@ -138,6 +138,8 @@ class Server:
             )
         if self.rule is not None:
             self._check_rule(self.rule)
+        if self.privacy is not None:
+            require_private(self, self.privacy)
 
     def _check_rule(self, rule: Rule) -> None:
         """Raises `HyperparameterError` where a robust rule cannot be kept."""
@@ -146,6 +148,7 @@ class Server:
         beside = {
             "memory": "a memory limit folds uploads in as they come and forgets them",
             "sketch": "in rounds by a sketch the server sees sums only",
+            "privacy": "weights that depend on clients' data are not private",
         }
         for option, why in beside.items():
             if getattr(self, option) is not None:
@@ -155,9 +158,6 @@ class Server:
                 )
         if isinstance(self.method, TakesMultipliers):
             self.method.require_multipliers()
-
-        if self.privacy is not None:
-            require_private(self, self.privacy)
 
     def _pairing(self, what: str, size: str, advice: str) -> FromPair[Any]:
         """The method as one that can go on without the list of uploads."""
