@@ -20,6 +20,7 @@ from fedlora.experiments.plan import mains, worst_values
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import CellScore, measured_by, paired, score_categories, score_cells
+from fedlora.runs.attack_words import attacks_of
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>fedlora: experiments</title>
@@ -33,6 +34,7 @@ _PAGE = """<!doctype html>
  th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #999; }
  .paper { color: #7a4a00; background: #fff8ec; } .none { color: #999; } .decided { font-weight: 600; }
  img { max-width: 100%; } details { margin: .5rem 0; } pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; }
+ .attack { color: #a00000; font-weight: 600; }
  nav a { margin-right: 1rem; } .scroll { overflow-x: auto; } .note { color: #555; }
 </style></head><body>
 <h1>Experiments, profile {{ profile }}</h1>
@@ -46,6 +48,8 @@ and best rounds were chosen on a share of the training data, never on the test s
 <h2 id="{{ e.name }}">{{ e.title }}</h2>
 <p>{{ e.question }}</p>
 {% if e.note %}<p class="note">{{ e.note }}</p>{% endif %}
+{% if e.attacks %}<p class="attack">Under attack, on purpose: {{ e.attacks | join("; ") }}. Nothing of these runs is
+for use.</p>{% endif %}
 <div class="scroll"><table><caption>{{ e.metric }}</caption>
 <thead><tr><th>{{ e.row_name }}</th>{% for c in e.columns %}<th>{{ c }}</th>
 {% if e.has_paper %}<th class="paper">paper</th>{% endif %}{% endfor %}</tr></thead>
@@ -149,6 +153,7 @@ def _section(
         "metric": titled(experiment.profile(profile).metric or experiment.metric, measured_by(cells)),
         "categories": _categories(experiment, profile, results, failed),
         "worst": worst_values(experiment, profile, results, failed),
+        "attacks": attacks_of([results[r.digest].raw["config"] for r in runs if r.digest in results]),
         "row_name": ", ".join(experiment.rows),
         "columns": columns,
         "has_paper": bool(numbers),

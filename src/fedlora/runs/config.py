@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
+from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import (
     PACKAGED,
@@ -56,6 +57,7 @@ class RunConfig(Section):
     clients: ClientsSection = ClientsSection()
     train: TrainSection = TrainSection()
     evaluate: EvaluateSection = EvaluateSection()
+    attack: AttackSection = AttackSection()
 
     def canonical(self) -> str:
         """The same JSON for the same configuration, with every field."""

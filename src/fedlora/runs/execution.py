@@ -93,6 +93,7 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
         evaluate_every=config.evaluate.every,
         form=config.server.upload,
         hooks=config.server.hooks(config.run.seed),
+        adversary=prepared.adversary,
     )
     for event in events:
         if isinstance(event, ClientDone):
@@ -159,6 +160,7 @@ def describe(
         "padded_error": padded_error,
         "gauge_drift": dict(gauge["float64"]) if gauge is not None else None,
         "gauge_drift_as_sent": dict(gauge["as sent"]) if gauge is not None else None,
+        **({"attack": asdict(record.attacked)} if record.attacked is not None else {}),
     }
 
 
@@ -310,6 +312,7 @@ def _finish(
             "gauge_drift": lines[-1]["gauge_drift"] if lines else None,
             "gauge_drift_as_sent": lines[-1].get("gauge_drift_as_sent") if lines else None,
             "refused": sum(len(line["refused"]) for line in lines),
+            **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
             "diagnostics": server.diagnostics(state.server),
         },
     )
