@@ -146,6 +146,109 @@ class Products(ChangeSpace):
         """Dense, module by module: an entry of the weight's change has no meaning in factors."""
         if not isinstance(parts[0], LoRA):
             return torch.stack(list(parts)).std(0, correction=0)
+        first: Tensor = parts[0].delta()  # one dense matrix at a time, beside the two sums
+        mean = sum((part.delta() for part in parts[1:]), first) / len(parts)
+        squares = sum(((part.delta() - mean).square() for part in parts), torch.zeros_like(first))
+        return LoRA((squares / len(parts)).sqrt(), torch.eye(first.shape[1], dtype=torch.float64))
+
+    def size(self, part: Any) -> float:
+        """The Frobenius norm of one part."""
+
+    @abstractmethod
+    def noise(self, sent: Sent, *seed: str | int) -> Change:
+        """Random and admissible; its sizes mean nothing."""
+
+    @abstractmethod
+    def upload(self, sent: Sent, change: Change) -> tuple[Upload, float]:
+        """(readout + change as this client's upload, ||what its rank left out|| / ||change||)."""
+
+    def times(self, change: Change, factor: float) -> Change:
+        return Change({key: self.weighted([part], [factor]) for key, part in change.parts.items()})
+
+    def plus(self, one: Change, other: Change, factor: float) -> Change:
+        """one + factor other, where both have a part; `one` elsewhere."""
+        return Change({
+            key: self.weighted([part, other.parts[key]], [1.0, factor]) if key in other.parts else part
+            for key, part in one.parts.items()
+        })  # fmt: skip
+
+    def mean(self, changes: Sequence[Change]) -> Change:
+        """Each part over those that have it."""
+        return Change({key: self.weighted(parts, [1 / len(parts)] * len(parts)) for key, parts in _by_key(changes)})
+
+    def spread(self, changes: Sequence[Change]) -> Change:
+        """The deviation of each part over those that have it."""
+        return Change({key: self.deviation(parts) for key, parts in _by_key(changes)})
+
+    def sizes(self, change: Change) -> dict[Key, float]:
+        return {key: self.size(part) for key, part in change.parts.items()}
+
+    def norm(self, change: Change) -> float:
+        """||change||_F over all parts."""
+        return math.hypot(*self.sizes(change).values())
+
+
+class Entries(ChangeSpace):
+    """The entries of the factors that travel, and of the heads. Slot k of one client is slot k of another, and a client
+    of smaller rank has zeros in the later ones, as in zero-padded averages. A part is (d, slots), of A the transposed.
+    """
+
+    def change(self, sent: Sent) -> Change:
+        parts = {}
+        for name, lora in sent.upload.adapter.modules.items():
+            begun = sent.begun.modules[name].tensors()
+            for factor, tensor in lora.tensors().items():
+                both = [_by_slots(factor, tensor), _by_slots(factor, begun[factor])]
+                parts[factor, name] = self.weighted(both, [1.0, -1.0])
+        return Change({**parts, **_heads(sent)})
+
+    def weighted(self, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        return torch.stack([w * part for w, part in zip(weights, _padded(parts), strict=True)]).sum(0)
+
+    def deviation(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(_padded(parts)).std(0, correction=0)
+
+    def size(self, part: Tensor) -> float:
+        return float(torch.linalg.vector_norm(part))
+
+    def noise(self, sent: Sent, *seed: str | int) -> Change:
+        return Change({key: _normal(part.shape, *seed, *key) for key, part in self.change(sent).parts.items()})
+
+    def upload(self, sent: Sent, change: Change) -> tuple[Upload, float]:
+        modules, left = {}, []
+        for name, lora in sent.upload.adapter.modules.items():
+            begun, made = sent.begun.modules[name].tensors(), {}
+            for factor, tensor in lora.tensors().items():
+                wanted = self.weighted([_by_slots(factor, begun[factor]), change.parts[factor, name]], [1.0, 1.0])
+                left.append(self.size(wanted[:, lora.rank :]))
+                kept = wanted[:, : lora.rank]
+                made[factor] = (kept if factor == "B" else kept.mT).to(tensor.dtype).contiguous()
+            modules[name] = LoRA(made.get("B"), made.get("A"))
+        return _made(sent, modules, change), _share(left, list(self.sizes(change).values()))
+
+
+class Products(ChangeSpace):
+    """The products B A of each module, as factor pairs; and the entries of the heads. No coordinates come in.
+
+    What has a larger rank than the client is cut to it: the best approximation of that rank, balanced factors.
+    """
+
+    def change(self, sent: Sent) -> Change:
+        parts = {
+            ("module", name): stack([lora.map(_double), sent.begun.modules[name].map(_double)], [1.0, -1.0])
+            for name, lora in sent.upload.adapter.modules.items()
+        }
+        return Change({**parts, **_heads(sent)})
+
+    def weighted(self, parts: Sequence[Any], weights: Sequence[float]) -> Any:
+        if isinstance(parts[0], LoRA):
+            return stack(list(parts), list(weights))
+        return torch.stack([w * part for w, part in zip(weights, parts, strict=True)]).sum(0)
+
+    def deviation(self, parts: Sequence[Any]) -> Any:
+        """Dense, module by module: an entry of the weight's change has no meaning in factors."""
+        if not isinstance(parts[0], LoRA):
+            return torch.stack(list(parts)).std(0, correction=0)
         total, squares = None, None
         for part in parts:  # one dense matrix at a time
             delta = part.delta()

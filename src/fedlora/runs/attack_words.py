@@ -14,7 +14,7 @@ def in_words(facts: Mapping[str, Any], count: int) -> str:
 
 def attacks_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The attacks of stored configurations, each once: kind and who."""
-    found = {}
+    found: dict[str, None] = {}
     for config in configs:
         attack = config.get("attack") or {}
         if attack.get("kind", "none") != "none":
