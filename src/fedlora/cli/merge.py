@@ -16,7 +16,7 @@ from fedlora.adapters.weighting import read_weight_map
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, Force
 from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
-from fedlora.cli.method_names import parse_methods
+from fedlora.cli.method_names import parse_defence, parse_methods
 from fedlora.cli.screen import cell, console, notes, print_json, tracked
 from fedlora.core.echo import shown
 from fedlora.core.method import Method
@@ -70,6 +70,9 @@ def merge(
     readout: Annotated[
         str | None, typer.Option(help="also one adapter a client: 'same', or a TOML file of client = rank")
     ] = None,
+    defence: Annotated[
+        str | None, typer.Option(help="a robust rule with its keys, as 'multi-krum liars=1' (docs/robust-rules.md)")
+    ] = None,
     dry_run: DryRun = False,
     force: Force = False,
     allow_unknown: AllowUnknown = None,
@@ -83,7 +86,8 @@ def merge(
     limits = limits_of(limit, max_bytes, max_tensors)
     allowed = allow_unknown or ()
     finished = None
-    if method == "svd" and state is None and readout is None:
+    rule = parse_defence(defence) if defence is not None else None
+    if method == "svd" and state is None and readout is None and rule is None:
         report = merging.merge(
             adapters, out, rank=rank, weights=counts, weights_from=cast("Any", weights_from),
             weight_map=read_weight_map(weight_map) if weight_map is not None else None, sum=sum,
@@ -93,7 +97,9 @@ def merge(
         )  # fmt: skip
     else:
         if sum or weight_map is not None:
-            raise ConfigError("--sum and --weight-map are for merges without --method, --state and --readout.")
+            raise ConfigError(
+                "--sum and --weight-map are for merges without --method, --state, --readout and --defence."
+            )
         wanted = Result(rank, heads, drop or (), dtype, ranks, serve, max_error, dry_run)
         place = Place(out, force=force, inputs=adapters)
         place.check()
@@ -104,7 +110,7 @@ def merge(
         chosen, label = _method(method)
         report, finished = merge_round(
             given, place, chosen, label, wanted, missing=cast("Any", missing or "zero"),
-            state=state, readout=readout, said=said, progress=tracked,
+            state=state, readout=readout, rule=rule, said=said, progress=tracked,
         )  # fmt: skip
     of_mean = "off the mean of the adapters by" if (method != "svd" or readout is not None) and state is None else None
     _show(report, json, of_mean)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
 from fedlora.errors import ConfigError
 from fedlora.methods.registry import METHODS
+from fedlora.runs.defence import DefenceSection
 from fedlora.runs.sections import MethodSection
+from fedlora.server.robust_rules import Rule
 
 _CLOSED_BY = {'"': '"', "'": "'", "[": "]"}
 _SPACES = " \t\r\n"
@@ -47,20 +50,38 @@ def parse_methods(text: str) -> dict[str, MethodSection]:
 
 def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
     """One method from its name and KEY=VALUE words. Raises `ConfigError`."""
-    text, values = " ".join([name, *settings]), {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key or key == "name":
-            raise ConfigError(f"a method is NAME [KEY=VALUE ...], as 'glora gamma=1'; got {text!r}.")
-        try:
-            values[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[key] = value  # a bare word is a string
+    text = " ".join([name, *settings])
+    values = _values(settings, f"a method is NAME [KEY=VALUE ...], as 'glora gamma=1'; got {text!r}.", "name")
     try:
         return MethodSection.model_validate({"name": name, **values})
     except ValidationError as error:
         wrong = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"the method {text!r} cannot be read: {wrong}.") from error
+
+
+def parse_defence(text: str) -> Rule | None:
+    """A robust rule as it is typed: "krum liars=1", "geometric-median". Raises `ConfigError`."""
+    name, *settings = _cut(" ".join(text.split()), _SPACES)
+    values = _values(settings, f"a robust rule is NAME [KEY=VALUE ...], as 'krum liars=1'; got {text!r}.", "rule")
+    try:
+        return DefenceSection.model_validate({"rule": name, **values}).build()
+    except ValidationError as error:
+        wrong = "; ".join(": ".join([*(str(e["loc"][0]) for _ in e["loc"][:1]), e["msg"]]) for e in error.errors())
+        raise ConfigError(f"--defence {text!r} cannot be read: {wrong}.") from error
+
+
+def _values(settings: Sequence[str], wrong: str, taken: str) -> dict[str, Any]:
+    """KEY=VALUE words as values of TOML; a bare word is a string. Raises `ConfigError`, with what is wrong."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key or key == taken:
+            raise ConfigError(wrong)
+        try:
+            values[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[key] = value
+    return values
 
 
 def plain_label(text: str) -> str:

@@ -43,6 +43,7 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.runs.resuming import changes
+from fedlora.server.judged import told
 from fedlora.simulation import ClientDone
 
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
@@ -110,6 +111,9 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
                 watch.client_done(event)
             else:
                 watch.round_done(event.round, per_round, dict(event.metrics), dict(event.refused))
+                tally = event.state.server.tally
+                if tally is not None and tally.judged is not None and (said := told(tally.judged.plain())):
+                    watch.tell(f"round {event.round}: {said}")
 
 
 class _Watch:
@@ -117,6 +121,9 @@ class _Watch:
 
     def __init__(self, progress: Progress, task: Any, metric: str) -> None:
         self._progress, self._task, self._metric = progress, task, metric
+
+    def tell(self, line: str) -> None:
+        self._progress.console.print(line, style="yellow", markup=False, soft_wrap=True)
 
     def client_done(self, done: ClientDone) -> None:
         shown: dict[str, Any] = {} if done.loss is None else {"loss": f"loss {done.loss:.3f}"}
@@ -209,7 +216,11 @@ def _show(folder: RunFolder) -> None:
         table.add_row("storing the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}")
     if s["refused"]:
         table.add_row("client rounds left out", str(s["refused"]))
+    if s.get("defence"):
+        table.add_row("robust rule", escape(s["defence"]["rule"]))
     console.print(table)
+    if s.get("defence"):
+        console.print(_weighed(s["defence"]["clients"]))
     if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
         console.print(matrix)
     elif least := least_recalled(s["test"]["last"]):
@@ -219,6 +230,17 @@ def _show(folder: RunFolder) -> None:
     _show_samples(folder)
     made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
+
+
+def _weighed(clients: dict[str, dict[str, Any]], most: int = 12) -> Table:
+    """What a robust rule did to each client, those that it took most from first."""
+    table = Table("client", "rounds", "left out", "mean weight", "after the rule", title="What the robust rule did")
+    for name in sorted(clients, key=lambda name: (clients[name]["after"] / clients[name]["before"], name))[:most]:
+        one = clients[name]
+        table.add_row(
+            escape(name), str(one["rounds"]), str(one["left_out"]), f"{one['before']:.1%}", f"{one['after']:.1%}"
+        )
+    return table
 
 
 def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:

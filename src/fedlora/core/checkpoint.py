@@ -33,9 +33,9 @@ from fedlora.errors import CheckpointError
 
 T = TypeVar("T")
 
-# What files of fedlora before tags call a value's class, and its tag. Names of classes without a tag, as of a method of
-# one's own, stay what they are: its module and name.
-_BEFORE_TAGS = {
+# What older files call a value's class, and its tag now: before there were tags, and before a class gained fields.
+# Names of classes without a tag, as of a method of one's own, stay what they are: its module and name.
+_FORMER_NAMES = {
     "fedlora.base_change.BaseChange": "base-change/1",
     "fedlora.by_hand.HandState": "by-hand/1",
     "fedlora.delivery.Cache": "cache/1",
@@ -62,9 +62,10 @@ _BEFORE_TAGS = {
     "fedlora.methods.rolora.RoLoRAState": "rolora/1",
     "fedlora.methods.svd.SVDState": "svd/1",
     "fedlora.server.ServerState": "server/1",
-    "fedlora.server.Tally": "tally/1",
+    "fedlora.server.Tally": "tally/2",
     "fedlora.simulation.ClientMemory": "client-memory/1",
     "fedlora.simulation.RunState": "run/1",
+    "tally/1": "tally/2",
 }
 
 _NAME = re.compile(r"round-(\d{5,})\.([0-9a-f]{16})\.safetensors")
@@ -232,7 +233,7 @@ def _upgraded(name: str, inside: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         inside.pop("changed", None)  # what travels is decided by content now
     if name == "fedlora.delivery.Held":
         inside["parts"] = {"mapping": {}}  # no digests in there: frozen parts are sent once more
-    return _BEFORE_TAGS.get(name, name), inside
+    return _FORMER_NAMES.get(name, name), inside
 
 
 def _below(path: str, key: str) -> str:

@@ -21,6 +21,7 @@ import torch
 from fedlora.core.base_change import BaseChange, added, moved
 from fedlora.core.lora import LoRA, revive, stack
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.linalg.weighted_mean import weighted_mean
 from fedlora.methods._factors import require_one_rank, require_readout_rank
 
@@ -38,7 +39,7 @@ class FedExLoRAState:
 
 
 @dataclass(frozen=True)
-class FedExLoRA:
+class FedExLoRA(TakesMultipliers):
     """Use it where exact aggregation matters, ranks are equal, and clients can take changes of the base weight."""
 
     name: ClassVar[str] = "fedex-lora"
@@ -50,6 +51,11 @@ class FedExLoRA:
 
     def roles(self, round: int) -> Roles:
         return Roles(moves_base=True)
+
+    @property
+    def multiplied(self) -> How:
+        """One rank for all, and a sum of any number of terms: the residual holds what the averaged pair lacks."""
+        return "terms"
 
     def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:
         require_one_rank("FedEx-LoRA", state.mean.rank, updates)

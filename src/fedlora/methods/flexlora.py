@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum, with_canonical_signs
 from fedlora.linalg.spectrum import cut_by_rounding
@@ -42,7 +43,7 @@ class FlexLoRAState:
 
 
 @dataclass(frozen=True)
-class FlexLoRA:
+class FlexLoRA(TakesMultipliers):
     """Use it for clients of different ranks that should all see the strongest directions.
 
     Args:
@@ -70,6 +71,19 @@ class FlexLoRA:
 
     def roles(self, round: int) -> Roles:
         return Roles()
+
+    @property
+    def multiplied(self) -> How:
+        """Only products enter, of any rank."""
+        return "products"
+
+    def require_multipliers(self, columns: int | None = None) -> None:
+        """Rank-partition weighting has weights of its own, by rank."""
+        if self.weighting != "examples":
+            raise HyperparameterError(
+                f"flexlora: weighting = {self.weighting!r} gives the few of a high rank the weight of all, after a "
+                f"robust rule has weighed them. Leave it out."
+            )
 
     def aggregate(self, state: FlexLoRAState, updates: Sequence[Update]) -> FlexLoRAState:
         if self.weighting == "rank-partition":

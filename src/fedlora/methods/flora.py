@@ -21,6 +21,7 @@ from torch import Tensor
 from fedlora.core.base_change import BaseChange, moved
 from fedlora.core.lora import LoRA, fresh_rows, revive, stack
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.multiplied import How, TakesMultipliers
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class FLoRAState:
 
 
 @dataclass(frozen=True)
-class FLoRA:
+class FLoRA(TakesMultipliers):
     """Use it where clients can take changes of the base weight, traffic is cheap, and every round should start free."""
 
     name: ClassVar[str] = "flora"
@@ -50,6 +51,11 @@ class FLoRA:
 
     def roles(self, round: int) -> Roles:
         return Roles(moves_base=True)
+
+    @property
+    def multiplied(self) -> How:
+        """Only products enter, of any rank."""
+        return "products"
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
         step = stack([u.lora for u in updates], [u.weight for u in updates])

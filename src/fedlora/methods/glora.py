@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import AllAtOnce, Readout, Roles, Update
+from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.core.pairing import FromPair, Pair, Pairing
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import (
@@ -111,7 +112,7 @@ class GLoRAState:
 
 
 @dataclass(frozen=True)
-class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState]):
+class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState], TakesMultipliers):
     """Use it for clients of different ranks and data, where the result must not depend on anyone's coordinates.
 
     Args:
@@ -207,7 +208,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState]):
     def _after(self, state: GLoRAState, updates: Sequence[Update], made: ConsensusMean) -> GLoRAState:
         """The next state, from one aggregation."""
         revealed = {u.client: U.shape[1] for u, U in zip(updates, made.bases, strict=True)}
-        rank = self._rank(sum(u.rank for u in updates), sum(revealed.values()))
+        rank = self._rank(_columns(updates), sum(revealed.values()))
         cut = Cut(
             rank, sum(u.rank for u in updates), made.union_rank, made.gap, made.tied, made.captured, revealed,
             error=made.error, dropped=made.dropped, rounding=made.rounding,
@@ -243,7 +244,37 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState]):
         if self.budget == "revealed" and self.rank is None:
             splits = gauge_splits(sent.pairs, tolerances=sent.tolerances, canonical=self.canonical)
             revealed = [s.U.shape[1] for s in splits]
-        return Budget(self._rank(sum(u.rank for u in updates), sum(revealed)), self.tie, self.basis, self.canonical)
+        return Budget(self._rank(_columns(updates), sum(revealed)), self.tie, self.basis, self.canonical)
+
+    @property
+    def multiplied(self) -> How:
+        """Only products enter, of any rank."""
+        return "products"
+
+    def require_multipliers(self, columns: int | None = None) -> None:
+        """R has to reach the union of all subspaces, or be the strongest directions of the reweighted mean.
+
+        A subspace counts by p_i whatever its client's change weighs: with a smaller R one tiny change of a liar would
+        push others' directions out.
+        """
+        if self.weighting != "examples":
+            raise HyperparameterError(
+                f"glora: weighting = {self.weighting!r} weighs clients anew, after a robust rule has. Leave it out"
+                + (" (uniform weights are server.weighting = 'uniform')." if self.weighting == "uniform" else ".")
+            )
+        if self.basis == "energy":
+            return
+        advice = "Set basis = 'energy', or leave rho and rank out"
+        if self.rank is None and self.rho < 1:
+            raise HyperparameterError(
+                f"glora: rho = {self.rho:g} cuts by the clients' subspaces (basis = 'projector'), which count by p_i "
+                f"however small a change is: a tiny hostile one would buy directions in spite of the rule. {advice}."
+            )
+        if self.rank is not None and columns is not None and self.rank < columns:
+            raise HyperparameterError(
+                f"glora: rank = {self.rank} cuts {columns} directions that clients may have (r_i, and those of what "
+                f"they were sent) by their subspaces, which count by p_i however small a change is. {advice}."
+            )
 
     def pairing(self) -> Pairing:
         """How a server that keeps no uploads is to put them together."""
@@ -336,6 +367,11 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState]):
         traces = state.history.get(client, ()) if client is not None else ()
         usable = [trace for trace in traces if trace.round <= state.round - self.history_lag]
         return usable[-1] if usable else None
+
+
+def _columns(updates: Sequence[Update]) -> int:
+    """sum r_i; of an update that holds what its client was sent beside what came back, all of its columns."""
+    return sum(max(u.rank, u.lora.rank) for u in updates)
 
 
 def _of_spectrum(spectrum: Spectrum, left_out: float) -> ConsensusMean:

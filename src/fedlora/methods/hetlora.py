@@ -23,6 +23,7 @@ import torch
 
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, TailPenalty, Update
+from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.errors import HyperparameterError
 from fedlora.methods._slots import first, mean_columns, mean_rows
 
@@ -43,7 +44,7 @@ class HetLoRAState:
 
 
 @dataclass(frozen=True)
-class HetLoRA:
+class HetLoRA(TakesMultipliers):
     """Use it as the factor-averaging baseline for clients of different ranks.
 
     Args:
@@ -81,6 +82,19 @@ class HetLoRA:
 
     def roles(self, round: int) -> Roles:
         return Roles(penalty=TailPenalty(self.strength, self.keep) if self.pruning else None)
+
+    @property
+    def multiplied(self) -> How:
+        """Slots are averaged: factors of the same shape."""
+        return "factors"
+
+    def require_multipliers(self, columns: int | None = None) -> None:
+        """Weights by the size of an update would undo any rule: who sends more, counts more."""
+        if self.weights != "examples":
+            raise HyperparameterError(
+                f"hetlora: weights = {self.weights!r} weighs clients by the size of what they sent, so that a liar who "
+                f"sends more counts more, whatever a robust rule says. Set method.weights = 'examples'."
+            )
 
     def aggregate(self, state: HetLoRAState, updates: Sequence[Update]) -> HetLoRAState:
         w = [u.weight for u in updates]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum
 from fedlora.methods._spectral import instantiate, mean_spectrum, start_spectrum, whole
@@ -39,7 +40,7 @@ class SVDState:
 
 
 @dataclass(frozen=True)
-class SVD:
+class SVD(TakesMultipliers):
     """Use it for the least server error at a given size, where clients need nothing of their own.
 
     Args:
@@ -62,6 +63,11 @@ class SVD:
 
     def roles(self, round: int) -> Roles:
         return Roles()
+
+    @property
+    def multiplied(self) -> How:
+        """Only products enter, of any rank."""
+        return "products"
 
     def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:
         every = mean_spectrum(updates)

@@ -25,6 +25,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Missing, Upload
 from fedlora.core.method import Method
 from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError
+from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
@@ -45,7 +46,8 @@ class ByHand:
 
     Args:
         method: and its `label`, which a kept state must have been made with. folder: where the state is kept; None
-            keeps none. missing: what a module that one lacks counts as.
+            keeps none. missing: what a module that one lacks counts as. rule: a robust rule; a client's change is
+        taken from what this server would hand it at the rank that it sent (without a state: from no adapter at all).
 
     Raises:
         ConfigError: a method whose clients keep a part, or whose base weights move: an adapter alone is not its result.
@@ -60,8 +62,17 @@ class ByHand:
         1
     """
 
-    def __init__(self, method: Method[Any], label: str, folder: Path | None, *, base: str, missing: Missing) -> None:
-        self._server = Server(method, heads="frozen", missing=missing)
+    def __init__(
+        self,
+        method: Method[Any],
+        label: str,
+        folder: Path | None,
+        *,
+        base: str,
+        missing: Missing,
+        rule: Rule | None = None,
+    ) -> None:
+        self._server = Server(method, heads="frozen", missing=missing, rule=rule)
         self._label, self._folder, self._base = label, folder, base
         self._newest: int | None = None  # round in the folder, as this server knows it
         roles = method.roles(0)

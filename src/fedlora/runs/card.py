@@ -32,7 +32,7 @@ library_name: peft
 | training examples | {examples} over {clients} clients |
 | local round | {local} |
 {prompts}| held-out test ({target}) | {metrics} |
-{classes}| configuration | digest {digest} |
+{classes}{defence}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
 
 ## Loading it
@@ -133,6 +133,7 @@ def model_card(
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
         classes=_classes(manifest, metrics),
+        defence=f"| robust rule | {rule.said} |\n" if (rule := config.defence.build()) is not None else "",
         digest=manifest["config_digest"],
         version=manifest["versions"]["fedlora"],
         commit=(commit["id"][:12] + ("" if commit["clean"] else " with local changes")) if commit else "unknown",

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
 from fedlora.runs.attack_section import AttackSection
+from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import (
     PACKAGED,
@@ -54,6 +55,7 @@ class RunConfig(Section):
     lora: LoRASection = LoRASection()
     method: MethodSection = MethodSection()
     server: ServerSection = ServerSection()
+    defence: DefenceSection = DefenceSection()
     clients: ClientsSection = ClientsSection()
     train: TrainSection = TrainSection()
     evaluate: EvaluateSection = EvaluateSection()

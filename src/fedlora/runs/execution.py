@@ -33,6 +33,7 @@ from fedlora.runs.preparation import Prepared
 from fedlora.runs.readouts import global_adapter, with_base_change
 from fedlora.runs.samples import write_samples
 from fedlora.runs.tracking import Tracker, TrackerName, check_trackers, make_tracker, numbers, numbers_of_test
+from fedlora.server.judged import of_run
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
@@ -148,6 +149,8 @@ def describe(
     padded_error: of zero-padded factor averaging on this round's uploads, None where it has none. gauge: what the gauge
     check found, where the round was checked.
     """
+    tally = record.state.server.tally
+    judged = tally.judged if tally is not None else None
     return {
         "round": record.round,
         "losses": dict(record.losses),
@@ -161,6 +164,7 @@ def describe(
         "gauge_drift": dict(gauge["float64"]) if gauge is not None else None,
         "gauge_drift_as_sent": dict(gauge["as sent"]) if gauge is not None else None,
         **({"attack": asdict(record.attacked)} if record.attacked is not None else {}),
+        **({"defence": judged.plain()} if judged is not None else {}),
     }
 
 
@@ -313,6 +317,7 @@ def _finish(
             "gauge_drift_as_sent": lines[-1].get("gauge_drift_as_sent") if lines else None,
             "refused": sum(len(line["refused"]) for line in lines),
             **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
+            **({"defence": of_run(lines)} if server.rule is not None else {}),
             "diagnostics": server.diagnostics(state.server),
         },
     )

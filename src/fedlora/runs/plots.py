@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 
 def plot_run(folder: RunFolder) -> list[Path]:
-    """metric.png, spectrum.png and bytes.png of a run, into its plots/. Returns what was written."""
+    """metric.png, spectrum.png and bytes.png of a run, with a robust rule defence.png too, into its plots/. Returns what
+    was written."""
     lines, summary = folder.metrics(), folder.read_json("summary.json")
     ranks = folder.read_json("manifest.json")["clients"]
     folder.plots.mkdir(exist_ok=True)
     figures = {"metric": _metric(lines, summary, ranks), "bytes": _bytes(lines)}
+    if judged := [line for line in lines if line.get("defence")]:
+        figures["defence"] = _defence(judged)
     if any("singular_values" in facts for facts in summary["diagnostics"].values()):
         figures["spectrum"] = _spectrum(summary)
     return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
@@ -226,6 +230,63 @@ def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, -0.28), ncols=len(parts), frameon=False)
     return figure
+
+
+_NAMED = 12  # points with a name
+_ROWS = 40  # clients of a heat map
+
+
+def _defence(lines: Sequence[Mapping[str, Any]]) -> Figure:
+    """Left: the last round's clients as points in the plane of their changes' two leading directions, with the plain and
+    the robust mean. Right: what each client's change counted for in each round, of its own weight."""
+    last = lines[-1]
+    judged, clients = last["defence"], last["defence"]["clients"]
+    names = sorted({name for line in lines for name in line["defence"]["clients"]})
+    figure: Figure
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12, max(4.6, 1.6 + 0.24 * min(len(names), _ROWS))), layout="constrained", width_ratios=(1.15, 1)
+    )
+    gone = [name for name, one in clients.items() if one["after"] == 0]
+    for name, one in clients.items():
+        out, size = name in gone, 30 + 500 * (one["before"] if name in gone else one["after"])
+        left.scatter(
+            *one["at"], s=size, color=COLOURS[1] if out else COLOURS[0], marker="X" if out else "o",
+            alpha=0.75, linewidths=0, zorder=3,
+        )  # fmt: skip
+        if len(clients) <= _NAMED or (out and len(gone) <= _NAMED):
+            left.annotate(name, one["at"], textcoords="offset points", xytext=(7, 5), fontsize=8)
+    points = {"no change": ((0.0, 0.0), "+", "#777777"), "plain mean": (judged["mean"], "s", COLOURS[4])}
+    points |= {"robust mean": (judged["robust"], "*", COLOURS[2])}
+    for label, (at, marker, colour) in points.items():
+        left.scatter(*at, s=110, marker=marker, color=colour, label=label, zorder=4)
+    left.scatter([], [], s=60, color=COLOURS[0], label="client, by its weight after")
+    left.scatter([], [], s=60, marker="X", color=COLOURS[1], label="client left out")
+    left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
+    left.axis("equal")
+    left.margins(0.12)
+    left.grid(alpha=0.3)
+    left.set(xlabel="first direction of the changes", ylabel="second direction")
+    left.set_title(
+        f"Round {last['round']}: {judged['in_plane']:.0%} of all squared norms is in this plane", fontsize=10
+    )
+    shown = names
+    if len(names) > _ROWS:  # those that it took most from
+        total = {n: sum(_multiplier(line, n) or 0.0 for line in lines) for n in names}
+        shown = sorted(sorted(names, key=lambda name: (total[name], name))[:_ROWS])
+    rows = [[math.nan if (m := _multiplier(line, n)) is None else min(m, 2.0) for line in lines] for n in shown]
+    image = right.imshow(rows, vmin=0, vmax=2, cmap="PuOr", aspect="auto", interpolation="nearest")
+    right.set_yticks(range(len(shown)), [name[:24] for name in shown], fontsize=7)
+    every = max(1, -(-len(lines) // 15))
+    right.set_xticks(range(0, len(lines), every), [str(line["round"]) for line in lines][::every])
+    right.set(xlabel="round")
+    right.set_title(judged["rule"], fontsize=10)
+    figure.colorbar(image, ax=right, label="weight of its change over its weight (2: twice or more)")
+    return figure
+
+
+def _multiplier(line: Mapping[str, Any], name: str) -> float | None:
+    one = line["defence"]["clients"].get(name)
+    return None if one is None else float(one["after"] / one["before"])
 
 
 def words(metric: str) -> str:

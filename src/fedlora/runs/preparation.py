@@ -21,6 +21,7 @@ from fedlora.runs.base_names import base_name
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.copies import straddling
+from fedlora.runs.defence import check_rule
 from fedlora.runs.exported import named
 from fedlora.runs.manifest import manifest
 from fedlora.runs.samples import draw_samples
@@ -85,7 +86,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         >>> sorted(prepared.parts)
         ['site-1', 'site-2', 'site-3']
     """
-    server = config.server.build(config.method.build(), config.run.seed)
+    server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
     check_trackers(config.run.track)
@@ -115,7 +116,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     target = config.evaluate.target
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
-    _check_fit(config, server, initial, target, len(clients))
+    _check_fit(config, server, initial, target, clients)
     bf16, max_length = config.model.bf16, config.data.max_length
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     settings = config.train.settings(
@@ -213,7 +214,9 @@ def _samples(config: RunConfig, data: Dealt) -> TextData | None:
     return draw_samples(chosen, config.evaluate.samples, config.run.seed)
 
 
-def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: Target, clients: int) -> None:
+def _check_fit(
+    config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
+) -> None:
     """Raises `ConfigError` for options that can never work with this method or these clients."""
     name, roles = server.method.name, server.roles(initial)
     if config.model.task not in METRICS[config.evaluate.metric].tasks:
@@ -256,10 +259,14 @@ def _check_fit(config: RunConfig, server: Server, initial: ServerState, target: 
     if config.run.keep_uploads != "none" and drops:
         raise ConfigError(f"run.keep_uploads stores a round's uploads, and {drops} keeps none of them.")
     server.open(initial)  # says so if its memory is too small
-    a_round = len(sample_clients([str(k) for k in range(clients)], config.run.participation, seed=0, round=0))
+    names = [client.id for client in clients]
+    a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
+    if server.rule is not None:
+        ranks = [client.ranks(initial.modules) for client in clients]
+        check_rule(server.rule, server.method, ranks, a_round, config.server.upload)
     if server.quorum is not None and server.quorum > a_round:
         raise ConfigError(
-            f"server.quorum = {server.quorum} can never be met: {a_round} of {clients} clients take part in a round."
+            f"server.quorum = {server.quorum} can never be met: {a_round} of {len(clients)} clients take part in a round."
         )
 
 

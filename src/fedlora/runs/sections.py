@@ -23,6 +23,7 @@ from fedlora.methods import build
 from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
 from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import TrackerName
+from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Heads, Server
 from fedlora.server.sketched_round import Sketch
 from fedlora.server.terms import Weighting
@@ -219,12 +220,12 @@ class ServerSection(Section):
     upload: Form = "factors"
     gauge_stress: Annotated[float, Field(ge=1)] | None = None
 
-    def build(self, method: Method[Any], seed: int) -> Server:
-        """The server, of that method. Raises `HyperparameterError`."""
+    def build(self, method: Method[Any], seed: int, rule: Rule | None = None) -> Server:
+        """The server, of that method. rule: of [defence]. Raises `HyperparameterError`."""
         sketch = None if self.sketch_rank is None else Sketch(self.sketch_rank, self.sketch_oversample)
         return Server(
             method, weighting=self.weighting, heads=self.heads, quorum=self.quorum, missing=self.missing, seed=seed,
-            memory=self.memory, workers=self.workers, sketch=sketch,
+            memory=self.memory, workers=self.workers, sketch=sketch, rule=rule,
         )  # fmt: skip
 
     def hooks(self, seed: int) -> list[UploadHook]:

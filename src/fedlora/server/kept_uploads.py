@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -16,6 +17,7 @@ from fedlora.server.closing import closed, shares
 from fedlora.server.defences import defended
 from fedlora.server.heads import mean_heads
 from fedlora.server.intake import Attendance, WholeUpload
+from fedlora.server.judging import far_counts, judge
 from fedlora.server.method_faults import blamed_on
 from fedlora.server.state import ServerState
 from fedlora.server.terms import Terms
@@ -64,22 +66,32 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
             raise HyperparameterError(f"a defence changed an upload to one that cannot be used: {refusal}") from refusal
     for client, reason in verdict.refused.items():
         attendance.refuse(UploadRefused(client, reason))
+    for client, reason in far_counts(verdict.counts).items() if terms.rule is not None else ():
+        attendance.refuse(UploadRefused(client, reason))
     attendance.require_quorum()
-    uploads, counts = sorted(verdict.uploads, key=lambda u: u.client.id), dict(sorted(verdict.counts.items()))
-    updates: dict[str, list[Update]] = {}
-    for name in terms.state.modules:
-        holders = [u for u in uploads if name in u.adapter.modules]
-        over = holders if terms.missing == "renormalise" else uploads
-        if holders:
-            updates[name] = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}))
-    with blamed_on(terms.method, "aggregate"), workers(terms.workers) as each:
-        before = [terms.state.modules[name] for name in updates]
-        after = aggregate_all(terms.method, before, list(updates.values()), each)
-        if len(after) != len(before):
-            raise TypeError(f"{len(after)} states came back for {len(before)} matrices")
+    uploads = sorted((u for u in verdict.uploads if u.client.id in attendance.counts), key=lambda u: u.client.id)
+    counts = {u.client.id: verdict.counts[u.client.id] for u in uploads}
     weights = shares(counts)
-    heads = mean_heads(terms.state.heads, uploads, list(weights.values())) if terms.roles.heads == "shared" else {}
-    return closed(terms, dict(zip(updates, after, strict=True)), heads, attendance.tally(weights))
+    with workers(terms.workers) as each:
+        judged = judge(terms.rule, terms, uploads, weights, each) if terms.rule is not None else None
+        updates: dict[str, list[Update]] = {}
+        for name in terms.state.modules:
+            holders = [u for u in uploads if name in u.adapter.modules]
+            over = holders if terms.missing == "renormalise" else uploads
+            if holders:
+                plain = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}))
+                updates[name] = plain if judged is None else judged.updates(name, plain)
+        with blamed_on(terms.method, "aggregate"):
+            before = [terms.state.modules[name] for name in updates]
+            after = aggregate_all(terms.method, before, list(updates.values()), each)
+            if len(after) != len(before):
+                raise TypeError(f"{len(after)} states came back for {len(before)} matrices")
+    held_to = uploads if judged is None else judged.heads(uploads)
+    heads = mean_heads(terms.state.heads, held_to, list(weights.values())) if terms.roles.heads == "shared" else {}
+    tally = attendance.tally(weights)
+    if judged is not None:
+        tally = replace(tally, judged=judged.judged)
+    return closed(terms, dict(zip(updates, after, strict=True)), heads, tally)
 
 
 def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, float]) -> list[Update]:

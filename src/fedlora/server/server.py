@@ -21,6 +21,7 @@ from torch import Tensor
 from fedlora.core.lora import Adapter, LoRA, compute_dtype, named_tensors
 from fedlora.core.messages import Client, Download, Missing, Upload
 from fedlora.core.method import Method, Role, Roles
+from fedlora.core.multiplied import TakesMultipliers
 from fedlora.core.pairing import FromPair
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError
@@ -37,6 +38,7 @@ from fedlora.server.method_faults import (
     checked_state,
     checked_update,
 )
+from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
 from fedlora.server.state import RunState, ServerState
 from fedlora.server.terms import Terms, Weighting, ranks_of
@@ -68,6 +70,7 @@ class Server:
         sketch: rounds by two exchanges of sums (`sketched_round`) instead of uploads that the server sees.
         defences: what looks at a round's uploads together before the method aggregates them (`defences`). Whom they
             refuse does not count and is named; the round goes on, if the quorum (None: one) is still met.
+        rule: a robust rule (`robust_rules`), which gives each client's change a weight of its own; after the defences.
         workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
             None: as many as torch has threads.
 
@@ -92,6 +95,7 @@ class Server:
     workers: int | None = None
     sketch: Sketch | None = None
     defences: tuple[Defence, ...] = ()
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.method, str | type):
@@ -127,6 +131,25 @@ class Server:
                 "Server: defences look at a round's uploads together, and a memory limit drops them, a sketch never "
                 "shows them: leave out one of the two."
             )
+        if self.rule is not None:
+            self._check_rule(self.rule)
+
+    def _check_rule(self, rule: Rule) -> None:
+        """Raises `HyperparameterError` where a robust rule cannot be kept."""
+        if not isinstance(rule, Rule):
+            raise HyperparameterError(f"Server: rule is a robust rule, as Krum(liars=1), or None; got {rule!r:.80}.")
+        beside = {
+            "memory": "a memory limit folds uploads in as they come and forgets them",
+            "sketch": "in rounds by a sketch the server sees sums only",
+        }
+        for option, why in beside.items():
+            if getattr(self, option) is not None:
+                raise HyperparameterError(
+                    f"Server: {rule.name} compares the changes of all clients of a round, and {why}: leave out {option}, "
+                    f"or the rule."
+                )
+        if isinstance(self.method, TakesMultipliers):
+            self.method.require_multipliers()
 
     def _pairing(self, what: str, size: str, advice: str) -> FromPair[Any]:
         """The method as one that can go on without the list of uploads."""
@@ -220,6 +243,7 @@ class Server:
             self.seed,
             self.workers,
             self.defences,
+            self.rule,
         )
 
     def open(self, state: ServerState) -> Intake:

@@ -10,22 +10,25 @@ from torch import Tensor
 
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory
+from fedlora.server.judged import Judged
 
 
 @dataclass(frozen=True)
 class Tally:
     """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason.
+    judged: what a robust rule made of those who counted; None without one.
 
     Example:
         >>> server.aggregate(server.init(seed_adapter), uploads).tally.weights
         {'site-1': 0.5, 'site-2': 0.5}
     """
 
-    TAG: ClassVar[str] = "tally/1"
+    TAG: ClassVar[str] = "tally/2"
 
     weights: Mapping[str, float]
     abstained: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    judged: Judged | None = None
 
 
 @dataclass(frozen=True, eq=False)

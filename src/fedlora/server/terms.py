@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from fedlora.core.messages import Client, Missing, Upload, checked_examples
 from fedlora.core.method import Method, Roles
+from fedlora.core.multiplied import TakesMultipliers, multiplied_how
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.server.checks import check_adapter
 from fedlora.server.defences import Defence
+from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.state import ServerState
 
 Weighting = Literal["examples", "uniform"]
@@ -29,6 +31,7 @@ class Terms:
     seed: int
     workers: int | None
     defences: tuple[Defence, ...] = ()
+    rule: Rule | None = None
 
     @property
     def number(self) -> int:
@@ -52,7 +55,18 @@ class Terms:
         except HyperparameterError as error:
             raise UploadRefused(upload.client.id, str(error)) from error
         check_adapter(upload, ranks=ranks, roles=self.roles, start=self.state.start, heads=self.state.heads)
+        if self.rule is not None and upload.form == "subspace" and multiplied_how(self.method) == "factors":
+            raise UploadRefused(
+                upload.client.id,
+                f"{self.rule.name} moves the factors of {self.method.name} towards those that were sent, and a subspace "
+                f"form has coordinates of its own: send factors.",
+            )
         return True
+
+    def require_multipliers(self, columns: int | None = None) -> None:
+        """Raises `HyperparameterError` where the method's options undo what a robust rule says."""
+        if isinstance(self.method, TakesMultipliers):
+            self.method.require_multipliers(columns)
 
 
 def ranks_of(client: Client, state: ServerState) -> dict[str, int]:

@@ -239,6 +239,7 @@ class Attempt:
             "norms": norms,
             "far": far_ones(norms),
             "capped": {name: dict(shares) for name, shares in capped.items()},
+            **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
 
     def _overturn(self, name: str, reason: str) -> None:

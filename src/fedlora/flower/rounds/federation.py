@@ -109,7 +109,7 @@ def open_federation(
     if threads := settings.run.torch_threads():  # as at the sites: results are bit for bit at one number of threads
         torch.set_num_threads(threads)
     policy = Policy.read(home.policy)
-    server = settings.server.build(settings.method.build(), settings.run.seed)
+    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
     seed_adapter, spec = read_adapter(home.start, scaling=settings.lora.unit)
     began = start(server, seed_adapter)
     check_readouts(settings, server, began)

@@ -22,6 +22,7 @@ from fedlora.runs.execution import MOST_CLASSES
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts
 from fedlora.runs.tracking import Tracker, numbers_of_test
+from fedlora.server.judged import of_run
 from fedlora.server.state import RunState
 from fedlora.training.metrics import score_name
 
@@ -99,6 +100,7 @@ def finish(grid: Grid, federation: Federation, trackers: Sequence[Tracker]) -> d
         },
         "sites": taken_part(strategy.policy, lines),
         "refusals": dict(strategy.memory.refusals),
+        **({"defence": of_run(lines)} if server.rule is not None else {}),
         "seconds": sum(line["seconds"] for line in lines),
         "adapter": "adapter" in scores,
         "versions": code_facts()["versions"],

@@ -88,7 +88,8 @@ class Results:
         )  # fmt: skip
 
     def _config(self) -> RunConfig:
-        return self.settings.for_site(Site(name="site", data="data", model=self._base().name or "model"))
+        config = self.settings.for_site(Site(name="site", data="data", model=self._base().name or "model"))
+        return config.model_copy(update={"defence": self.settings.defence})
 
     def _base(self) -> BaseName:
         """What the base model is called: its public name, or else the name of its directory, and a digest."""

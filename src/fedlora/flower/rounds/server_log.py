@@ -9,6 +9,7 @@ from typing import Any
 
 from fedlora.flower.rounds.events import Fated, PolicyChanged
 from fedlora.flower.terms.policy import Policy
+from fedlora.server.judged import told
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ def done(line: Mapping[str, Any], rounds: int, policy: Policy) -> None:
             "round %d: the update of %s has norm %.4g, %.4g times the round's median: look at its data and at train.lr",
             number, name, line["norms"][name], times,
         )  # fmt: skip
+    if line.get("defence") and (said := told(line["defence"])):
+        log.warning("round %d: %s", number, said)
+        for name, one in line["defence"]["clients"].items():
+            if one["why"]:
+                log.info("round %d, %s: %s", number, name, one["why"])
     log.info("%s", round_line(line, rounds))
 
 

@@ -43,6 +43,8 @@ from fedlora.flower.rounds.policy_watch import PolicyWatch
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
+from fedlora.runs.defence import check_rule
+from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 from fedlora.server.terms import ranks_of
@@ -291,6 +293,13 @@ class FedLoRA(Strategy):
         for name, rank in policy.clients.items():
             ranks_of(Client(name, rank if isinstance(rank, int) else dict(rank)), state)
         self._codec.require(self.server, state, policy)
+        if self.server.rule is not None:
+            names = list(policy.clients)
+            ranks = [
+                ranks_of(Client(n, r if isinstance(r, int) else dict(r)), state) for n, r in policy.clients.items()
+            ]
+            drawn = len(sample_clients(names, self._participation, seed=0, round=0))
+            check_rule(self.server.rule, self.server.method, ranks, drawn)
         if self.server.quorum is not None and self.server.quorum > len(policy.clients):
             raise ConfigError(
                 f"the policy names {len(policy.clients)} clients, and the server's quorum is {self.server.quorum}: no "

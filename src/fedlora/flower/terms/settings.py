@@ -2,8 +2,8 @@
 
 id = "fed-4f21c0"       made once; sites keep their state by it
 [network] [at_server]   the server's alone
-[model] [data] [lora] [method] [server] [train] [run] [evaluate]    as in a run's file, without what belongs to one
-                        machine: paths, the dealing out of one file, worker processes
+[model] [data] [lora] [method] [server] [defence] [train] [run] [evaluate]    as in a run's file, without what belongs
+                        to one machine: paths, the dealing out of one file, worker processes
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewhere, refuse_elsewhere
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig
+from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import (
     PACKAGED,
@@ -145,6 +146,7 @@ class FederationSettings(Section):
     lora: LoRASection = LoRASection()
     method: MethodSection = MethodSection()
     server: ServerSection = ServerSection()
+    defence: DefenceSection = DefenceSection()
     train: TrainSection = TrainSection()
     run: RunSection = RunSection()
     evaluate: EvaluateSection = EvaluateSection()
@@ -192,8 +194,9 @@ class FederationSettings(Section):
 
     def travelling(self) -> str:
         """What goes to the sites, as canonical JSON: all but [network] and [at_server]. Defaults too, for another
-        version may have others."""
-        said = self.model_dump(mode="json", exclude={"network", "at_server"})
+        version may have others; a [defence] only where there is one, for a version before it knows no such table."""
+        beside = {"network", "at_server"} | ({"defence"} if self.defence.rule == "none" else set())
+        said = self.model_dump(mode="json", exclude=beside)
         return json.dumps(said, sort_keys=True)
 
     @classmethod

@@ -1,0 +1,115 @@
+"""[defence]: the robust rule of a run or a federation, by name, with the keys that belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictFloat, StrictInt, model_validator
+
+from fedlora.core.method import Method
+from fedlora.core.multiplied import TakesMultipliers, multiplied_how
+from fedlora.errors import ConfigError, HyperparameterError
+from fedlora.runs.sections import Section
+from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum, Rule
+
+RuleName = Literal["none", "clip", "geometric-median", "krum", "multi-krum", "centred-clipping"]
+_RULES: Mapping[str, type[Any]] = {
+    rule.name: rule for rule in (Clip, GeometricMedian, Krum, MultiKrum, CentredClipping)
+}
+_OWN = {  # rule -> its keys, beside `liars` and `mixing`
+    "none": (), "clip": ("threshold",), "geometric-median": ("tolerance", "iterations"), "krum": (), "multi-krum": (),
+    "centred-clipping": ("tau", "iterations"),
+}  # fmt: skip
+_KEYS = ("threshold", "tau", "tolerance", "iterations")
+Norm = Annotated[float, Field(gt=0)] | Literal["median"]
+
+
+class DefenceSection(Section):
+    """A robust rule: weights of the clients' changes, by where these lie beside each other (docs/robust-rules.md).
+
+    rule: "none", or which one. liars: how many clients of a round it must bear, or which share of them (below 0.5);
+    krum, multi-krum and mixing need it, the others refuse rounds of too few clients where it is given. mixing: first
+    replace each change by the mean of its nearest ones. threshold: of clip, a norm or "median" (the default). tau: of
+    centred-clipping, likewise. iterations: of centred-clipping (default 3), and at most of geometric-median (default
+    1000). tolerance: of geometric-median (default 1e-10).
+    """
+
+    rule: RuleName = "none"
+    liars: StrictInt | StrictFloat | None = None
+    mixing: bool = False
+    threshold: Norm | None = None
+    tau: Norm | None = None
+    tolerance: Annotated[float, Field(gt=0, lt=1)] | None = None
+    iterations: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _its_own_keys(self) -> DefenceSection:
+        own = _OWN[self.rule]
+        for key in _KEYS:
+            if getattr(self, key) is not None and key not in own:
+                of = " and ".join(rule for rule, keys in _OWN.items() if key in keys)
+                raise ValueError(
+                    f"defence.{key} = {getattr(self, key)!r} has no effect: it is of {of}, and defence.rule = "
+                    f"{self.rule!r}. Leave it out"
+                )
+        if self.rule == "none":
+            for key in ("liars", "mixing"):
+                if getattr(self, key):
+                    raise ValueError(
+                        f"defence.{key} = {getattr(self, key)!r} has no effect: it is of a rule, and defence.rule = "
+                        f"'none'. Name a rule, as 'multi-krum', or leave it out"
+                    )
+            return self
+        if self.liars is None and (self.mixing or self.rule in ("krum", "multi-krum")):
+            who = "defence.mixing" if self.mixing else f"defence.rule = {self.rule!r}"
+            raise ValueError(
+                f"{who} needs defence.liars: how many clients of a round may lie (2), or which share of them (0.2); no "
+                f"default could know"
+            )
+        try:
+            self.build()
+        except HyperparameterError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def build(self) -> Rule | None:
+        """The rule; None for "none"."""
+        if self.rule == "none":
+            return None
+        own = {key: value for key in _OWN[self.rule] if (value := getattr(self, key)) is not None}
+        made: Rule = _RULES[self.rule](**own, **({} if self.liars is None else {"liars": self.liars}))
+        return Mixing(made, self.liars) if self.mixing and self.liars is not None else made
+
+
+def check_rule(
+    rule: Rule, method: Method[Any], ranks: Sequence[Mapping[str, int]], clients: int, form: str = "factors"
+) -> None:
+    """Whether a round of so many clients can be weighed.
+
+    Args:
+        ranks: module -> r, of every client there is. clients: of them in a round. form: in which uploads come.
+
+    Raises:
+        ConfigError: no round ever could.
+    """
+    if few := rule.too_few(clients):
+        raise ConfigError(
+            f"defence.rule: {few}, and a round has {clients}: more clients, fewer liars, or another rule."
+        )
+    if form == "subspace" and multiplied_how(method) == "factors":
+        raise ConfigError(
+            f"defence.rule: {rule.name} moves the factors of {method.name} towards those that were sent, and "
+            f"server.upload = 'subspace' has coordinates of its own: leave one of them out."
+        )
+    if isinstance(method, TakesMultipliers):
+        held = [
+            sorted((2 * r[name] for r in ranks if name in r), reverse=True) for name in {m for r in ranks for m in r}
+        ]
+        try:
+            method.require_multipliers(max((sum(widths[:clients]) for widths in held), default=None))
+        except HyperparameterError as error:
+            raise ConfigError(f"defence.rule: {error}") from error
+
+
+__all__ = ["DefenceSection", "RuleName", "check_rule"]

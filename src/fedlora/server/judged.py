@@ -1,0 +1,110 @@
+"""What a robust rule made of a round, to be told: each client's change, its weight before and after, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+_SHOWN = 4  # names on a line
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One client. norm: of its change. distance: of that from the robust change. before: p_i; after: p_i m_i, what its
+    change counts for. why: it is left out or held back, "" where it is not. at: its change in the plane of the round's
+    two leading directions; (0, 0) is no change."""
+
+    TAG: ClassVar[str] = "standing/1"
+
+    norm: float
+    distance: float
+    before: float
+    after: float
+    why: str = ""
+    at: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A round. rule: with its keys. clients: all that counted. facts: what the rule found, by name. mean, robust: the
+    plain and the robust mean change in the plane; in_plane: the share of the changes' squared norms that it shows.
+
+    Example:
+        >>> from fedlora.server.robust_rules import Clip
+        >>> server = Server(build("glora"), rule=Clip(threshold=0.1))
+        >>> judged = server.aggregate(server.init(seed_adapter), uploads).tally.judged
+        >>> judged.rule, [round(one.after / one.before, 3) < 1 for one in judged.clients.values()]
+        ('clip (threshold = 0.1)', [True, True])
+    """
+
+    TAG: ClassVar[str] = "judged/1"
+
+    rule: str
+    clients: Mapping[str, Standing]
+    facts: Mapping[str, float] = field(default_factory=dict)
+    mean: tuple[float, float] = (0.0, 0.0)
+    robust: tuple[float, float] = (0.0, 0.0)
+    in_plane: float = 0.0
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Client -> why its change counts for nothing."""
+        return {name: one.why for name, one in self.clients.items() if one.after == 0}
+
+    @property
+    def held_back(self) -> dict[str, float]:
+        """Client -> the share of its weight that its change still counts for, of those with less than all."""
+        shares = {name: one.after / one.before for name, one in self.clients.items()}
+        return {name: share for name, share in shares.items() if 0 < share < 1 - 1e-9}
+
+    def plain(self) -> dict[str, Any]:
+        """As a line of metrics.jsonl has it."""
+        return {**asdict(self), "clients": {name: asdict(one) for name, one in self.clients.items()}}
+
+
+def told(line: Mapping[str, Any]) -> str:
+    """What a rule did in a round, from its line of metrics.jsonl, in a few words; "" where it left all as they came.
+
+    Example:
+        >>> b = {"norm": 9.0, "distance": 8.0, "before": 0.5, "after": 0.0, "why": "far"}
+        >>> told({"rule": "krum (liars = 1)", "clients": {"a": {**b, "after": 1.0}, "b": b}})
+        'krum leaves out b (1 of 2)'
+    """
+    clients = line["clients"]
+    gone = [name for name, one in clients.items() if one["after"] == 0]
+    shares = {n: one["after"] / one["before"] for n, one in clients.items() if 0 < one["after"] < one["before"] * 0.95}
+    said = []
+    if gone:
+        stay = [name for name in clients if name not in gone]
+        few = len(gone) <= max(_SHOWN, len(stay))
+        said.append(f"leaves out {_listed(gone)}" if few else f"keeps {_listed(stay)} alone")
+        said[-1] += f" ({len(gone) if few else len(stay)} of {len(clients)})"
+    if shares:
+        least = sorted(shares, key=lambda name: (shares[name], name))
+        said.append("holds back " + _listed([f"{name} to {shares[name]:.0%} of its weight" for name in least]))
+    rule = line["rule"].removeprefix("mixing").split(", then ")[-1].split(" (")[0]
+    return f"{rule} {' and '.join(said)}" if said else ""
+
+
+def of_run(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a rule did in a whole run, from the lines of its rounds: for each client in how many rounds it was weighed and
+    left out, and the mean of its weight before and after."""
+    judged = [line["defence"] for line in lines if line.get("defence")]
+    names = sorted({name for line in judged for name in line["clients"]})
+    clients = {}
+    for name in names:
+        seen = [line["clients"][name] for line in judged if name in line["clients"]]
+        clients[name] = {
+            "rounds": len(seen),
+            "left_out": sum(one["after"] == 0 for one in seen),
+            **{key: sum(one[key] for one in seen) / len(seen) for key in ("before", "after")},
+        }
+    return {"rule": judged[-1]["rule"] if judged else "", "clients": clients}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+__all__ = ["Judged", "Standing", "of_run", "told"]

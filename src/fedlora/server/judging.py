@@ -1,0 +1,180 @@
+"""A robust rule applied to a round: every client's change looked at, and its updates handed on as the rule has them.
+
+One place for all engines and methods, between "all uploads are in" and "the method aggregates" (`kept_uploads`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Upload
+from fedlora.core.method import Update
+from fedlora.core.multiplied import multiplied, multiplied_how
+from fedlora.errors import HyperparameterError, QuorumNotMet
+from fedlora.linalg import eigh
+from fedlora.linalg.parallel import Each
+from fedlora.server.changes import Changes, Sent, changes
+from fedlora.server.judged import Judged, Standing
+from fedlora.server.method_faults import blamed_on, checked_readout
+from fedlora.server.robust_rules import Geometry, Rule, Weighed, geometry_of
+from fedlora.server.terms import Terms
+
+log = logging.getLogger("fedlora.server")
+
+_FAR_COUNT = 1e6  # times the median: a multiplier divides by a client's weight
+
+
+def far_counts(counts: Mapping[str, float]) -> dict[str, str]:
+    """Client -> why its count of examples cannot be weighed beside the others'."""
+    middle = sorted(counts.values())[(len(counts) - 1) // 2] if counts else 1.0
+    return {
+        name: f"it says {count:g} examples, and the round's median is {middle:g}: more than {_FAR_COUNT:g} times off, "
+        f"which a robust rule cannot weigh"
+        for name, count in counts.items()
+        if not middle / _FAR_COUNT <= count <= middle * _FAR_COUNT
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """A round as a rule has weighed it. multipliers: client -> m_i. begun: client -> module -> what it was sent."""
+
+    terms: Terms
+    multipliers: Mapping[str, float]
+    begun: Mapping[str, Mapping[str, LoRA]]
+    judged: Judged
+
+    def updates(self, module: str, updates: Sequence[Update]) -> list[Update]:
+        """The updates of one module, with changes that count m times; an m of 1 leaves an update as it came.
+
+        Raises:
+            HyperparameterError: the method's options keep too little of them.
+        """
+        how, made, less = multiplied_how(self.terms.method), [], self._among([u.client for u in updates])
+        for u in updates:
+            m = self.multipliers[u.client] * less
+            parts = [(1.0, u.lora)] if m == 1 else multiplied(how, u.lora, self.begun[u.client][module], m)
+            made += [replace(u, weight=share * u.weight, lora=lora) for share, lora in parts]
+        self.terms.require_multipliers(sum(max(u.rank, u.lora.rank) for u in made))
+        return made
+
+    def _among(self, holders: Sequence[str]) -> float:
+        """A factor for a module that not all hold, where its weights are renormalised over those who do: below 1 where a
+        rule puts more weight on the holders than they have, so that none of their changes counts for more than itself.
+        """
+        if self.terms.missing != "renormalise" or len(holders) == len(self.multipliers):
+            return 1.0
+        before = math.fsum(self.judged.clients[name].before for name in holders)
+        after = math.fsum(self.judged.clients[name].after for name in holders)
+        return before / after if after > before * (1 + 1e-9) else 1.0
+
+    def heads(self, uploads: Sequence[Upload]) -> list[Upload]:
+        """The uploads with heads whose changes count m times."""
+        before = self.terms.state.heads
+        return [
+            u if (m := self.multipliers[u.client.id]) == 1 else replace(u, adapter=_with_heads(u.adapter, before, m))
+            for u in uploads
+        ]
+
+
+def judge(rule: Rule, terms: Terms, uploads: Sequence[Upload], weights: Mapping[str, float], each: Each) -> Round:
+    """What a rule makes of a round's uploads. weights: client -> p_i, which sum to 1.
+
+    Raises:
+        QuorumNotMet: too few for the rule. HyperparameterError: a rule that gives no coefficients.
+    """
+    names = [u.client.id for u in uploads]
+    if few := rule.too_few(len(uploads)):
+        raise QuorumNotMet(f"round {terms.number}: {few}. The state is unchanged.")
+    begun = {u.client.id: _begun(terms, u) for u in uploads}
+    sent = [
+        [Sent(u.adapter.modules[m], begun[u.client.id][m]) if m in u.adapter.modules else None for u in uploads]
+        for m in terms.state.modules
+    ]
+    found = changes(sent, uploads, terms.state.heads if terms.roles.heads == "shared" else {}, each)
+    p = torch.tensor([weights[name] for name in names], dtype=torch.float64)
+    multipliers, judged = weigh(rule, found, p, names)
+    if judged.facts.get("left", 0.0) > 1e-6:
+        log.warning(
+            "round %d: %s ended before it was there: the slope that it leaves is %.1e. Raise iterations.",
+            terms.number, rule.name, judged.facts["left"],
+        )  # fmt: skip
+    return Round(terms, multipliers, begun, judged)
+
+
+def weigh(rule: Rule, found: Changes, p: Tensor, names: Sequence[str]) -> tuple[dict[str, float], Judged]:
+    """Client -> the multiplier m_i of its change, and what there is to tell. p (n,): the weights, which sum to 1.
+
+    Raises:
+        HyperparameterError: the rule raised, or gave something else than coefficients.
+    """
+    geometry, kept = geometry_of(found)
+    try:
+        made = rule.weigh(geometry, p)
+    except Exception as error:
+        raise HyperparameterError(f"the rule {rule!r} raised {type(error).__name__}: {error}.") from error
+    c = made.coefficients if isinstance(made, Weighed) else None
+    if c is None or c.shape != p.shape or not bool((torch.isfinite(c) & (c >= 0)).all()):
+        raise HyperparameterError(
+            f"the rule {rule!r} gave {made!r:.200}; a Weighed is needed, with a finite coefficient >= 0 for each client."
+        )
+    m = c / p * kept
+    multipliers = dict(zip(names, m.tolist(), strict=True))
+    axes, share = _plane(geometry)
+    apart, at = geometry.from_point(c) * geometry.unit, axes * geometry.unit
+    clients = {
+        name: Standing(
+            norm=float(found.norms[k]), distance=float(apart[k]), before=float(p[k]), after=float(p[k] * m[k]),
+            why=made.why.get(k, ""), at=_point(at[k]),
+        )
+        for k, name in enumerate(names)
+    }  # fmt: skip
+    return multipliers, Judged(rule.said, clients, dict(made.facts), _point(p @ at), _point(c @ at), share)
+
+
+# ------------------------------------------------------------------------------------------------------------- inside
+
+
+def _begun(terms: Terms, upload: Upload) -> dict[str, LoRA]:
+    """What the client was sent, at the ranks that it has now."""
+    found = {}
+    for name, rank in upload.client.ranks(terms.state.modules).items():
+        with blamed_on(terms.method, "readout"):
+            made = terms.method.readout(terms.state.modules[name], upload.client.id, rank)
+        found[name] = checked_readout(terms.method, made, terms.state.start.modules[name], rank, terms.roles).lora
+    return found
+
+
+def _with_heads(adapter: Adapter, before: Mapping[str, Tensor], m: float) -> Adapter:
+    heads = {
+        name: torch.lerp(before[name].double(), head.detach().double(), m).to(
+            torch.promote_types(head.dtype, torch.float32)
+        )
+        for name, head in adapter.heads.items()
+    }
+    return Adapter(adapter.modules, heads)
+
+
+def _plane(geometry: Geometry) -> tuple[Tensor, float]:
+    """Each change in the two leading directions (n, 2), and the share of all squared norms that they hold."""
+    values, vectors = eigh(geometry.gram)
+    values, vectors = values.flip(0)[:2].clamp(min=0), vectors.flip(1)[:, :2]
+    total = float(geometry.gram.diagonal().sum())
+    signs = torch.where(vectors.amax(dim=0) >= -vectors.amin(dim=0), 1.0, -1.0)
+    axes = torch.nn.functional.pad(vectors * signs * values.sqrt(), (0, 2 - len(values)))
+    return axes, float(values.sum()) / total if total else 0.0
+
+
+def _point(at: Tensor) -> tuple[float, float]:
+    x, y = (v if math.isfinite(v) else 0.0 for v in at.tolist())
+    return x, y
+
+
+__all__ = ["Round", "far_counts", "judge", "weigh"]

@@ -1,0 +1,130 @@
+"""The geometric median: the point whose weighted distances to all changes add up to the least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedlora.errors import HyperparameterError
+from fedlora.server.robust_rules.geometry import Geometry
+from fedlora.server.robust_rules.rule import Liars, Rule, Weighed, number_of, require_liars
+
+_TIE = 1e-9  # of two objectives
+
+
+@dataclass(frozen=True)
+class GeometricMedian(Rule):
+    """argmin_z sum_i p_i ||X_i - z||, which those who hold less than half of the *weight* cannot carry away.
+
+    Source: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022). From the best
+    of the points, with the step of Vardi and Zhang (PNAS 2000) away from it; then Newton's steps, and Weiszfeld's where
+    these do not lead downwards. Nothing is smoothed.
+
+    Args:
+        tolerance: how large the slope of the objective may be that the iteration leaves, of 1. `left` in the facts says
+            what it is.
+        iterations: at most.
+        liars: None, or how many it must bear, so that rounds of too few clients are refused.
+
+    Example:
+        >>> GeometricMedian().least(10)
+        1
+    """
+
+    name: ClassVar[str] = "geometric-median"
+
+    tolerance: float = 1e-10
+    iterations: int = 1000
+    liars: Liars | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tolerance, float) or not 0 < self.tolerance < 1:
+            raise HyperparameterError(f"{self.name}: tolerance is a slope in (0, 1); got {self.tolerance!r}.")
+        if not isinstance(self.iterations, int) or isinstance(self.iterations, bool) or self.iterations < 1:
+            raise HyperparameterError(f"{self.name}: iterations is a whole number >= 1; got {self.iterations!r}.")
+        if self.liars is not None:
+            require_liars(self.name, self.liars)
+
+    def least(self, clients: int) -> int:
+        return 2 * number_of(self.liars or 0, clients) + 1
+
+    def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
+        p = p / p.sum()
+        apart = geometry.squares().sqrt()
+        sums = apart @ p
+        best = int(sums.argmin())
+        slope, c = _from(best, apart, geometry, p)
+        if slope == 0.0:  # a point is the median: with others that are as good, all between them is
+            good = [k for k in range(len(p)) if float(sums[k]) <= float(sums[best]) * (1 + _TIE)]
+            held = (apart[good] == 0).any(dim=0) if _from_all(good, apart, geometry, p) else apart[best] == 0
+            c = torch.where(held, p, 0.0)
+            return Weighed(c / c.sum(), {"iterations": 0.0, "left": 0.0}, _elsewhere(c, geometry))
+        left, rounds = slope, 0
+        for rounds in range(1, self.iterations + 1):
+            apart_now = geometry.from_point(c).clamp(min=1e-150)
+            pulls = p / apart_now
+            after = pulls / pulls.sum()
+            left = float(pulls.sum()) * geometry.size(after - c)
+            if left <= self.tolerance:
+                c = after
+                break
+            faster = _newton(c, apart_now, pulls, geometry)
+            nearer = faster is not None and float(p @ geometry.from_point(faster)) < float(p @ apart_now)
+            c = faster if faster is not None and nearer else after
+        else:
+            pulls = p / geometry.from_point(c).clamp(min=1e-150)
+            c = pulls / pulls.sum()  # a mean of the points again, which a Newton step need not be
+        return Weighed(c, {"iterations": float(rounds), "left": left})
+
+
+def _newton(c: Tensor, apart: Tensor, pulls: Tensor, geometry: Geometry) -> Tensor | None:
+    """A Newton step from z = sum_j c_j X_j, as coefficients again; None where it has no answer.
+
+    The Hessian is W I - sum_j w_j u_j u_j^T of the directions u_j from z to the points, w_j = p_j / ||X_j - z||, and
+    W their sum: a step within the points' span solves a system of n unknowns.
+    """
+    along = geometry.gram @ c
+    inner = geometry.gram - along[:, None] - along + c @ along  # of X_i - z
+    roots = pulls.sqrt()
+    M = pulls.sum() * torch.eye(len(c), dtype=c.dtype) - (roots / apart)[:, None] * inner * (roots / apart)
+    try:
+        b = torch.linalg.solve(M, roots * apart)
+    except RuntimeError:  # all in one line through z
+        return None
+    a = roots / apart * b
+    step = (1 - a.sum()) * c + a
+    return step if bool(torch.isfinite(step).all()) else None
+
+
+def _from(k: int, apart: Tensor, geometry: Geometry, p: Tensor) -> tuple[float, Tensor]:
+    """How steep the objective falls from point k, 0 where k is the median; and where a step from there leads."""
+    here = apart[k] == 0
+    held = float(p[here].sum())
+    pulls = torch.where(here, 0.0, p / torch.where(here, 1.0, apart[k]))
+    total = float(pulls.sum())
+    at = torch.zeros_like(p)
+    at[k] = 1.0
+    pull = geometry.size(pulls - total * at)
+    if pull <= held * (1 + _TIE):
+        return 0.0, at
+    stay = held / pull
+    return pull - held, (1 - stay) * pulls / total + stay * torch.where(here, p, 0.0) / held
+
+
+def _from_all(points: list[int], apart: Tensor, geometry: Geometry, p: Tensor) -> bool:
+    return all(_from(k, apart, geometry, p)[0] == 0.0 for k in points)
+
+
+def _elsewhere(c: Tensor, geometry: Geometry) -> dict[int, str]:
+    """Why of those who do not count where one point is the median."""
+    far = geometry.from_point(c / c.sum())
+    return {
+        k: f"the median is another client's change, {float(far[k]) * geometry.unit:.4g} away"
+        for k in (c == 0).nonzero()[:, 0].tolist()
+    }
+
+
+__all__ = ["GeometricMedian"]

@@ -1,0 +1,63 @@
+"""Nearest-neighbour mixing: before a rule looks, each change becomes the mean of its n - f nearest ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedlora.errors import HyperparameterError
+from fedlora.server.robust_rules.geometry import Geometry, in_order
+from fedlora.server.robust_rules.rule import Liars, Rule, Weighed, number_of, require_liars
+
+
+@dataclass(frozen=True)
+class Mixing(Rule):
+    """Y_i = the mean, weighted by p, of X_i and its n - f - 1 nearest; then `rule` on the Y_i. What comes out is a sum of
+    the X_i again. With f = 0 every Y_i is the mean.
+
+    Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot, Stephan, "Fixing by Mixing" (AISTATS 2023).
+
+    Example:
+        >>> from fedlora.server.robust_rules import Krum
+        >>> Mixing(Krum(liars=1), liars=1).said
+        'mixing (liars = 1), then krum (liars = 1)'
+    """
+
+    name: ClassVar[str] = "mixing"
+
+    rule: Rule
+    liars: Liars
+
+    def __post_init__(self) -> None:
+        require_liars(self.name, self.liars)
+        if not isinstance(self.rule, Rule) or isinstance(self.rule, Mixing):
+            raise HyperparameterError(f"mixing comes before one of the other rules; got {self.rule!r}.")
+
+    @property
+    def said(self) -> str:
+        return f"mixing (liars = {self.liars}), then {self.rule.said}"
+
+    def least(self, clients: int) -> int:
+        return max(2 * number_of(self.liars, clients) + 1, self.rule.least(clients))
+
+    def too_few(self, clients: int) -> str | None:
+        return self.rule.too_few(clients) or super().too_few(clients)
+
+    def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
+        n = len(p)
+        count = max(1, n - number_of(self.liars, n))
+        squares = geometry.squares().fill_diagonal_(-1.0)  # itself is its nearest, before its twins
+        W = torch.zeros(n, n, dtype=p.dtype)
+        for i, row in enumerate(squares.tolist()):
+            near = in_order(row)[:count]
+            W[i, near] = p[near] / p[near].sum()
+        found = self.rule.weigh(geometry.mixed(W), p)
+        c = W.mT @ found.coefficients
+        lonely = dict.fromkeys((c == 0).nonzero()[:, 0].tolist(), "it is among the nearest of none that counts")
+        return Weighed(c, {**found.facts, "neighbours": float(count)}, lonely)
+
+
+__all__ = ["Mixing"]

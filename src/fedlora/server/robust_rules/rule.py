@@ -1,0 +1,95 @@
+"""What a robust rule is: a pure function of where the clients' changes lie, and of their weights."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedlora.errors import HyperparameterError
+from fedlora.server.robust_rules.geometry import Geometry
+
+Liars = int | float  # how many clients of a round, or which share of them (below 1), rounded up
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """What a rule makes of a round. coefficients (n,): c of the robust change sum_i c_i X_i, never negative.
+
+    facts: what the rule found on its way, by name. why: place -> why that one is left out or held back.
+    """
+
+    coefficients: Tensor
+    facts: Mapping[str, float] = field(default_factory=dict)
+    why: Mapping[int, str] = field(default_factory=dict)
+
+
+class Rule(ABC):
+    """A robust rule. Implementations are frozen dataclasses: their fields are their keys in `[defence]`.
+
+    Example:
+        >>> from fedlora.server.robust_rules import Krum
+        >>> Krum(liars=1).too_few(4)
+        'krum with 1 liar among 4 clients needs 5 of them'
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def least(self, clients: int) -> int:
+        """How many clients a round needs at least, where it has so many: a share of them can be liars."""
+
+    @abstractmethod
+    def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
+        """The coefficients of the robust change. p (n,): the clients' weights, which sum to 1."""
+
+    @property
+    def said(self) -> str:
+        """The rule and its keys on one line."""
+        shown = ", ".join(f"{name} = {value}" for name, value in vars(self).items() if value is not None)
+        return f"{self.name} ({shown})" if shown else self.name
+
+    def too_few(self, clients: int) -> str | None:
+        """Why so many clients are too few; None where they are enough."""
+        needed = self.least(clients)
+        if clients >= needed:
+            return None
+        f = number_of(getattr(self, "liars", None) or 0, clients)
+        with_liars = f" with {f} liar{'s' * (f != 1)} among {clients} clients" if f else f" of {clients} clients"
+        return f"{self.name}{with_liars} needs {needed} of them"
+
+
+def number_of(liars: Liars, clients: int) -> int:
+    """f, of so many clients."""
+    return liars if isinstance(liars, int) else math.ceil(liars * clients - 1e-9)
+
+
+def require_liars(rule: str, liars: object) -> None:
+    """Raises `HyperparameterError` for what is no number of liars."""
+    whole = isinstance(liars, int) and not isinstance(liars, bool) and liars >= 0
+    if not whole and not (isinstance(liars, float) and 0 <= liars < 0.5):
+        raise HyperparameterError(
+            f"{rule}: liars is a number of clients (2), or a share of a round's clients below one half (0.2); got "
+            f"{liars!r}."
+        )
+
+
+def require_bound(rule: str, key: str, value: object) -> None:
+    """Raises `HyperparameterError` for what is no bound of a norm."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if value != "median" and not number:
+        raise HyperparameterError(
+            f"{rule}: {key} is a positive number, or 'median' (of the round's norms); got {value!r}."
+        )
+
+
+def bound_of(bound: float | str, norms: Tensor, unit: float) -> float:
+    """A bound in units of the geometry. "median": the lower median of the norms, one vote a client."""
+    return float(norms.median()) if isinstance(bound, str) else bound / unit
+
+
+__all__ = ["Liars", "Rule", "Weighed", "bound_of", "number_of", "require_bound", "require_liars"]
