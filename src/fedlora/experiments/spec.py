@@ -63,8 +63,8 @@ class Peace(Part):
 
 
 class Experiment(Part):
-    """One experiment's file. skip: combinations of labels that are no cell. paper: its key in paper_numbers.toml. peace:
-    of an experiment with attacks, for a table of what each row costs there beside what it saves elsewhere.
+    """One experiment's file. skip: combinations of labels that are no cell. paper: its key in paper_numbers.toml.
+    peace: where nobody attacks, for a table of what each row costs there beside what it saves elsewhere.
 
     folder: where its relative paths start, the file's own. Its runs are then known by the content of what lies there.
     None for an experiment without a file (`comparison`), whose paths are absolute and whose runs are known by these.
