@@ -20,15 +20,15 @@ class AttackSection(Section):
 
     kind: what they do, see docs/attacks.md. share: of all clients, rounded down, drawn by run.seed; or clients: who
     they are. strength: what it means depends on the kind, and so does its default. space: for some kinds, whether
-    changes are added up as products B A ("update") or as the entries of the factors. noise: a free rider hides behind
-    noise.
+    changes are added up as products B A ("update") or as the entries of the factors ("factors"); without it as the
+    method does that is attacked. noise: a free rider hides behind noise.
     """
 
     kind: Kind | Literal["none"] = "none"
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
     clients: tuple[str, ...] = ()
     strength: Annotated[float, Field(gt=0)] | None = None
-    space: Space = "update"
+    space: Space | None = None
     noise: bool = False
 
     @model_validator(mode="after")
@@ -52,8 +52,8 @@ class AttackSection(Section):
         """Whether it needs rounds in which both factors travel."""
         return self.kind != "none" and KINDS[self.kind].pairs
 
-    def adversary(self, names: Sequence[str], seed: int) -> Adversary | None:
-        """Who lies among these clients, and how; None where nobody does.
+    def adversary(self, names: Sequence[str], seed: int, *, factors: bool = False) -> Adversary | None:
+        """Who lies among these clients, and how; None where nobody does. factors: whether the method averages factors.
 
         Raises:
             ConfigError: a share that is nobody, an unknown client, or nobody honest.
@@ -69,11 +69,12 @@ class AttackSection(Section):
             raise ConfigError(f"attack.clients names {unknown[0]!r}, which is none of {', '.join(names)}.")
         if not set(names) - set(liars):
             raise ConfigError(f"all {len(names)} clients lie: an attack needs somebody who does not. Name fewer.")
-        return Adversary(self._attack(), tuple(dict.fromkeys(liars)), seed)
+        return Adversary(self._attack(factors), tuple(dict.fromkeys(liars)), seed)
 
-    def _attack(self) -> Attack:
+    def _attack(self, factors: bool = False) -> Attack:
         assert self.kind != "none"  # both callers looked
-        return Attack(self.kind, self.strength, self.space, self.noise)
+        natural: Space = "factors" if factors and KINDS[self.kind].spaces else "update"
+        return Attack(self.kind, self.strength, self.space or natural, self.noise)
 
 
 def with_flipped_labels(parts: Mapping[str, TextData], adversary: Adversary | None) -> dict[str, TextData]:

@@ -13,6 +13,7 @@ from fedlora.adapters.io import AdapterSpec
 from fedlora.attacks import Adversary
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
+from fedlora.core.multiplied import multiplied_how
 from fedlora.core.trainer import Workers
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
@@ -94,7 +95,10 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     _check_task(config)
     data = deal(config, data_root)
     _check_measuring(config, data)
-    adversary = config.attack.adversary(list(data.parts), config.run.seed)
+    adversary = config.attack.adversary(
+        list(data.parts), config.run.seed,
+        factors=multiplied_how(server.method) == "factors" and config.server.upload == "factors",
+    )  # fmt: skip
     data = replace(data, parts=with_flipped_labels(data.parts, adversary))
     parts = data.parts
     types = config.clients.assigned(list(parts), config.run.seed)
