@@ -3,6 +3,7 @@ structural."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -11,9 +12,12 @@ import pytest
 from fedlora.errors import ConfigError
 from fedlora.experiments.plan import mains
 from fedlora.experiments.prices import price_rows, prices
-from fedlora.experiments.results import Result
+from fedlora.experiments.report import write_report
+from fedlora.experiments.results import Result, write_result
+from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.runs.attack_words import attacks_of
+from support.command_line import invoke
 
 ROOT = Path(__file__).parents[2]
 GRID = """
@@ -139,3 +143,26 @@ def test_the_robustness_experiment_is_at_most_150_runs_and_every_rule_meets_ever
     liars = [run.config.attack.share or 0 for run in runs["liars"]]
     assert {int(share * 15 + 1e-9) for share in liars} == {0, 1, 3, 5, 6}
     assert len({run.cell["skew"] for run in runs["skew"]}) == 3
+
+
+def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(grid: Experiment, tmp_path: Path) -> None:
+    """Both with the prices; the page of an experiment without attacks says nothing of them."""
+    pytest.importorskip("jinja2")
+    places = Places(tmp_path / "results", tmp_path / "work", None)
+    for digest, found in results(grid).items():
+        scores = found.raw["test"]["last"]
+        history = [{"round": k, "metrics": scores, "losses": {"a": 1.0}} for k in (1, 2)]
+        write_result(places.results, {
+            **found.raw, "digest": digest, "history": history, "validation": {"last": scores, "best": scores},
+            "probes": {}, "clients_at_end": {}, "commit": {"id": "a" * 40, "clean": True},
+            "machine": {"device": "cpu", "architecture": "x", "cpus": 1, "threads": 1},
+        })  # fmt: skip
+    write_report(tmp_path / "r.html", [grid], "mini", places.finished(), tmp_path / "none.toml")
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "Under attack, on purpose: sign-flip by 20% of the clients." in page
+    assert "<td>0.600 (+0.300, " in page and "<th>flip: saved</th>" in page
+    said = invoke("experiment", "table", tmp_path / "grid.toml", "--results", places.results, "--work", places.work)
+    assert "UNDER ATTACK, on purpose: sign-flip by 20% of the clients." in said.stdout + said.stderr
+    assert "0.600 (+0.300, " in said.stdout
+    value = invoke("experiment", "table", tmp_path / "grid.toml", "--results", places.results, "--json").stdout
+    assert json.loads(value)["attacks"] and len(json.loads(value)["prices"]) == 8
