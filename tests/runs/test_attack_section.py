@@ -79,6 +79,12 @@ def test_every_exported_card_says_it_first(attacked: tuple[RunFolder, str, str])
         assert f"| attack | {WORDS} |" in text and "- under-attack\n" in text.split("---")[1]
 
 
+def test_every_stored_upload_says_whether_it_is_a_lie(attacked: tuple[RunFolder, str, str]) -> None:
+    for name in NAMES:
+        facts = json.loads((attacked[0].uploads(2) / name / "upload.json").read_text(encoding="utf-8"))
+        assert facts["attack"] == "sign-flip (s = 1)" and facts["lies"] is (name in LIAR)
+
+
 def test_a_plot_of_it_says_so(attacked: tuple[RunFolder, str, str]) -> None:
     from fedlora.runs.plots import _metric
 

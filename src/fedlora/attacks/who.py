@@ -19,7 +19,7 @@ def choose_attackers(clients: Sequence[str], share: float, *, seed: int) -> tupl
 
     Example:
         >>> choose_attackers([f"site-{k}" for k in range(1, 6)], 0.4, seed=0)
-        ('site-3', 'site-5')
+        ('site-1', 'site-2')
     """
     if not 0 < share < 1:
         raise HyperparameterError(f"the share of attackers lies between 0 and 1, without these; got {share}.")

@@ -102,6 +102,11 @@ def attack_facts(adversary: Adversary | None) -> dict[str, Any] | None:
     return {"what": adversary.attack.words, "kind": adversary.attack.kind, "clients": list(adversary.clients)}
 
 
+def attack_note(adversary: Adversary | None, client: str) -> dict[str, object] | None:
+    """What a stored upload says of the attack that its round was under; None where there was none."""
+    return None if adversary is None else {"attack": adversary.attack.words, "lies": client in adversary.clients}
+
+
 def attack_reasons(section: AttackSection) -> list[tuple[str, str]]:
     """Keys that have no effect beside the others, and why: for `unused`."""
     if not section.on:
@@ -110,4 +115,4 @@ def attack_reasons(section: AttackSection) -> list[tuple[str, str]]:
     return []
 
 
-__all__ = ["AttackSection", "attack_facts", "attack_reasons", "with_flipped_labels"]
+__all__ = ["AttackSection", "attack_facts", "attack_note", "attack_reasons", "with_flipped_labels"]

@@ -25,6 +25,7 @@ from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs import resuming
+from fedlora.runs.attack_section import attack_note
 from fedlora.runs.card import model_card
 from fedlora.runs.crew import crewed
 from fedlora.runs.exported import write_export
@@ -203,7 +204,8 @@ def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, recor
                 modules[name] = pad_rank(LoRA(**(came.tensors() | sent)), 1)
             heads = {**download.adapter.heads, **upload.adapter.heads}
             whole = replace(upload, adapter=Adapter(modules, heads))
-            write_upload(building / upload.client.id, whole, prepared.spec, round=record.round)
+            more = attack_note(prepared.adversary, upload.client.id)
+            write_upload(building / upload.client.id, whole, prepared.spec, round=record.round, more=more)
 
 
 def _padded_error(prepared: Prepared, before: RunState, record: RoundRecord) -> float | None:
