@@ -37,6 +37,7 @@ def changed(base: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return raw
 
 
+MEDIAN = changed(FILE, defence__rule="geometric-median")
 UNTESTED = changed(FILE, data__validation=0, data__test=0)
 
 # key -> (value, where it works, where it would do nothing)
@@ -56,6 +57,12 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "data.unseen": (3, [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
     "data.task_lists": (["a", "b"], [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
     "server.sketch_oversample": (4, [changed(FILE, server__sketch_rank=4)], [FILE]),
+    "defence.liars": (1, [changed(FILE, defence__rule="clip")], [FILE]),
+    "defence.mixing": (True, [changed(FILE, defence__rule="clip", defence__liars=1)], [FILE]),
+    "defence.threshold": (0.5, [changed(FILE, defence__rule="clip")], [FILE, MEDIAN]),
+    "defence.tau": (0.5, [changed(FILE, defence__rule="centred-clipping")], [FILE, MEDIAN]),
+    "defence.tolerance": (1e-6, [MEDIAN], [FILE, changed(FILE, defence__rule="clip")]),
+    "defence.iterations": (9, [MEDIAN, changed(FILE, defence__rule="centred-clipping")], [FILE]),
     "train.epochs": (3.0, [changed(FILE, train__steps=0)], [FILE, changed(FILE, train__steps=5)]),
     "evaluate.max_new_tokens": (8, [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
     "evaluate.clients_at_end": (True, [FILE, NI], [changed(FILE, data__test=0), changed(NI, data__test=0)]),
@@ -72,6 +79,7 @@ ALWAYS = {  # what they cannot do with others is an error of its own, at the lat
     "run": "*", "model": "*", "lora": "*", "method": "*",
     "server": "weighting heads quorum missing memory workers sketch_rank upload gauge_stress",
     "clients": "ranks profile own_test",
+    "defence": "rule",
     "data": "train clients task max_train max_test validation test max_length messages template",
     "train": "lr optimizer weight_decay steps batch_size accumulation together clip schedule class_weights",
     "evaluate": "target patience min_delta samples",

@@ -64,10 +64,14 @@ def parse_defence(text: str) -> Rule | None:
     name, *settings = _cut(" ".join(text.split()), _SPACES)
     values = _values(settings, f"a robust rule is NAME [KEY=VALUE ...], as 'krum liars=1'; got {text!r}.", "rule")
     try:
-        return DefenceSection.model_validate({"rule": name, **values}).build()
+        section = DefenceSection.model_validate({"rule": name, **values})
     except ValidationError as error:
         wrong = "; ".join(": ".join([*(str(e["loc"][0]) for _ in e["loc"][:1]), e["msg"]]) for e in error.errors())
         raise ConfigError(f"--defence {text!r} cannot be read: {wrong}.") from error
+    without = [f"{key} has no effect: {why}" for key, why in section.idle() if key.split(".")[1] in values]
+    if without:
+        raise ConfigError(f"--defence {text!r}: {'; '.join(without)}. Leave it out.")
+    return section.build()
 
 
 def _values(settings: Sequence[str], wrong: str, taken: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictFloat, StrictInt, model_validator
@@ -44,22 +44,8 @@ class DefenceSection(Section):
     iterations: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
-    def _its_own_keys(self) -> DefenceSection:
-        own = _OWN[self.rule]
-        for key in _KEYS:
-            if getattr(self, key) is not None and key not in own:
-                of = " and ".join(rule for rule, keys in _OWN.items() if key in keys)
-                raise ValueError(
-                    f"defence.{key} = {getattr(self, key)!r} has no effect: it is of {of}, and defence.rule = "
-                    f"{self.rule!r}. Leave it out"
-                )
+    def _whole(self) -> DefenceSection:
         if self.rule == "none":
-            for key in ("liars", "mixing"):
-                if getattr(self, key):
-                    raise ValueError(
-                        f"defence.{key} = {getattr(self, key)!r} has no effect: it is of a rule, and defence.rule = "
-                        f"'none'. Name a rule, as 'multi-krum', or leave it out"
-                    )
             return self
         if self.liars is None and (self.mixing or self.rule in ("krum", "multi-krum")):
             who = "defence.mixing" if self.mixing else f"defence.rule = {self.rule!r}"
@@ -72,6 +58,16 @@ class DefenceSection(Section):
         except HyperparameterError as error:
             raise ValueError(str(error)) from error
         return self
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Every key that has no effect beside the rule, set or not, and why."""
+        for key in _KEYS:
+            if key not in _OWN[self.rule]:
+                of = " and ".join(rule for rule, keys in _OWN.items() if key in keys)
+                yield f"defence.{key}", f"it is of {of}, and defence.rule = {self.rule!r}"
+        if self.rule == "none":
+            for key in ("liars", "mixing"):
+                yield f"defence.{key}", "it is of a robust rule, and defence.rule = 'none'. Name one, as 'multi-krum'"
 
     def build(self) -> Rule | None:
         """The rule; None for "none"."""

@@ -25,8 +25,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 
 def plot_run(folder: RunFolder) -> list[Path]:
-    """metric.png, spectrum.png and bytes.png of a run, with a robust rule defence.png too, into its plots/. Returns what
-    was written."""
+    """metric.png, spectrum.png and bytes.png of a run, with a robust rule defence.png too, into its plots/. Returns
+    what was written."""
     lines, summary = folder.metrics(), folder.read_json("summary.json")
     ranks = folder.read_json("manifest.json")["clients"]
     folder.plots.mkdir(exist_ok=True)
@@ -237,8 +237,8 @@ _ROWS = 40  # clients of a heat map
 
 
 def _defence(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Left: the last round's clients as points in the plane of their changes' two leading directions, with the plain and
-    the robust mean. Right: what each client's change counted for in each round, of its own weight."""
+    """Left: the last round's clients as points in the plane of their changes' two leading directions, with the plain
+    and the robust mean. Right: what each client's change counted for in each round, of its own weight."""
     last = lines[-1]
     judged, clients = last["defence"], last["defence"]["clients"]
     names = sorted({name for line in lines for name in line["defence"]["clients"]})
@@ -266,9 +266,8 @@ def _defence(lines: Sequence[Mapping[str, Any]]) -> Figure:
     left.margins(0.12)
     left.grid(alpha=0.3)
     left.set(xlabel="first direction of the changes", ylabel="second direction")
-    left.set_title(
-        f"Round {last['round']}: {judged['in_plane']:.0%} of all squared norms is in this plane", fontsize=10
-    )
+    share = f"{judged['in_plane']:.0%} of all squared norms is in this plane"
+    left.set_title(f"Round {last['round']}: {share}", fontsize=10)
     shown = names
     if len(names) > _ROWS:  # those that it took most from
         total = {n: sum(_multiplier(line, n) or 0.0 for line in lines) for n in names}
@@ -280,7 +279,7 @@ def _defence(lines: Sequence[Mapping[str, Any]]) -> Figure:
     right.set_xticks(range(0, len(lines), every), [str(line["round"]) for line in lines][::every])
     right.set(xlabel="round")
     right.set_title(judged["rule"], fontsize=10)
-    figure.colorbar(image, ax=right, label="weight of its change over its weight (2: twice or more)")
+    figure.colorbar(image, ax=right, label="m: what a change counts for, of its weight (2: or more)")
     return figure
 
 

@@ -270,7 +270,7 @@ def _check_fit(
         check_rule(server.rule, server.method, ranks, a_round, config.server.upload)
     if server.quorum is not None and server.quorum > a_round:
         raise ConfigError(
-            f"server.quorum = {server.quorum} can never be met: {a_round} of {len(clients)} clients take part in a round."
+            f"server.quorum = {server.quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
         )
 
 

@@ -73,6 +73,7 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
     # server, training, evaluation
     if config.server.sketch_rank is None:
         yield "server.sketch_oversample", "it is for rounds by a sketch; set server.sketch_rank"
+    yield from config.defence.idle()
     if config.train.steps:
         yield "train.epochs", f"train.steps = {config.train.steps} goes before it. Set train.steps = 0 to train epochs"
     if config.model.task == "classification":

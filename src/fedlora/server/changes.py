@@ -4,10 +4,15 @@ A client's *change* X_i is D_i - R_i over all modules and heads together: D_i = 
 sent. Where one factor travels the other is what the client was sent; where one stays at the client, the change is that
 of the factor that travelled. A module that a client does not hold is no change.
 
-Only products enter, so no coordinates, no rank and no zero columns matter. A Gram product of factors would cancel: of a
-change of 1e-3 in coordinates of condition 1e6 no digit is left. So D_i and R_i are subtracted first, as small factors
-in orthonormal coordinates of all columns that were sent, and the inner products taken after that. All in float64.
-Cost of one matrix: O(S^2 (d_out + d_in)) with S = 2 sum r_i, or O(S d_out d_in) where S is larger than d.
+Only products enter, so no coordinates, no rank and no zero columns matter. With the columns l_a of all B's and the rows
+r_a of all A's, each readout's once for all clients that were sent it, and W_ia = 1 for i's own, -1 for its readout's,
+
+    <X_i, X_j> = (W E W^T)_ij,   E_ab = (l_a . l_b) (r_a . r_b)
+
+These sums cancel where a change is small beside its terms: of one of 1e-3 in coordinates of condition 1e6 no digit is
+left. Which clients' that are is known from the sizes of the terms. Of these D_i - R_i is taken first, as one pair with
+orthonormal columns from two QR factorisations, and that pair stands in place of theirs. All in float64. Cost of one
+matrix: O(S^2 (d_out + d_in)), S the number of columns, from sum r_i to 2 sum r_i.
 """
 
 from __future__ import annotations
@@ -20,12 +25,13 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
-from fedlora.linalg import norm
+from fedlora.linalg import gram, norm
 from fedlora.linalg.parallel import Each, one_by_one
 
 # What float64 leaves of a sum, relative to its largest term: a change below that is none.
 _ARITHMETIC = 64 * 2.0**-53
-_CACHED = 2**22  # numbers of a panel, 32 MB
+_LOST = 1e7  # ||X_i||^2 over what rounding of the sums may be of it, at least
+_CACHED = 2**22  # numbers of a strip, 32 MB
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +113,7 @@ def _of_module(clients: Sequence[Sent | None]) -> _Part:
         return _Part(
             torch.tensor(held, dtype=torch.long), *(torch.zeros(s, dtype=torch.float64) for s in (0, (0, 0), 0))
         )
-    pairs = [_difference(one) for one in parts]
+    pairs = [_terms(one) for one in parts]
     if any(pair is None for pair in pairs):  # a factor stays at the client: the other one's own change
         (name,) = parts[0].sent.tensors()
         found = _of_tensors([p.sent.tensors()[name] for p in parts], [p.begun.tensors()[name] for p in parts])
@@ -116,18 +122,29 @@ def _of_module(clients: Sequence[Sent | None]) -> _Part:
     return _Part(torch.tensor(held, dtype=torch.long), found.top, found.gram, found.noise)
 
 
-def _difference(one: Sent) -> tuple[Tensor, Tensor] | None:
-    """D - R as one pair; None where the product is not known."""
+@dataclass(frozen=True, eq=False)
+class _Terms:
+    """X = left right - begun_left begun_right, float64."""
+
+    left: Tensor
+    right: Tensor
+    begun_left: Tensor
+    begun_right: Tensor
+
+
+def _terms(one: Sent) -> _Terms | None:
+    """D - R; None where the product is not known."""
     sent, begun = one.sent.tensors(), one.begun.tensors()
     if len(begun) < 2:
         return None
     B_0, A_0 = (t.double() for t in one.begun.factors)
     if len(sent) == 2:
         B, A = (t.detach().double() for t in one.sent.factors)
-        return torch.cat([B, B_0], dim=1), torch.cat([A, -A_0], dim=0)
+        return _Terms(B, A, B_0, A_0)
+    none = B_0[:, :0], A_0[:0]
     if "B" in sent:
-        return sent["B"].detach().double() - B_0, A_0
-    return B_0, sent["A"].detach().double() - A_0
+        return _Terms(sent["B"].detach().double() - B_0, A_0, *none)
+    return _Terms(B_0, sent["A"].detach().double() - A_0, *none)
 
 
 def _of_tensors(sent: Sequence[Tensor], begun: Sequence[Tensor]) -> _Part:
@@ -141,36 +158,82 @@ def _of_tensors(sent: Sequence[Tensor], begun: Sequence[Tensor]) -> _Part:
     return _Part(torch.arange(len(sent)), top.cpu(), (X @ X.mT).cpu(), noise.cpu())
 
 
-def _of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> _Part:
-    widths = [left.shape[1] for left, _ in pairs]
-    B, A = torch.cat([left for left, _ in pairs], dim=1), torch.cat([right for _, right in pairs], dim=0)
-    scale = _power_of_two(norm(B, dim=0))  # a diagonal gauge is gone, exactly
-    B, A = B / scale, A * scale[:, None]
-    sizes = norm(A, dim=1)
-    top = torch.stack([_power_of_two(own.max()) for own in torch.split(sizes, widths)])
-    A = A / top.repeat_interleave(torch.tensor(widths, device=top.device))[:, None]
-    noise = [float(_ARITHMETIC * 2 * own.sum()) for own in torch.split(norm(A, dim=1), widths)]
-    left = torch.linalg.qr(B, mode="r").R if B.shape[0] > B.shape[1] else B
-    right = torch.linalg.qr(A.mT, mode="r").R.mT if A.shape[1] > A.shape[0] else A
-    return _Part(
-        torch.arange(len(pairs)), top.cpu(), _gram(left, right, widths).cpu(), torch.tensor(noise).to(top.cpu())
-    )
+def _of_products(clients: Sequence[_Terms]) -> _Part:
+    found = _summed(clients)
+    own = found.gram.diagonal()
+    unsafe = found.noise.square() * _LOST > _ARITHMETIC * own
+    if bool(unsafe.any()):
+        shorter = [_orthonormal(one) if bad else one for one, bad in zip(clients, unsafe.tolist(), strict=True)]
+        again = _summed(shorter)
+        # What is rounding in the client's own coordinates stays what it was.
+        found = _Part(again.clients, again.top, again.gram, found.noise * (found.top / again.top))
+    return found
 
 
-def _gram(left: Tensor, right: Tensor, widths: Sequence[int]) -> Tensor:
-    """<L_i R_i, L_j R_j> of the blocks of left (m, S) and right (S, n), by panels of rows."""
-    count, total = len(widths), torch.zeros(len(widths), len(widths), dtype=torch.float64, device=left.device)
-    starts = [sum(widths[:k]) for k in range(count)]
-    blocks = [right[at : at + width] for at, width in zip(starts, widths, strict=True)]
-    panel = max(1, _CACHED // max(1, count * right.shape[1]))
-    for first in range(0, left.shape[0], panel):
-        rows = left[first : first + panel]
-        X = rows.new_empty(count, rows.shape[0], right.shape[1])
-        for k, (at, width) in enumerate(zip(starts, widths, strict=True)):
-            torch.matmul(rows[:, at : at + width], blocks[k], out=X[k])
-        flat = X.flatten(1)
-        total += flat @ flat.mT
+def _summed(clients: Sequence[_Terms]) -> _Part:
+    """Of each client's terms, readouts' columns that several were sent once for all."""
+    left = torch.cat([*(t.left for t in clients), *(t.begun_left for t in clients)], dim=1)
+    right = torch.cat([*(t.right for t in clients), *(t.begun_right for t in clients)], dim=0)
+    widths = [t.left.shape[1] for t in clients]
+    back = [t.begun_left.shape[1] for t in clients]
+    at, place = _distinct(left, right, since=sum(widths))
+    left, right = left[:, at], right[at]
+    who = torch.arange(len(clients), device=left.device)
+    owner = torch.cat([who.repeat_interleave(torch.tensor(n, device=left.device)) for n in (widths, back)])
+    sign = torch.cat([torch.ones(sum(widths)), -torch.ones(sum(back))]).to(left)
+    l_scale = _power_of_two(norm(left, dim=0))  # a diagonal gauge is gone, exactly
+    left, right = left / l_scale, right * l_scale[:, None]
+    sizes = norm(right, dim=1)
+    r_scale = _power_of_two(sizes)  # and so is the size of a client's change beside another's
+    right = right / r_scale[:, None]
+    largest = torch.zeros(len(clients), dtype=torch.float64, device=left.device)
+    top = _power_of_two(largest.scatter_reduce(0, owner, sizes[place], "amax"))
+    W = torch.zeros(len(clients), len(at), dtype=torch.float64, device=left.device)
+    W.index_put_((owner, place), sign * (r_scale[place] / top[owner]), accumulate=True)
+    size = W.abs() @ (norm(left, dim=0) * norm(right, dim=1))
+    return _Part(who.cpu(), top.cpu(), _sums(left, right, W).cpu(), (_ARITHMETIC * size).cpu())
+
+
+def _sums(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
+    """W E W^T, by strips of E where it is large."""
+    if left.shape[1] <= 2048:
+        return W @ (gram(left) * gram(right.mT)) @ W.mT
+    strip = max(1, _CACHED // left.shape[1])
+    total = torch.zeros(len(W), len(W), dtype=W.dtype, device=W.device)
+    for first in range(0, left.shape[1], strip):
+        part = slice(first, first + strip)
+        total += W[:, part] @ ((left[:, part].mT @ left) * (right[part] @ right.mT)) @ W.mT
     return total
+
+
+def _distinct(left: Tensor, right: Tensor, since: int) -> tuple[Tensor, Tensor]:
+    """(columns to keep, where each one is among them): of those from `since` on, which are readouts', equal ones once.
+
+    Columns are told apart by a product with fixed numbers, and compared before one stands for another.
+    """
+    count = left.shape[1]
+    numbers = torch.linspace(1.0, 2.0, left.shape[0], dtype=left.dtype, device=left.device).square()
+    more = torch.linspace(3.0, 1.0, right.shape[1], dtype=left.dtype, device=left.device).square()
+    marks = (numbers @ left[:, since:]).tolist(), (right[since:] @ more).tolist()
+    first: dict[tuple[float, float], int] = {}
+    same = list(range(since)) + [first.setdefault(mark, since + k) for k, mark in enumerate(zip(*marks, strict=True))]
+    stand = torch.tensor(same, device=left.device)
+    later = stand != torch.arange(count, device=left.device)
+    equal = (left[:, later] == left[:, stand[later]]).all() & (right[later] == right[stand[later]]).all()
+    if not bool(equal):
+        stand = torch.arange(count, device=left.device)
+    at, place = torch.unique(stand, return_inverse=True)
+    return at, place
+
+
+def _orthonormal(one: _Terms) -> _Terms:
+    """D - R as one pair, of columns that do not cancel; no readout is left."""
+    B, A = torch.cat([one.left, one.begun_left], dim=1), torch.cat([one.right, -one.begun_right], dim=0)
+    scale = _power_of_two(norm(B, dim=0))
+    Q, R = torch.linalg.qr(B / scale)
+    P, T = torch.linalg.qr((A * scale[:, None]).mT)
+    U, s, Vh = torch.linalg.svd(R @ T.mT, full_matrices=False)
+    return _Terms((Q @ U) * s, (P @ Vh.mH).mH, B[:, :0], A[:0])
 
 
 def _power_of_two(sizes: Tensor) -> Tensor:

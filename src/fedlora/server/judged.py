@@ -88,8 +88,8 @@ def told(line: Mapping[str, Any]) -> str:
 
 
 def of_run(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a rule did in a whole run, from the lines of its rounds: for each client in how many rounds it was weighed and
-    left out, and the mean of its weight before and after."""
+    """What a rule did in a whole run, from the lines of its rounds: for each client in how many rounds it was weighed
+    and left out, and the mean of its weight before and after."""
     judged = [line["defence"] for line in lines if line.get("defence")]
     names = sorted({name for line in judged for name in line["clients"]})
     clients = {}

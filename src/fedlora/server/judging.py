@@ -66,9 +66,8 @@ class Round:
         return made
 
     def _among(self, holders: Sequence[str]) -> float:
-        """A factor for a module that not all hold, where its weights are renormalised over those who do: below 1 where a
-        rule puts more weight on the holders than they have, so that none of their changes counts for more than itself.
-        """
+        """A factor for a module that not all hold, where its weights are renormalised over those who do: below 1 where
+        a rule puts more weight on the holders than they have, so that no change counts for more than itself there."""
         if self.terms.missing != "renormalise" or len(holders) == len(self.multipliers):
             return 1.0
         before = math.fsum(self.judged.clients[name].before for name in holders)
@@ -123,7 +122,7 @@ def weigh(rule: Rule, found: Changes, p: Tensor, names: Sequence[str]) -> tuple[
     c = made.coefficients if isinstance(made, Weighed) else None
     if c is None or c.shape != p.shape or not bool((torch.isfinite(c) & (c >= 0)).all()):
         raise HyperparameterError(
-            f"the rule {rule!r} gave {made!r:.200}; a Weighed is needed, with a finite coefficient >= 0 for each client."
+            f"the rule {rule!r} gave {made!r:.200}; a Weighed is needed, with a finite coefficient >= 0 for each."
         )
     m = c / p * kept
     multipliers = dict(zip(names, m.tolist(), strict=True))

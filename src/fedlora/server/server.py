@@ -145,8 +145,8 @@ class Server:
         for option, why in beside.items():
             if getattr(self, option) is not None:
                 raise HyperparameterError(
-                    f"Server: {rule.name} compares the changes of all clients of a round, and {why}: leave out {option}, "
-                    f"or the rule."
+                    f"Server: {rule.name} compares the changes of all clients of a round, and {why}: leave out "
+                    f"{option}, or the rule."
                 )
         if isinstance(self.method, TakesMultipliers):
             self.method.require_multipliers()

@@ -58,8 +58,8 @@ class Terms:
         if self.rule is not None and upload.form == "subspace" and multiplied_how(self.method) == "factors":
             raise UploadRefused(
                 upload.client.id,
-                f"{self.rule.name} moves the factors of {self.method.name} towards those that were sent, and a subspace "
-                f"form has coordinates of its own: send factors.",
+                f"{self.rule.name} moves the factors of {self.method.name} towards those that were sent, and a "
+                f"subspace form has coordinates of its own: send factors.",
             )
         return True
 

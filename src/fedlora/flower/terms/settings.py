@@ -280,7 +280,12 @@ class FederationSettings(Section):
         config = self._config(Site(name="site", data="its.csv", model="its"))
         here = {part: path for part in ("validation", "test") if (path := getattr(self.at_server, part))}
         return config.model_copy(
-            update={"data": config.data.model_copy(update=here), "evaluate": self.evaluate, "run": self.run}
+            update={
+                "data": config.data.model_copy(update=here),
+                "evaluate": self.evaluate,
+                "run": self.run,
+                "defence": self.defence,
+            }
         )
 
     def _config(self, site: Site, rank: int = 1) -> RunConfig:

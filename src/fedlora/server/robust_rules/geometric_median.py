@@ -62,8 +62,9 @@ class GeometricMedian(Rule):
             held = (apart[good] == 0).any(dim=0) if _from_all(good, apart, geometry, p) else apart[best] == 0
             c = torch.where(held, p, 0.0)
             return Weighed(c / c.sum(), {"iterations": 0.0, "left": 0.0}, _elsewhere(c, geometry))
-        left, rounds = slope, 0
-        for rounds in range(1, self.iterations + 1):
+        left, steps = slope, 0
+        for k in range(self.iterations):
+            steps = k + 1
             apart_now = geometry.from_point(c).clamp(min=1e-150)
             pulls = p / apart_now
             after = pulls / pulls.sum()
@@ -77,7 +78,7 @@ class GeometricMedian(Rule):
         else:
             pulls = p / geometry.from_point(c).clamp(min=1e-150)
             c = pulls / pulls.sum()  # a mean of the points again, which a Newton step need not be
-        return Weighed(c, {"iterations": float(rounds), "left": left})
+        return Weighed(c, {"iterations": float(steps), "left": left})
 
 
 def _newton(c: Tensor, apart: Tensor, pulls: Tensor, geometry: Geometry) -> Tensor | None:

@@ -16,9 +16,9 @@ from fedlora.server.robust_rules.rule import Liars, Rule, Weighed, number_of, re
 class Krum(Rule):
     """One client's change, whose squared distances to its n - f nearest (itself included) add up to the least.
 
-    Source: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries" (NeurIPS 2017), which leaves out
-    one neighbour more; n - f as in Farhadkhani et al., "Byzantine Machine Learning Made Easy by Resilient Averaging of
-    Momentums" (ICML 2022). Weights p_i do not enter. Of clients that are alike the first by id.
+    Source: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries" (NeurIPS 2017), which leaves
+    out one neighbour more; n - f as in Farhadkhani et al., "Byzantine Machine Learning Made Easy by Resilient Averaging
+    of Momentums" (ICML 2022). Weights p_i do not enter. Of clients that are alike the first by id.
 
     Args:
         liars: f, how many it must bear; it needs n >= 2 f + 3.

@@ -15,8 +15,8 @@ from fedlora.server.robust_rules.rule import Liars, Rule, Weighed, number_of, re
 
 @dataclass(frozen=True)
 class Mixing(Rule):
-    """Y_i = the mean, weighted by p, of X_i and its n - f - 1 nearest; then `rule` on the Y_i. What comes out is a sum of
-    the X_i again. With f = 0 every Y_i is the mean.
+    """Y_i = the mean, weighted by p, of X_i and its n - f - 1 nearest; then `rule` on the Y_i. What comes out is a sum
+    of the X_i again. With f = 0 every Y_i is the mean.
 
     Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot, Stephan, "Fixing by Mixing" (AISTATS 2023).
 

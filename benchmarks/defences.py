@@ -1,0 +1,103 @@
+"""What a robust rule costs beside the aggregation that it guards: one round of many clients, in one process.
+
+    python benchmarks/defences.py [--repeats 7] [--modules 4] [--json FILE] [--quick]
+
+25 clients of ranks 8 to 32 on modules of 768 x 768, float32, the second round, so that readouts are no zeros. Rows: the
+server's aggregation by glora without a rule; the changes' Gram matrix alone (readouts included); the rules alone, on
+that matrix; the aggregation with each rule. A rule that moves changes makes updates of up to twice the columns, and
+that is the larger part of its price. One thread, contestants interleaved: ratios count, absolute times do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora.server.changes import Changes, Sent, changes
+from fedlora.server.judging import weigh
+from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum, Rule
+from measure import interleaved, machine, median, spread
+
+D, CLIENTS, RANKS, LIARS = 768, 25, (8, 16, 24, 32), 5
+TARGET = 0.5  # of the aggregation, for the Gram matrix
+RULES: tuple[Rule, ...] = (
+    Clip(), GeometricMedian(), Krum(liars=LIARS), MultiKrum(liars=LIARS), CentredClipping(),
+    Mixing(MultiKrum(liars=LIARS), liars=LIARS),
+)  # fmt: skip
+
+
+def a_round(modules: int) -> tuple[Server, object, list[Upload]]:
+    """A server after one round, and the uploads of the next."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    names = [f"layer.{k}" for k in range(modules)]
+    clients = [Client(f"c{k:02}", RANKS[k % len(RANKS)]) for k in range(CLIENTS)]
+    server = Server(build("glora"), workers=1)
+    state = server.init(Adapter({m: LoRA(torch.zeros(D, max(RANKS)), draw(max(RANKS), D) / D**0.5) for m in names}))
+    uploads: list[Upload] = []
+    for last in (False, True):
+        uploads = []
+        for client in clients:
+            sent = server.download(state, client).adapter
+            moved = {
+                m: LoRA(*(t + 0.1 * t.std().clamp(min=0.01) * draw(*t.shape) for t in sent.modules[m].factors))
+                for m in names
+            }
+            uploads.append(Upload(client, 100 + int(100 * torch.rand((), generator=generator)), Adapter(moved)))
+        if not last:
+            state = server.aggregate(state, uploads)
+    return server, state, uploads
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--modules", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="one module, three repeats")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    server, state, uploads = a_round(1 if args.quick else args.modules)
+    names = list(state.modules)  # type: ignore[attr-defined]
+
+    def gram() -> Changes:
+        begun = [server.download(state, u.client).adapter.modules for u in uploads]  # type: ignore[arg-type]
+        sent = [[Sent(u.adapter.modules[m], b[m]) for u, b in zip(uploads, begun, strict=True)] for m in names]
+        return changes(sent, uploads, {})
+
+    found = gram()
+    counts = torch.tensor([u.num_examples for u in uploads], dtype=torch.float64)
+    p, who = counts / counts.sum(), [u.client.id for u in uploads]
+    contestants: dict[str, Callable[[], object]] = {
+        "aggregation, no rule": lambda: server.aggregate(state, uploads),  # type: ignore[arg-type]
+        "Gram matrix of the changes": gram,
+    }
+    for rule in RULES:
+        contestants[f"{rule.said}: the rule alone"] = lambda rule=rule: weigh(rule, found, p, who)
+        guarded = replace(server, rule=rule)
+        contestants[f"{rule.said}: aggregation"] = lambda guarded=guarded: guarded.aggregate(state, uploads)
+    times = interleaved(contestants, 3 if args.quick else args.repeats)
+    base = median(times["aggregation, no rule"])
+    shape = f"{len(names)} modules of {D} x {D}, {CLIENTS} clients of ranks {RANKS}"
+    print(f"## {shape}, sum r_i = {sum(RANKS[k % len(RANKS)] for k in range(CLIENTS))}\n")
+    print("| | ms | spread | x aggregation without a rule |\n|---|---:|---:|---:|")
+    for name, spent in times.items():
+        print(f"| {name} | {1e3 * median(spent):.1f} | {spread(spent):.0%} | {median(spent) / base:.3f} |")
+    ratio = median(times["Gram matrix of the changes"]) / base
+    print(f"\nGram matrix / aggregation <= {TARGET:g}: {ratio:.2f}, {'met' if ratio <= TARGET else 'NOT met'}")
+    if args.json:
+        rows = {name: {"ms": 1e3 * median(spent), "x": median(spent) / base} for name, spent in times.items()}
+        args.json.write_text(json.dumps({"machine": machine(), "workload": shape, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

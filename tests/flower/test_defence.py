@@ -1,0 +1,64 @@
+"""A robust rule in a federation on Flower: settings, lines, fates, what is refused. Kinds of evidence: contract, parity
+(the round is that of `Server.aggregate` on the same uploads)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora import Server, build
+from fedlora.errors import ConfigError, QuorumNotMet
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
+from fedlora.server.robust_rules import Krum, Mixing, MultiKrum
+from support.flower_grid import federation
+
+SAID = 'id = "f"\n[data]\nlabels = ["no", "yes"]\n[lora]\ntargets = ["q"]\n'
+FIVE = dict.fromkeys("abcde", 4)
+
+
+def test_a_rule_is_of_the_servers_settings_and_travels_only_where_there_is_one(tmp_path: Path) -> None:
+    """So that a site of a version before it can take part in a federation without."""
+    path = tmp_path / "federation.toml"
+    path.write_text(SAID)
+    assert "defence" not in json.loads(FederationSettings.load(path).travelling())
+    path.write_text(SAID + '[defence]\nrule = "multi-krum"\nliars = 2\nmixing = true\n')
+    settings = FederationSettings.load(path)
+    assert settings.defence.build() == Mixing(MultiKrum(2), 2)
+    assert FederationSettings.from_travelling(settings.travelling()).defence == settings.defence
+    assert settings.for_site(Site(name="a", data="a.csv", model="m")).defence.build() is None  # it weighs nobody
+    settings.write(path)
+    assert FederationSettings.load(path) == settings
+    path.write_text(SAID + '[defence]\nrule = "multi-krum"\nliars = 2\ntau = 1.0\n')
+    with pytest.raises(ConfigError, match=r"defence\.tau = 1\.0 has no effect"):
+        FederationSettings.load(path)
+
+
+def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In rounds.jsonl and in the log; who is left out trained all the same, and is nobody's refusal."""
+    caplog.set_level(logging.INFO, logger="fedlora")
+    strategy, grid = federation(tmp_path, Server(build("glora"), rule=Krum(liars=1)), FIVE, record=tmp_path / "record")
+    strategy.start(grid, num_rounds=2)
+    lines = [json.loads(line) for line in (tmp_path / "record" / "rounds.jsonl").read_text().splitlines()]
+    for line in lines:
+        clients = line["defence"]["clients"]
+        assert set(clients) == set(FIVE) and line["defence"]["rule"] == "krum (liars = 1)"
+        assert [one["after"] for one in clients.values()].count(0.0) == 4
+        assert {said["fate"] for said in line["fates"].values()} == {"trained"}
+    assert strategy.memory.refusals == {}
+    assert "round 1: krum leaves out" in caplog.text and "nearest is" in caplog.text
+
+
+def test_too_few_clients_are_refused_before_and_in_a_round(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="krum with 2 liars among 5 clients needs 7 of them, and a round has 5"):
+        federation(tmp_path, Server(build("glora"), rule=Krum(liars=2)), FIVE)
+    strategy, grid = federation(tmp_path, Server(build("glora"), rule=Krum(liars=1)), FIVE)
+    grid.offline = {"b"}
+    with pytest.raises(QuorumNotMet, match="krum with 1 liar among 4 clients needs 5"):
+        strategy.start(grid, num_rounds=1)
+    assert strategy.round == 0

@@ -1,0 +1,148 @@
+"""[defence] from a run's file to all that the run leaves; what cannot be kept is refused before a round. Kind:
+end-to-end, contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.runs.config import parse_config
+from fedlora.runs.defence import DefenceSection
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum
+from support.command_line import Said, invoke, undraw
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import configured, ran, same_run
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+KRUM = ("defence.rule=krum", "defence.liars=0", "run.rounds=2")
+
+
+def test_keys_make_the_rules_that_they_name() -> None:
+    for keys, rule in {
+        (("rule", "none"),): None,
+        (("rule", "clip"),): Clip(),
+        (("rule", "clip"), ("threshold", 2.0), ("liars", 0.2)): Clip(2.0, 0.2),
+        (("rule", "geometric-median"), ("tolerance", 1e-6), ("iterations", 9)): GeometricMedian(1e-6, 9),
+        (("rule", "krum"), ("liars", 2)): Krum(2),
+        (("rule", "multi-krum"), ("liars", 0.25), ("mixing", True)): Mixing(MultiKrum(0.25), 0.25),
+        (("rule", "centred-clipping"), ("tau", "median"), ("iterations", 1)): CentredClipping("median", 1),
+    }.items():
+        assert DefenceSection.model_validate(dict(keys)).build() == rule
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"rule": "krum"}, "needs defence.liars"),
+        ({"rule": "clip", "mixing": True}, "mixing needs defence.liars"),
+        ({"rule": "krum", "liars": 0.5}, "below one half"),
+        ({"rule": "krum", "liars": -1}, "a number of clients"),
+        ({"rule": "krum", "liars": True}, "liars"),
+        ({"rule": "clip", "threshold": 0}, "threshold"),
+        ({"rule": "clip", "threshold": "mean"}, "threshold"),
+        ({"rule": "median"}, "rule"),
+    ],
+)
+def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_config({"model": {"path": "m"}, "data": {"train": "t.csv"}, "defence": keys})
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (("defence.rule=krum", "defence.liars=1"), "krum with 1 liar among 3 clients needs 5"),
+        (("defence.rule=clip", "server.memory=50"), "leave out memory"),
+        (("defence.rule=clip", "server.sketch_rank=4"), "leave out sketch"),
+        (("defence.rule=clip", "method.rho=0.5"), "buy directions"),
+        (("defence.rule=clip", "method.rank=12"), "rank = 12 cuts 20 directions"),
+        (("defence.rule=clip", "method.name=padded-average", "server.upload=subspace"), "coordinates of its own"),
+        (("defence.rule=clip", "method.name=hetlora"), "sends more counts more"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_the_first_round(project: Path, sets: tuple[str, ...], why: str) -> None:
+    with pytest.raises(FedLoRAError, match=why):
+        prepare(configured(project, *sets))
+
+
+@pytest.fixture(scope="module")
+def defended(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str, str]:
+    """`fedlora run` with Krum: its folder, and what it printed."""
+    out = tmp_path_factory.mktemp("defended") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        undraw(patched)
+        result = invoke("run", project / "config.toml", "--out", out, *(a for s in KRUM for a in ("--set", s)))
+    assert result.exit_code == 0, result.stderr
+    return RunFolder(out), result.stdout, result.stderr
+
+
+def test_metrics_summary_and_card_say_what_it_did(defended: tuple[RunFolder, str, str]) -> None:
+    folder, _, _ = defended
+    for line in folder.metrics():
+        clients = line["defence"]["clients"]
+        assert set(clients) == set(line["weights"])
+        assert {name: one["before"] for name, one in clients.items()} == line["weights"]
+        assert sorted(round(one["after"], 9) for one in clients.values()) == [0.0, 0.0, 1.0]
+        assert all(one["why"] and one["norm"] > 0 for one in clients.values() if one["after"] == 0)
+    told = folder.read_json("summary.json")["defence"]
+    assert told["rule"] == "krum (liars = 0)"
+    assert sum(one["left_out"] for one in told["clients"].values()) == 2 * len(folder.metrics())
+    assert "| robust rule | krum (liars = 0) |" in (folder.path / "adapter" / "README.md").read_text()
+
+
+def test_the_screen_says_where_it_bites_and_the_report_whom(defended: tuple[RunFolder, str, str]) -> None:
+    folder, out, err = defended
+    for line in folder.metrics():
+        gone = [name for name, one in line["defence"]["clients"].items() if one["after"] == 0]
+        assert f"round {line['round']}: krum leaves out {', '.join(gone)} (2 of 3)" in " ".join(err.split())
+    assert "What the robust rule did" in out and "krum (liars = 0)" in out
+
+
+def test_the_picture_is_drawn(defended: tuple[RunFolder, str, str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from fedlora.runs.plots import plot_run
+
+    made = plot_run(defended[0])
+    assert [path.name for path in made if path.name == "defence.png"] == ["defence.png"]
+
+
+def test_a_run_with_a_rule_resumes_to_the_same_bits_and_never_as_another_one(
+    defended: tuple[RunFolder, str, str], project: Path, tmp_path: Path
+) -> None:
+    ran(configured(project, *KRUM), tmp_path / "run", rounds=1)
+    again = ran(configured(project, *KRUM), tmp_path / "run", resume=True)
+    same_run(again, defended[0])
+    assert [line["defence"] for line in again.metrics()] == [line["defence"] for line in defended[0].metrics()]
+    with pytest.raises(FedLoRAError, match=r"defence\.rule is 'krum' there and 'none' here"):
+        ran(configured(project, "run.rounds=2"), tmp_path / "run", resume=True)
+
+
+def test_rounds_by_hand_take_a_rule_too(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """`fedlora merge --defence`: a far adapter is left out, the report and the card say so; keys that do nothing are
+    refused."""
+    from support.adapter_folders import saved
+
+    folders = [saved(tmp_path, name, 2) for name in "abcde"]
+    for folder in folders:
+        (folder / "upload.json").write_text(json.dumps({"client": folder.name, "num_examples": 10, "round": 1}))
+    done = main("merge", *folders, "--method", "glora", "--defence", "multi-krum liars=1", "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert "multi-krum (liars = 1): the change of" in " ".join(done.err.split())
+    assert "counts 0.0% instead of 20.0%" in " ".join(done.err.split())
+    for text, why in {
+        "multi-krum liars=2": "needs 7 of them",
+        "multi-krum": "needs defence.liars",
+        "clip tau=1.0": "has no effect",
+        "clap": "cannot be read",
+        "clip liars": "NAME",
+    }.items():
+        wrong = main("merge", *folders, "--method", "glora", "--defence", text, "-o", tmp_path / "other")
+        assert wrong.code == 2 and why in " ".join(wrong.err.split()), (text, wrong.err)
+    assert not (tmp_path / "other").exists()
