@@ -23,7 +23,7 @@ from fedlora.analysis.audit import regauge, relative_difference
 from fedlora.attacks import KINDS, Adversary, Attack, largest_z
 from fedlora.core.sent import Attacked, Sent, Tampered
 from fedlora.errors import HyperparameterError
-from support.federations import MIXED, SHAPES
+from support.federations import EQUAL, MIXED, SHAPES
 from support.toy_trainer import run
 
 LIARS, HONEST = ("b", "d"), ("a", "c")
@@ -157,6 +157,32 @@ def test_an_attack_on_factors_is_its_formula_entry_by_entry(kind: Any, strength:
                 }[kind]
                 asked = asked[:, :r] if k == 0 else asked[:r]
                 torch.testing.assert_close(got, begun + asked, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["rolora", "fedsa-lora"])
+def test_in_a_round_of_a_it_is_on_the_rows_of_a(method: str) -> None:
+    """RoLoRA's second round freezes B; FedSA-LoRA never sends it. Rows that a client lacks are zeros in the mean."""
+    ranks = MIXED if method == "rolora" else EQUAL
+    watching = Watching()
+    list(run(method, ranks, rounds=2, adversary=watching, dtype=torch.float64))
+    sent = {s.upload.client.id: s for s in watching.sent}
+    tampered = Adversary(Attack("inner-product", 3.0), LIARS)(list(sent.values()), 1)
+    for upload in tampered.uploads:
+        for module, lora in upload.adapter.modules.items():
+            assert lora.B is None and lora.A is not None
+            rows = max(ranks.values())
+
+            def moved(name: str, module: str = module, rows: int = rows) -> Tensor:
+                A, A_0 = sent[name].upload.adapter.modules[module].A, sent[name].begun.modules[module].A
+                assert A is not None and A_0 is not None
+                return torch.nn.functional.pad(A - A_0, (0, 0, 0, rows - len(A)))
+
+            own = sent[upload.client.id]
+            A_0 = own.begun.modules[module].A
+            assert A_0 is not None
+            if upload.client.id in LIARS:
+                asked = -3.0 * torch.stack([moved(h) for h in HONEST]).mean(0)
+                torch.testing.assert_close(lora.A, A_0 + asked[: len(A_0)], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["ffa-lora", "rolora"])
@@ -433,3 +459,22 @@ def test_a_lora_is_what_it_was() -> None:
         now = [t for x in s.upload.adapter.modules.values() for t in x.factors]
         assert all(torch.equal(a, b) for a, b in zip(copies[name], now, strict=True))
     assert isinstance(sent["a"].upload.adapter.modules["attn.q"], LoRA)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "method", ["hetlora", "fedex-lora", "flora", "fedsvd", "lora-fair", "fedrot-lora", "flexlora", "fedit"]
+)
+def test_every_method_takes_what_liars_send(kind: Any, method: str) -> None:
+    """Two rounds with a quorum of all, so that a refused upload would end them. HetLoRA's clients prune their ranks."""
+    space = "factors" if KINDS[kind].spaces and method in ("hetlora", "fedit") else "update"
+    try:
+        attack = Adversary(Attack(kind, space=space), LIARS)  # type: ignore[arg-type]
+        records = list(run(method, EQUAL, rounds=3, adversary=attack, server={"quorum": 4}))
+    except HyperparameterError as error:
+        assert "only one factor travels" in str(error) and method == "fedsvd"
+        return
+    assert all(not record.refused and record.attacked is not None for record in records)
+    assert all(
+        math.isfinite(x) for r in records if r.attacked for told in r.attacked.clients.values() for x in told.values()
+    )
