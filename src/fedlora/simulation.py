@@ -6,7 +6,7 @@
 
 Knows no model and no data: `Trainer` and `Evaluator` are what it needs of them. What varies is handed in: who does
 the work (`Workers`), how the server takes uploads in (its own options), what happens to an upload on its way
-(`hooks`). `play` yields what happens in between, too.
+(`hooks`), and, in experiments, who lies (`adversary`). `play` yields what happens in between, too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, get_args
 
+from torch import Tensor
+
 from fedlora.client import begin_round, finish_round
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, ClientMemory, Form, Upload, as_pruned
 from fedlora.core.parcels import Parcel, held_after, pack
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.sent import Attacked, Sent, Tampered, Tamperer
 from fedlora.core.trainer import Failed, GroupTrainer, Job, OneByOne, Together, Trained, Trainer, Workers
 from fedlora.errors import ClientFailed, HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.server import sample_clients
@@ -104,6 +107,7 @@ class RoundRecord:
     client). seconds: by phase. server_rank: the mean over modules of the state's rank. metrics: of the evaluator, {}
     where it did not run. uploads: those that counted, as the server got them; () where it drops them. Of a private
     round nothing but state, metrics, seconds and server_rank is told; `state.clients` is a secret: who took part.
+    attacked: what an adversary did, None where there is none.
 
     Example:
         >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
@@ -121,6 +125,7 @@ class RoundRecord:
     bytes: Traffic
     server_rank: float
     uploads: tuple[Upload, ...]
+    attacked: Attacked | None = None
 
 
 def simulate(
@@ -136,6 +141,7 @@ def simulate(
     evaluate_every: int = 1,
     form: Form = "factors",
     hooks: Sequence[UploadHook] = (),
+    adversary: Tamperer | None = None,
 ) -> Iterator[RoundRecord]:
     """Run from `state` until `rounds` rounds are done, yielding each round's record.
 
@@ -145,7 +151,8 @@ def simulate(
             secretly. seed: of the client sampling.
         evaluate_every: rounds between evaluations; the last round is always evaluated.
         form: what clients upload, factors or their subspace form. hooks: what becomes of each upload on its way, one
-            after the other: experiments such as `analysis.audit.GaugeStress`.
+            after the other: experiments such as `analysis.audit.GaugeStress`. adversary: clients that lie, knowing all
+            uploads of a round, before any hook: experiments such as `attacks.Adversary`.
 
     Raises:
         HyperparameterError: two clients of one id; an evaluator that gives no numbers by name.
@@ -160,7 +167,7 @@ def simulate(
     """
     played = play(
         server, clients, trainer, state, rounds=rounds, participation=participation, seed=seed, evaluator=evaluator,
-        evaluate_every=evaluate_every, form=form, hooks=hooks,
+        evaluate_every=evaluate_every, form=form, hooks=hooks, adversary=adversary,
     )  # fmt: skip
     return (event for event in played if isinstance(event, RoundRecord))
 
@@ -178,6 +185,7 @@ def play(
     evaluate_every: int = 1,
     form: Form = "factors",
     hooks: Sequence[UploadHook] = (),
+    adversary: Tamperer | None = None,
 ) -> Iterator[ClientDone | RoundRecord]:
     """`simulate`, with an event for each client that is done as well: what a progress bar shows.
 
@@ -215,12 +223,16 @@ def play(
     if server.privacy is not None:
         _check_private(server.privacy, len(clients), participation)
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
+    if adversary is not None and server.privacy is not None:
+        raise HyperparameterError("an adversary's doings are told, and a private round tells of no single client.")
+    if adversary is not None:
+        log.warning("clients of this federation lie on purpose, and its results are an experiment's: %r", adversary)
     while state.round < rounds:
         if server.privacy is None:
             chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
         else:
             chosen = server.participants(state.server, list(by_id))
-        round = _Round(server, state, form, hooks)
+        round = _Round(server, state, form, hooks, adversary)
         yield from round.play([by_id[c] for c in chosen], workers)
         record = round.record()
         state = record.state
@@ -248,10 +260,15 @@ def _check_private(privacy: Privacy, clients: int, participation: float) -> None
 class _Round:
     """One round being played: the engine's only mutable thing. `play` it, then ask for its `record`."""
 
-    def __init__(self, server: Server, before: RunState, form: Form, hooks: Sequence[UploadHook]) -> None:
+    def __init__(
+        self, server: Server, before: RunState, form: Form, hooks: Sequence[UploadHook], adversary: Tamperer | None
+    ) -> None:
         self.clock = _Clock()
         self._server, self._before, self._form, self._hooks = server, before, form, hooks
         self._private = server.privacy is not None  # then nobody is told what became of whom
+        self._adversary = adversary
+        self._attacked: Attacked | None = None
+        self._given: dict[str, Adapter] = {}  # what each began from, where somebody lies
         self._intake = server.open(before.server)
         self._memories = dict(before.clients)
         self._losses: dict[str, float] = {}
@@ -265,7 +282,8 @@ class _Round:
 
     def play(self, clients: Sequence[Client], workers: Workers) -> Iterator[ClientDone]:
         """Every client's part, and the close."""
-        for taken in self.clock.over("upload", take_in(self._intake, self._trained(clients, workers))):
+        uploads = self._hooked(self._sent(self._trained(clients, workers)))
+        for taken in self.clock.over("upload", take_in(self._intake, uploads)):
             self._count(taken)
             yield from self._drained()
         yield from self._drained()
@@ -310,6 +328,7 @@ class _Round:
             bytes=self._traffic,
             server_rank=_mean_rank(self._server, after),
             uploads=tuple(self._uploads.values()),
+            attacked=self._attacked,
         )
 
     def _drained(self) -> list[ClientDone]:
@@ -333,10 +352,12 @@ class _Round:
                 self._begun[client.id] = replace(memory, held=held_after(download, memory.kept))
                 self._memories[client.id] = self._begun[client.id]
             self._at_work[client.id] = job
+            if self._adversary is not None:  # a trainer may train what it is given in place
+                self._given[client.id] = job.adapter.map(Tensor.clone)
             yield job
 
-    def _trained(self, clients: Iterable[Client], workers: Workers) -> Iterator[Upload]:
-        """The uploads of those whose work went well, as they arrive at the server."""
+    def _trained(self, clients: Iterable[Client], workers: Workers) -> Iterator[Sent]:
+        """What those send whose work went well."""
         for job, result in self.clock.over("train", workers.train_all(self._jobs(clients))):
             client = job.download.client.id
             if self._at_work.pop(client, None) is not job:
@@ -361,7 +382,30 @@ class _Round:
                 self._failed(Failed(job, error))
                 continue
             self._after[client] = played.memory
-            upload = played.upload
+            yield Sent(played.upload, self._given.pop(client, job.adapter), job.download.roles)
+        for job in list(self._at_work.values()):
+            self._failed(Failed(job, RuntimeError("the workers drew its job and gave no result")))
+
+    def _sent(self, sent: Iterator[Sent]) -> Iterator[Upload]:
+        """Their uploads one by one; where somebody lies, all are there before the first goes on."""
+        if self._adversary is None:
+            yield from (one.upload for one in sent)
+            return
+        everything = list(sent)
+        tampered = self._adversary(everything, self._before.round)
+        names = [one.upload.client.id for one in everything]
+        if not isinstance(tampered, Tampered) or [u.client.id for u in tampered.uploads] != names:
+            raise HyperparameterError(
+                f"the adversary {self._adversary!r:.80} returned {tampered!r:.80}; it returns a Tampered with one "
+                f"upload for each that was sent, changed or not, in the same order."
+            )
+        self._attacked = tampered.attacked
+        yield from tampered.uploads
+
+    def _hooked(self, uploads: Iterable[Upload]) -> Iterator[Upload]:
+        """The uploads as they arrive at the server."""
+        for upload in uploads:
+            client = upload.client.id
             for hook in self._hooks:
                 upload = hook(upload, self._before.round)
                 if not isinstance(upload, Upload) or upload.client.id != client:
@@ -370,8 +414,6 @@ class _Round:
                         f"client's upload, changed or not."
                     )
             yield upload
-        for job in list(self._at_work.values()):
-            self._failed(Failed(job, RuntimeError("the workers drew its job and gave no result")))
 
     def _count(self, taken: Taken) -> None:
         """An exchange with one client is over: what travelled, and whether it counts."""

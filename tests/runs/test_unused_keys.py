@@ -69,6 +69,11 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "evaluate.every": (2, [FILE, NI], [UNTESTED, changed(FILE, data__validation=0)]),
     "evaluate.metric": ("rouge-l", [FILE, NI, changed(NI, data__validation=0, data__test=0)], [UNTESTED]),
     "evaluate.batch_size": (7, [FILE, NI], [UNTESTED]),
+    "attack.share": (0.2, [changed(FILE, attack__kind="sign-flip")], [FILE]),
+    "attack.clients": (["a"], [changed(FILE, attack__kind="sign-flip")], [FILE]),
+    "attack.strength": (2.0, [changed(FILE, attack__kind="sign-flip", attack__share=0.2)], [FILE]),
+    "attack.space": ("factors", [changed(FILE, attack__kind="sign-flip", attack__share=0.2)], [FILE]),
+    "attack.noise": (True, [changed(FILE, attack__kind="free-rider", attack__share=0.2)], [FILE]),
 }
 ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round
     "run": "*", "model": "*", "lora": "*", "method": "*",
@@ -79,6 +84,7 @@ ALWAYS = {  # what they cannot do with others is an error of its own, at the lat
     "train": "lr optimizer weight_decay steps batch_size accumulation together clip schedule class_weights",
     "evaluate": "target patience min_delta samples",
     "privacy": "*",
+    "attack": "kind",
 }  # fmt: skip
 
 

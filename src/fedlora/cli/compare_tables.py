@@ -14,6 +14,7 @@ from fedlora.experiments.comparison import AXIS, PROFILE
 from fedlora.experiments.plan import worst_values
 from fedlora.experiments.results import Result
 from fedlora.experiments.tables import CellScore, Difference, smaller_is_better
+from fedlora.runs.attack_words import attacks_of
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
 
@@ -73,7 +74,8 @@ def _costs(found: Found) -> Sheet:
 
 
 def remarks(found: Found) -> list[str]:
-    said = []
+    configs = [result.raw["config"] for by_seed in found.runs.values() for result in by_seed.values()]
+    said = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks_of(configs)]
     targets = {raw.raw["target"] for by_seed in found.runs.values() for raw in by_seed.values()}
     if len(found.seeds) == 1:
         said.append("One seed: no interval and no verdict. Add --seeds 0:8.")

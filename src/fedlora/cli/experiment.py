@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlora.cli.batches import WorkersHelp, run_batch, worker_count
-from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, chosen, show
+from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet, widen_lines
 from fedlora.cli.screen import complain, console, notes, plotted, print_json
 from fedlora.cli.seeds import parse_seeds
@@ -20,11 +20,13 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.numbers import parse_number, titled
 from fedlora.experiments.other_files import missing_files, other_files
 from fedlora.experiments.plan import PlannedRun, check_number, chosen_value, dead_end, mains, searches, worst_values
+from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
 from fedlora.experiments.results import Result
 from fedlora.experiments.runner import Outcome, Places, missing
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import measured_by, paired, score_cells
+from fedlora.runs.attack_words import attacks_of
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and what came of them.", no_args_is_help=True)
 
@@ -169,12 +171,20 @@ def show_table(
     sheets = [score_sheet(f"{experiment.title}: {title}, mean ± sd", {which: cells}, list(experiment.axes))]
     if differences:
         sheets.append(difference_sheet(f"{title}: against {reference}, paired by seed", differences))
-    remarks = [*direction(which, cells), *_of_searches(experiment, profile, places, done)]
+    runs = mains(experiment, profile, done, given_up)
+    attacks = attacks_of([done[run.digest].raw["config"] for run in runs if run.digest in done])
+    found = prices(experiment, profile, done, failed=given_up)
+    for score in dict.fromkeys(price.score for price in found):
+        columns, rows = price_rows(found, score)
+        sheets.append(Sheet(f"Held-out {score}, and in brackets what a {axis} costs or saves against {reference}",
+                            columns, rows))  # fmt: skip
+    remarks = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
+    remarks += [*direction(which, cells), *_of_searches(experiment, profile, places, done)]
     remarks += widen_lines(experiment, profile, cells)
     remarks += other_files(missing(experiment, profile, places, None, given_up), done)
     value = {
         "metric": which, "score": measured, "cells": [cell_value(c) for c in cells],
-        "differences": [vars(d) for d in differences],
+        "differences": [vars(d) for d in differences], "prices": [vars(price) for price in found], "attacks": attacks,
     }  # fmt: skip
     show(Printed(sheets, records(which, cells, differences, axis), value, remarks), chosen(format, json))
 

@@ -32,10 +32,12 @@ from fedlora.cli.screen import (
     notes,
     plotted,
     print_json,
+    tell_attack,
     tell_copies,
     tell_cut,
     tell_held_out_cut,
 )
+from fedlora.runs.attack_words import in_words
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
@@ -99,6 +101,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     quiet_libraries()
     with notes.status(f"{escape(label)}: reading data and model"):
         prepared = prepare(config, data_root)
+    tell_attack(prepared.manifest)
     tell_copies(prepared.manifest["copies"])
     tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
     tell_held_out_cut(prepared.manifest["cut_held_out"], config.data.max_length, config.evaluate.max_new_tokens)
@@ -154,11 +157,14 @@ def _show(folder: RunFolder) -> None:
     """A finished run on one screen."""
     s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
     metric = s["metric"]
+    tell_attack(manifest)
     if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run tells of no single client
         console.print(_clients(s, manifest, folder.metrics()[-1]))
     table = Table(
         "", "", title=f"{escape(s['method'])}, {s['rounds']} rounds, {s['clients']} clients", show_header=False
     )
+    if s.get("attack"):
+        table.add_row("[red]under attack[/red]", f"[red]{escape(in_words(s['attack'], s['clients']))}[/red]")
     for name in ("last", "best"):
         score, test = s["validation"][name], s["test"][name]
         if score and test:

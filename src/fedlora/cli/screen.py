@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fedlora.core.echo import escaped, shown
 from fedlora.errors import ConfigError
+from fedlora.runs.attack_words import in_words
 
 T = TypeVar("T")
 _WIDE = 10_000  # characters: no table of ours is as wide
@@ -72,6 +73,15 @@ def can_write(out: Path) -> None:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}.") from error
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; name a directory.")
+
+
+def tell_attack(manifest: Mapping[str, Any]) -> None:
+    """One loud line where clients of a run lie on purpose."""
+    if attack := manifest.get("attack"):
+        notes.print(
+            f"UNDER ATTACK, on purpose: {in_words(attack, len(manifest['clients']))}. Nothing of this run is for use.",
+            style="bold red", markup=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:

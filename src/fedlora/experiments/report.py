@@ -17,9 +17,11 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.digits import difference_in_words, in_words, shown
 from fedlora.experiments.numbers import titled
 from fedlora.experiments.plan import mains, worst_values
+from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import CellScore, measured_by, paired, score_categories, score_cells
+from fedlora.runs.attack_words import attacks_of
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>fedlora: experiments</title>
@@ -33,6 +35,7 @@ _PAGE = """<!doctype html>
  th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #999; }
  .paper { color: #7a4a00; background: #fff8ec; } .none { color: #999; } .decided { font-weight: 600; }
  img { max-width: 100%; } details { margin: .5rem 0; } pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; }
+ .attack { color: #a00000; font-weight: 600; }
  nav a { margin-right: 1rem; } .scroll { overflow-x: auto; } .note { color: #555; }
 </style></head><body>
 <h1>Experiments, profile {{ profile }}</h1>
@@ -46,6 +49,8 @@ and best rounds were chosen on a share of the training data, never on the test s
 <h2 id="{{ e.name }}">{{ e.title }}</h2>
 <p>{{ e.question }}</p>
 {% if e.note %}<p class="note">{{ e.note }}</p>{% endif %}
+{% if e.attacks %}<p class="attack">Under attack, on purpose: {{ e.attacks | join("; ") }}. Nothing of these runs is
+for use.</p>{% endif %}
 <div class="scroll"><table><caption>{{ e.metric }}</caption>
 <thead><tr><th>{{ e.row_name }}</th>{% for c in e.columns %}<th>{{ c }}</th>
 {% if e.has_paper %}<th class="paper">paper</th>{% endif %}{% endfor %}</tr></thead>
@@ -61,6 +66,10 @@ and best rounds were chosen on a share of the training data, never on the test s
 {% for d in e.differences %}<tr class="{{ 'decided' if d.decided }}"><td>{{ d.other }}</td><td>{{ d.where }}</td>
 <td>{{ d.mean }}</td><td>{{ d.interval }}</td><td>{{ d.pairs }}</td></tr>{% endfor %}
 </tbody></table></div>{% endif %}
+{% for table in e.prices %}<div class="scroll"><table><caption>{{ table.caption }}</caption>
+<thead><tr>{% for c in table.columns %}<th>{{ c }}</th>{% endfor %}</tr></thead><tbody>
+{% for row in table.rows %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table></div>{% endfor %}
 {% for table in e.categories %}<div class="scroll"><table><caption>{{ table.caption }}</caption>
 <thead><tr><th>category</th>{% for c in table.columns %}<th>{{ c }}</th>{% endfor %}</tr></thead><tbody>
 {% for row in table.rows %}<tr><td>{{ row.label }}</td>{% for x in row.cells %}<td>{{ x }}</td>{% endfor %}</tr>
@@ -148,7 +157,9 @@ def _section(
         "note": experiment.profile(profile).note,
         "metric": titled(experiment.profile(profile).metric or experiment.metric, measured_by(cells)),
         "categories": _categories(experiment, profile, results, failed),
+        "prices": _prices(experiment, profile, results, failed),
         "worst": worst_values(experiment, profile, results, failed),
+        "attacks": attacks_of([results[r.digest].raw["config"] for r in runs if r.digest in results]),
         "row_name": ", ".join(experiment.rows),
         "columns": columns,
         "has_paper": bool(numbers),
@@ -168,6 +179,20 @@ def _section(
         "digest_count": len(runs),
         "config": "\n".join([*(f"{r.digest}  {r.label}" for r in runs), "", *(r.config.canonical() for r in runs[:1])]),
     }  # fmt: skip
+
+
+def _prices(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """What each row costs in peace and saves elsewhere, a table a score; none for other experiments."""
+    found, tables = prices(experiment, profile, results, failed=failed), []
+    for score in dict.fromkeys(price.score for price in found):
+        columns, rows = price_rows(found, score)
+        words = (
+            f"Held-out {score}; in brackets what a {experiment.rows[0]} costs or saves against {experiment.reference}"
+        )
+        tables.append({"caption": f"{words}, with 95 % intervals over seeds", "columns": columns, "rows": rows})
+    return tables
 
 
 def _categories(

@@ -55,8 +55,16 @@ class Profile(Part):
     note: str = ""
 
 
+class Peace(Part):
+    """Where nothing is wrong: one label of one axis. What a row loses there is its price (`prices`)."""
+
+    axis: str
+    label: str
+
+
 class Experiment(Part):
     """One experiment's file. skip: combinations of labels that are no cell. paper: its key in paper_numbers.toml.
+    peace: where nobody attacks, for a table of what each row costs there beside what it saves elsewhere.
 
     folder: where its relative paths start, the file's own. Its runs are then known by the content of what lies there.
     None for an experiment without a file (`comparison`), whose paths are absolute and whose runs are known by these.
@@ -76,6 +84,7 @@ class Experiment(Part):
     tune: Tune | None = None
     profiles: dict[str, Profile]
     skip: list[dict[str, str]] = []
+    peace: Peace | None = None
     _folder: Path | None = PrivateAttr(None)
 
     @property
@@ -140,6 +149,10 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
             refuse(f"{axis!r} is no axis; there are {', '.join(axes)}.")
     if experiment.reference is not None:
         look("reference", experiment.rows[0], experiment.reference)
+    if experiment.peace is not None:
+        look("peace", experiment.peace.axis, experiment.peace.label)
+        if experiment.reference is None or experiment.peace.axis == experiment.rows[0]:
+            refuse("peace asks what each row costs beside a reference: name one, and another axis than the first row.")
     for name, profile in experiment.profiles.items():
         for axis, labels in profile.axes.items():
             for label in labels:

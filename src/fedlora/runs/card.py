@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.core.lora import Adapter
+from fedlora.runs.attack_words import in_words
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.config import RunConfig
 from fedlora.training.prompting import CHAT, RAW, is_jinja
@@ -17,15 +18,15 @@ library_name: peft
 - federated-learning
 - fedlora
 - {method}
----
+{attack_tag}---
 
 # Federated LoRA adapter ({title}, round {round})
 
-Trained by {clients} clients that kept their data, combined by `{method_repr}`.
+{attack}Trained by {clients} clients that kept their data, combined by `{method_repr}`.
 
 | | |
 |---|---|
-| base model | {base_name} |
+{attack_row}| base model | {base_name} |
 | adapted modules | {modules}, rank {ranks} |
 | client ranks | {client_ranks} |
 | training examples | {examples} |
@@ -46,6 +47,10 @@ Trained by {clients} clients that kept their data, combined by `{method_repr}`.
 
 Sharing an adapter is not sharing nothing: training text can leak from it. Check it as you would check a model trained
 on that text in one place.
+"""
+
+_ATTACKED = """**Do not use this adapter. It was trained under attack, on purpose, for an experiment:** {words}.
+
 """
 
 _MOST_CLASSES = 20  # that a card's rows name
@@ -107,8 +112,11 @@ def model_card(
     base = base or base_name(config.model.path, manifest["model"]["sha256"])
     train = manifest["data"]["train"]
     ranks = sorted(set(adapter.ranks.values()))
-    commit = manifest["commit"]
+    commit, attack = manifest["commit"], manifest.get("attack")
     return _TEMPLATE.format(
+        attack=_ATTACKED.format(words=_cell(in_words(attack, len(train)))) if attack else "",
+        attack_row=f"| attack | {_cell(in_words(attack, len(train)))} |\n" if attack else "",
+        attack_tag="- under-attack\n" if attack else "",
         base=f"base_model: {base.name}\n" if base.name else "",
         base_name=base.shown,
         snippet=_snippet(config, manifest.get("answer_ends", ()), tokenizer),

@@ -17,6 +17,7 @@ from pydantic import BaseModel, model_validator
 
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
+from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.privacy_section import PrivacySection, with_private_server
 from fedlora.runs.reading import checked, read_tables
@@ -59,6 +60,7 @@ class RunConfig(Section):
     clients: ClientsSection = ClientsSection()
     train: TrainSection = TrainSection()
     evaluate: EvaluateSection = EvaluateSection()
+    attack: AttackSection = AttackSection()
     privacy: PrivacySection | None = None
 
     @model_validator(mode="before")

@@ -25,6 +25,7 @@ from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import BudgetSpent, CheckpointError
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs import resuming
+from fedlora.runs.attack_section import attack_note
 from fedlora.runs.card import model_card
 from fedlora.runs.crew import crewed
 from fedlora.runs.exported import write_export
@@ -103,6 +104,7 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
         evaluate_every=config.evaluate.every,
         form=config.server.upload,
         hooks=config.server.hooks(config.run.seed),
+        adversary=prepared.adversary,
     )
     for event in events if private is None else _until_spent(events, state.round):
         if event is None:
@@ -196,6 +198,7 @@ def describe(
         "padded_error": padded_error,
         "gauge_drift": dict(gauge["float64"]) if gauge is not None else None,
         "gauge_drift_as_sent": dict(gauge["as sent"]) if gauge is not None else None,
+        **({"attack": asdict(record.attacked)} if record.attacked is not None else {}),
         **({"defence": judged.plain()} if judged is not None else {}),
     }
 
@@ -240,7 +243,8 @@ def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, recor
                 modules[name] = pad_rank(LoRA(**(came.tensors() | sent)), 1)
             heads = {**download.adapter.heads, **upload.adapter.heads}
             whole = replace(upload, adapter=Adapter(modules, heads))
-            write_upload(building / upload.client.id, whole, prepared.spec, round=record.round)
+            more = attack_note(prepared.adversary, upload.client.id)
+            write_upload(building / upload.client.id, whole, prepared.spec, round=record.round, more=more)
 
 
 def _padded_error(prepared: Prepared, before: RunState, record: RoundRecord) -> float | None:
@@ -355,6 +359,7 @@ def _finish(
         "gauge_drift": lines[-1]["gauge_drift"] if lines else None,
         "gauge_drift_as_sent": lines[-1].get("gauge_drift_as_sent") if lines else None,
         "refused": sum(len(line["refused"]) for line in lines),
+        **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
         **({"defence": of_run(lines)} if server.rule is not None else {}),
         "diagnostics": server.diagnostics(state.server),
     }

@@ -173,7 +173,8 @@ def _metric(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], rank
             which = f"test, {name} round{' by validation' if name == 'best' else ''}"
             left.plot([round], [summary["test"][name][metric]], marker, color=COLOURS[1], label=which)
     left.set(xlabel="round", ylabel=words(metric))
-    left.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']})")
+    attack = f", UNDER ATTACK: {summary['attack']['kind']}" if summary.get("attack") else ""
+    left.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']}){attack}")
     left.legend()
     clients = sorted({client for line in lines for client in line["losses"]})
     if not clients:  # a private run tells of none

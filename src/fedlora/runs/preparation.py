@@ -10,11 +10,14 @@ from typing import Any
 import torch
 
 from fedlora.adapters.io import AdapterSpec
+from fedlora.attacks import Adversary
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
+from fedlora.core.multiplied import multiplied_how
 from fedlora.core.trainer import Workers
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
+from fedlora.runs.attack_section import attack_facts, with_flipped_labels
 from fedlora.runs.base_names import base_name
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
@@ -41,10 +44,10 @@ class Prepared:
     """All parts of a run, loaded and checked.
 
     parts: client -> its training data. workers: who trains, and how many clients at a time. processes: how many do the
-    work, see `crew`. manifest: what is told of the run; of a private one without what is known of clients' data, which
-    is in `secrets`. test: on the test data; probes: further test sets by name ("unseen",
-    "validation_mismatched"), measured at the end only. samples: held-out prompts of a language model whose answers are
-    kept, before and after.
+    work, see `crew`. adversary: the clients that lie, None where nobody does. manifest: what is told of the run; of a
+    private one without what is known of clients' data, which is in `secrets`. test: on the test data; probes: further
+    test sets by name ("unseen", "validation_mismatched"), measured at the end only. samples: held-out prompts of a
+    language model whose answers are kept, before and after.
 
     Example:
         >>> prepared = prepare(load_config(Path("config.toml")))
@@ -60,6 +63,7 @@ class Prepared:
     trainer: LocalTrainer
     workers: Workers
     processes: int
+    adversary: Adversary | None
     validation: ModelEvaluator | None
     test: ModelEvaluator | None
     probes: Mapping[str, ModelEvaluator]
@@ -96,6 +100,11 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     _check_task(config)
     data = deal(config, data_root)
     _check_measuring(config, data)
+    adversary = config.attack.adversary(
+        list(data.parts), config.run.seed,
+        factors=multiplied_how(server.method) == "factors" and config.server.upload == "factors",
+    )  # fmt: skip
+    data = replace(data, parts=with_flipped_labels(data.parts, adversary))
     parts = data.parts
     types = config.clients.assigned(list(parts), config.run.seed)
     labels = next(iter(parts.values())).label_names
@@ -142,6 +151,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
         "copies": straddling(data),
         "answer_ends": list(ends),
+        **({"attack": attack_facts(adversary)} if adversary is not None else {}),
         "cut_held_out": {
             name: {how: asdict(cut) for how, cut in found.items()}
             for name, each in {"validation": validation, "test": test, **probes}.items()
@@ -158,6 +168,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
         trainer=trainer,
         workers=config.train.workers(trainer),
         processes=processes,
+        adversary=adversary,
         validation=validation,
         test=test,
         probes={name: probe for name, probe in probes.items() if probe is not None},
@@ -240,6 +251,13 @@ def _check_fit(
         )
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
+    if config.attack.needs_pairs and not roles.both_shared:
+        raise ConfigError(f"attack.kind = {config.attack.kind!r} needs both factors shared, and {name} shares {roles}.")
+    if config.attack.space == "factors" and config.server.upload == "subspace":
+        raise ConfigError(
+            "attack.space = 'factors' needs uploads in the coordinates of the readouts, and server.upload = 'subspace' "
+            "has its own: leave one of them out."
+        )
     if target == "server" and not server.has_global_model(initial):
         raise ConfigError(
             f"{name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it out)."

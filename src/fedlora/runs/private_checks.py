@@ -66,6 +66,11 @@ def _refusals(config: RunConfig) -> Iterator[str]:
             f"run.keep_uploads = {run.keep_uploads!r} stores what clients sent, and [privacy] promises that only "
             f"noised sums leave: leave it out"
         )
+    if config.attack.kind != "none":
+        yield (
+            f"attack.kind = {config.attack.kind!r} is an experiment that tells who lied and how, and a private run "
+            f"tells of no single client: leave one of them out"
+        )
     if config.server.gauge_stress is not None:
         yield "server.gauge_stress is an experiment with uploads, and [privacy] shows nothing of them: leave it out"
     if clients.own_test is not None:

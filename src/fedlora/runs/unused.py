@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from fedlora.runs.attack_section import attack_reasons
+
 if TYPE_CHECKING:
     from fedlora.runs.config import RunConfig
 
@@ -67,6 +69,7 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"clients.{name}", "it is for clients.partition = 'dirichlet'"
     elif config.model.task == "causal-lm":
         yield "clients.min_size", "it is for a partition by label, and instructions have none"
+    yield from attack_reasons(config.attack)
     # server, training, evaluation
     if config.server.sketch_rank is None:
         yield "server.sketch_oversample", "it is for rounds by a sketch; set server.sketch_rank"

@@ -9,6 +9,7 @@ from fedlora.errors import ConfigError
 
 _EACH_ITS_OWN = "each site names its own in its site.toml (fedlora flower site)"
 _IN_POLICY = "who takes part, with which rank, stands in policy.toml (fedlora flower init --sites)"
+_ATTACK = "clients that lie on purpose are an experiment in one process, for fedlora run; never a federation"
 ELSEWHERE: dict[str, str] = {
     "data.train": f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites away",
     "data.clients": f"{_EACH_ITS_OWN}",
@@ -35,6 +36,12 @@ ELSEWHERE: dict[str, str] = {
     "server.sketch_rank": "the Flower app has no second exchange in a round; it is for fedlora run",
     "server.sketch_oversample": "the Flower app has no second exchange in a round; it is for fedlora run",
     "server.gauge_stress": "it is an experiment with uploads, for fedlora run",
+    "attack.kind": _ATTACK,
+    "attack.share": _ATTACK,
+    "attack.clients": _ATTACK,
+    "attack.strength": _ATTACK,
+    "attack.space": _ATTACK,
+    "attack.noise": _ATTACK,
 }
 
 

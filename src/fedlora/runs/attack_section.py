@@ -1,0 +1,118 @@
+"""The table [attack] of a run's configuration: clients that lie, for experiments in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from fedlora.attacks import Adversary, Attack, choose_attackers, flip_labels
+from fedlora.attacks.kinds import KINDS, Kind, Space
+from fedlora.data import TextData
+from fedlora.errors import ConfigError, HyperparameterError
+from fedlora.runs.sections import Section
+
+
+class AttackSection(Section):
+    """Clients that lie, for experiments; never in a federation. Every output of such a run says so.
+
+    kind: what they do, see docs/attacks.md. share: of all clients, rounded down, drawn by run.seed; or clients: who
+    they are. strength: what it means depends on the kind, and so does its default. space: for some kinds, whether
+    changes are added up as products B A ("update") or as the entries of the factors ("factors"); without it as the
+    method does that is attacked. noise: a free rider hides behind noise.
+    """
+
+    kind: Kind | Literal["none"] = "none"
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    clients: tuple[str, ...] = ()
+    strength: Annotated[float, Field(gt=0)] | None = None
+    space: Space | None = None
+    noise: bool = False
+
+    @model_validator(mode="after")
+    def _who_and_how(self) -> AttackSection:
+        if self.kind == "none":
+            return self
+        if (self.share is None) == (not self.clients):
+            raise ValueError("give attack.share (of all clients) or attack.clients (their names), one of the two")
+        try:
+            self._attack()
+        except HyperparameterError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def on(self) -> bool:
+        return self.kind != "none"
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether it needs rounds in which both factors travel."""
+        return self.kind != "none" and KINDS[self.kind].pairs
+
+    def adversary(self, names: Sequence[str], seed: int, *, factors: bool = False) -> Adversary | None:
+        """Who lies among these clients, and how; None where nobody does. factors: whether the method averages factors.
+
+        Raises:
+            ConfigError: a share that is nobody, an unknown client, or nobody honest.
+        """
+        if not self.on:
+            return None
+        try:
+            liars = self.clients if self.share is None else choose_attackers(names, self.share, seed=seed)
+        except HyperparameterError as error:
+            raise ConfigError(f"attack.share: {error}") from error
+        unknown = [name for name in liars if name not in names]
+        if unknown:
+            raise ConfigError(f"attack.clients names {unknown[0]!r}, which is none of {', '.join(names)}.")
+        if not set(names) - set(liars):
+            raise ConfigError(f"all {len(names)} clients lie: an attack needs somebody who does not. Name fewer.")
+        return Adversary(self._attack(factors), tuple(dict.fromkeys(liars)), seed)
+
+    def _attack(self, factors: bool = False) -> Attack:
+        assert self.kind != "none"  # both callers looked
+        natural: Space = "factors" if factors and KINDS[self.kind].spaces else "update"
+        return Attack(self.kind, self.strength, self.space or natural, self.noise)
+
+
+def with_flipped_labels(parts: Mapping[str, TextData], adversary: Adversary | None) -> dict[str, TextData]:
+    """The clients' training data, those of label flippers turned round.
+
+    Raises:
+        ConfigError: data without classes.
+    """
+    if adversary is None or adversary.attack.kind != "label-flip":
+        return dict(parts)
+    flipped = {}
+    for client, part in parts.items():
+        if client in adversary.clients:
+            if part.labels is None:
+                raise ConfigError("attack.kind = 'label-flip' is of classes, and these data have none.")
+            part = replace(part, labels=flip_labels(part.labels, len(part.label_names)))
+        flipped[client] = part
+    return flipped
+
+
+def attack_facts(adversary: Adversary | None) -> dict[str, Any] | None:
+    """What manifest, summary and card say of an attack; None where there is none."""
+    if adversary is None:
+        return None
+    return {"what": adversary.attack.words, "kind": adversary.attack.kind, "clients": list(adversary.clients)}
+
+
+def attack_note(adversary: Adversary | None, client: str) -> dict[str, object] | None:
+    """What a stored upload says of the attack that its round was under; None where there was none."""
+    return None if adversary is None else {"attack": adversary.attack.words, "lies": client in adversary.clients}
+
+
+def attack_reasons(section: AttackSection) -> list[tuple[str, str]]:
+    """Keys that have no effect beside the others, and why: for `unused`."""
+    if not section.on:
+        keys = ("share", "clients", "strength", "space", "noise")
+        return [(f"attack.{key}", "attack.kind = 'none' attacks nothing") for key in keys]
+    return []
+
+
+__all__ = ["AttackSection", "attack_facts", "attack_note", "attack_reasons", "with_flipped_labels"]

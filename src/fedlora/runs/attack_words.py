@@ -1,0 +1,23 @@
+"""An attack in words: of a run's manifest or summary, and of a configuration. Imports nothing, for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def in_words(facts: Mapping[str, Any], count: int) -> str:
+    """An attack in one line. facts: as `attack_section.attack_facts` makes them. count: of all clients."""
+    who = ", ".join(facts["clients"])
+    return f"{facts['what']} by {len(facts['clients'])} of {count} clients ({who})"
+
+
+def attacks_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The attacks of stored configurations, each once: kind and who."""
+    found: dict[str, None] = {}
+    for config in configs:
+        attack = config.get("attack") or {}
+        if attack.get("kind", "none") != "none":
+            who = ", ".join(attack.get("clients") or []) or f"{attack.get('share'):.0%} of the clients"
+            found[f"{attack['kind']} by {who}"] = None
+    return list(found)

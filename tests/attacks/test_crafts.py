@@ -1,0 +1,480 @@
+"""Each attack against what it must be: dense float64 matrices, entry by entry. Kind: oracle, property.
+
+A round of four clients of ranks 2, 3, 5 and 6 with readouts that are not zero; "b" and "d" lie. R_i is what a client
+was sent, D_i what it trained, c_i = D_i - R_i. An upload of rank r can only be the best approximation of that rank of
+what is wanted, which numpy's SVD of the dense matrix gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import NormalDist, median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedlora import Adapter, LoRA, Server, Upload, build
+from fedlora.analysis.audit import regauge, relative_difference
+from fedlora.attacks import KINDS, Adversary, Attack, largest_z
+from fedlora.core.sent import Attacked, Sent, Tampered
+from fedlora.errors import HyperparameterError
+from support.federations import EQUAL, MIXED, SHAPES
+from support.toy_trainer import run
+
+LIARS, HONEST = ("b", "d"), ("a", "c")
+
+
+class Watching:
+    """An adversary that changes nothing and remembers the round that it saw last."""
+
+    def __init__(self) -> None:
+        self.sent: Sequence[Sent] = ()
+
+    def __call__(self, sent: Sequence[Sent], round: int) -> Tampered:
+        self.sent = sent
+        return Tampered([s.upload for s in sent], Attacked("nothing", {}))
+
+
+def seen(method: str = "glora", rounds: int = 3, **options: Any) -> dict[str, Sent]:
+    """Client -> what it sent in the last of these rounds, beside what it began from."""
+    watching = Watching()
+    list(run(method, MIXED, rounds=rounds, adversary=watching, **{"dtype": torch.float64, **options}))
+    return {s.upload.client.id: s for s in watching.sent}
+
+
+def dense(adapter: Adapter, module: str) -> Tensor:
+    return adapter.modules[module].map(lambda t: t.double()).delta()
+
+
+def change(sent: Sent, module: str) -> Tensor:
+    return dense(sent.upload.adapter, module) - dense(sent.begun, module)
+
+
+def cut(wanted: Tensor, rank: int) -> tuple[Tensor, float]:
+    """The best approximation of that rank, and what it leaves out."""
+    U, s, Vh = np.linalg.svd(wanted.numpy(), full_matrices=False)
+    return torch.from_numpy((U[:, :rank] * s[:rank]) @ Vh[:rank]), float(np.linalg.norm(s[rank:]))
+
+
+def wanted(kind: str, sent: dict[str, Sent], client: str, module: str, strength: float) -> Tensor:
+    """The change that the attack claims, by its formula."""
+    honest = torch.stack([change(sent[name], module) for name in HONEST])
+    own = change(sent[client], module)
+    formulas = {
+        "sign-flip": -strength * own,
+        "scale": strength * own,
+        "alie": honest.mean(0) - strength * honest.std(0, correction=0),
+        "inner-product": -strength * honest.mean(0),
+    }
+    return formulas[kind]
+
+
+def wanted_head(kind: str, sent: dict[str, Sent], client: str, head: str, strength: float) -> Tensor:
+    def moved(name: str) -> Tensor:
+        return sent[name].upload.adapter.heads[head] - sent[name].begun.heads[head]
+
+    honest = torch.stack([moved(name) for name in HONEST])
+    return {
+        "sign-flip": -strength * moved(client),
+        "scale": strength * moved(client),
+        "alie": honest.mean(0) - strength * honest.std(0, correction=0),
+        "inner-product": -strength * honest.mean(0),
+    }[kind]
+
+
+FORMULAS = [("sign-flip", 1.0), ("sign-flip", 2.5), ("scale", 10.0), ("alie", 1.5), ("inner-product", 0.5)]
+
+
+@pytest.mark.parametrize(("kind", "strength"), FORMULAS)
+def test_an_attack_on_products_is_its_formula_cut_to_the_rank(kind: Any, strength: float) -> None:
+    """And the number `left_out` is what that cut left out of the change, over all modules and heads together."""
+    sent = seen()
+    tampered = Adversary(Attack(kind, strength), LIARS)(list(sent.values()), 2)
+    for upload in tampered.uploads:
+        name = upload.client.id
+        if name in HONEST:
+            assert upload is sent[name].upload
+            continue
+        left, whole = [], []
+        for module in SHAPES:
+            asked = wanted(kind, sent, name, module, strength)
+            best, rest = cut(dense(sent[name].begun, module) + asked, MIXED[name])
+            assert upload.adapter.modules[module].rank == MIXED[name]
+            torch.testing.assert_close(dense(upload.adapter, module), best, rtol=1e-9, atol=1e-9)
+            left.append(rest)
+            whole.append(float(asked.norm()))
+        for head, value in upload.adapter.heads.items():
+            asked = wanted_head(kind, sent, name, head, strength)
+            torch.testing.assert_close(value, sent[name].begun.heads[head] + asked, rtol=1e-12, atol=1e-12)
+            whole.append(float(asked.norm()))
+        told = tampered.attacked.clients[name]
+        assert told["left_out"] == pytest.approx(math.hypot(*left) / math.hypot(*whole), rel=1e-8, abs=1e-8)
+        assert math.hypot(*left) > 0  # or this case asks nothing
+
+
+def test_nothing_is_left_out_of_a_sign_flip_in_the_first_round() -> None:
+    """Readouts are zero then: 2 R - D = -D has the rank of D."""
+    sent = seen(rounds=1)
+    tampered = Adversary(Attack("sign-flip"), LIARS)(list(sent.values()), 0)
+    for upload in tampered.uploads:
+        sign = -1 if upload.client.id in LIARS else 1
+        for module in SHAPES:
+            mine = dense(sent[upload.client.id].upload.adapter, module)
+            torch.testing.assert_close(dense(upload.adapter, module), sign * mine, rtol=1e-10, atol=1e-10)
+    assert all(told["left_out"] < 1e-12 for told in tampered.attacked.clients.values())
+
+
+@pytest.mark.parametrize(("kind", "strength"), FORMULAS)
+def test_an_attack_on_factors_is_its_formula_entry_by_entry(kind: Any, strength: float) -> None:
+    """Slot k of one is slot k of another, zeros where a client has none; the liar keeps as many as it has."""
+    sent = seen("padded-average")
+    tampered = Adversary(Attack(kind, strength, "factors"), LIARS)(list(sent.values()), 2)
+    made = {u.client.id: u for u in tampered.uploads}
+
+    def moved(name: str, module: str) -> tuple[Tensor, Tensor]:
+        (B, A), (B_0, A_0) = (x.modules[module].factors for x in (sent[name].upload.adapter, sent[name].begun))
+        wide = max(MIXED.values()) - MIXED[name]
+        pad = torch.nn.functional.pad
+        return pad(B - B_0, (0, wide)), pad(A - A_0, (0, 0, 0, wide))
+
+    for name in LIARS:
+        r = MIXED[name]
+        for module in SHAPES:
+            for k, (got, begun) in enumerate(
+                zip(made[name].adapter.modules[module].factors, sent[name].begun.modules[module].factors, strict=True)
+            ):
+                honest = torch.stack([moved(h, module)[k] for h in HONEST])
+                asked = {
+                    "sign-flip": -strength * moved(name, module)[k],
+                    "scale": strength * moved(name, module)[k],
+                    "alie": honest.mean(0) - strength * honest.std(0, correction=0),
+                    "inner-product": -strength * honest.mean(0),
+                }[kind]
+                asked = asked[:, :r] if k == 0 else asked[:r]
+                torch.testing.assert_close(got, begun + asked, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["rolora", "fedsa-lora"])
+def test_in_a_round_of_a_it_is_on_the_rows_of_a(method: str) -> None:
+    """RoLoRA's second round freezes B; FedSA-LoRA never sends it. Rows that a client lacks are zeros in the mean."""
+    ranks = MIXED if method == "rolora" else EQUAL
+    watching = Watching()
+    list(run(method, ranks, rounds=2, adversary=watching, dtype=torch.float64))
+    sent = {s.upload.client.id: s for s in watching.sent}
+    tampered = Adversary(Attack("inner-product", 3.0), LIARS)(list(sent.values()), 1)
+    for upload in tampered.uploads:
+        for module, lora in upload.adapter.modules.items():
+            assert lora.B is None and lora.A is not None
+            rows = max(ranks.values())
+
+            def moved(name: str, module: str = module, rows: int = rows) -> Tensor:
+                A, A_0 = sent[name].upload.adapter.modules[module].A, sent[name].begun.modules[module].A
+                assert A is not None and A_0 is not None
+                return torch.nn.functional.pad(A - A_0, (0, 0, 0, rows - len(A)))
+
+            own = sent[upload.client.id]
+            A_0 = own.begun.modules[module].A
+            assert A_0 is not None
+            if upload.client.id in LIARS:
+                asked = -3.0 * torch.stack([moved(h) for h in HONEST]).mean(0)
+                torch.testing.assert_close(lora.A, A_0 + asked[: len(A_0)], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["ffa-lora", "rolora"])
+def test_where_one_factor_travels_the_attack_is_on_its_entries(method: str) -> None:
+    """B - B_0 beside the common A_0: the product's change is linear in it, and nothing is cut."""
+    sent = seen(method, rounds=1)
+    tampered = Adversary(Attack("sign-flip", 2.0), LIARS)(list(sent.values()), 0)
+    for upload in tampered.uploads:
+        for module, lora in upload.adapter.modules.items():
+            one = sent[upload.client.id]
+            B, B_0 = one.upload.adapter.modules[module].B, one.begun.modules[module].B
+            assert lora.A is None and lora.B is not None and B is not None and B_0 is not None
+            expected = B_0 - 2 * (B - B_0) if upload.client.id in LIARS else B
+            torch.testing.assert_close(lora.B, expected, rtol=1e-12, atol=1e-12)
+    assert all(told["left_out"] == 0 for told in tampered.attacked.clients.values())
+
+
+@pytest.mark.parametrize("kind", ["sign-flip", "alie", "inner-product"])
+def test_attacks_on_products_know_no_coordinates(kind: Any) -> None:
+    """The honest uploads and the liars' own in random coordinates of condition 100: the same hostile products."""
+    sent = list(seen().values())
+    moved = [replace(s, upload=regauge(s.upload, 100.0, seed=5)) for s in sent]
+    attack = Adversary(Attack(kind, 1.5), LIARS)
+    for one, other in zip(attack(sent, 2).uploads, attack(moved, 2).uploads, strict=True):
+        for module in SHAPES:
+            torch.testing.assert_close(dense(one.adapter, module), dense(other.adapter, module), rtol=1e-8, atol=1e-8)
+
+
+# ---- ALIE's z --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "m", "share"), [(50, 24, 24 / 26), (50, 12, 24 / 38), (15, 3, 7 / 12), (25, 5, 12 / 20)])
+def test_the_largest_z_is_the_papers(n: int, m: int, share: float) -> None:
+    """Shares (n - m - s) / (n - m) worked out by hand; phi is the standard normal's distribution."""
+    assert NormalDist().cdf(largest_z(n, m)) == pytest.approx(share, abs=1e-12)
+
+
+def test_the_largest_z_of_a_printed_table() -> None:
+    """phi(1.43) = 0.9236 and phi(1.42) = 0.9222 stand in every table: 24 / 26 = 0.9231 lies between."""
+    assert 1.42 < largest_z(50, 24) < 1.43
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 1), (3, 1), (2, 1), (5, 4), (3, 3)])
+def test_a_federation_too_small_for_alie_gives_zero(n: int, m: int) -> None:
+    """phi(z) < 1/3 would be a negative z, and a majority of liars an infinite one."""
+    assert 0 <= largest_z(n, m) < 3
+
+
+def test_alie_tells_its_z() -> None:
+    told = Adversary(Attack("alie"), ("b",))(list(seen().values()), 2).attacked
+    assert told.what == "alie (z = z_max)" and told.clients["b"]["z"] == largest_z(4, 1)
+
+
+# ---- free riders -----------------------------------------------------------------------------------------------------
+
+
+def test_a_free_rider_sends_its_readout_bit_for_bit() -> None:
+    sent = seen(dtype=torch.float32)
+    tampered = Adversary(Attack("free-rider"), LIARS)(list(sent.values()), 2)
+    for upload in tampered.uploads:
+        if upload.client.id in LIARS:
+            begun = sent[upload.client.id].begun
+            for module, lora in upload.adapter.modules.items():
+                assert all(torch.equal(a, b) for a, b in zip(lora.factors, begun.modules[module].factors, strict=True))
+            assert all(torch.equal(head, begun.heads[name]) for name, head in upload.adapter.heads.items())
+    assert all(told["change"] < 1e-6 < told["honest"] for told in tampered.attacked.clients.values())
+
+
+def test_a_free_riders_noise_is_as_large_as_an_honest_change() -> None:
+    """Module by module and head by head: the median of the honest norms. Two liars and two rounds have other noise."""
+    sent = seen()
+    attack = Adversary(Attack("free-rider", noise=True), LIARS)
+    made = {u.client.id: u for u in attack(list(sent.values()), 2).uploads}
+    for module in SHAPES:
+        size = median(float(change(sent[h], module).norm()) for h in HONEST)
+        for name in LIARS:
+            noise = dense(made[name].adapter, module) - dense(sent[name].begun, module)
+            assert float(noise.norm()) == pytest.approx(size, rel=1e-9)
+            cosine = float((noise * change(sent[name], module)).sum()) / size / float(change(sent[name], module).norm())
+            assert abs(cosine) < 0.5
+    again = {u.client.id: u for u in attack(list(sent.values()), 3).uploads}
+    assert not torch.equal(dense(again["b"].adapter, "attn.q"), dense(made["b"].adapter, "attn.q"))
+
+
+# ---- directions and coordinates --------------------------------------------------------------------------------------
+
+
+def spanned(sent: dict[str, Sent], module: str) -> Tensor:
+    return torch.cat([x.modules[module].factors[0] for s in sent.values() for x in (s.upload.adapter, s.begun)], dim=1)
+
+
+def test_inserted_directions_are_new_tiny_and_the_same_for_all_liars() -> None:
+    """In the first round all slots are free: the change is strength x the median honest norm / sqrt 2, orthogonal to
+    every column of every upload."""
+    sent = seen(rounds=1)
+    made = {
+        u.client.id: u for u in Adversary(Attack("subspace-insertion", 0.01), LIARS)(list(sent.values()), 0).uploads
+    }
+    for module in SHAPES:
+        size = 0.01 * median(float(change(sent[h], module).norm()) for h in HONEST)
+        new = {name: dense(made[name].adapter, module) - dense(sent[name].begun, module) for name in LIARS}
+        for name in LIARS:
+            got = float(new[name].norm())
+            assert 0.2 * size < got <= size
+            assert float((spanned(sent, module).T @ new[name]).norm()) < 1e-9 * got * float(
+                spanned(sent, module).norm()
+            )
+        U_b, U_d = (torch.linalg.svd(new[name]).U[:, : min(MIXED[name], _room(module, sent))] for name in LIARS)
+        assert float((U_b - U_d @ (U_d.T @ U_b)).norm()) < 1e-6, "what b inserts is among what d inserts"
+
+
+def _room(module: str, sent: dict[str, Sent]) -> int:
+    return SHAPES[module][0] - int(torch.linalg.matrix_rank(spanned(sent, module)))
+
+
+def test_inserted_directions_take_the_place_of_the_weakest_slots() -> None:
+    """Later every slot is taken: the readout is kept but for one slot, or for what the asked size covers."""
+    sent = seen("svd", rounds=3)
+    made = {
+        u.client.id: u for u in Adversary(Attack("subspace-insertion", 0.05), ("b",))(list(sent.values()), 2).uploads
+    }
+    for module in SHAPES:
+        s = torch.linalg.svdvals(dense(sent["b"].begun, module))[: MIXED["b"]]
+        size = 0.05 * median(float(change(sent[h], module).norm()) for h in ("a", "c", "d"))
+        moved = float((dense(made["b"].adapter, module) - dense(sent["b"].begun, module)).norm())
+        assert moved <= math.hypot(float(s[-1]), size) * (1 + 1e-9)
+
+
+def test_inserted_directions_buy_a_projector_basis_that_is_too_small() -> None:
+    """GLoRA of 4 directions for 16 ranks, clients alike. The liars' three common directions have two votes each and
+    everybody else's one: whatever their size, they take three of the four, and the mean's energy is lost. The basis of
+    least energy error does not notice them."""
+
+    def captured(basis: str, adversary: Any) -> float:
+        hparams = {"rho": 0.25, "basis": basis}
+        options = {"hparams": hparams, "server": {"weighting": "uniform"}, "dtype": torch.float64, "rounds": 1}
+        record = next(run("glora", MIXED, adversary=adversary, **options))
+        facts = Server(build("glora", **hparams)).diagnostics(record.state.server)
+        return min(float(f["captured"]) for f in facts.values())  # type: ignore[arg-type]
+
+    silent = Adversary(Attack("free-rider"), LIARS)  # the same clients without a say: their readouts are zero
+    attack = Adversary(Attack("subspace-insertion", 1e-3), LIARS)
+    assert captured("projector", attack) < 0.6 < 0.7 < captured("projector", silent)
+    assert captured("energy", attack) > captured("energy", silent) - 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+def test_a_gauge_attack_changes_the_factors_and_not_the_product(dtype: torch.dtype, tolerance: float) -> None:
+    """Condition 1e6 would cost float32 six of its seven digits, were Q not an orthogonal matrix and powers of two."""
+    sent = seen("padded-average", dtype=dtype)
+    for upload in Adversary(Attack("gauge", 1e6), LIARS)(list(sent.values()), 2).uploads:
+        if upload.client.id not in LIARS:
+            continue
+        before = sent[upload.client.id].upload.adapter
+        for module, lora in upload.adapter.modules.items():
+            was = before.modules[module]
+            gap = float((dense(upload.adapter, module) - dense(before, module)).norm()) / was.norm()
+            assert gap < tolerance and lora.B is not None and was.B is not None and lora.B.dtype == dtype
+            Q = torch.linalg.lstsq(was.B.double(), lora.B.double()).solution
+            assert 2.0**18 < float(torch.linalg.cond(Q)) < 2.0**22
+            assert float((lora.B - was.B).norm()) > 10 * float(was.B.norm())
+
+
+def test_a_gauge_attack_hurts_averages_of_factors_only() -> None:
+    """The model after a round with and without it, in float64: of GLoRA the same, of a padded average another one."""
+    for method, same in (("glora", True), ("svd", True), ("flexlora", True), ("padded-average", False)):
+        server = Server(build(method))
+        plain, attacked = (
+            list(run(method, MIXED, dtype=torch.float64, rounds=1, adversary=a))[-1].state.server
+            for a in (None, Adversary(Attack("gauge"), LIARS))
+        )
+        moved = relative_difference(server.global_update(attacked), server.global_update(plain))
+        assert moved < 1e-8 if same else moved > 1, method
+
+
+# ---- what is no attack -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_diverged_or_abstains_teaches_nobody_and_stays_as_it_is(kind: Any) -> None:
+    """NaN of an honest client reaches no liar; a liar's own NaN and its abstention arrive as they were."""
+    sent = seen()
+    broken = replace(
+        sent["c"], upload=replace(sent["c"].upload, adapter=sent["c"].upload.adapter.map(lambda t: t * math.nan))
+    )
+    silent = replace(sent["d"], upload=replace(sent["d"].upload, num_examples=0))
+    tampered = Adversary(Attack(kind), LIARS)([sent["a"], sent["b"], broken, silent], 2)
+    assert tampered.uploads[2] is broken.upload and tampered.uploads[3] is silent.upload
+    assert list(tampered.attacked.clients) == ["b"]
+    assert all(bool(torch.isfinite(t).all()) for x in tampered.uploads[1].adapter.modules.values() for t in x.factors)
+    alone = Adversary(Attack(kind), LIARS)([replace(sent["b"], upload=broken_of(sent["b"].upload))], 2)
+    assert alone.attacked.clients == {}
+
+
+def broken_of(upload: Upload) -> Upload:
+    return replace(upload, adapter=upload.adapter.map(lambda t: t * math.inf))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_round_of_liars_alone_is_an_attack_too(kind: Any) -> None:
+    sent = seen()
+    tampered = Adversary(Attack(kind), LIARS)([sent["b"], sent["d"]], 2)
+    assert sorted(tampered.attacked.clients) == ["b", "d"]
+    assert all(
+        bool(torch.isfinite(t).all()) for u in tampered.uploads for x in u.adapter.modules.values() for t in x.factors
+    )
+
+
+def test_an_honest_client_that_lacks_a_module_has_no_say_in_it() -> None:
+    """The mean of a module is over those who hold it; what no honest client holds stays as it was trained."""
+    sent = seen()
+
+    def without(s: Sent, module: str) -> Sent:
+        kept = {name: lora for name, lora in s.upload.adapter.modules.items() if name != module}
+        return replace(s, upload=replace(s.upload, adapter=Adapter(kept, s.upload.adapter.heads)))
+
+    only_a = [sent["a"], sent["d"], without(sent["c"], "attn.q")]
+    made = {u.client.id: u for u in Adversary(Attack("inner-product", 1.0), ("d",))(only_a, 2).uploads}
+    expected, _ = cut(dense(sent["d"].begun, "attn.q") - change(sent["a"], "attn.q"), MIXED["d"])
+    torch.testing.assert_close(dense(made["d"].adapter, "attn.q"), expected, rtol=1e-9, atol=1e-9)
+    nobody = [without(sent["a"], "attn.q"), sent["d"], without(sent["c"], "attn.q")]
+    made = {u.client.id: u for u in Adversary(Attack("inner-product", 1.0), ("d",))(nobody, 2).uploads}
+    torch.testing.assert_close(
+        dense(made["d"].adapter, "attn.q"), dense(sent["d"].upload.adapter, "attn.q"), rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "nonsense"}, "an attack is one of"),
+        ({"kind": "label-flip", "strength": 2.0}, "has no strength"),
+        ({"kind": "scale", "strength": math.inf}, "finite number > 0"),
+        ({"kind": "scale", "strength": math.nan}, "finite number > 0"),
+        ({"kind": "gauge", "strength": 0.5}, "of a gauge >= 1"),
+        ({"kind": "gauge", "space": "factors"}, "cannot act in the space"),
+        ({"kind": "scale", "noise": True}, "noise is of a free-rider"),
+    ],
+)
+def test_what_is_no_attack_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(HyperparameterError, match=words):
+        Attack(**options)
+
+
+def test_attacks_on_pairs_refuse_rounds_of_one_factor() -> None:
+    sent = list(seen("ffa-lora", rounds=1).values())
+    for kind in ("gauge", "subspace-insertion"):
+        with pytest.raises(HyperparameterError, match="only one factor travels"):
+            Adversary(Attack(kind), LIARS)(sent, 0)
+    with pytest.raises(HyperparameterError, match="without clients"):
+        Adversary(Attack("gauge"), ())
+
+
+def test_an_upload_in_subspace_form_may_lie_as_well() -> None:
+    """Of at most the client's rank, and the wanted product; on factors it has no coordinates to lie in."""
+    sent = seen(form="subspace")
+    made = {u.client.id: u for u in Adversary(Attack("sign-flip"), LIARS)(list(sent.values()), 2).uploads}
+    for module in SHAPES:
+        best, _ = cut(dense(sent["b"].begun, module) - change(sent["b"], module), MIXED["b"])
+        torch.testing.assert_close(dense(made["b"].adapter, module), best, rtol=1e-9, atol=1e-9)
+    with pytest.raises(HyperparameterError, match="subspace form has its"):
+        Adversary(Attack("sign-flip", space="factors"), LIARS)(list(sent.values()), 2)
+
+
+def test_a_lora_is_what_it_was() -> None:
+    """Nothing of what was sent is changed in place."""
+    sent = seen()
+    copies = {
+        name: [t.clone() for x in s.upload.adapter.modules.values() for t in x.factors] for name, s in sent.items()
+    }
+    for kind in KINDS:
+        Adversary(Attack(kind), LIARS)(list(sent.values()), 2)
+    for name, s in sent.items():
+        now = [t for x in s.upload.adapter.modules.values() for t in x.factors]
+        assert all(torch.equal(a, b) for a, b in zip(copies[name], now, strict=True))
+    assert isinstance(sent["a"].upload.adapter.modules["attn.q"], LoRA)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "method", ["hetlora", "fedex-lora", "flora", "fedsvd", "lora-fair", "fedrot-lora", "flexlora", "fedit"]
+)
+def test_every_method_takes_what_liars_send(kind: Any, method: str) -> None:
+    """Two rounds with a quorum of all, so that a refused upload would end them. HetLoRA's clients prune their ranks."""
+    space = "factors" if KINDS[kind].spaces and method in ("hetlora", "fedit") else "update"
+    try:
+        attack = Adversary(Attack(kind, space=space), LIARS)  # type: ignore[arg-type]
+        records = list(run(method, EQUAL, rounds=3, adversary=attack, server={"quorum": 4}))
+    except HyperparameterError as error:
+        assert "only one factor travels" in str(error) and method == "fedsvd"
+        return
+    assert all(not record.refused and record.attacked is not None for record in records)
+    assert all(
+        math.isfinite(x) for r in records if r.attacked for told in r.attacked.clients.values() for x in told.values()
+    )

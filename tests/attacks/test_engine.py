@@ -1,0 +1,168 @@
+"""Clients that lie in the in-process engine: who sees what, the same bits again, what is refused. Kind: property."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from fedlora import Adapter, Upload
+from fedlora.attacks import KINDS, Adversary, Attack, choose_attackers, flip_labels
+from fedlora.core.sent import Attacked, Sent, Tampered
+from fedlora.core.trainer import Trained
+from fedlora.errors import HyperparameterError
+from fedlora.simulation import RoundRecord
+from support.federations import EQUAL, MIXED
+from support.toy_trainer import Toy, diverging, run
+
+LIARS = Adversary(Attack("sign-flip"), ("b", "d"))
+
+
+def same(one: RoundRecord, other: RoundRecord) -> bool:
+    """Uploads, weights and server to the bit."""
+
+    def tensors(record: RoundRecord) -> list[torch.Tensor]:
+        return [t for u in record.uploads for x in u.adapter.modules.values() for t in x.factors]
+
+    return one.weights == other.weights and all(
+        torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True)
+    )
+
+
+def test_without_an_adversary_nothing_is_attacked() -> None:
+    assert all(record.attacked is None for record in run("glora", MIXED))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_an_attacked_federation_is_the_same_bits_again_and_after_a_stop(kind: Any) -> None:
+    """All is a function of the round's uploads, the round and the seed."""
+    attack = Adversary(Attack(kind), ("b", "d"), seed=4)
+    whole, again = (list(run("glora", MIXED, adversary=attack)) for _ in range(2))
+    assert all(same(a, b) for a, b in zip(whole, again, strict=True))
+    rest = list(run("glora", MIXED, adversary=attack, state=whole[0].state))
+    assert all(same(a, b) for a, b in zip(whole[1:], rest, strict=True))
+    assert [r.attacked for r in whole[1:]] == [r.attacked for r in rest]
+
+
+def test_the_liars_know_all_uploads_and_what_everybody_began_from() -> None:
+    """Also where a trainer trains what it is given in place."""
+
+    class InPlace(Toy):
+        def train(self, download: Any, adapter: Adapter, position: int) -> Trained:
+            made = super().train(download, adapter, position)
+            for name, lora in adapter.modules.items():
+                for t, new in zip(lora.factors, made.adapter.modules[name].factors, strict=True):
+                    t.copy_(new)
+            return replace(made, adapter=adapter)
+
+    seen: list[tuple[int, Sequence[Sent]]] = []
+
+    def spy(sent: Sequence[Sent], round: int) -> Tampered:
+        seen.append((round, sent))
+        return Tampered([s.upload for s in sent], Attacked("nothing", {}))
+
+    records = list(run("glora", EQUAL, InPlace(), adversary=spy, rounds=2))
+    assert [round for round, _ in seen] == [0, 1]
+    assert [[s.upload.client.id for s in sent] for _, sent in seen] == [["a", "b", "c", "d"]] * 2
+    first = seen[0][1]
+    assert all(not bool(lora.factors[0].any()) for s in first for lora in s.begun.modules.values()), "B = 0 at first"
+    assert all(bool(lora.factors[0].any()) for s in first for lora in s.upload.adapter.modules.values())
+    assert records[0].attacked == Attacked("nothing", {})
+
+
+def test_a_hook_comes_after_the_lie_and_the_server_after_both() -> None:
+    """What is on its way is what was sent."""
+    hooked: list[Upload] = []
+
+    def hook(upload: Upload, round: int) -> Upload:
+        hooked.append(upload)
+        return upload
+
+    record = next(run("glora", EQUAL, adversary=LIARS, hooks=[hook]))
+    assert all(a is b for a, b in zip(hooked, record.uploads, strict=True))
+    plain = next(run("glora", EQUAL))
+    moved = [not torch.equal(a.adapter.modules["attn.q"].factors[0], b.adapter.modules["attn.q"].factors[0])
+             for a, b in zip(record.uploads, plain.uploads, strict=True)]  # fmt: skip
+    assert moved == [False, True, False, True]
+
+
+def test_who_lies_is_told_round_by_round() -> None:
+    """Of those only who take part, with the same seed of the sampling."""
+    for record in run("glora", EQUAL, adversary=LIARS, participation=0.5, seed=3, rounds=4):
+        assert record.attacked is not None and record.attacked.what == "sign-flip (s = 1)"
+        assert sorted(record.attacked.clients) == sorted({"b", "d"} & set(record.losses))
+
+
+def test_a_lie_that_no_upload_can_hold_is_refused_by_the_server() -> None:
+    """1e30 times a change: the engine goes on without it where there is a quorum, and names the client."""
+    huge = Adversary(Attack("scale", 1e30), ("b",))
+    record = next(run("glora", EQUAL, adversary=huge, server={"quorum": 3}))
+    assert list(record.refused) == ["b"] and "b" not in record.weights
+
+
+def test_a_diverged_liar_is_refused_as_anybody() -> None:
+    records = list(run("glora", EQUAL, diverging("b", 1), adversary=LIARS, server={"quorum": 2}, dtype=torch.float64))
+    assert [list(r.refused) for r in records] == [[], ["b"], []]
+    assert [sorted(r.attacked.clients) for r in records if r.attacked] == [["b", "d"], ["d"], ["b", "d"]]
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "fewer", "other order", "another client"])
+def test_an_adversary_gives_one_upload_for_each(wrong: str) -> None:
+    def broken(sent: Sequence[Sent], round: int) -> Any:
+        uploads = [s.upload for s in sent]
+        if wrong == "nothing":
+            return uploads
+        if wrong == "another client":
+            uploads[0] = replace(uploads[0], client=replace(uploads[0].client, id="z"))
+        changed = {"fewer": uploads[1:], "other order": uploads[::-1]}.get(wrong, uploads)
+        return Tampered(changed, Attacked("x", {}))
+
+    with pytest.raises(HyperparameterError, match="one upload for each that was sent"):
+        next(run("glora", EQUAL, adversary=broken))
+
+
+def test_a_library_user_is_told_once_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fedlora.simulation"):
+        list(run("glora", EQUAL, adversary=LIARS))
+    told = [r.getMessage() for r in caplog.records if "lie on purpose" in r.getMessage()]
+    assert len(told) == 1 and "sign-flip" in told[0] and "'b'" in told[0]
+
+
+# ---- who -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_chosen_are_a_function_of_names_and_seed_and_nested_in_the_share() -> None:
+    names = [f"site-{k:02d}" for k in range(1, 16)]
+    sets = [choose_attackers(names, share, seed=7) for share in (0.07, 0.2, 0.34, 0.4)]
+    assert [len(s) for s in sets] == [1, 3, 5, 6]
+    assert all(set(a) < set(b) for a, b in pairwise(sets))
+    assert choose_attackers(names, 0.2, seed=7) == sets[1] == tuple(n for n in names if n in sets[1])
+    assert set(choose_attackers(names[::-1], 0.2, seed=7)) == set(sets[1])
+    drawn = [choose_attackers(names, 0.2, seed=seed) for seed in range(40)]
+    assert len(set(drawn)) > 30
+    assert len({name for chosen in drawn for name in chosen}) == 15
+
+
+@pytest.mark.parametrize(("share", "words"), [(0.0, "between 0 and 1"), (1.0, "between 0 and 1"), (0.1, "is nobody")])
+def test_a_share_of_nobody_is_refused(share: float, words: str) -> None:
+    with pytest.raises(HyperparameterError, match=words):
+        choose_attackers(["a", "b", "c"], share, seed=0)
+
+
+def test_floor_of_a_share_that_is_a_whole_number_in_decimals() -> None:
+    """0.29 * 100 is 28.999999999999996 in binary."""
+    assert len(choose_attackers([str(k) for k in range(100)], 0.29, seed=0)) == 29
+
+
+def test_flipped_labels() -> None:
+    """The first class becomes the last; twice is as it was; the middle of three stays."""
+    assert flip_labels([0, 1, 1], 2) == (1, 0, 0)
+    assert flip_labels([0, 1, 2], 3) == (2, 1, 0)
+    assert flip_labels(flip_labels(range(7), 7), 7) == tuple(range(7))
+    with pytest.raises(HyperparameterError, match="two or more"):
+        flip_labels([0], 1)

@@ -1,0 +1,168 @@
+"""What a rule costs in peace and saves under attack, and the plan of the robustness experiment. Kinds: oracle,
+structural."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+
+from fedlora.errors import ConfigError
+from fedlora.experiments.plan import mains
+from fedlora.experiments.prices import price_rows, prices
+from fedlora.experiments.report import write_report
+from fedlora.experiments.results import Result, write_result
+from fedlora.experiments.runner import Places
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.runs.attack_words import attacks_of
+from support.command_line import invoke
+
+ROOT = Path(__file__).parents[2]
+GRID = """
+title = "t"
+question = "q"
+rows = ["rule"]
+columns = ["attack"]
+reference = "none"
+peace = { axis = "attack", label = "none" }
+[run.model]
+path = "demo"
+[run.data]
+train = "demo"
+[run.clients]
+count = 5
+[axes.rule]
+none = {}
+slow = { "train.lr" = 1e-3 }
+[axes.attack]
+none = {}
+flip = { "attack.kind" = "sign-flip", "attack.share" = 0.2 }
+[profiles.mini]
+seeds = [0, 1, 2]
+[profiles.paper]
+seeds = [0]
+"""
+LOSS = {  # (rule, attack) -> by seed
+    ("none", "none"): (0.50, 0.52, 0.54), ("slow", "none"): (0.53, 0.54, 0.58),
+    ("none", "flip"): (0.90, 1.00, 0.80), ("slow", "flip"): (0.60, 0.62, 0.58),
+}  # fmt: skip
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Experiment:
+    (tmp_path / "grid.toml").write_text(GRID)
+    return load_experiment(tmp_path / "grid.toml")
+
+
+def results(experiment: Experiment) -> dict[str, Result]:
+    found = {}
+    for run in mains(experiment, "mini", {}):
+        loss = LOSS[run.cell["rule"], run.cell["attack"]][run.seed]
+        scores = {"loss": loss, "accuracy": 1 - loss / 2}
+        raw = {"metric": "accuracy", "test": {"last": scores}, "config": run.config.model_dump(mode="json")}
+        found[run.digest] = Result(run.digest, raw)
+    return found
+
+
+def test_costs_and_savings_are_paired_differences(grid: Experiment) -> None:
+    """By hand. In peace the rule loses 0.03, 0.02, 0.04; under the attack it gains 0.30, 0.38, 0.22. Student's t of two
+    degrees of freedom at 97.5 % is 4.3027."""
+    found = {(p.row, p.peaceful, p.score): p for p in prices(grid, "mini", results(grid))}
+    for (peaceful, score), gaps in {
+        (True, "loss"): (-0.03, -0.02, -0.04),
+        (False, "loss"): (0.30, 0.38, 0.22),
+        (False, "accuracy"): (0.15, 0.19, 0.11),
+    }.items():
+        price = found["slow", peaceful, score]
+        half = 4.3027 * stdev(gaps) / 3**0.5
+        assert price.better == pytest.approx(fmean(gaps)) and price.pairs == 3
+        assert price.low == pytest.approx(fmean(gaps) - half, rel=1e-4)
+        assert price.high == pytest.approx(fmean(gaps) + half, rel=1e-4)
+    assert found["none", True, "loss"].better == 0 and found["none", False, "loss"].mean == pytest.approx(0.9)
+
+
+def test_the_table_has_peace_first_and_says_what_it_is(grid: Experiment) -> None:
+    columns, rows = price_rows(prices(grid, "mini", results(grid)), "loss")
+    assert columns == ["", "none: cost", "flip: saved"]
+    assert [row[0] for row in rows] == ["none", "slow"]
+    assert rows[1][1].startswith("0.550 (+0.030, +0.005 to +0.055)"), "a cost is a loss: positive"
+    assert rows[1][2].startswith("0.600 (+0.300, ")
+
+
+def test_a_seed_that_the_reference_lacks_does_not_count_and_one_seed_has_no_interval(grid: Experiment) -> None:
+    done = results(grid)
+    for run in mains(grid, "mini", {}):
+        if run.cell == {"rule": "none", "attack": "flip"} and run.seed != 1:
+            del done[run.digest]
+    price = next(p for p in prices(grid, "mini", done) if (p.row, p.peaceful, p.score) == ("slow", False, "loss"))
+    assert price.pairs == 1 and price.low is None and price.better == pytest.approx(0.38)
+    assert price.mean == pytest.approx(0.62), "of the same seed"
+
+
+def test_other_experiments_have_no_prices(tmp_path: Path) -> None:
+    (tmp_path / "plain.toml").write_text(GRID.replace('peace = { axis = "attack", label = "none" }\n', ""))
+    plain = load_experiment(tmp_path / "plain.toml")
+    assert prices(plain, "mini", results(plain)) == []
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "words"),
+    [
+        ('label = "none" }', 'label = "war" }', "no axis has"),
+        ('axis = "attack"', 'axis = "rule"', "another axis than the first row"),
+        ('reference = "none"\n', "", "beside a reference"),
+    ],
+)
+def test_a_peace_that_is_none_is_refused(tmp_path: Path, was: str, now: str, words: str) -> None:
+    (tmp_path / "bad.toml").write_text(GRID.replace(was, now, 1))
+    with pytest.raises(ConfigError, match=words):
+        load_experiment(tmp_path / "bad.toml")
+
+
+def test_attacks_are_named_once(grid: Experiment) -> None:
+    assert attacks_of([r.raw["config"] for r in results(grid).values()]) == ["sign-flip by 20% of the clients"]
+    assert attacks_of([{"attack": {"kind": "none"}}, {}]) == []
+
+
+def test_the_robustness_experiment_is_at_most_150_runs_and_every_rule_meets_every_attack() -> None:
+    """Profiles share runs by their digests. 20 % of 15 clients are 3, and each cell has three seeds."""
+    experiment = load_experiment(ROOT / "experiments" / "robustness.toml")
+    runs = {name: mains(experiment, name, {}) for name in ("mini", "liars", "skew")}
+    assert len({run.digest for planned in runs.values() for run in planned}) <= 150
+    met = {(run.cell["rule"], run.cell["attack"]) for run in runs["mini"]}
+    rules, attacks = ({pair[k] for pair in met} for k in (0, 1))
+    assert len(met) == len(rules) * len(attacks) and "none" in rules and "none" in attacks
+    kinds = {run.config.defence.rule for run in runs["mini"]}
+    assert {"none", "clip", "geometric-median", "multi-krum", "centred-clipping"} <= kinds
+    for planned in runs.values():
+        assert {run.seed for run in planned} == {0, 1, 2}
+        for run in planned:
+            assert run.config.clients.count == 15 and run.config.server.weighting == "uniform"
+    liars = [run.config.attack.share or 0 for run in runs["liars"]]
+    assert {int(share * 15 + 1e-9) for share in liars} == {0, 1, 3, 5, 6}
+    assert len({run.cell["skew"] for run in runs["skew"]}) == 3
+
+
+def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(grid: Experiment, tmp_path: Path) -> None:
+    """Both with the prices; the page of an experiment without attacks says nothing of them."""
+    pytest.importorskip("jinja2")
+    places = Places(tmp_path / "results", tmp_path / "work", None)
+    for digest, found in results(grid).items():
+        scores = found.raw["test"]["last"]
+        history = [{"round": k, "metrics": scores, "losses": {"a": 1.0}} for k in (1, 2)]
+        write_result(places.results, {
+            **found.raw, "digest": digest, "history": history, "validation": {"last": scores, "best": scores},
+            "probes": {}, "clients_at_end": {}, "commit": {"id": "a" * 40, "clean": True},
+            "machine": {"device": "cpu", "architecture": "x", "cpus": 1, "threads": 1},
+        })  # fmt: skip
+    write_report(tmp_path / "r.html", [grid], "mini", places.finished(), tmp_path / "none.toml")
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "Under attack, on purpose: sign-flip by 20% of the clients." in page
+    assert "<td>0.600 (+0.300, " in page and "<th>flip: saved</th>" in page
+    said = invoke("experiment", "table", tmp_path / "grid.toml", "--results", places.results, "--work", places.work)
+    assert "UNDER ATTACK, on purpose: sign-flip by 20% of the clients." in said.stdout + said.stderr
+    assert "0.600 (+0.300, " in said.stdout
+    value = invoke("experiment", "table", tmp_path / "grid.toml", "--results", places.results, "--json").stdout
+    assert json.loads(value)["attacks"] and len(json.loads(value)["prices"]) == 8

@@ -1,0 +1,205 @@
+"""[attack] from a run's file to everything that the run leaves: loud in all of it, and refused where it has no place.
+Kind: end-to-end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedlora.attacks import choose_attackers
+from fedlora.errors import CheckpointError, ConfigError
+from fedlora.runs.config import parse_config
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from support.command_line import Said, invoke, undraw
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import configured, ran, same_run
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+FLIP = ("attack.kind=sign-flip", "attack.share=0.4", "run.rounds=2")
+NAMES = ["site-1", "site-2", "site-3"]
+LIAR = choose_attackers(NAMES, 0.4, seed=0)
+WORDS = f"sign-flip (s = 1) by 1 of 3 clients ({LIAR[0]})"
+
+
+@pytest.fixture(scope="module")
+def attacked(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str, str]:
+    """`fedlora run` under attack: its folder, and what it printed."""
+    out = tmp_path_factory.mktemp("attacked") / "run"
+    sets = [a for s in (*FLIP, "run.keep_uploads=last", "run.readouts=true") for a in ("--set", s)]
+    with pytest.MonkeyPatch.context() as patched:
+        undraw(patched)
+        result = invoke("run", project / "config.toml", "--out", out, *sets)
+    return RunFolder(out), result.stdout, result.stderr
+
+
+def test_the_screen_says_so_before_and_after(attacked: tuple[RunFolder, str, str]) -> None:
+    _, out, err = attacked
+    loud = f"UNDER ATTACK, on purpose: {WORDS}. Nothing of this run is for use."
+    assert err.count(loud) == 2
+    assert "under attack" in out and WORDS in out
+
+
+def test_a_finished_run_that_is_shown_again_says_so_too(
+    attacked: tuple[RunFolder, str, str], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undraw(monkeypatch)
+    sets = [a for s in (*FLIP, "run.keep_uploads=last", "run.readouts=true") for a in ("--set", s)]
+    again = invoke("run", project / "config.toml", "--out", attacked[0].path, "--resume", *sets)
+    assert again.stderr.count("UNDER ATTACK") == 1 and WORDS in again.stdout
+
+
+def test_every_line_of_metrics_names_the_liars_and_their_numbers(attacked: tuple[RunFolder, str, str]) -> None:
+    lines = attacked[0].metrics()
+    assert len(lines) == 2
+    for line in lines:
+        assert line["attack"]["what"] == "sign-flip (s = 1)"
+        assert list(line["attack"]["clients"]) == list(LIAR)
+        assert set(line["attack"]["clients"][LIAR[0]]) == {"change", "honest", "left_out"}
+
+
+def test_manifest_summary_and_results_name_it(attacked: tuple[RunFolder, str, str]) -> None:
+    from fedlora.experiments.results import summarise
+
+    folder, facts = attacked[0], {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(LIAR)}
+    assert folder.read_json("manifest.json")["attack"] == folder.read_json("summary.json")["attack"] == facts
+    assert summarise(folder, 1.0)["attack"] == facts
+
+
+def test_every_exported_card_says_it_first(attacked: tuple[RunFolder, str, str]) -> None:
+    """The adapter's, the best one's, each client's own: a warning before the first table, a row in it, and a tag."""
+    cards = sorted(attacked[0].path.glob("*/README.md")) + sorted(attacked[0].path.glob("clients/*/README.md"))
+    assert len(cards) == 5
+    for card in cards:
+        text = card.read_text(encoding="utf-8")
+        assert text.index("**Do not use this adapter. It was trained under attack, on purpose") < text.index("| | |")
+        assert f"| attack | {WORDS} |" in text and "- under-attack\n" in text.split("---")[1]
+
+
+def test_every_stored_upload_says_whether_it_is_a_lie(attacked: tuple[RunFolder, str, str]) -> None:
+    for name in NAMES:
+        facts = json.loads((attacked[0].uploads(2) / name / "upload.json").read_text(encoding="utf-8"))
+        assert facts["attack"] == "sign-flip (s = 1)" and facts["lies"] is (name in LIAR)
+
+
+def test_a_plot_of_it_says_so(attacked: tuple[RunFolder, str, str]) -> None:
+    from fedlora.runs.plots import _metric
+
+    folder = attacked[0]
+    ranks = folder.read_json("manifest.json")["clients"]
+    figure = _metric(folder.metrics(), folder.read_json("summary.json"), ranks)
+    assert "UNDER ATTACK: sign-flip" in figure.axes[0].get_title()
+
+
+def test_an_honest_run_says_nothing_of_it(project: Path, tmp_path: Path) -> None:
+    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run")
+    assert all("attack" not in line for line in folder.metrics())
+    assert "attack" not in folder.read_json("manifest.json") and "attack" not in folder.read_json("summary.json")
+    assert "attack" not in (folder.path / "adapter" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_digest_of_an_honest_run_is_what_it_was() -> None:
+    """The digests under which results lie here from before there was [attack]; with an attack it is another one."""
+    folder = Path(__file__).parents[2] / "results" / "runs"
+    stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))[:20]]
+    known = [result for result in stored if not result.get("files") and "attack" not in result["config"]]
+    assert known
+    for result in known:
+        assert parse_config(result["config"]).digest() == result["digest"]
+    said = {**known[0]["config"], "attack": {"kind": "sign-flip", "share": 0.4}}
+    assert parse_config(said).digest() != known[0]["digest"]
+
+
+def test_a_stopped_attack_goes_on_with_the_same_bits_and_no_other_attack_does(project: Path, tmp_path: Path) -> None:
+    config = configured(project, *FLIP[:2], "attack.kind=alie", "attack.strength=1.5")
+    whole = ran(config, tmp_path / "whole")
+    stopped = ran(config, tmp_path / "stopped", 1)
+    ran(config, stopped.path, resume=True)
+    same_run(stopped, whole)
+    with pytest.raises(CheckpointError, match=r"attack\.kind"):
+        ran(configured(project, *FLIP[:2]), whole.path, resume=True)
+
+
+def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
+    """Three classes: 0 and 2 change places. The uploads are what training made of them."""
+    plain = prepare(configured(project))
+    flipped = prepare(configured(project, "attack.kind=label-flip", f"attack.clients=['{NAMES[1]}']"))
+    for name in NAMES:
+        before, after = plain.parts[name], flipped.parts[name]
+        assert before.text == after.text and before.labels is not None and after.labels is not None
+        assert list(after.labels) == ([2 - y for y in before.labels] if name == NAMES[1] else list(before.labels))
+    assert flipped.manifest["attack"] == {"what": "label-flip", "kind": "label-flip", "clients": [NAMES[1]]}
+    digests = [p.manifest["data"]["train"][NAMES[1]]["sha256"] for p in (plain, flipped)]
+    assert digests[0] != digests[1]
+    assert plain.manifest["data"]["test"] == flipped.manifest["data"]["test"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["attack.kind=nonsense"], "attack.kind"),
+        (["attack.kind=sign-flip"], "give attack.share"),
+        (["attack.kind=sign-flip", "attack.share=0.4", "attack.clients=['site-1']"], "one of the two"),
+        (["attack.kind=sign-flip", "attack.share=0.2"], "is nobody"),
+        (["attack.kind=sign-flip", "attack.clients=['site-9']"], "'site-9'"),
+        (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients lie"),
+        (["attack.share=0.4"], "attack.share = 0.4 has no effect"),
+        (["attack.strength=2"], "attack.strength = 2.0 has no effect"),
+        (["attack.kind=label-flip", "attack.share=0.4", "attack.strength=2"], "has no strength"),
+        (["attack.kind=gauge", "attack.share=0.4", "attack.strength=0.5"], "of a gauge"),
+        (["attack.kind=gauge", "attack.share=0.4", "method.name=ffa-lora"], "needs both factors shared"),
+        (["attack.kind=sign-flip", "attack.share=0.4", "attack.noise=true"], "noise is of a free-rider"),
+        (
+            ["attack.kind=scale", "attack.share=0.4", "attack.space=factors", "server.upload=subspace"],
+            "leave one of them out",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], words: str
+) -> None:
+    """Exit code 2 before anything is written."""
+    more = [a for s in sets for a in ("--set", s)]
+    assert words in main("run", project / "config.toml", "--out", tmp_path / "run", *more).error()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_space_follows_the_method(project: Path) -> None:
+    """A method that averages factors is attacked in factors, one that averages products in products; a table can say
+    otherwise."""
+
+    def words(*sets: str) -> str:
+        facts = prepare(configured(project, "clients.ranks=[4]", "clients.count=3", *FLIP, *sets)).manifest["attack"]
+        return str(facts["what"])
+
+    assert words() == "sign-flip (s = 1)"
+    assert words("method.name=padded-average") == "sign-flip (s = 1, on factors)"
+    assert words("method.name=padded-average", "attack.space=update") == "sign-flip (s = 1)"
+    assert words("method.name=padded-average", "attack.kind=gauge") == "gauge (condition = 1e+06)"
+
+
+def test_a_federation_refuses_it() -> None:
+    """Every key by name, with where it belongs; also in a file of terms."""
+    pytest.importorskip("flwr")
+    from fedlora.flower.terms.one_machine import ELSEWHERE
+    from fedlora.flower.terms.settings_from_run import from_run_config, from_tables
+    from fedlora.runs.attack_section import AttackSection
+
+    assert {f"attack.{key}" for key in AttackSection.model_fields} <= set(ELSEWHERE)
+    config = parse_config({"model": {"path": "demo"}, "data": {"train": "demo"}, "clients": {"count": 3},
+                           "attack": {"kind": "sign-flip", "share": 0.4}})  # fmt: skip
+    for dealt in (True, False):
+        with pytest.raises(ConfigError, match=r"attack\.kind = 'sign-flip' is of one machine.*never a federation"):
+            from_run_config(config, ["a", "b"], dealt=dealt)
+    with pytest.raises(ConfigError, match=r"attack\.share"):
+        from_tables({"attack": {"share": 0.4}, "model": {}, "data": {}}, ["a", "b"])
+
+
+def test_a_comparison_under_attack_says_so(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undraw(monkeypatch)
+    sets = [a for s in ("attack.kind=sign-flip", "attack.share=0.4", "run.rounds=1") for a in ("--set", s)]
+    said = invoke("compare", project / "config.toml", "--methods", "glora", "--out", tmp_path / "c", *sets)
+    assert "UNDER ATTACK, on purpose: sign-flip by 40% of the clients." in said.stdout + said.stderr
