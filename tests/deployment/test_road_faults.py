@@ -20,7 +20,7 @@ pytest.importorskip("flwr")
 
 from support.certificates import certificates
 from support.faults import tell
-from support.machines import machines_needed
+from support.machines import SERVER_NAME, machines_needed
 from support.road import PROXY, SERVER, SITE, Road, stopped, write_notes
 
 pytestmark = [

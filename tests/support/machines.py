@@ -13,6 +13,7 @@ namespaces are not permitted the machines are addresses of loopback, 127.0.0.x, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import shutil
@@ -32,6 +33,7 @@ SERVER_NAME = "fl.example.org"
 STAND_INS = Path(__file__).parent / "stand_in_commands"
 PROGRAMS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 _NETNS = Path("/etc/netns")
+_NETWORKS = itertools.count()
 
 
 def free_port() -> int:
@@ -237,7 +239,7 @@ class Network:
 
     def __init__(self, root: Path, names: Sequence[str]) -> None:
         self.why_not = why_no_namespaces()
-        self._prefix = f"fl{os.getpid()}"
+        self._prefix = f"fl{os.getpid()}n{next(_NETWORKS)}"  # of a process that has several, each its own
         self.server_name = "localhost" if self.why_not else SERVER_NAME
         self.machines: dict[str, Machine] = {}
         for k, name in enumerate(names):
