@@ -269,7 +269,7 @@ def test_twins_at_the_median_share_its_weight() -> None:
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda r: r.said)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [1e38, 1e18, 1e-45, 1e-300, 0.0])
+@pytest.mark.parametrize("size", [1e150, 1e38, 1e18, 1e-45, 1e-300, 0.0])
 def test_one_upload_of_any_size_carries_nothing_away(rule: Rule, dtype: torch.dtype, size: float) -> None:
     """Six honest changes near each other and one of any size: the server moves by what honest ones do."""
     server = Server(build("glora"), rule=rule, quorum=1)
@@ -361,7 +361,8 @@ def test_a_rule_of_ones_own_that_gives_no_coefficients_is_named() -> None:
 
 
 def test_what_rounding_can_tell_apart_and_what_not() -> None:
-    """Squared distances under u times the squared norms, or under the noise of the points' own coordinates, are zero."""
+    """Squared distances under u times the squared norms, or under the noise of the points' own
+    coordinates, are zero."""
     near = torch.tensor([[1.0, 1 - 4e-16], [1 - 4e-16, 1.0]], dtype=torch.float64)
     apart = torch.tensor([[1.0, 1 - 5e-11], [1 - 5e-11, 1.0]], dtype=torch.float64)
     none, some = torch.zeros(2, dtype=torch.float64), torch.full((2,), 1e-5, dtype=torch.float64)
