@@ -24,8 +24,8 @@ class Geometry:
     unit: the median of those norms that are not zero.
 
     Example:
-        >>> eye, zeros = torch.eye(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-        >>> Geometry(eye, zeros, unit=1.0).squares().tolist()
+        >>> gram = torch.eye(2, dtype=torch.float64)
+        >>> Geometry(gram, noise=torch.zeros(2, dtype=torch.float64), unit=1.0).squares().tolist()
         [[0.0, 2.0], [2.0, 0.0]]
     """
 
