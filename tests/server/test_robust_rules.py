@@ -21,7 +21,7 @@ from fedlora.errors import HyperparameterError, QuorumNotMet
 from fedlora.runs.defence import DefenceSection
 from fedlora.server.changes import Sent, changes
 from fedlora.server.judging import weigh
-from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum, Rule
+from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Geometry, Krum, Mixing, MultiKrum, Rule
 from support.federations import noise
 from support.gauges import in_other_coordinates, padded
 
@@ -235,12 +235,41 @@ def test_the_geometric_median_says_what_it_left() -> None:
     assert float(slope.norm()) < 1e-9
 
 
+@pytest.mark.parametrize(("angle", "weights"), [(60.0, (1.0, 1.0, 1.0)), (119.0, None), (130.0, (3.0, 0.0, 0.0))])
+def test_the_geometric_median_of_a_triangle(angle: float, weights: tuple[float, ...] | None) -> None:
+    """Fermat: from 120 degrees on it is the corner; below it is inside, where all sides are seen under 120 degrees."""
+    half = math.radians(angle) / 2
+    corners = [torch.zeros(12), torch.zeros(12), torch.zeros(12)]
+    corners[1][:2] = torch.tensor([math.cos(half), math.sin(half)])
+    corners[2][:2] = torch.tensor([math.cos(half), -math.sin(half)])
+    points = [0.1 + x.double() for x in corners]
+    loras = [LoRA(x.reshape(3, 4), torch.eye(4, dtype=torch.float64)) for x in points]
+    found = changes([[Sent(lora, lora.map(torch.zeros_like)) for lora in loras]], [upload() for _ in loras], {})
+    m, _ = weigh(GeometricMedian(), found, torch.full((3,), 1 / 3, dtype=torch.float64), list("abc"))
+    if weights is not None:
+        assert tuple(m.values()) == pytest.approx(weights, abs=1e-6)
+        return
+    z = sum(w * x / 3 for w, x in zip(m.values(), points, strict=True))
+    sides = [(x - z) / (x - z).norm() for x in points]
+    for a, b in ((0, 1), (1, 2), (2, 0)):
+        assert math.degrees(math.acos(float(sides[a] @ sides[b]))) == pytest.approx(120, abs=1e-3)
+
+
+def test_twins_at_the_median_share_its_weight() -> None:
+    """Four of seven at one point, each in bad coordinates of its own: the median is theirs, and each counts alike."""
+    server = Server(build("svd", energy=1.0), rule=GeometricMedian())
+    wanted = [noise((12,), "t")] * 4 + [noise((12,), "t", k) for k in range(3)]
+    state, uploads, _ = played(server, wanted)
+    found = weights(server, state, in_other_coordinates(uploads, 1e6, seed=5))
+    assert list(found.values()) == pytest.approx([7 / 4] * 4 + [0.0] * 3, abs=1e-6)
+
+
 # ---- hostile input ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda r: r.said)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [1e38, 1e18, 1e-45, 1e-300, 0.0])
+@pytest.mark.parametrize("size", [1e150, 1e38, 1e18, 1e-45, 1e-300, 0.0])
 def test_one_upload_of_any_size_carries_nothing_away(rule: Rule, dtype: torch.dtype, size: float) -> None:
     """Six honest changes near each other and one of any size: the server moves by what honest ones do."""
     server = Server(build("glora"), rule=rule, quorum=1)
@@ -329,3 +358,14 @@ def test_a_rule_of_ones_own_that_gives_no_coefficients_is_named() -> None:
     state, uploads = a_round(Server(build("glora")))
     with pytest.raises(HyperparameterError, match="a Weighed is needed"):
         Server(build("glora"), rule=Mean()).aggregate(state, uploads)
+
+
+def test_what_rounding_can_tell_apart_and_what_not() -> None:
+    """Squared distances under u times the squared norms, or under the noise of the points' own
+    coordinates, are zero."""
+    near = torch.tensor([[1.0, 1 - 4e-16], [1 - 4e-16, 1.0]], dtype=torch.float64)
+    apart = torch.tensor([[1.0, 1 - 5e-11], [1 - 5e-11, 1.0]], dtype=torch.float64)
+    none, some = torch.zeros(2, dtype=torch.float64), torch.full((2,), 1e-5, dtype=torch.float64)
+    assert not Geometry(near, none, 1.0).squares().any()
+    assert float(Geometry(apart, none, 1.0).squares()[0, 1]) == pytest.approx(1e-10, rel=1e-4)
+    assert not Geometry(apart, some, 1.0).squares().any()

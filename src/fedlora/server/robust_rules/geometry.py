@@ -22,6 +22,11 @@ class Geometry:
 
     gram (n, n): <X_i, X_j>, in units of `unit`^2. noise (n,): below which a distance of X_i is rounding, in `unit`s.
     unit: the median of those norms that are not zero.
+
+    Example:
+        >>> gram = torch.eye(2, dtype=torch.float64)
+        >>> Geometry(gram, noise=torch.zeros(2, dtype=torch.float64), unit=1.0).squares().tolist()
+        [[0.0, 2.0], [2.0, 0.0]]
     """
 
     gram: Tensor
@@ -55,7 +60,14 @@ class Geometry:
 
 
 def geometry_of(changes: Changes) -> tuple[Geometry, Tensor]:
-    """The clients' changes, and the share of each that is in it (n,): 1, but of one that no float64 could compare."""
+    """The clients' changes, and the share of each that is in it (n,): 1, but of one that no float64 could compare.
+
+    Example:
+        >>> from fedlora.server.changes import Changes
+        >>> one = torch.ones(1, dtype=torch.float64)
+        >>> geometry_of(Changes(norms=3 * one, cosines=one[None], noise=0 * one))[0].unit
+        3.0
+    """
     norms = changes.norms
     some = norms[norms > 0]
     unit = float(some.median()) if len(some) else 1.0  # torch's is the lower one of two: no liar can lift it alone

@@ -21,6 +21,10 @@ class Weighed:
     """What a rule makes of a round. coefficients (n,): c of the robust change sum_i c_i X_i, never negative.
 
     facts: what the rule found on its way, by name. why: place -> why that one is left out or held back.
+
+    Example:
+        >>> Weighed(torch.tensor([1.0, 0.0], dtype=torch.float64), why={1: "far"}).why
+        {1: 'far'}
     """
 
     coefficients: Tensor
