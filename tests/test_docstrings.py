@@ -27,7 +27,9 @@ from support.projects import make_project
 from support.worked_examples import Toy
 
 PACKAGES = (
-    "fedlora", "fedlora.client", "fedlora.core", "fedlora.server", "fedlora.methods", "fedlora.adapters", "fedlora.analysis", "fedlora.simulation", "fedlora.training", "fedlora.runs", "fedlora.data", "fedlora.testing", "fedlora.offline", "fedlora.workers", "fedlora.attacks", "fedlora.server.robust_rules",
+    "fedlora", "fedlora.client", "fedlora.core", "fedlora.server", "fedlora.server.robust_rules", "fedlora.methods",
+    "fedlora.adapters", "fedlora.analysis", "fedlora.simulation", "fedlora.training", "fedlora.runs", "fedlora.data",
+    "fedlora.testing", "fedlora.offline", "fedlora.workers", "fedlora.attacks",
 )  # fmt: skip
 NOT_RUN = {"read_hub", "demo_data", "demo_model", "smollm2_model"}  # a network, or packages that not everybody has
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
