@@ -92,7 +92,7 @@ def _cell(price: Price | None) -> str:
     """The score, and behind it what it cost (peace) or saved, with its interval."""
     if price is None:
         return ""
-    amount = -price.better if price.peaceful else price.better
+    amount = (-price.better if price.peaceful else price.better) + 0.0  # no minus before a zero
     if price.low is None or price.high is None or price.low == price.high:
         return f"{price.mean:.3f} ({amount:+.3f})"
     low, high = (-price.high, -price.low) if price.peaceful else (price.low, price.high)
