@@ -86,6 +86,20 @@ def test_rounding_at_its_worst_stays_within_the_bound(size: int) -> None:
         assert exact_norm_squared(found) <= mechanism.bound(size) ** 2
 
 
+def test_the_bound_is_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clip in float64 keeps it without the exact check, and the exact check keeps it where a norm came out too
+    small (as a sum of floats may: here by far more than one could)."""
+    vector = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mechanism = Mechanism.of(1.0, 1.0, len(vector))
+    limit = mechanism.bound(len(vector)) ** 2
+    whole = torch.linalg.vector_norm
+    with monkeypatch.context() as patched:
+        patched.setattr(mechanism_module, "held", lambda integers, bound: integers)
+        assert 0.999 * limit < exact_norm_squared(mechanism.contribution(vector)) <= limit
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda x: 0.9 * whole(x))
+    assert 0.999 * limit < exact_norm_squared(mechanism.contribution(vector)) <= limit
+
+
 def test_the_clip_keeps_direction_and_length() -> None:
     """Expected: v C / |v|, in rationals of the float64 input; a vector below the clip only meets the grid."""
     mechanism = Mechanism.of(2.0, 1.0, size=3)
@@ -190,7 +204,7 @@ def test_the_grid_is_a_power_of_two_and_costs_a_millionth() -> None:
         ratio = mechanism.grid * math.sqrt(size) / clip / min(1, z)
         assert 2.0**-22 < ratio <= 2.0**-20
         mechanism.check_room(size, clients=10_000)
-        assert clip < mechanism.sensitivity(size) <= clip * (1 + 4e-6)
+        assert clip + mechanism.grid * math.sqrt(size) <= mechanism.sensitivity(size) <= clip * (1 + 4e-6)
         assert Fraction(mechanism.scale(size)) >= Fraction(z) * mechanism.bound(size)
         assert mechanism.scale(size) <= z * mechanism.bound(size) * (1 + 1e-15)
 
