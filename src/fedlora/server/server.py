@@ -151,7 +151,7 @@ class Server:
             "privacy": "weights that depend on the clients' data are not private",
         }
         for option, why in beside.items():
-            if getattr(self, option, None) is not None:
+            if getattr(self, option) is not None:
                 raise HyperparameterError(
                     f"Server: {rule.name} compares the changes of all clients of a round, and {why}: leave out "
                     f"{option}, or the rule."
