@@ -245,7 +245,7 @@ def test_seeds_as_a_range(bench: Callable[..., Path], tmp_path: Path, main: Call
 
 
 def test_the_stored_results_of_the_paper_are_found() -> None:
-    """All 352, by some experiment: named data sets have no files of one's own, and their digests are as they were."""
+    """All of them, by some experiment: named data sets have no files of one's own, and their digests are as they were."""
     stored = read_results(ROOT / "results" / "runs")
     found = set()
     for path in (ROOT / "experiments").glob("*.toml"):
@@ -255,7 +255,7 @@ def test_the_stored_results_of_the_paper_are_found() -> None:
                 for run in [*searches(experiment, profile), *mains(experiment, profile, stored)]:
                     assert run.files == {} and run.digest == run.config.digest()
                     found.add(run.digest)
-    assert set(stored) <= found and len(stored) == 352
+    assert set(stored) <= found and len(stored) >= 352
 
 
 def test_a_damaged_experiment_or_result_is_one_line(
