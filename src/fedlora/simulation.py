@@ -265,7 +265,8 @@ class _Round:
     ) -> None:
         self.clock = _Clock()
         self._server, self._before, self._form, self._hooks = server, before, form, hooks
-        self._private = server.privacy is not None  # then nobody is told what became of whom
+        self._privacy = server.privacy  # then nobody but its diary is told what became of whom
+        self._private = server.privacy is not None
         self._adversary = adversary
         self._attacked: Attacked | None = None
         self._given: dict[str, Adapter] = {}  # what each began from, where somebody lies
@@ -287,6 +288,8 @@ class _Round:
             self._count(taken)
             yield from self._drained()
         yield from self._drained()
+        if self._privacy is not None:
+            self._privacy.note_end(self._before.round + 1, len(self._begun), len(self._refused))
         with self.clock("aggregate"):
             try:
                 self._closed = self._intake.close()
@@ -439,7 +442,9 @@ class _Round:
         """Where there is a quorum the round goes on: what the client keeps stays as it was, but its data move on."""
         if self._server.quorum is None and not self._private:
             raise refusal
-        if not self._private:
+        if self._privacy is not None:
+            self._privacy.note(self._before.round + 1, refusal.client, refusal.reason)
+        else:
             log.warning("%s", refusal)
         self._refused[refusal.client] = refusal.reason
         if position is not None:
@@ -451,7 +456,9 @@ class _Round:
         failure = ClientFailed(client, self._before.round + 1, why)
         if self._server.quorum is None and not self._private:
             raise failure from failed.error
-        if not self._private:
+        if self._privacy is not None:
+            self._privacy.note(self._before.round + 1, client, why)
+        else:
             log.warning("%s; the round goes on without it", failure)
         self._refused[client] = why
         self._tell(client)
