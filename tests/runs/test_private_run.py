@@ -237,7 +237,7 @@ def test_a_second_run_on_the_same_clients_has_to_ask_for_more(done: Finished, pl
     before = done.ledger.read_bytes()
     said: Said = main("run", place / "config.toml", "--set", "run.rounds=2", "--out", place / "second")
     assert "the budget is" in said.error() and "three toy sites" in said.error()
-    assert done.ledger.read_bytes() == before and not (place / "second").exists() and "round 0" not in said.stderr
+    assert done.ledger.read_bytes() == before and not (place / "second").exists()
     check_affordable(prepare(configured(place, "run.rounds=2", "privacy.budget=40")))
 
 

@@ -471,6 +471,7 @@ def test_the_diary_hears_who_failed_and_that_nobody_counted(caplog: pytest.LogCa
     assert all("its disk is full" in what for _, client, what in diary.lines if client)
     assert [f"ALL {len(MIXED)} clients" in what for _, client, what in diary.lines if not client] == [True, True]
     diary.lines.clear()
+    server = private(rank=6, diary=diary)
     (told,) = simulate(server, people(), diverging("b", 0), start(server, seed_adapter(6)), rounds=1)
     refused, end = diary.lines
     assert refused[:2] == (1, "b") and "NaN" in refused[2] and not told.refused and not caplog.text
