@@ -222,6 +222,12 @@ def play(
         )
     if server.privacy is not None:
         _check_private(server.privacy, len(clients), participation)
+        if isinstance(trainer, Together) and trainer.size > 1:
+            raise HyperparameterError(
+                f"Together(size={trainer.size}) trains clients in one batch, so that one client changes what others "
+                f"send, and privacy bounds what it sends itself: hand in the trainer, or workers that train each "
+                f"client by itself."
+            )
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     if adversary is not None and server.privacy is not None:
         raise HyperparameterError("an adversary's doings are told, and a private round tells of no single client.")

@@ -59,7 +59,8 @@ def libraries() -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_project(tmp_path_factory.mktemp("private"))
     config = folder / "config.toml"
-    config.write_text(config.read_text() + PRIVACY)
+    text = config.read_text().replace("[data]", '[data]\nlabels = ["blue", "green", "red"]')
+    config.write_text(text + PRIVACY)
     return folder
 
 
@@ -358,6 +359,8 @@ def tables(place: Path, **changes: Any) -> dict[str, Any]:
     for key, value in changes.items():
         table, name = key.split("__")
         raw.setdefault(table, {})[name] = value
+        if value is None:
+            del raw[table][name]
     return raw
 
 
@@ -374,6 +377,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"evaluate__clients_at_end": True}, "clients_at_end"),
     ({"evaluate__target": "clients"}, "evaluate.target"),
     ({"clients__own_test": 0.2}, "own_test"),
+    ({"train__together": 3}, "train.together = 3"),
+    ({"data__labels": None}, "data.labels is missing"),
     ({"server__gauge_stress": 10.0}, "gauge_stress"),
     ({"server__quorum": 2}, "quorum"),
     ({"server__missing": "renormalise"}, "missing = 'zero'"),

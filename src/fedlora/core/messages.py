@@ -77,7 +77,7 @@ class Upload:
         return sum(map(_bytes, self.adapter.heads.values()))
 
 
-def _bytes(tensor: Tensor) -> int:
+def _bytes(tensor: torch.Tensor) -> int:
     """As a dense one, also of a layout that the server then refuses."""
     return tensor.numel() * tensor.element_size()
 
