@@ -402,7 +402,7 @@ def test_clients_files_need_public_data_to_measure_on(place: Path) -> None:
     raw["data"] = {"clients": {"one": "train.jsonl", "two": "train.jsonl"}}
     raw["clients"] = {"ranks": [2]}
     config = parse_config(raw)
-    with pytest.raises(ConfigError, match=r"data\.validation = 0\.1 .*; data\.test = 0\.1 .*; data\.labels is missing"):
+    with pytest.raises(ConfigError, match=r"data\.labels is missing.*; data\.validation = 0\.1 .*; data\.test = 0\.1 "):
         check_private(config, config.server.build(config.method.build(), 0))
 
 
