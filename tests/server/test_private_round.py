@@ -386,6 +386,14 @@ def test_options_that_a_released_sum_cannot_keep_are_refused(name: str, options:
         replace(plain, method=build(name, **options))
 
 
+def test_a_ledger_that_charges_another_sampling_is_refused() -> None:
+    releases = InMemory()
+    releases.share = 0.01  # type: ignore[attr-defined]
+    with pytest.raises(HyperparameterError, match=r"share = 0\.01"):
+        private(releases=releases)
+    private(releases=releases, sampling=0.01)
+
+
 def test_a_trained_start_needs_a_word() -> None:
     warm = pushed(seed_adapter(4), "somebody", 0)
     with pytest.raises(HyperparameterError, match="warm_start"):

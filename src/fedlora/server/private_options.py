@@ -97,6 +97,13 @@ class Privacy:
         if self.most_examples is not None and not 0 < self.most_examples < math.inf:
             raise HyperparameterError(f"Privacy: most_examples is a positive number or None; got {self.most_examples}.")
 
+        charged = getattr(self.releases, "share", self.sampling)
+        if charged != self.sampling:
+            raise HyperparameterError(
+                f"Privacy: sampling = {self.sampling!r}, and its releases charge the ledger for share = {charged!r}: "
+                f"epsilon would be of other rounds than those that are played. Give both the same number."
+            )
+
     @property
     def denominator(self) -> float:
         """q n, which the sum is divided by: public, whoever came."""
