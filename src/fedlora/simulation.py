@@ -222,6 +222,12 @@ def play(
         )
     if server.privacy is not None:
         _check_private(server.privacy, len(clients), participation)
+        if isinstance(trainer, Together) and trainer.size > 1:
+            raise HyperparameterError(
+                f"Together(size={trainer.size}) trains clients in one batch, so that one client changes what others "
+                f"send, and privacy bounds what it sends itself: hand in the trainer, or workers that train each "
+                f"client by itself."
+            )
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     if adversary is not None and server.privacy is not None:
         raise HyperparameterError("an adversary's doings are told, and a private round tells of no single client.")
@@ -265,7 +271,8 @@ class _Round:
     ) -> None:
         self.clock = _Clock()
         self._server, self._before, self._form, self._hooks = server, before, form, hooks
-        self._private = server.privacy is not None  # then nobody is told what became of whom
+        self._privacy = server.privacy  # then nobody but its diary is told what became of whom
+        self._private = server.privacy is not None
         self._adversary = adversary
         self._attacked: Attacked | None = None
         self._given: dict[str, Adapter] = {}  # what each began from, where somebody lies
@@ -287,6 +294,8 @@ class _Round:
             self._count(taken)
             yield from self._drained()
         yield from self._drained()
+        if self._privacy is not None:
+            self._privacy.note_end(self._before.round + 1, len(self._begun), len(self._refused))
         with self.clock("aggregate"):
             try:
                 self._closed = self._intake.close()
@@ -439,7 +448,9 @@ class _Round:
         """Where there is a quorum the round goes on: what the client keeps stays as it was, but its data move on."""
         if self._server.quorum is None and not self._private:
             raise refusal
-        if not self._private:
+        if self._privacy is not None:
+            self._privacy.note(self._before.round + 1, refusal.client, refusal.reason)
+        else:
             log.warning("%s", refusal)
         self._refused[refusal.client] = refusal.reason
         if position is not None:
@@ -451,7 +462,9 @@ class _Round:
         failure = ClientFailed(client, self._before.round + 1, why)
         if self._server.quorum is None and not self._private:
             raise failure from failed.error
-        if not self._private:
+        if self._privacy is not None:
+            self._privacy.note(self._before.round + 1, client, why)
+        else:
             log.warning("%s; the round goes on without it", failure)
         self._refused[client] = why
         self._tell(client)

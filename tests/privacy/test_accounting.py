@@ -43,7 +43,10 @@ def test_reference_figures(z: float, rounds: int, delta: float, sampling: float,
 def test_the_noise_for_an_epsilon() -> None:
     """epsilon 8 of 20 rounds at delta 1e-3 needs z = 2.147 (design notes); the inverse of `epsilon`, from above."""
     assert noise_multiplier_for(8.0, 20, 1e-3) == pytest.approx(2.147, abs=5e-4)
-    for eps, rounds, delta, sampling in ((0.5, 10, 1e-6, 1.0), (5.148, 50, 1e-5, 0.1)):
+    for eps in (1e9, 101.0, math.nan, math.inf, -1.0):
+        with pytest.raises(HyperparameterError, match=r"from 0\.01 to 100"):
+            noise_multiplier_for(eps, 20, 1e-3)
+    for eps, rounds, delta, sampling in ((0.5, 10, 1e-6, 1.0), (1.0, 5, 1e-5, 0.5)):
         z = noise_multiplier_for(eps, rounds, delta, sampling)
         assert epsilon(z, rounds, delta, sampling) <= eps < epsilon(z * (1 - 3e-4), rounds, delta, sampling)
 

@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 from fedlora import METHODS, Adapter, Client, LoRA, Server, Upload, build, receive, send
 from fedlora.core.messages import Download
+from fedlora.core.sent import Attacked
 from fedlora.errors import HyperparameterError
 from fedlora.privacy import fate_of, filtered, unlisted
 from fedlora.privacy.release_list import RELEASES, Fate
@@ -40,10 +42,14 @@ def keys_of(function: Any, name: str) -> set[str]:
 
 
 def a_record() -> RoundRecord:
-    state: Any = None
+    """With all that a round can have, attacked and judged."""
+    plain = {"clients": {"a": {"norm": 1.0, "after": 0.5}}}
+    judged = SimpleNamespace(plain=lambda: plain)
+    state: Any = SimpleNamespace(server=SimpleNamespace(tally=SimpleNamespace(judged=judged)))
     return RoundRecord(
-        1, state, {"a": 0.5}, {"a": 1.0}, {"b": "why"}, {"accuracy": 1.0}, {"train": 1.0}, Traffic(), 2.0, ()
-    )
+        1, state, {"a": 0.5}, {"a": 1.0}, {"b": "why"}, {"accuracy": 1.0}, {"train": 1.0}, Traffic(), 2.0, (),
+        Attacked("scale", {"a": {"norm": 2.0}}),
+    )  # fmt: skip
 
 
 def test_every_item_has_a_fate_and_a_reason_and_is_there_once() -> None:
@@ -59,7 +65,7 @@ def test_a_round_s_line_is_on_the_list_and_shows_no_client() -> None:
     line = execution.describe(
         a_record(), padded_error=0.1, gauge={"float64": {"glora": 0.0}, "as sent": {"glora": 0.1}}
     )
-    assert unlisted("metrics.jsonl", line) == []
+    assert unlisted("metrics.jsonl", line) == [] and {"attack", "defence"} <= set(line)
     line["privacy"] = {"epsilon": 1.0}
     assert set(filtered("metrics.jsonl", line)) == {"round", "server_rank", "privacy"}
     assert set(filtered("metrics.jsonl", line, public=True)) == {"round", "server_rank", "privacy", "metrics"}
@@ -71,6 +77,8 @@ def test_a_summary_is_on_the_list() -> None:
     keys = keys_of(execution._finish, "stopped_early")
     listed = {item.name.split(".")[0] for item in items("summary.json")}
     assert keys <= listed and len(keys) > 15
+    for place in ("summary.json", "metrics.jsonl", "manifest.json"):
+        assert fate_of(place, "attack") == "dropped" and fate_of(place, "defence") in ("dropped", None)
 
 
 def test_a_manifest_is_on_the_list() -> None:

@@ -28,7 +28,9 @@ def test_the_code_runs_and_prints_what_it_says(
 
 def test_the_configuration_is_one() -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
-    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, **tomllib.loads(block)})
+    config = parse_config(
+        {"model": {"path": "m"}, "data": {"train": "t", "labels": ["no", "yes"]}, **tomllib.loads(block)}
+    )
     assert config.privacy is not None and config.server.missing == "zero"
     check_private(config, config.server.build(config.method.build(), 0))
 

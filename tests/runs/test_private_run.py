@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError
 from fedlora.flower.terms.settings_from_run import from_tables
@@ -26,7 +29,9 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared, prepare
 from fedlora.runs.private_checks import check_private
 from fedlora.runs.private_plan import plan
+from fedlora.runs.private_releases import OnDisk
 from fedlora.runs.private_run import check_affordable
+from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import make_project
@@ -54,7 +59,8 @@ def libraries() -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_project(tmp_path_factory.mktemp("private"))
     config = folder / "config.toml"
-    config.write_text(config.read_text() + PRIVACY)
+    text = config.read_text().replace("[data]", '[data]\nlabels = ["blue", "green", "red"]')
+    config.write_text(text + PRIVACY)
     return folder
 
 
@@ -144,6 +150,83 @@ def test_nothing_outside_the_secret_folders_tells_of_a_client(done: Finished) ->
     assert "loss 0." not in done.said.stderr.split("glora round")[0]
 
 
+def test_what_is_null_is_said_to_be_withheld(done: Finished) -> None:
+    """Oracle: the files themselves. Empty under a name that is not in `withheld` means that there was nothing."""
+    summary = done.folder.read_json("summary.json")
+    for line in done.folder.metrics():
+        assert {"losses", "refused", "bytes", "padded_error"} <= set(summary["withheld"]["metrics.jsonl"]) & set(line)
+    for name in summary["withheld"]["summary.json"]:
+        assert not summary.get(name), name
+    assert {"clients_at_end", "seconds"} <= set(summary["withheld"]["summary.json"])
+
+
+def test_the_operator_is_told_where_to_look_whatever_happened(done: Finished, place: Path, tmp_path: Path) -> None:
+    """Where all clients fail in all rounds the screen says the very words of a run in which nobody does: all else would
+    tell of them. The log says it."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("no more memory\n\x1b[2J")
+
+        patch.setattr(LocalTrainer, "train", broken)
+        bad = RunFolder(tmp_path / "bad")
+        words = ("run.rounds=2", f"privacy.ledger={tmp_path / 'other.jsonl'}")
+        said = invoke("run", place / "config.toml", *(x for w in words for x in ("--set", w)), "--out", bad.path)
+    assert bad.finished() and bad.read_json("summary.json")["rounds"] == 2
+    for folder, told in ((done.folder, done.said), (bad, said)):
+        log = folder.path / "private" / "log"
+        assert f"The operator looks into {log}," in " ".join(told.stderr.split())
+        assert log.stat().st_mode & 0o777 == 0o600
+    assert "memory" not in said.stderr + said.stdout and "ALL" not in said.stderr + said.stdout
+    good, lines = ((f.path / "private" / "log").read_text().splitlines() for f in (done.folder, bad))
+    assert good == [f"round {k}: 3 of the 3 clients that were asked count" for k in (1, 2)]
+    assert len(lines) == 8 and lines[3].startswith("round 1: ALL 3 clients") and "\x1b" not in "".join(lines)
+    assert sum("does not count: RuntimeError: no more memory" in line for line in lines) == 6
+    public = [p for p in bad.path.rglob("*") if p.is_file() and p.relative_to(bad.path).parts[0] not in
+              ("private", "checkpoints")]  # fmt: skip
+    assert not any("no more memory" in path.read_text(errors="replace") for path in public)
+
+
+def test_a_copy_of_a_run_is_told_that_its_own_round_was_released(place: Path, tmp_path: Path) -> None:
+    """The folder after its first round of two, copied, ended, and the copy resumed: it stops, and says why."""
+    config = configured(place, "run.rounds=2", f"privacy.ledger={tmp_path / 'ledger.jsonl'}", "evaluate.every=2")
+    whole, copy = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "copy")
+    for record in execute(prepare(config), whole):
+        if record.round == 1:
+            shutil.copytree(whole.path, copy.path)
+    for _ in execute(prepare(config), copy, resume=True):
+        raise AssertionError("a second release of round 2")
+    why = copy.read_json("summary.json")["stopped_early"]["why"]
+    assert "own round 2 was released and charged already" in why and "copy" in why
+    assert len(Ledger(tmp_path / "ledger.jsonl", "three toy sites").events()) == 2
+
+
+def test_from_python_too_the_folder_is_for_this_user_alone(tmp_path: Path) -> None:
+    """With the usual umask, on a folder that was there and open, through each way that writes to it."""
+    before = os.umask(0o022)
+    try:
+        for k, way in enumerate(("settle", "sampled", "note")):
+            home = tmp_path / f"private-{k}"
+            home.mkdir(mode=0o755)
+            releases = OnDisk(home, "one", Ledger(tmp_path / f"ledger-{k}", "two"), None, 2, 1e-3, 0.5)
+            mechanism = Mechanism.of(1.0, 1.0, 3)
+            if way == "settle":
+                releases.settle(1, "from", mechanism.noised(torch.zeros(3, dtype=torch.int64)), mechanism)
+            elif way == "sampled":
+                releases.sampled(1, "from", ["a", "b"], 0.5)
+            else:
+                releases.note(1, "a", "failed")
+            assert home.stat().st_mode & 0o777 == 0o700, way
+    finally:
+        os.umask(before)
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    """That a run ended would tell that somebody failed."""
+    (tmp_path / "private" / "log").mkdir(parents=True)
+    OnDisk(tmp_path / "private", "one", Ledger(tmp_path / "l", "two"), None, 2, 1e-3, 1.0).note(1, "a", "failed")
+
+
 def test_finished_it_is_not_charged_again(done: Finished, place: Path) -> None:
     before = done.ledger.read_bytes()
     invoke("run", place / "config.toml", "--set", "run.rounds=2", "--out", done.folder.path, "--resume")
@@ -155,7 +238,7 @@ def test_a_second_run_on_the_same_clients_has_to_ask_for_more(done: Finished, pl
     before = done.ledger.read_bytes()
     said: Said = main("run", place / "config.toml", "--set", "run.rounds=2", "--out", place / "second")
     assert "the budget is" in said.error() and "three toy sites" in said.error()
-    assert done.ledger.read_bytes() == before and not (place / "second" / "manifest.json").exists()
+    assert done.ledger.read_bytes() == before and not (place / "second").exists()
     check_affordable(prepare(configured(place, "run.rounds=2", "privacy.budget=40")))
 
 
@@ -255,7 +338,7 @@ def test_a_budget_that_leaves_nothing_is_refused(place: Path, tmp_path: Path) ->
     config = configured(place, f"privacy.ledger={tmp_path / 'ledger'}", "privacy.noise_multiplier=500")
     with pytest.raises(ConfigError, match="leaves nothing"):
         next(execute(prepare(config), RunFolder(tmp_path / "run")))
-    assert not (tmp_path / "run" / "manifest.json").exists() and not (tmp_path / "ledger").exists()
+    assert not (tmp_path / "run").exists() and not (tmp_path / "ledger").exists()
 
 
 def test_epsilon_gives_its_noise(place: Path) -> None:
@@ -276,6 +359,8 @@ def tables(place: Path, **changes: Any) -> dict[str, Any]:
     for key, value in changes.items():
         table, name = key.split("__")
         raw.setdefault(table, {})[name] = value
+        if value is None:
+            del raw[table][name]
     return raw
 
 
@@ -292,6 +377,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"evaluate__clients_at_end": True}, "clients_at_end"),
     ({"evaluate__target": "clients"}, "evaluate.target"),
     ({"clients__own_test": 0.2}, "own_test"),
+    ({"train__together": 3}, "train.together = 3"),
+    ({"data__labels": None}, "data.labels is missing"),
     ({"server__gauge_stress": 10.0}, "gauge_stress"),
     ({"server__quorum": 2}, "quorum"),
     ({"server__missing": "renormalise"}, "missing = 'zero'"),
@@ -315,7 +402,7 @@ def test_clients_files_need_public_data_to_measure_on(place: Path) -> None:
     raw["data"] = {"clients": {"one": "train.jsonl", "two": "train.jsonl"}}
     raw["clients"] = {"ranks": [2]}
     config = parse_config(raw)
-    with pytest.raises(ConfigError, match=r"data\.validation = 0\.1 .*; data\.test = 0\.1 .*; data\.labels is missing"):
+    with pytest.raises(ConfigError, match=r"data\.labels is missing.*; data\.validation = 0\.1 .*; data\.test = 0\.1 "):
         check_private(config, config.server.build(config.method.build(), 0))
 
 

@@ -21,9 +21,10 @@ from fedlora.core.accumulating import Accumulating
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.methods import METHODS
 from fedlora.privacy import Geometry
+from fedlora.privacy.mechanism import wrapped
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.state import ServerState
-from fedlora.simulation import simulate, start
+from fedlora.simulation import Together, simulate, start
 from fedlora.testing.federations import MIXED, SHAPES, noise, pushed, seed_adapter, trained
 from support.private_servers import ACCUMULATING, FINE, InMemory, private
 from support.toy_trainer import Toy, diverging
@@ -243,6 +244,13 @@ HOSTILE: dict[str, Callable[[Upload], Upload]] = {
         u, adapter=Adapter(u.adapter.modules, {**u.adapter.heads, "more": torch.ones(2)})
     ),
     "integers": lambda u: replace(u, adapter=u.adapter.map(lambda t: t.long())),
+    "complex": lambda u: replace(u, adapter=u.adapter.map(lambda t: t.to(torch.complex64))),
+    "sparse": lambda u: replace(u, adapter=u.adapter.map(lambda t: t.to_sparse())),
+    "no numbers at all": lambda u: replace(u, adapter=u.adapter.map(lambda t: t.to("meta"))),
+    "a sparse head": lambda u: replace(
+        u, adapter=Adapter(u.adapter.modules, {k: h.to_sparse() for k, h in u.adapter.heads.items()})
+    ),
+    "8 bits": lambda u: replace(u, adapter=u.adapter.map(lambda t: t.to(torch.float8_e4m3fn))),
 }
 
 
@@ -268,10 +276,33 @@ def test_a_client_counts_once_whatever_it_sends() -> None:
         round.add(spoiled(uploads[1], math.nan))
     with pytest.raises(UploadRefused, match="second upload"):
         round.add(uploads[1])
-    two = [replace(uploads[0], client=Client(f"x{k}", uploads[0].client.rank)) for k in range(5)]
-    with pytest.raises(UploadRefused, match="more than the 4 clients"):
-        for upload in two:
-            round.add(upload)
+
+
+@pytest.mark.parametrize("many", [5, 9])
+def test_more_uploads_than_clients_move_each_other_s_part_in_nothing(many: int) -> None:
+    """Of `many` ids, where Privacy(clients=4): whoever is left out, the sum moves by its own integers, and so by K at
+    most. A limit on how many count would push another one out: 2 K."""
+    server = private(clip=0.5)
+    state, uploads = played(server, 1)
+    names = [f"x{k}" for k in range(many)]
+    crowd = [replace(uploads[k % 2], client=Client(n, uploads[k % 2].client.rank)) for k, n in enumerate(names)]
+    everybody = integers(server, state, crowd)
+    assert torch.equal(everybody, sum(integers(server, state, [one]) for one in crowd))
+    for k in range(many):
+        apart = everybody - integers(server, state, crowd[:k] + crowd[k + 1 :])
+        assert torch.equal(apart, integers(server, state, [crowd[k]])), names[k]
+
+
+def test_sums_beyond_every_room_come_back_modulo_2_to_the_63() -> None:
+    """Python's integers are the oracle. At the ends: what one more step gives is one step further, modulo 2^63."""
+    ends = [2**62 - 1, -(2**62), 0, 5, -7]
+    for step in (0, 1, -1, 2**52, -(2**52), 2**61, -(2**61)):
+        expected = [(end + step + 2**62) % 2**63 - 2**62 for end in ends]
+        assert wrapped(torch.tensor(ends) + step).tolist() == expected
+    total = torch.zeros(1, dtype=torch.int64)
+    for _ in range(9):
+        total = wrapped(total + 2**61)
+    assert total.tolist() == [(9 * 2**61 + 2**62) % 2**63 - 2**62]
 
 
 # ---- once ------------------------------------------------------------------------------------------------------------
@@ -355,6 +386,14 @@ def test_options_that_a_released_sum_cannot_keep_are_refused(name: str, options:
         replace(plain, method=build(name, **options))
 
 
+def test_a_ledger_that_charges_another_sampling_is_refused() -> None:
+    releases = InMemory()
+    releases.share = 0.01  # type: ignore[attr-defined]
+    with pytest.raises(HyperparameterError, match=r"share = 0\.01"):
+        private(releases=releases)
+    private(releases=releases, sampling=0.01)
+
+
 def test_a_trained_start_needs_a_word() -> None:
     warm = pushed(seed_adapter(4), "somebody", 0)
     with pytest.raises(HyperparameterError, match="warm_start"):
@@ -415,6 +454,52 @@ def test_a_client_that_fails_stops_nothing_and_is_not_named(caplog: pytest.LogCa
     assert record.round == 1 and not record.refused and "disk" not in caplog.text
 
 
+class Diary:
+    """What only the server may know."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str, str]] = []
+
+    def __call__(self, round: int, client: str, what: str) -> None:
+        self.lines.append((round, client, what))
+
+
+class AllFail(Toy):
+    def train(self, download: Any, adapter: Adapter, position: int) -> Any:
+        raise RuntimeError("its disk is full")
+
+
+def test_the_diary_hears_who_failed_and_that_nobody_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """And what is released is what it is without a diary."""
+    diary = Diary()
+    server = private(rank=6, diary=diary)
+    for _ in simulate(server, people(), AllFail(), start(server, seed_adapter(6)), rounds=2):
+        pass
+    assert [(r, c) for r, c, _ in diary.lines] == [(r, c) for r in (1, 2) for c in (*MIXED, "")]
+    assert all("its disk is full" in what for _, client, what in diary.lines if client)
+    assert [f"ALL {len(MIXED)} clients" in what for _, client, what in diary.lines if not client] == [True, True]
+    diary.lines.clear()
+    server = private(rank=6, diary=diary)
+    (told,) = simulate(server, people(), diverging("b", 0), start(server, seed_adapter(6)), rounds=1)
+    refused, end = diary.lines
+    assert refused[:2] == (1, "b") and "NaN" in refused[2] and not told.refused and not caplog.text
+    assert end == (1, "", f"{len(MIXED) - 1} of the {len(MIXED)} clients that were asked count")
+    quiet = private(rank=6)
+    (same,) = simulate(quiet, people(), diverging("b", 0), start(quiet, seed_adapter(6)), rounds=1)
+    for module in SHAPES:
+        assert torch.equal(whole(server, told.state.server, module), whole(quiet, same.state.server, module))
+
+
+def test_the_diary_hears_of_uploads_that_are_handed_in() -> None:
+    diary = Diary()
+    server = private(clip=0.5, diary=diary)
+    state, uploads = played(server, 0)
+    server.aggregate(state, [uploads[0], spoiled(uploads[1], math.nan), HOSTILE["sparse"](uploads[2])])
+    server.aggregate(state, [])
+    assert [client for _, client, _ in diary.lines] == ["b", "c", "", ""]
+    assert diary.lines[2][2].startswith("1 of the 3") and diary.lines[3][2].startswith("nobody was asked")
+
+
 def test_the_engine_draws_secretly_and_not_by_the_seed() -> None:
     """q = 0.5 of 4, 40 rounds with one seed twice: the same 160 coins by chance has probability 2^-160."""
 
@@ -435,3 +520,10 @@ def test_the_engine_refuses_other_rounds_than_the_ledger_charges() -> None:
         next(simulate(server, people(), Toy(), state, rounds=1, participation=0.5))
     with pytest.raises(HyperparameterError, match="Set it to 3"):
         next(simulate(server, people()[:3], Toy(), state, rounds=1))
+
+    class Grouped(Toy):
+        def train_group(self, jobs: Any) -> Any:
+            raise AssertionError("clients in one batch")
+
+    with pytest.raises(HyperparameterError, match="by itself"):
+        next(simulate(server, people(), Together(Grouped(), 2), state, rounds=1))

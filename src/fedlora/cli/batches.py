@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedlora.cli.privacy_rows import where_to_look
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.plan import PlannedRun
@@ -37,6 +38,9 @@ def run_batch(
     if not todo:
         return
     quiet_libraries()
+    if private := [run for run in todo if run.config.privacy is not None]:
+        place = places.folder(private[0]).path.parent / "*" / "private" / "log"
+        notes.print(where_to_look(place), style="yellow", markup=False, highlight=False, soft_wrap=True)
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn(),
         TextColumn("{task.fields[unit]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),

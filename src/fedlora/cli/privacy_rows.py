@@ -6,6 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
+def where_to_look(place: object) -> str:
+    """Said of every private run, before it begins: whether a round went wrong may not decide what the screen says."""
+    return (
+        f"private: no screen and no file that is handed out tells whether clients failed or were refused, and a round "
+        f"in which all of them did is released (as noise) and charged. The operator looks into {place}, after the "
+        f"first round above all; nobody else may see it."
+    )
+
+
 def privacy_rows(spent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(what, how much) of a summary's "privacy"."""
     who = "all clients a round" if spent["sampling"] == 1.0 else f"each client with chance {spent['sampling']:g}"
@@ -20,3 +29,4 @@ def privacy_rows(spent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "epsilon of the population, all runs",
         f"{ledger['epsilon']:.3f} in {ledger['events']} releases ({ledger['population']})",
     )
+    yield "what became of single clients", "private/log in the run's folder, for the operator alone"

@@ -24,7 +24,7 @@ from fedlora.cli.measures import (
     other_scores,
     worst_client,
 )
-from fedlora.cli.privacy_rows import privacy_rows
+from fedlora.cli.privacy_rows import privacy_rows, where_to_look
 from fedlora.cli.screen import (
     complain,
     console,
@@ -42,6 +42,7 @@ from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
+from fedlora.runs.private_run import check_affordable
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.runs.resuming import changes
 from fedlora.server.judged import told
@@ -105,6 +106,10 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     tell_copies(prepared.manifest["copies"])
     tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
     tell_held_out_cut(prepared.manifest["cut_held_out"], config.data.max_length, config.evaluate.max_new_tokens)
+    if config.privacy is not None:
+        if not folder.exists():
+            check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
+        notes.print(where_to_look(folder.path / "private" / "log"), style="yellow", markup=False, soft_wrap=True)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     with _progress(label, config.run.rounds * per_round, prepared.metric) as watch:
         for event in execute_events(prepared, folder, resume=resume):

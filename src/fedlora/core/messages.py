@@ -69,12 +69,17 @@ class Upload:
     @property
     def nbytes_modules(self) -> int:
         """Bytes of its factors."""
-        return sum(t.nbytes for lora in self.adapter.modules.values() for t in lora.tensors().values())
+        return sum(_bytes(t) for lora in self.adapter.modules.values() for t in lora.tensors().values())
 
     @property
     def nbytes_heads(self) -> int:
         """Bytes of its heads."""
-        return sum(head.nbytes for head in self.adapter.heads.values())
+        return sum(map(_bytes, self.adapter.heads.values()))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """As a dense one, also of a layout that the server then refuses."""
+    return tensor.numel() * tensor.element_size()
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,7 @@ _KEPT_DELTA = 1 - 2.0**-20  # the share of delta that PLD gets; the rest is for 
 _CELLS = 500_000  # of a loss distribution: coarser where epsilon is large, and still from above
 _FINEST = 1e-4  # dp-accounting's own
 LEAST_DELTA, LEAST_EPSILON = 1e-10, 1e-2  # beyond what sums of floats resolve
+MOST_EPSILON = 100.0  # that noise is sought for; of a given noise there is no limit
 LEAST_NOISE = 1e-3  # below it epsilon is a million a release, and called infinite
 MOST_ROUNDS = 1_000_000  # for the bound of `discrete_noise`
 
@@ -109,8 +110,11 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
         2.147
     """
     check_delta(delta)
-    if not (_number(epsilon) and epsilon >= LEAST_EPSILON):
-        raise HyperparameterError(f"privacy: epsilon is a finite number >= {LEAST_EPSILON:g}; got {epsilon!r}.")
+    if not (_number(epsilon) and LEAST_EPSILON <= epsilon <= MOST_EPSILON):
+        raise HyperparameterError(
+            f"privacy: noise is sought for an epsilon from {LEAST_EPSILON:g} to {MOST_EPSILON:g}; got {epsilon!r}. "
+            f"(Above 20 it says little.)"
+        )
     if Spending(1.0, rounds, sampling).rounds == 0:
         raise HyperparameterError("privacy: rounds = 0 release nothing, and need no noise.")
 

@@ -35,6 +35,7 @@ RESUME = "needed to go on after a crash; holds what clients did"
 ITSELF = "a client's own upload"
 OWN = "what one client gets by its own history is private towards the others only where it reaches that client alone"
 CHOICE = "a choice among states by what was measured: public where the measurement is"
+REFUSED = "it tells what single clients did or were taken for; attacks and robust rules are refused beside [privacy]"
 DATA = "facts about clients' data; a digest lets whoever guesses the data confirm it"
 
 
@@ -56,8 +57,10 @@ RELEASES: tuple[Item, ...] = (
     *_items("metrics.jsonl", "dropped", WHO, "weights", "refused"),
     *_items("metrics.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
     *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
+    *_items("metrics.jsonl", "dropped", REFUSED, "attack", "defence"),
     # RUN/summary.json: `runs.execution._finish`
     *_items("summary.json", "released", PUBLIC, "method", "rounds", "clients", "target", "metric"),
+    *_items("summary.json", "released", PUBLIC, "withheld"),
     *_items("summary.json", "released", MADE, "server_rank"),
     *_items("summary.json", "released", LEDGER, "privacy"),
     *_items("summary.json", "if-public", TESTED, "validation", "test", "confusion", "probes"),
@@ -66,6 +69,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("summary.json", "dropped", TRAFFIC, "seconds", "bytes"),
     *_items("summary.json", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
     *_items("summary.json", "dropped", WHO, "refused"),
+    *_items("summary.json", "dropped", REFUSED, "attack", "defence"),
     *_items(
         "summary.json",
         "released",
@@ -144,6 +148,7 @@ RELEASES: tuple[Item, ...] = (
         "cut",
         "copies",
     ),
+    *_items("manifest.json", "dropped", REFUSED, "attack"),
     # the card of an adapter: README.md
     *_items(
         "card",
@@ -173,6 +178,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("card", "if-public", TESTED, "metrics", "classes.recall"),
     *_items("card", "dropped", COUNT, "examples"),
     *_items("card", "dropped", DATA, "classes.counts"),
+    *_items("card", "dropped", REFUSED, "attack", "attack_row", "attack_tag", "defence"),
     # the run's folder: each entry as a whole
     *_items("folder", "released", PUBLIC, "config.json", "manifest.json"),
     *_items("folder", "released", MADE, "metrics.jsonl", "summary.json", "adapter", "plots"),
@@ -189,6 +195,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("screen", "dropped", LOSS, "loss", "losses"),
     *_items("screen", "dropped", WHO, "client", "refused", "weights", "abstained"),
     *_items("screen", "dropped", TRAFFIC, "seconds", "bytes"),
+    *_items("screen", "dropped", REFUSED, "attacked"),
     # TensorBoard, trackio, wandb: `runs.tracking.numbers`
     *_items("tracker", "released", MADE, "server_rank"),
     *_items("tracker", "released", LEDGER, "privacy"),
@@ -196,6 +203,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("tracker", "dropped", LOSS, "loss"),
     *_items("tracker", "dropped", TRAFFIC, "seconds", "bytes", "clients"),
     *_items("tracker", "dropped", UPLOADS, "padded_error", "norms"),
+    *_items("tracker", "dropped", REFUSED, "change", "weight_after"),
     # a federation on Flower: FED/server/rounds.jsonl. Who takes part is public there (q = 1); what came of it is not
     *_items("rounds.jsonl", "released", PUBLIC, "round"),
     *_items("rounds.jsonl", "released", LEDGER, "privacy"),

@@ -2,10 +2,11 @@
 
 Amplification by sampling holds against those who cannot see who was drawn. So the coins are the system's (`secrets`),
 not a seed's: a seed is in the configuration, and torch's CPU generator keeps 32 bits of one. Who was drawn is a secret:
-it is not stored, not logged and not in any file that leaves the server, and an empty draw is released as pure noise.
+it is in no file that leaves the server, and an empty draw is released as pure noise.
 
-A round that was killed before its noised sum was written is drawn anew: nothing of the first draw had left. On a
-network who takes part is seen by its traffic: there all take part, and the ledger uses q = 1.
+Who asks keeps the draw, in a secret folder, until the round is over (`runs.private_releases`): a round that was killed
+is played with the same clients. On a network who takes part is seen by its traffic: there all take part, and the ledger
+uses q = 1.
 """
 
 from __future__ import annotations

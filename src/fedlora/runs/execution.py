@@ -71,6 +71,8 @@ def execute_events(
     prepared: Prepared, folder: RunFolder, *, resume: bool = False
 ) -> Iterator[ClientDone | RoundRecord]:
     """`execute`, with an event for each client that is done as well: for a progress bar."""
+    if not folder.exists():
+        check_affordable(prepared)  # before there is a folder
     with crewed(prepared) as crew, folder.held():
         yield from _executed(crew, folder, resume)
 
@@ -79,8 +81,6 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
     config = prepared.config
     check_trackers(config.run.track)
     resumed = folder.exists()
-    if not resumed:
-        check_affordable(prepared)
     state = _opened(prepared, folder, resume)
     private = opened_private(prepared, folder, state.server)
     if private is not None:
@@ -108,7 +108,7 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
     )
     for event in events if private is None else _until_spent(events, state.round):
         if event is None:
-            stopped = _spent(state.round, config.run.rounds)
+            stopped = _spent(state.round, config.run.rounds, private)
             break
         if isinstance(event, ClientDone):
             yield event
@@ -158,8 +158,15 @@ def _until_spent(events: Iterator[ClientDone | RoundRecord], done: int) -> Itera
         yield None
 
 
-def _spent(round: int, rounds: int) -> dict[str, Any]:
+def _spent(round: int, rounds: int, private: PrivateRun | None) -> dict[str, Any]:
+    """What a summary says of a run that the population's budget ended: of the ledger alone, which is public."""
     why = "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile"
+    if private is not None and private.releases.was_charged(round + 1):
+        why = (
+            f"this run's own round {round + 1} was released and charged already, and its noised sum is not in this "
+            f"folder: the folder is a copy, or was set back. To release another one is beyond the budget. Go on in the "
+            f"folder that has it"
+        )
     return {"round": round, "of": rounds, "best_round": None, "best": None, "why": why}
 
 

@@ -85,6 +85,18 @@ def _refusals(config: RunConfig) -> Iterator[str]:
         yield f"{key} tells of single clients, and a private run tells of none: leave it out"
     if data.task == "superni":
         yield "data.task = 'superni' holds validation and test data out of the clients' own: it cannot be private here"
+    if config.train.together > 1:
+        yield (
+            f"train.together = {config.train.together} trains clients in one batch, with one draw of dropout and one "
+            f"padding: who else is there changes a client's update, and one client could move the sum by more than "
+            f"the clip: leave it out (run.workers trains several at once, each by itself)"
+        )
+    own = bool(data.clients) or data.train not in (None, "demo")
+    if own and config.model.task == "classification" and data.labels is None:
+        yield (
+            "data.labels is missing: which classes occur in the clients' rows is theirs, and the head's shape would "
+            "tell it: name the classes"
+        )
     if data.clients:
         for part in ("validation", "test"):
             share = getattr(data, part)
@@ -93,8 +105,3 @@ def _refusals(config: RunConfig) -> Iterator[str]:
                     f"data.{part} = {share:g} is a share of each client's own file, and scores on it are released: "
                     f"name a file of public data, or set data.{part} = 0"
                 )
-        if config.model.task == "classification" and data.labels is None:
-            yield (
-                "data.labels is missing: which classes occur in the clients' files is theirs, and the head's shape "
-                "would tell it: name the classes"
-            )

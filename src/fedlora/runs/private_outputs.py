@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedlora.privacy.released import filtered
+from fedlora.privacy.released import filtered, items
 
 
 def public_manifest(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,5 +24,11 @@ def private_line(line: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[st
 
 
 def private_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary.json."""
-    return filtered("summary.json", {**summary, "privacy": privacy}, public=True, blank=True)
+    """A summary.json. withheld: the names of this list that no private run tells, by file: what is null or empty under
+    one of them was withheld, whatever there was."""
+    withheld = {
+        place: [item.name for item in items(place) if item.fate == "dropped"]
+        for place in ("manifest.json", "metrics.jsonl", "summary.json")
+    }
+    told = {**summary, "privacy": privacy, "withheld": withheld}
+    return filtered("summary.json", told, public=True, blank=True)

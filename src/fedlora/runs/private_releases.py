@@ -5,13 +5,16 @@ RUN/private/    for the server alone (mode 700): nothing of it may be handed out
     content.json    digests and sizes of clients' data, which a resume compares
     sample.json     who was drawn for the round that is being played (privacy.sampling = "poisson")
     journal/        the noised sums
+    log             what became of single clients: who failed or was refused, and why
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from fedlora.core import files
+from fedlora.core.echo import shown
 from fedlora.errors import CheckpointError, HyperparameterError
 from fedlora.privacy.journal import Journal
 from fedlora.privacy.ledger import Budget, Event, Ledger
@@ -61,6 +65,7 @@ class OnDisk(Releases):
         return self.journal.stored(round, context)
 
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
+        _secret(self.folder)
         kept = self.journal.store(round, noised, self.event(round, mechanism, len(noised)), context)
         (self.folder / "sample.json").unlink(missing_ok=True)
         return kept
@@ -78,8 +83,21 @@ class OnDisk(Releases):
                     f"it, or begin another run."
                 ) from error
         drawn = poisson_sample(clients, share)
+        _secret(self.folder)
         files.write(path, json.dumps({"round": round, "context": context, "clients": drawn}))
         return drawn
+
+    def note(self, round: int, client: str, what: str) -> None:
+        """A line of the log: `Privacy.diary`. Where it cannot be written the run goes on: that it ended would tell."""
+        about = f"{shown(client)} does not count: " if client else ""
+        line = f"round {round}: {about}{shown(what, 1000)}\n".encode("utf-8", "backslashreplace")
+        with suppress(OSError):
+            _secret(self.folder)
+            descriptor = os.open(self.folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
 
     def event(self, round: int, mechanism: Mechanism, size: int) -> Event:
         """What the ledger is charged for one round."""
@@ -90,6 +108,10 @@ class OnDisk(Releases):
     def check_budget(self, mechanism: Mechanism, size: int) -> None:
         """Raises `BudgetSpent` where all rounds of a fresh run would pass the budget."""
         self.ledger.check(self.event(1, mechanism, size), self.budget, self.rounds)
+
+    def was_charged(self, round: int) -> bool:
+        """Whether the ledger holds that round of this very run."""
+        return any((c.event.run, c.event.round) == (self.run, round) for c in self.ledger.events())
 
     def check_charged(self, done: int) -> None:
         """Raises `CheckpointError` unless the ledger holds every round that is done."""
@@ -106,9 +128,14 @@ def private_folder(folder: RunFolder) -> Path:
     """RUN/private, which like RUN/checkpoints is for this user only."""
     path = folder.path / "private"
     for secret in (path, folder.checkpoints):  # these say who took part
-        secret.mkdir(parents=True, exist_ok=True)
-        secret.chmod(0o700)
+        _secret(secret)
     return path
+
+
+def _secret(folder: Path) -> None:
+    """Make it, for this user alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
 
 
 def begin(folder: RunFolder, content: Mapping[str, Any]) -> None:

@@ -67,7 +67,8 @@ def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) ->
     run = str(read_private(folder, "run.json")["run"])
     releases = _releases(prepared, privacy, private_folder(folder), run)
     releases.check_charged(state.round)
-    return PrivateRun(replace(prepared.server, privacy=replace(privacy, releases=releases)), releases, plan(prepared))
+    private = replace(privacy, releases=releases, diary=releases.note)
+    return PrivateRun(replace(prepared.server, privacy=private), releases, plan(prepared))
 
 
 def _releases(prepared: Prepared, privacy: Privacy, folder: Path, run: str) -> OnDisk:

@@ -96,6 +96,10 @@ def _check_numbers(upload: Upload) -> None:
             raise UploadRefused(
                 client, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
             )
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
+            raise UploadRefused(
+                client, f"{name} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors."
+            )
         # One pass for both questions: a norm is finite only where every entry is.
         size = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
         if not math.isfinite(size) and not bool(torch.isfinite(tensor).all()):

@@ -1,9 +1,10 @@
 """The place of defences: after all uploads are in, before the method aggregates. One place, whatever engine plays.
 
 A defence sees a round's accepted uploads together, and says which count, as what and for how much. It is a value handed
-to `Server(defences=...)`; they are applied in their order. Where uploads are dropped or never seen (memory, a sketch)
-there is nothing to look at, and the server refuses the combination. Privacy and secure sums are other things: they are
-intakes and noise, not judgements of uploads.
+to `Server(defences=...)`; they are applied in their order, and a robust rule (`Server(rule=...)`, [defence] in a file)
+comes after them: it judges what they leave. Where uploads are dropped or never seen (memory, a sketch) there is nothing
+to look at, and the server refuses the combination. Privacy and secure sums are other things: they are intakes and
+noise, not judgements of uploads.
 """
 
 from __future__ import annotations

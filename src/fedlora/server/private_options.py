@@ -7,7 +7,7 @@ depends on who took part, or on what others sent, breaks the bound on what one c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -63,6 +63,8 @@ class Privacy:
         warm_start: the start is a trained adapter, and either it never saw these clients' data, or the ledger was
             charged for it.
         seed: of the public random directions.
+        diary: of the server alone: hears (round from 1, client or "" for all of them, what became of it), for each that
+            failed or was refused, and once a round. Nothing else tells of them. None: nobody hears.
 
     Raises:
         HyperparameterError: an impossible value.
@@ -79,6 +81,7 @@ class Privacy:
     warm_start: bool = False
     seed: int = 0
     grid: float | None = None
+    diary: Callable[[int, str, str], None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("clients", "rank"):
@@ -94,10 +97,35 @@ class Privacy:
         if self.most_examples is not None and not 0 < self.most_examples < math.inf:
             raise HyperparameterError(f"Privacy: most_examples is a positive number or None; got {self.most_examples}.")
 
+        charged = getattr(self.releases, "share", self.sampling)
+        if charged != self.sampling:
+            raise HyperparameterError(
+                f"Privacy: sampling = {self.sampling!r}, and its releases charge the ledger for share = {charged!r}: "
+                f"epsilon would be of other rounds than those that are played. Give both the same number."
+            )
+
     @property
     def denominator(self) -> float:
         """q n, which the sum is divided by: public, whoever came."""
         return self.sampling * self.clients
+
+    def note(self, round: int, client: str, what: str) -> None:
+        """To the diary, if there is one."""
+        if self.diary is not None:
+            self.diary(round, client, what)
+
+    def note_end(self, round: int, asked: int, lost: int) -> None:
+        """To the diary, once a round. asked: clients whose part began. lost: of those, who failed or were refused."""
+        if not asked:
+            what = "nobody was asked: nobody was drawn, or the round's noised sum was there before a kill"
+        elif lost == asked:
+            what = (
+                f"ALL {asked} clients that were asked failed or were refused: what is released is noise alone, and it "
+                f"is charged like any other round. Mend the cause before more rounds are spent"
+            )
+        else:
+            what = f"{asked - lost} of the {asked} clients that were asked count"
+        self.note(round, "", what)
 
     def mechanism(self, size: int) -> Mechanism:
         """Of vectors of that many entries. Raises `HyperparameterError` where integers would not hold their sums."""

@@ -22,6 +22,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.privacy.geometry import Bases, Layout
+from fedlora.privacy.mechanism import wrapped
 from fedlora.server.closing import closed
 from fedlora.server.intake import WholeUpload
 from fedlora.server.method_faults import blamed_on, checked_readout, checked_update
@@ -101,7 +102,8 @@ class PrivateRound:
         return WholeUpload()
 
     def add(self, upload: Upload) -> None:
-        """Count one upload: at most one of each client, whatever becomes of it.
+        """Count one upload: at most one of each client, whatever becomes of it. Another client's part never depends on
+        it: there is no largest number of clients, and q n stays what everybody knows.
 
         Raises:
             UploadRefused: to the one who sent it. It counts as zero, and nobody else may be told.
@@ -110,13 +112,23 @@ class PrivateRound:
         if client in self._seen:
             raise UploadRefused(client, "a second upload in the same round; whatever came first stands.")
         self._seen.add(client)
-        if len(self._seen) > self._privacy.clients:
-            raise UploadRefused(client, f"more than the {self._privacy.clients} clients of the federation took part.")
-        if self._released is not None or not self._terms.check(upload):
-            return
-        self._total += self.mechanism.clipped(
-            self._change(upload), self._privacy.weight(float(upload.num_examples))
-        ).integers
+        if self._released is None:
+            self._total = wrapped(self._total + self._contribution(upload))
+
+    def _contribution(self, upload: Upload) -> Tensor:
+        """int64 (d,). Raises `UploadRefused` and nothing else, whatever its tensors do: no client ends a round."""
+        try:
+            if not self._terms.check(upload):
+                return torch.zeros_like(self._total)
+            weight = self._privacy.weight(float(upload.num_examples))
+            found = self.mechanism.clipped(self._change(upload), weight)
+        except UploadRefused:
+            raise
+        except Exception as error:
+            raise UploadRefused(upload.client.id, f"it cannot be read: {type(error).__name__}: {error}") from error
+        if not found.usable:
+            raise UploadRefused(upload.client.id, "its change is beyond float64: NaN or Inf.")
+        return found.integers
 
     def close(self) -> ServerState:
         """The next state. It takes place whoever came: an empty round releases pure noise.
@@ -126,7 +138,7 @@ class PrivateRound:
         """
         privacy, terms = self._privacy, self._terms
         if self._released is None:
-            noised = self.mechanism.noised(self._total)
+            noised = wrapped(self.mechanism.noised(self._total))
             self._released = privacy.releases.settle(terms.number, self._context, noised, self.mechanism)
         self._total.zero_()
         mean = self.mechanism.mean(self._released, privacy.denominator)

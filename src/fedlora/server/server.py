@@ -70,11 +70,14 @@ class Server:
             folded in as it arrives and dropped (`bounded_memory`): exact while it fits, an approximation beyond, of
             which the diagnostics say what was left out.
         sketch: rounds by two exchanges of sums (`sketched_round`) instead of uploads that the server sees.
-        defences: what looks at a round's uploads together before the method aggregates them (`defences`). Whom they
-            refuse does not count and is named; the round goes on, if the quorum (None: one) is still met.
+        defences: functions of your own that look at a round's uploads together before the method aggregates them
+            (`defences`). Whom they refuse does not count and is named; the round goes on, if the quorum (None: one) is
+            still met. They come first, in their order, and may go together with `rule`.
         privacy: rounds of one clipped and noised sum (`private_round`), so that what is released says little about any
             one client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
-        rule: a robust rule (`robust_rules`), which gives each client's change a weight of its own; after the defences.
+        rule: one robust rule (`robust_rules`), what [defence] of a run or federation is: it gives each client's change
+            a weight of its own. It comes after `defences`: whom they refuse it does not see, and it judges uploads and
+            counts as they leave them. `Tally.judged` tells what it did; what defences did is `Tally.refused`.
         workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
             None: as many as torch has threads.
 
@@ -294,11 +297,17 @@ class Server:
             RankMismatch, RankTie: as the method says.
         """
         intake = self.open(state)
+        asked, lost = 0, 0
         for taken in take_in(intake, uploads):
-            if taken.refusal is not None and self.privacy is None:  # else nobody may be told
+            asked, lost = asked + 1, lost + (taken.refusal is not None)
+            if taken.refusal is not None and self.privacy is not None:  # nobody else may be told
+                self.privacy.note(state.round + 1, taken.refusal.client, taken.refusal.reason)
+            elif taken.refusal is not None:
                 if self.quorum is None:
                     raise taken.refusal
                 log.warning("round %d: %s", state.round + 1, taken.refusal)
+        if self.privacy is not None:
+            self.privacy.note_end(state.round + 1, asked, lost)
         return intake.close()
 
     def global_update(self, state: ServerState) -> Mapping[str, LoRA]:
