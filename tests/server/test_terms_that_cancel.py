@@ -61,7 +61,7 @@ def test_one_liar_whose_terms_cancel_is_measured_or_refused_and_never_no_change(
     state, uploads = honest(server)
     alone = server.global_update(server.aggregate(state, uploads))["q"]
     fates = set()
-    for power in (-3, 2, 6, 10, 14, 18, 22, 30, 50):
+    for power in (-3, 6, 10, 14, 16, 20):
         bad = liar(power, 10.0)
         after = server.aggregate(state, [*uploads, bad])
         assert after.tally is not None and after.tally.judged is not None
@@ -114,20 +114,20 @@ def test_the_sum_is_that_of_what_was_sent_in_coordinates_of_any_condition(name: 
 def test_with_a_multiplier_of_one_a_plain_update_is_itself_and_one_that_cancels_a_plain_pair() -> None:
     """Bit for bit, and else with columns no larger than what they add up to."""
     one = LoRA(noise((32, 4), "B", dtype=torch.float32), noise((4, 24), "A", dtype=torch.float32))
-    bad = liar(10, 10.0).adapter.modules["q"]
+    bad = liar(6, 10.0).adapter.modules["q"]
     for how in ("products", "terms"):
         assert multiplied(how, one, one, 1.0)[0][1] is one
         ((share, got),) = multiplied(how, bad, one, 1.0)
         B, A = got.factors
         assert share == 1.0 and got.rank == bad.rank and B.dtype == torch.float32
         torch.testing.assert_close(dense(got), dense(bad), rtol=0, atol=1e-5)
-        assert float(B.norm() * A.norm()) < 100 and float(bad.factors[0].norm()) > 1e5
+        assert float(B.norm() * A.norm()) < 100 and float(bad.factors[0].norm()) > 1e4
     assert multiplied("factors", bad, one, 1.0)[0][1] is bad
 
 
 def test_who_cannot_be_measured_counts_for_no_quorum_and_for_no_rule() -> None:
     state, uploads = honest(Server(build("glora")), count=5)
-    bad = liar(30, 10.0)
+    bad = liar(18, 10.0)
     with pytest.raises(QuorumNotMet, match="site-6: its change cannot be measured"):
         Server(build("glora"), rule=Clip(), quorum=6).aggregate(state, [*uploads, bad])
     with pytest.raises(QuorumNotMet, match="round 1"):
@@ -150,6 +150,7 @@ def test_what_may_hide_is_compared_with_the_round_and_not_with_the_client_itself
     assert measured([0, 0, 1], [0, 0, float("nan")]) == [True, True, False]
     assert measured([0, 0, float("inf")], [0, 0, float("inf")]) == [True, True, False]
     assert measured([5], [1.0]) == [False]
+    assert measured([1, 1, 1], [0.1, 0.1, 0.1]) == [False] * 3
     assert changes([], [], {}).measured().tolist() == []
 
 

@@ -56,7 +56,9 @@ class Changes:
         """(n,) bool: whose noise is a small share of its own norm or of the round's lower median norm; where most did
         not move: at most a million times the round's lower median noise, which is what coordinates may do to it."""
         middle, usual = (float(x.nan_to_num(math.inf).median()) if len(x) else 0.0 for x in (self.norms, self.noise))
-        limit = (_BLURRED * self.norms.clamp(min=middle)).clamp(min=_COORDINATES * usual)
+        limit = _BLURRED * self.norms.clamp(min=middle)
+        if middle == 0:
+            limit = limit.clamp(min=_COORDINATES * usual)
         return torch.isfinite(self.noise) & (self.noise <= limit)
 
     def of(self, clients: Sequence[int]) -> Changes:
