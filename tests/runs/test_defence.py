@@ -94,7 +94,10 @@ def test_metrics_summary_and_card_say_what_it_did(defended: tuple[RunFolder, str
     told = folder.read_json("summary.json")["defence"]
     assert told["rule"] == "krum (liars = 0)"
     assert sum(one["left_out"] for one in told["clients"].values()) == 2 * len(folder.metrics())
-    assert "| robust rule | krum (liars = 0) |" in (folder.path / "adapter" / "README.md").read_text()
+    card = (folder.path / "adapter" / "README.md").read_text()
+    assert "| robust rule | krum (liars = 0); its examples counted for nothing in rounds: " in card
+    for name, one in json.loads((folder.path / "summary.json").read_text())["defence"]["clients"].items():
+        assert (f"{name} in {one['left_out']} of {one['rounds']}" in card) == (one["left_out"] > 0)
 
 
 def test_the_screen_says_where_it_bites_and_the_report_whom(defended: tuple[RunFolder, str, str]) -> None:

@@ -192,7 +192,8 @@ def _show(folder: RunFolder) -> None:
     if s["server_rank"] is not None:
         table.add_row("rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)")
     if s["padded_error"] is not None:
-        table.add_row("zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the true mean")
+        of = "plain mean, which the rule does not make" if s.get("defence") else "true mean"
+        table.add_row("zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the {of}")
     as_sent = s.get("gauge_drift_as_sent") or {}
     for method, drift in (s["gauge_drift"] or {}).items():
         shown = f"{drift:.1e}" if drift < 1e-3 else f"[red]{drift:.1%}[/red]"

@@ -6,12 +6,16 @@ A robust rule (`server.robust_rules`) gives each client a multiplier m of its ch
 
 An update with m = 1 is handed over as it came. One with another m has to become something that the method can take:
 
-* "products": one update [m B_i, (1 - m) B_0] [A_i; A_0], of up to r_i + r_0 columns. The sum is exact.
+* "products": one update m D_i + (1 - m) R_i, of up to r_i + r_0 columns (`linalg.shortest`). The sum is exact.
 * "terms": two updates of the same client, D_i of weight m p_i and R_i of weight (1 - m) p_i, which may be negative.
 * "factors": one update of the same shape, each travelling factor moved: B_0 + m (B_i - B_0), A_0 + m (A_i - A_0). The
   sum is exact where one factor travels beside a common one, and is what this method makes of factors elsewhere.
 
 A method that says nothing gets "factors", which every method can take.
+
+Where the terms b_j a_j of an update cancel, its columns are huge beside what they add up to. A method that takes
+products gets the update as a pair that does not cancel instead, also with m = 1: what it would round in a float32 of
+such columns is as large as everybody's update. The pair is made in float64, and rounded to the dtype of the upload.
 """
 
 from __future__ import annotations
@@ -24,8 +28,11 @@ import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA
+from fedlora.linalg import gram, norm, shortest
 
 How = Literal["products", "terms", "factors"]
+
+_CANCELS = 100  # the sum of its terms' norms over the norm of an update, from which on its columns are not handed over
 
 
 class TakesMultipliers(ABC):
@@ -56,22 +63,38 @@ def multiplied(how: How, sent: LoRA, begun: LoRA, m: float) -> Sequence[tuple[fl
     """An update whose change from `begun` counts m times: (share of the client's weight, factors), of `sent`'s dtype.
 
     Args:
-        sent: what travelled, one factor or both. begun: what the client was sent. m: >= 0, and not 1.
+        sent: what travelled, one factor or both. begun: what the client was sent. m: >= 0; with 1 the result is `sent`
+            itself, unless its terms cancel.
     """
     begun = begun.map(lambda t: t.to(next(iter(sent.tensors().values()))))
     if len(sent.tensors()) < 2 or how == "factors":
+        if m == 1:
+            return [(1.0, sent)]
         was = begun.tensors()
         parts = {name: _moved(t, was[name], m) for name, t in sent.tensors().items()}
         return [(1.0, LoRA(parts.get("B"), parts.get("A")))]
     if m == 0:
         return [(1.0, begun)]
+    if m == 1:
+        return [(1.0, _plain(sent))]
     if how == "terms":
-        return [(m, sent), (1 - m, begun)]
-    (B, A), (B_0, A_0), rest = sent.factors, begun.factors, 1 - m
-    # The root of each multiplier on both factors: of a huge update times a tiny m neither factor leaves its dtype.
-    a, b = m**0.5, abs(rest) ** 0.5
-    joined = torch.cat([B * a, B_0 * (b if rest > 0 else -b)], dim=1), torch.cat([A * a, A_0 * b], dim=0)
-    return [(1.0, LoRA(*joined))]
+        return [(m, _plain(sent)), (1 - m, begun)]
+    (B, A), (B_0, A_0) = sent.factors, begun.factors
+    return [(1.0, LoRA(*(t.to(B.dtype) for t in shortest([(m, B, A), (1 - m, B_0, A_0)]))))]
+
+
+def _plain(sent: LoRA) -> LoRA:
+    """`sent` itself, or where its terms cancel the same update as a pair of which none do, with zero columns."""
+    B, A = (t.detach().double() for t in sent.factors)
+    of_B, of_A = (torch.frexp(norm(t, dim=k)).exponent.clamp(-1000, 1000) for k, t in enumerate((B, A)))
+    B, A = torch.ldexp(B, -of_B), torch.ldexp(A, -of_A[:, None])  # any sizes: their squares are numbers now
+    lengths = norm(B, dim=0) * norm(A, dim=1)
+    sizes = torch.where(lengths > 0, of_B + of_A, -4000)
+    w = torch.ldexp(torch.ones_like(lengths), (sizes - sizes.max()).clamp(min=-1000))
+    if float(w @ (gram(B) * gram(A.mT)) @ w) * _CANCELS**2 >= float(w @ lengths) ** 2:
+        return sent
+    B, A = (t.to(sent.factors[0].dtype) for t in shortest([(1.0, *sent.factors)]))
+    return LoRA(_padded(B, len(B), sent.rank), _padded(A, sent.rank, A.shape[1]))
 
 
 def _moved(sent: Tensor, begun: Tensor, m: float) -> Tensor:

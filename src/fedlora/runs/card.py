@@ -102,12 +102,13 @@ def model_card(
     base: BaseName | None = None,
     tokenizer: bool = True,
     privacy: str | None = None,
+    judged: Mapping[str, Any] | None = None,
 ) -> str:
     """The README.md of a run's adapter, with the front matter that the hub reads.
 
     client: whose own one it is. base: what its base model is called, where manifest and configuration do not say.
     tokenizer: whether its files lie beside the card; else it is taken from the base model. privacy: what a private run
-    promises, in words; counts of examples are not told then.
+    promises, in words; counts of examples are not told then. judged: what a robust rule did (`server.judged.of_run`).
     """
     base = base or base_name(config.model.path, manifest["model"]["sha256"])
     train = manifest["data"]["train"]
@@ -136,11 +137,20 @@ def model_card(
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
         classes=_classes(manifest, metrics),
-        defence=f"| robust rule | {rule.said} |\n" if (rule := config.defence.build()) is not None else "",
+        defence=f"| robust rule | {rule.said}{_left_out(judged)} |\n" if (rule := config.defence.build()) else "",
         digest=manifest["config_digest"],
         version=manifest["versions"]["fedlora"],
         commit=(commit["id"][:12] + ("" if commit["clean"] else " with local changes")) if commit else "unknown",
     )
+
+
+def _left_out(judged: Mapping[str, Any] | None) -> str:
+    """Whose training counted for nothing in how many rounds, as a robust rule had it."""
+    clients = judged["clients"] if judged else {}
+    gone = [
+        f"{_cell(name)} in {one['left_out']} of {one['rounds']}" for name, one in clients.items() if one["left_out"]
+    ]
+    return f"; its examples counted for nothing in rounds: {', '.join(gone)}" if gone else ""
 
 
 def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:

@@ -307,6 +307,8 @@ def _finish(
     spent = None if private is None else private.spent(state.round)
     jinja = template if template is not None and is_jinja(template) else None
 
+    judged = of_run(lines) if server.rule is not None else None
+
     def export(place: Path, adapter: Adapter, card: str) -> None:
         """The tokenizer is the same everywhere: the later folders have links to the first one's."""
         first, labels = exported[0] if exported else None, prepared.manifest["data"]["labels"]
@@ -323,7 +325,7 @@ def _finish(
         if server.has_global_model(chosen.server):
             adapter = global_adapter(server, chosen)
             card = model_card(prepared.manifest, prepared.config, adapter, chosen.round, results[name],
-                              privacy=None if spent is None else told(spent))  # fmt: skip
+                              privacy=None if spent is None else told(spent), judged=judged)  # fmt: skip
             export(folder.path / name, adapter, card)
     asked = prepared.config.evaluate.clients_at_end
     each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
@@ -335,7 +337,7 @@ def _finish(
             mine = receive(download, memory.kept)
             own, scores = with_base_change(mine, download.base_delta), each.get(client.id, {})
             card = model_card(prepared.manifest, prepared.config, own, state.round, scores, client=client.id,
-                              privacy=None if spent is None else told(spent))  # fmt: skip
+                              privacy=None if spent is None else told(spent), judged=judged)  # fmt: skip
             export(folder.path / "clients" / client.id, own, card)
     for tracker in trackers:  # before the summary: what is lost by a kill here is told again
         for name, chosen in states.items():
@@ -367,7 +369,7 @@ def _finish(
         "gauge_drift_as_sent": lines[-1].get("gauge_drift_as_sent") if lines else None,
         "refused": sum(len(line["refused"]) for line in lines),
         **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
-        **({"defence": of_run(lines)} if server.rule is not None else {}),
+        **({"defence": judged} if judged is not None else {}),
         "diagnostics": server.diagnostics(state.server),
     }
     folder.write_json("summary.json", summary if spent is None else private_summary(summary, spent))

@@ -17,6 +17,7 @@ matrix: O(S^2 (d_out + d_in)), S the number of columns, from sum r_i to 2 sum r_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,12 +26,14 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
-from fedlora.linalg import gram, norm
+from fedlora.linalg import gram, norm, shortest
 from fedlora.linalg.parallel import Each, one_by_one
 
 # What float64 leaves of a sum, relative to its largest term: a change below that is none.
 _ARITHMETIC = 64 * 2.0**-53
 _LOST = 1e7  # ||X_i||^2 over what rounding of the sums may be of it, at least
+_BLURRED = 1e-3  # of a norm: a noise that moves no distance between clients by more than this
+_COORDINATES = 1e6
 _CACHED = 2**22  # numbers of a strip, 32 MB
 
 
@@ -40,11 +43,28 @@ class Changes:
 
     norms (n,): ||X_i||. cosines (n, n): <X_i, X_j> / (||X_i|| ||X_j||), 1 with itself, 0 beside a change of norm 0.
     noise (n,): what arithmetic in the client's own coordinates leaves of X_i: rounding, and no part of any change.
+
+    The noise is the client's own choice: terms that cancel can hide any change in it. Who hides more than rules can
+    bear is not `measured`, and its norm of 0 must not be taken for "no change".
     """
 
     norms: Tensor
     cosines: Tensor
     noise: Tensor
+
+    def measured(self) -> Tensor:
+        """(n,) bool: whose noise is a small share of its own norm or of the round's lower median norm; where most did
+        not move: at most a million times the round's lower median noise, which is what coordinates may do to it."""
+        middle, usual = (float(x.nan_to_num(math.inf).median()) if len(x) else 0.0 for x in (self.norms, self.noise))
+        limit = _BLURRED * self.norms.clamp(min=middle)
+        if middle == 0:
+            limit = limit.clamp(min=_COORDINATES * usual)
+        return torch.isfinite(self.noise) & (self.noise <= limit)
+
+    def of(self, clients: Sequence[int]) -> Changes:
+        """Those of some clients."""
+        at = torch.tensor(clients, dtype=torch.long)
+        return Changes(self.norms[at], self.cosines[at][:, at], self.noise[at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,12 +248,8 @@ def _distinct(left: Tensor, right: Tensor, since: int) -> tuple[Tensor, Tensor]:
 
 def _orthonormal(one: _Terms) -> _Terms:
     """D - R as one pair, of columns that do not cancel; no readout is left."""
-    B, A = torch.cat([one.left, one.begun_left], dim=1), torch.cat([one.right, -one.begun_right], dim=0)
-    scale = _power_of_two(norm(B, dim=0))
-    Q, R = torch.linalg.qr(B / scale)
-    P, T = torch.linalg.qr((A * scale[:, None]).mT)
-    U, s, Vh = torch.linalg.svd(R @ T.mT, full_matrices=False)
-    return _Terms((Q @ U) * s, (P @ Vh.mH).mH, B[:, :0], A[:0])
+    B, A = shortest([(1.0, one.left, one.right), (-1.0, one.begun_left, one.begun_right)])
+    return _Terms(B, A, B[:, :0], A[:0])
 
 
 def _power_of_two(sizes: Tensor) -> Tensor:

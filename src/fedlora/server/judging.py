@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,7 +52,8 @@ class Round:
     judged: Judged
 
     def updates(self, module: str, updates: Sequence[Update]) -> list[Update]:
-        """The updates of one module, with changes that count m times; an m of 1 leaves an update as it came.
+        """The updates of one module, with changes that count m times; an m of 1 leaves an update as it came, unless
+        its terms cancel.
 
         Raises:
             HyperparameterError: the method's options keep too little of them.
@@ -60,7 +61,7 @@ class Round:
         how, made, less = multiplied_how(self.terms.method), [], self._among([u.client for u in updates])
         for u in updates:
             m = self.multipliers[u.client] * less
-            parts = [(1.0, u.lora)] if m == 1 else multiplied(how, u.lora, self.begun[u.client][module], m)
+            parts = multiplied(how, u.lora, self.begun[u.client][module], m)
             made += [replace(u, weight=share * u.weight, lora=lora) for share, lora in parts]
         self.terms.require_multipliers(sum(max(u.rank, u.lora.rank) for u in made))
         return made
@@ -83,29 +84,64 @@ class Round:
         ]
 
 
-def judge(rule: Rule, terms: Terms, uploads: Sequence[Upload], weights: Mapping[str, float], each: Each) -> Round:
-    """What a rule makes of a round's uploads. weights: client -> p_i, which sum to 1.
+@dataclass(frozen=True, eq=False)
+class Look:
+    """A round's uploads, what each client was sent (client -> module -> readout), and their changes."""
 
-    Raises:
-        QuorumNotMet: too few for the rule. HyperparameterError: a rule that gives no coefficients.
-    """
-    names = [u.client.id for u in uploads]
-    if few := rule.too_few(len(uploads)):
-        raise QuorumNotMet(f"round {terms.number}: {few}. The state is unchanged.")
+    uploads: Sequence[Upload]
+    begun: Mapping[str, Mapping[str, LoRA]]
+    found: Changes
+
+    def unmeasured(self) -> dict[str, str]:
+        """Client -> why no rule can weigh its change: rounding of terms that cancel could be all of it."""
+        sound, found = self.found.measured().tolist(), self.found
+        middle = float(found.norms.median()) if sound else 0.0
+        return {
+            u.client.id: f"its change cannot be measured: the terms of its factors cancel, and rounding of them is "
+            f"{float(found.noise[k]):.2g}, where the round's median change is {middle:.2g}; a change of any size could "
+            f"hide there. Send the same update in other coordinates: balanced factors, or the subspace form"
+            for k, u in enumerate(self.uploads)
+            if not sound[k]
+        }
+
+    def of(self, clients: Container[str]) -> Look:
+        """At those clients only."""
+        at = [k for k, u in enumerate(self.uploads) if u.client.id in clients]
+        return Look([self.uploads[k] for k in at], self.begun, self.found.of(at))
+
+
+def look(terms: Terms, uploads: Sequence[Upload], each: Each) -> Look:
+    """Every client's change from what it was sent."""
     begun = {u.client.id: _begun(terms, u) for u in uploads}
     sent = [
         [Sent(u.adapter.modules[m], begun[u.client.id][m]) if m in u.adapter.modules else None for u in uploads]
         for m in terms.state.modules
     ]
-    found = changes(sent, uploads, terms.state.heads if terms.roles.heads == "shared" else {}, each)
+    heads = terms.state.heads if terms.roles.heads == "shared" else {}
+    return Look(uploads, begun, changes(sent, uploads, heads, each))
+
+
+def judge(rule: Rule, terms: Terms, seen: Look, weights: Mapping[str, float]) -> Round:
+    """What a rule makes of a round's uploads. weights: client -> p_i, which sum to 1.
+
+    Raises:
+        HyperparameterError: a rule that gives no coefficients.
+    """
+    names = [u.client.id for u in seen.uploads]
     p = torch.tensor([weights[name] for name in names], dtype=torch.float64)
-    multipliers, judged = weigh(rule, found, p, names)
+    multipliers, judged = weigh(rule, seen.found, p, names)
     if judged.facts.get("left", 0.0) > 1e-6:
         log.warning(
             "round %d: %s ended before it was there: the slope that it leaves is %.1e. Raise iterations.",
             terms.number, rule.name, judged.facts["left"],
         )  # fmt: skip
-    return Round(terms, multipliers, begun, judged)
+    return Round(terms, multipliers, seen.begun, judged)
+
+
+def require_enough(rule: Rule, terms: Terms, count: int) -> None:
+    """Raises `QuorumNotMet` where a rule cannot bear its liars among so many clients."""
+    if few := rule.too_few(count):
+        raise QuorumNotMet(f"round {terms.number}: {few}. The state is unchanged.")
 
 
 def weigh(rule: Rule, found: Changes, p: Tensor, names: Sequence[str]) -> tuple[dict[str, float], Judged]:
@@ -176,4 +212,4 @@ def _point(at: Tensor) -> tuple[float, float]:
     return x, y
 
 
-__all__ = ["Round", "far_counts", "judge", "weigh"]
+__all__ = ["Look", "Round", "far_counts", "judge", "look", "require_enough", "weigh"]

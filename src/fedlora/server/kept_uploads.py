@@ -17,7 +17,7 @@ from fedlora.server.closing import closed, shares
 from fedlora.server.defences import defended
 from fedlora.server.heads import mean_heads
 from fedlora.server.intake import Attendance, WholeUpload
-from fedlora.server.judging import far_counts, judge
+from fedlora.server.judging import far_counts, judge, look, require_enough
 from fedlora.server.method_faults import blamed_on
 from fedlora.server.state import ServerState
 from fedlora.server.terms import Terms
@@ -70,10 +70,20 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
         attendance.refuse(UploadRefused(client, reason))
     attendance.require_quorum()
     uploads = sorted((u for u in verdict.uploads if u.client.id in attendance.counts), key=lambda u: u.client.id)
-    counts = {u.client.id: verdict.counts[u.client.id] for u in uploads}
-    weights = shares(counts)
     with workers(terms.workers) as each:
-        judged = judge(terms.rule, terms, uploads, weights, each) if terms.rule is not None else None
+        seen = None
+        if terms.rule is not None:
+            require_enough(terms.rule, terms, len(uploads))
+            seen = look(terms, uploads, each)
+            for client, reason in seen.unmeasured().items():
+                attendance.refuse(UploadRefused(client, reason))
+            attendance.require_quorum()
+            seen = seen.of(attendance.counts)
+            uploads = list(seen.uploads)
+            require_enough(terms.rule, terms, len(uploads))
+        counts = {u.client.id: verdict.counts[u.client.id] for u in uploads}
+        weights = shares(counts)
+        judged = None if seen is None or terms.rule is None else judge(terms.rule, terms, seen, weights)
         updates: dict[str, list[Update]] = {}
         for name in terms.state.modules:
             holders = [u for u in uploads if name in u.adapter.modules]

@@ -1,0 +1,180 @@
+"""Uploads whose columns are huge beside what they add up to: liars that hide in rounding, and honest bad coordinates.
+
+Kinds of evidence: *attack* (found by a stranger: one client of seven whose terms of 1e15 cancel was logged as "no
+change", kept, and its columns wiped out everybody), *oracle* (dense float64 sums of what was sent).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
+from fedlora.core.multiplied import multiplied
+from fedlora.errors import QuorumNotMet
+from fedlora.linalg import shortest
+from fedlora.server.changes import Changes, Sent, changes
+from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, MultiKrum, Rule
+from support.federations import noise
+
+SHAPE, RANK = (32, 24), 4
+EXACT = {"glora": {}, "flexlora": {}, "svd": {"energy": 1.0}, "flora": {}, "fedex-lora": {}}
+RULES: list[Rule] = [MultiKrum(liars=1), Krum(liars=1), Clip(), GeometricMedian(), CentredClipping()]
+
+
+def dense(lora: LoRA) -> Tensor:
+    return lora.map(Tensor.double).delta()
+
+
+def honest(server: Server, count: int = 6, rounds: int = 0) -> tuple[ServerState, list[Upload]]:
+    """float32 clients that agree up to a fifth, after some rounds, so that readouts are no zeros."""
+    start = LoRA(torch.zeros(SHAPE[0], RANK), noise((RANK, SHAPE[1]), "A", dtype=torch.float32) / 5)
+    plain = Server(server.method)
+    state = plain.init(Adapter({"q": start}))
+    uploads: list[Upload] = []
+    for t in range(rounds + 1):
+        uploads = []
+        for k in range(count):
+            client = Client(f"site-{k}", RANK)
+            B, A = plain.download(state, client).adapter.modules["q"].factors
+            step = 0.1 * noise(B.shape, "step", dtype=torch.float32) + 0.02 * noise(B.shape, t, k, dtype=torch.float32)
+            uploads.append(Upload(client, 100, Adapter({"q": LoRA(B + step, A)})))
+        state = plain.aggregate(state, uploads) if t < rounds else state
+    return state, uploads
+
+
+def liar(power: int, amount: float) -> Upload:
+    """A change of norm `amount` beside two terms of some 1e3 x 4^power that cancel exactly, in float32."""
+    u, v, w = (noise((n,), name, dtype=torch.float32) for n, name in ((32, "u"), (24, "v"), (24, "w")))
+    big_u, big_v = (torch.round(64 * x) * 2.0**power for x in (u, v))
+    B = torch.stack([big_u, -big_u, u / u.norm(), 0 * u], dim=1)
+    A = torch.stack([big_v, big_v, amount * w / w.norm(), 0 * w])
+    return Upload(Client("site-6", RANK), 100, Adapter({"q": LoRA(B, A)}))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+@pytest.mark.parametrize("name", EXACT)
+def test_one_liar_whose_terms_cancel_is_measured_or_refused_and_never_no_change(name: str, rule: Rule) -> None:
+    """For terms of any size: its norm is its true one, or it is refused by name and the round is the others'."""
+    server = Server(build(name, **EXACT[name]), rule=rule)
+    state, uploads = honest(server)
+    alone = server.global_update(server.aggregate(state, uploads))["q"]
+    fates = set()
+    for power in (-3, 6, 10, 12, 13, 14, 15, 16, 20):
+        bad = liar(power, 10.0)
+        after = server.aggregate(state, [*uploads, bad])
+        assert after.tally is not None and after.tally.judged is not None
+        got = dense(server.global_update(after)["q"])
+        if "site-6" in after.tally.refused:
+            assert "cannot be measured" in after.tally.refused["site-6"]
+            assert "site-6" not in after.tally.weights and torch.equal(got, dense(alone))
+            fates.add("refused")
+            continue
+        fates.add("measured")
+        told = after.tally.judged.clients
+        true = dense(bad.adapter.modules["q"])
+        assert told["site-6"].norm == pytest.approx(float(true.norm()), rel=1e-3)
+        sent = {u.client.id: dense(u.adapter.modules["q"]) for u in [*uploads, bad]}
+        want = sum(told[k].after * X for k, X in sent.items())  # readouts are zero: B = 0
+        assert float((got - want).norm() / want.norm()) < 1e-3, power
+        assert told["site-6"].after < told["site-6"].before, "it is five times as large as everybody"
+    assert fates == {"measured", "refused"}
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.parametrize("name", EXACT)
+def test_the_sum_is_that_of_what_was_sent_in_coordinates_of_any_condition(name: str, rounds: int) -> None:
+    """sum p_i (R_i + m_i X_i), dense in float64, of float32 uploads: to 1e-6, for conditions up to 1e12. Before, a rule
+    cost glora seven digits at 1e8 (0.12 instead of 1e-7)."""
+    plain = Server(build(name, **EXACT[name]))
+    state, uploads = honest(plain, rounds=rounds)
+    B, A = uploads[0].adapter.modules["q"].map(Tensor.double).factors
+    for condition in (1.0, 1e3, 1e6, 1e9, 1e12):
+        O, P = (torch.linalg.qr(noise((RANK, RANK), side)).Q for side in "OP")
+        s = torch.logspace(0, 1, RANK, dtype=torch.float64) ** torch.tensor(condition).log10() / condition**0.5
+        moved = LoRA((B @ O * s @ P).float(), (P.T / s @ O.T @ A).float())
+        sent = [Upload(uploads[0].client, 100, Adapter({"q": moved})), *uploads[1:]]
+        for rule in (MultiKrum(liars=1), Clip(), Clip(threshold=0.1)):
+            after = Server(plain.method, rule=rule).aggregate(state, sent)
+            assert after.tally is not None and after.tally.judged is not None and not after.tally.refused
+            want = torch.zeros(SHAPE, dtype=torch.float64)
+            base = torch.zeros(SHAPE, dtype=torch.float64)
+            for u in sent:
+                told = after.tally.judged.clients[u.client.id]
+                down = plain.download(state, u.client)
+                R, D = dense(down.adapter.modules["q"]), dense(u.adapter.modules["q"])
+                want += told.before * R + told.after * (D - R)
+                if "q" in down.base_delta:
+                    base = dense(down.base_delta["q"])
+            got = dense(plain.global_update(after)["q"]) - base
+            assert float((got - want).norm() / want.norm()) < 2e-6, (condition, rule.said)
+
+
+def test_with_a_multiplier_of_one_a_plain_update_is_itself_and_one_that_cancels_a_plain_pair() -> None:
+    """Bit for bit, and else with columns no larger than what they add up to."""
+    one = LoRA(noise((32, 4), "B", dtype=torch.float32), noise((4, 24), "A", dtype=torch.float32))
+    bad = liar(6, 10.0).adapter.modules["q"]
+    for how in ("products", "terms"):
+        assert multiplied(how, one, one, 1.0)[0][1] is one
+        ((share, got),) = multiplied(how, bad, one, 1.0)
+        B, A = got.factors
+        assert share == 1.0 and got.rank == bad.rank and B.dtype == torch.float32
+        torch.testing.assert_close(dense(got), dense(bad), rtol=0, atol=1e-5)
+        assert float(B.norm() * A.norm()) < 100 and float(bad.factors[0].norm()) > 1e4
+    assert multiplied("factors", bad, one, 1.0)[0][1] is bad
+
+
+def test_who_cannot_be_measured_counts_for_no_quorum_and_for_no_rule() -> None:
+    state, uploads = honest(Server(build("glora")), count=5)
+    bad = liar(18, 10.0)
+    with pytest.raises(QuorumNotMet, match="site-6: its change cannot be measured"):
+        Server(build("glora"), rule=Clip(), quorum=6).aggregate(state, [*uploads, bad])
+    with pytest.raises(QuorumNotMet, match="round 1"):
+        Server(build("glora"), rule=MultiKrum(liars=1)).aggregate(state, [*uploads[:4], bad])
+
+
+def test_what_may_hide_is_compared_with_the_round_and_not_with_the_client_itself() -> None:
+    """noise against 1e-3 of the larger of its own norm and the lower median; of a round in which nobody moved, against
+    a million times the usual noise."""
+
+    def measured(norms: list[float], noises: list[float]) -> list[bool]:
+        n = torch.tensor(norms, dtype=torch.float64)
+        return Changes(n, torch.eye(len(n)).double(), torch.tensor(noises, dtype=torch.float64)).measured().tolist()
+
+    assert measured([1, 1, 1, 0], [1e-9, 1e-9, 0, 0.9e-3]) == [True] * 4
+    assert measured([1, 1, 1, 0], [1e-9, 1e-9, 0, 1.1e-3]) == [True, True, True, False]
+    assert measured([1, 1, 1, 1e9], [1e-9, 1e-9, 0, 1e5]) == [True] * 4, "far away, wherever exactly"
+    assert measured([0, 0, 0, 0], [1e-15, 1e-15, 1e-15, 1e-10]) == [True] * 4, "nobody moved; coordinates of 1e5"
+    assert measured([0, 0, 0, 0], [1e-15, 1e-15, 1e-15, 1e-3]) == [True, True, True, False]
+    assert measured([0, 0, 1], [0, 0, float("nan")]) == [True, True, False]
+    assert measured([0, 0, float("inf")], [0, 0, float("inf")]) == [True, True, False]
+    assert measured([5], [1.0]) == [False]
+    assert measured([1, 1, 1], [0.1, 0.1, 0.1]) == [False] * 3
+    assert changes([], [], {}).measured().tolist() == []
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-200, 1e150])
+def test_the_shortest_pair_is_the_sum_and_no_longer(scale: float) -> None:
+    """Dense float64; orthogonal columns of equal sizes on both sides; terms that cancel leave no column."""
+    B, A, C, D = noise((9, 3), "B"), noise((3, 7), "A"), noise((9, 2), "C"), noise((2, 7), "D")
+    left, right = shortest([(0.5, B * scale, A), (-2.0, C * scale, D), (1e9, B * scale, A), (-1e9, B * scale, A)])
+    want = 0.5 * B @ A - 2 * C @ D
+    assert left.shape == (9, 5) or left.shape[1] <= 7
+    assert float((left / scale**0.5 @ (right / scale**0.5) - want).norm() / want.norm()) < 1e-6  # 1e9 of float64
+    gram = left.T @ left / scale
+    torch.testing.assert_close(gram, torch.diag(gram.diagonal()), rtol=0, atol=1e-7)
+    torch.testing.assert_close(gram, right @ right.T / scale, rtol=0, atol=1e-6)
+    zero = shortest([(1.0, B, A), (-1.0, B, A)])
+    assert zero[0].shape == (9, 1) and not zero[0].any() and not zero[1].any()
+    assert not shortest([(0.0, B, A)])[0].any()
+
+
+def test_changes_of_terms_that_cancel_in_one_module_only() -> None:
+    """The noise is over all modules: a quiet one does not hide a loud one."""
+    bad = liar(30, 10.0).adapter.modules["q"]
+    zero = LoRA(torch.zeros(32, 4), torch.zeros(4, 24))
+    good = [LoRA(noise((32, 4), k), noise((4, 24), k)) for k in range(4)]
+    modules = [[Sent(x, zero) for x in (*good[:3], x)] for x in (bad, good[3])]
+    uploads = [Upload(Client(f"c{k}", 4), 1, Adapter({})) for k in range(4)]
+    assert changes(modules, uploads, {}).measured().tolist() == [True, True, True, False]
