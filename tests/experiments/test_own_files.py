@@ -245,7 +245,7 @@ def test_seeds_as_a_range(bench: Callable[..., Path], tmp_path: Path, main: Call
 
 
 def test_the_stored_results_of_the_paper_are_found() -> None:
-    """All of them, by some experiment: named data sets have no files of one's own, and their digests are as they were."""
+    """By some experiment: named data sets have no files of one's own, and their digests are as they were."""
     stored = read_results(ROOT / "results" / "runs")
     found = set()
     for path in (ROOT / "experiments").glob("*.toml"):

@@ -135,7 +135,8 @@ def test_rounds_by_hand_take_a_rule_too(tmp_path: Path, main: Callable[..., Said
     folders = [saved(tmp_path, name, 2) for name in "abcde"]
     for folder in folders:
         (folder / "upload.json").write_text(json.dumps({"client": folder.name, "num_examples": 10, "round": 1}))
-    done = main("merge", *folders, "--method", "glora", "--defence", "multi-krum liars=1", "-o", tmp_path / "out")
+    given = ("merge", *folders, "--heads", "drop", "--method", "glora", "--defence")
+    done = main(*given, "multi-krum liars=1", "-o", tmp_path / "out")
     assert done.code == 0, done.err
     assert "multi-krum (liars = 1): the change of" in " ".join(done.err.split())
     assert "counts 0.0% instead of 20.0%" in " ".join(done.err.split())
@@ -146,6 +147,19 @@ def test_rounds_by_hand_take_a_rule_too(tmp_path: Path, main: Callable[..., Said
         "clap": "cannot be read",
         "clip liars": "NAME",
     }.items():
-        wrong = main("merge", *folders, "--method", "glora", "--defence", text, "-o", tmp_path / "other")
+        wrong = main(*given, text, "-o", tmp_path / "other")
         assert wrong.code == 2 and why in " ".join(wrong.err.split()), (text, wrong.err)
     assert not (tmp_path / "other").exists()
+
+
+def test_by_hand_heads_are_not_averaged_behind_a_rules_back(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """A rule by hand looks at pairs: a classifier of a million would be averaged in with the plain weights."""
+    from support.adapter_folders import saved
+
+    folders = [saved(tmp_path, name, 2) for name in "abcde"]
+    command = ("merge", *folders, "--method", "glora", "--defence", "multi-krum liars=1", "-o", tmp_path / "out")
+    wrong = main(*command)
+    assert wrong.code == 2 and "tensors beside them" in " ".join(wrong.err.split()), wrong.err
+    assert not (tmp_path / "out").exists()
+    done = main(*command, "--heads", "drop")
+    assert done.code == 0, done.err

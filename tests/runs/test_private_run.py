@@ -30,7 +30,8 @@ from fedlora.runs.preparation import Prepared, prepare
 from fedlora.runs.private_checks import check_private
 from fedlora.runs.private_plan import plan
 from fedlora.runs.private_releases import OnDisk
-from fedlora.runs.private_run import check_affordable
+from fedlora.runs.private_run import check_affordable, epsilon_up
+from fedlora.runs.resuming import check_content
 from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -107,7 +108,8 @@ def test_an_outsider_recomputes_epsilon_from_the_ledger(done: Finished) -> None:
     spent = done.folder.read_json("summary.json")["privacy"]
     assert spent["epsilon"] == pytest.approx(epsilon, rel=1e-3) == spent["epsilon_planned"]
     card = (done.folder.path / "adapter" / "README.md").read_text()
-    assert f"epsilon {spent['epsilon_planned']:.3f} at delta 0.001" in card and "one client's contribution" in card
+    shown = f"{math.ceil(spent['epsilon_planned'] * 1000) / 1000:.3f}"  # no less than it is
+    assert f"epsilon {shown} at delta 0.001" in card and "one client's contribution" in card
     told = json.loads(invoke("privacy", done.ledger, "--json").stdout)
     assert told["epsilon"] == pytest.approx(epsilon, rel=1e-3) and told["events"] == 2
     assert [line["privacy"]["ledger"]["events"] for line in done.folder.metrics()] == [1, 2]
@@ -199,6 +201,35 @@ def test_a_copy_of_a_run_is_told_that_its_own_round_was_released(place: Path, tm
     why = copy.read_json("summary.json")["stopped_early"]["why"]
     assert "own round 2 was released and charged already" in why and "copy" in why
     assert len(Ledger(tmp_path / "ledger.jsonl", "three toy sites").events()) == 2
+
+
+def test_a_copy_does_not_go_on_with_the_draw_of_the_original(tmp_path: Path) -> None:
+    """Two sums of one secret draw are one draw with less noise: more than two events of the ledger cost."""
+    ledger = Ledger(tmp_path / "ledger", "two")
+    names = [f"c{k}" for k in range(40)]
+    original = OnDisk(tmp_path / "private", "one", ledger, None, 2, 1e-3, 0.5)
+    drawn = original.sampled(1, "from", names, 0.5)
+    shutil.copytree(tmp_path / "private", tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=r"copy is a copy: who takes part in round 1 was drawn in another folder"):
+        OnDisk(tmp_path / "copy", "one", ledger, None, 2, 1e-3, 0.5).sampled(1, "from", names, 0.5)
+    assert original.sampled(1, "from", names, 0.5) == drawn
+
+
+@pytest.mark.parametrize("epsilon", [18.110476, 2.2742967, 1.0, 0.0005])
+def test_epsilon_is_told_rounded_up(epsilon: float) -> None:
+    assert epsilon <= float(epsilon_up(epsilon)) < epsilon + 1e-3
+    assert epsilon_up(float("inf")) == "inf"
+
+
+def test_other_data_on_resume_name_no_client(tmp_path: Path) -> None:
+    """What a run that is not private tells, with counts."""
+    data = {"train": {"clinic": {"examples": 24}}, "validation": None, "test": None, "labels": None}
+    facts = {"model": {"sha256": "a", "path": "m"}, "threads": 1, "data": data}
+    other = {**facts, "data": {**data, "train": {"clinic": {"examples": 25}}}}
+    with pytest.raises(CheckpointError) as told:
+        check_content(RunFolder(tmp_path), other, facts)
+    assert "the data (a private run does not tell whose)" in str(told.value)
+    assert "clinic" not in str(told.value) and "24" not in str(told.value)
 
 
 def test_from_python_too_the_folder_is_for_this_user_alone(tmp_path: Path) -> None:

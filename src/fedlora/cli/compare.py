@@ -65,6 +65,12 @@ def compare(
     form = chosen(format, json)
     worker_count(workers, [])  # what is no number is said before anything else
     base = load_config(config, set or [])
+    if base.privacy is not None:
+        raise ConfigError(
+            "[privacy] and compare do not go together: every run of it, searches included, would be charged to the "
+            "clients' ledger, and the first would leave nothing for the others. Compare on public data without the "
+            "table; then fedlora run."
+        )
     compared = [base.run.seed] if seeds is None else parse_seeds(seeds, "--seeds")
     labels = parse_methods(methods)
     which = metric or default_metric(base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -11,6 +12,7 @@ import typer
 from rich.table import Table
 
 from fedlora.adapters import merging
+from fedlora.adapters.collection import Collection
 from fedlora.adapters.merging import MergeReport, Place, Result
 from fedlora.adapters.weighting import read_weight_map
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, Force
@@ -107,6 +109,8 @@ def merge(
             adapters, counts, weights_from, missing, heads=heads, drop=drop or (), same_base=same_base,
             allow_unknown=allowed, limits=limits,
         )  # fmt: skip
+        if rule is not None:
+            _check_beside(given, heads, drop or ())
         chosen, label = _method(method)
         report, finished = merge_round(
             given, place, chosen, label, wanted, missing=cast("Any", missing or "zero"),
@@ -147,6 +151,17 @@ def resize(
 
 
 # -------------------------------------------------------------------------------------------------------- inside
+
+
+def _check_beside(given: Collection, heads: str, drop: Sequence[str]) -> None:
+    """Raises `ConfigError` where tensors beside the pairs would be averaged behind a rule's back."""
+    beside = sorted({name for file in given.files for name in file.heads})
+    if beside and heads in ("average", "holders") and "heads" not in drop:
+        raise ConfigError(
+            f"--defence looks at pairs alone, and {len(beside)} tensors beside them ({shown(beside[0])} for one) would "
+            f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
+            f"the first adapter; rounds of a server (fedlora run, fedlora flower) judge heads with the pairs."
+        )
 
 
 def _numbers(text: str) -> list[float]:

@@ -16,7 +16,7 @@ from fedlora.privacy.ledger import recompute
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.runs.private_plan import PrivacyPlan, plan
-from fedlora.runs.private_run import check_affordable
+from fedlora.runs.private_run import check_affordable, epsilon_up
 from fedlora.runs.quiet import quiet_libraries
 
 SECONDS_AN_ENTRY = 13e-6  # of exact noise, on one core (privacy.mechanism)
@@ -65,7 +65,7 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
 def _show_plan(found: PrivacyPlan) -> None:
     who = "all" if found.sampling == 1.0 else f"each with chance {found.sampling:g}"
     console.print(
-        f"epsilon {found.epsilon:.3f} at delta {found.delta:g} for {found.rounds} rounds: noise multiplier "
+        f"epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} for {found.rounds} rounds: noise multiplier "
         f"{found.noise_multiplier:.3f}, clip {found.clip:g}, {found.clients} clients ({who}), {found.size} numbers a "
         f"round (about {found.size * SECONDS_AN_ENTRY:.0f} s to draw their noise), server rank {found.rank}",
         markup=False, highlight=False, soft_wrap=True,
@@ -103,8 +103,9 @@ def _ledger(file: Path, delta: float | None, as_json: bool) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(
-        f"population {found.population}: epsilon {found.epsilon:.4f} at delta {found.delta:g} in {len(found.events)} "
-        f"releases; {found.planned:.4f} when all planned rounds are played. The chain is whole; its newest line is "
-        f"{number}, {digest}: whoever keeps that can tell later whether lines were taken away.",
+        f"population {found.population}: epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} in "
+        f"{len(found.events)} releases; {epsilon_up(found.planned)} when all planned rounds are played. The chain is "
+        f"whole; its newest line is {number}, {digest}: whoever keeps that can tell later whether lines were taken "
+        f"away.",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip

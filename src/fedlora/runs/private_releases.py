@@ -75,16 +75,25 @@ class OnDisk(Releases):
         if path.is_file():
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
-                if (found["round"], found["context"]) == (round, context):
-                    return [client for client in found["clients"] if client in set(clients)]
+                was, here = (found["round"], found["context"], found["folder"]), self.folder.stat().st_ino
+                names = [client for client in found["clients"] if client in set(clients)]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
                     f"{path} is damaged ({error}), and who was drawn for round {round} may not be drawn twice. Restore "
                     f"it, or begin another run."
                 ) from error
+            if was[:2] == (round, context) and was[2] != here:
+                raise CheckpointError(
+                    f"{self.folder} is a copy: who takes part in round {round} was drawn in another folder. Two sums "
+                    f"of one draw would cost more than the ledger says. Go on in the original; where it is gone, begin "
+                    f"another run."
+                )
+            if was[:2] == (round, context):
+                return names
         drawn = poisson_sample(clients, share)
         _secret(self.folder)
-        files.write(path, json.dumps({"round": round, "context": context, "clients": drawn}))
+        at = self.folder.stat().st_ino
+        files.write(path, json.dumps({"round": round, "context": context, "clients": drawn, "folder": at}))
         return drawn
 
     def note(self, round: int, client: str, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,14 +80,19 @@ def _releases(prepared: Prepared, privacy: Privacy, folder: Path, run: str) -> O
     return OnDisk(folder, run, ledger, section.most(rounds, share), rounds, section.delta, privacy.sampling)
 
 
+def epsilon_up(epsilon: float) -> str:
+    """In thousandths, rounded up: no less than what was computed."""
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}" if math.isfinite(epsilon) else f"{epsilon}"
+
+
 def told(spent: Mapping[str, Any]) -> str:
     """For the card: epsilon of the planned rounds, also where fewer were played, and of the whole population."""
     ledger, share = spent["ledger"], spent["sampling"]
     who = "all" if share == 1.0 else f"a secret draw of {share:g}"
     return (
-        f"epsilon {spent['epsilon_planned']:.3f} at delta {spent['delta']:g} for {spent['rounds_planned']} planned "
-        f"rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip {spent['clip']:g}, {who} of "
+        f"epsilon {epsilon_up(spent['epsilon_planned'])} at delta {spent['delta']:g} for {spent['rounds_planned']} "
+        f"planned rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip {spent['clip']:g}, {who} of "
         f"{spent['clients']} clients a round); unit: one client's contribution, against those who get what the server "
         f"releases. All runs on these clients together, as their ledger has it and as planned: epsilon "
-        f"{ledger['planned_epsilon']:.3f}"
+        f"{epsilon_up(ledger['planned_epsilon'])}"
     )

@@ -54,7 +54,8 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
 
 def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> None:
     """Raises `CheckpointError` unless model, data and threads are those of the stored run. stored: its facts, where
-    they are not in its manifest."""
+    they are not in its manifest, for the run is private: then no client is named, and nothing counted."""
+    private = stored is not None
     stored = folder.read_json("manifest.json") if stored is None else stored
     _check_template(folder, stored["data"], manifest["data"])
     theirs, ours = stored.get("model", {}), manifest["model"]
@@ -63,7 +64,8 @@ def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mappin
         "sha256" if known else "path"] else []  # fmt: skip
     if stored.get("threads") != manifest["threads"]:
         said.append(f"torch's threads ({stored.get('threads')} there, {manifest['threads']} here; set run.threads)")
-    said += _other_data(stored.get("data", {}), manifest["data"])
+    other = _other_data(stored.get("data", {}), manifest["data"])
+    said += ["the data (a private run does not tell whose)"] if private and other else other
     if said:
         raise CheckpointError(
             f"{folder.path} holds a run with another content of: {', '.join(said)}. Going on would mix two runs. "
