@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fedlora.experiments import pool
 from fedlora.experiments.pool import run_in_processes
 from support.pool_tasks import die_so_often, lives, nothing, sleep_long, square
 
@@ -63,10 +64,30 @@ def test_closing_ends_what_runs_at_once(tmp_path: Path) -> None:
     assert not [path for path in files if lives(int(path.read_text()))]
 
 
+def test_an_interrupt_while_it_ends_is_raised_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last task and the end of its processes, as it was met on a slow machine: a half closed executor is
+    woken when Python ends, and its traceback stands on the screen."""
+    ended: list[object] = []
+    end = pool._Slot.end
+
+    def interrupted(slot: pool._Slot[int]) -> None:
+        if not ended:
+            ended.append(None)
+            raise KeyboardInterrupt
+        end(slot)
+        ended.append(slot)
+
+    monkeypatch.setattr(pool._Slot, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(played(square, [1, 2]))
+    assert len(ended) == 3 and len(set(ended)) == 3
+
+
 def test_the_processes_end_when_the_one_that_asked_is_killed(tmp_path: Path) -> None:
     """kill -9 in the middle of a task: nobody can clean up, and nobody has to."""
     code = f"""
 from pathlib import Path
+from fedlora.experiments import pool
 from fedlora.experiments.pool import run_in_processes
 from support.pool_tasks import nothing, sleep_long
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -66,8 +66,22 @@ def run_in_processes(
                         continue
                 yield task, error if error is not None else future.result()
     finally:
-        for slot in slots:
-            slot.end()
+        _end(slots)
+
+
+def _end(slots: Sequence[_Slot[Any]]) -> None:
+    """All of them, also where an interrupt comes meanwhile: it is raised when none is left. Python's own end would wake
+    an executor that is half closed, and print what went wrong there."""
+    interrupt: KeyboardInterrupt | None = None
+    waiting = list(slots)
+    while waiting:
+        try:
+            waiting[-1].end()
+            waiting.pop()
+        except KeyboardInterrupt as again:
+            interrupt = again
+    if interrupt is not None:
+        raise interrupt
 
 
 class _Slot(Generic[R]):
@@ -81,7 +95,7 @@ class _Slot(Generic[R]):
 
     def renew(self) -> None:
         """A new executor; its process starts with its first task."""
-        self._executor.shutdown(wait=False)
+        self._executor.shutdown(wait=True)  # its process is dead already
         self._executor, self._process = _executor(self._begin), None
 
     def start(self, function: Callable[[T], R], task: T) -> Future[R]:
