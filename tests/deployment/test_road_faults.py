@@ -7,6 +7,7 @@ said goes into the table of docs/deployment.md (tests/support/faults.py).
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -118,6 +119,37 @@ def test_a_sites_disk_is_full(running: Road) -> None:
         everything.unlink()
     running.until_next_rounds(1, 400)
     tell("a site's disk is full", "its round fails, by name; it is back once there is room", "the server", line)
+
+
+def test_the_containers_commands_play_a_round(running: Road) -> None:
+    """compose.yaml's own words, run here as a script without containers: server, proxy and a site, in place of their
+    units. The image and the mounts are tested by nobody: there is no daemon."""
+    services: dict[str, Any] = json.loads(
+        "".join(
+            line
+            for line in (running.fed / "docker" / "compose.yaml").read_text().splitlines(keepends=True)
+            if not line.startswith("#")
+        )
+    )["services"]
+    server, acme = running.server, running.network["acme"]
+    site = [
+        word.replace(f"${{SITES:-{running.server.folder}}}/acme", "site") for word in services["site-acme"]["command"]
+    ]
+    with stopped(acme, SITE), stopped(server, SERVER), stopped(server, PROXY):
+        server.start("server-container", "fedlora", *services["server"]["command"])
+        server.start("proxy-container", *services["proxy"]["entrypoint"])
+        acme.start("site-container", "fedlora", *site)
+        try:
+            assert site == ["flower", "node", "site"]
+            running.until_next_rounds(1, 300)
+        finally:
+            for machine, called in (
+                (acme, "site-container"),
+                (server, "server-container"),
+                (server, "proxy-container"),
+            ):
+                machine.end(called, seconds=60)
+    running.until_next_rounds(1, 400)
 
 
 # --------------------------------------------------------------------------------------------------- who is let in
