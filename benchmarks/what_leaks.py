@@ -21,7 +21,6 @@ import json
 from pathlib import Path
 
 import torch
-from measure import machine
 
 from fedlora.privacy import Geometry, Mechanism
 from fedlora.privacy.accounting import noise_multiplier_for
@@ -29,6 +28,7 @@ from fedlora.privacy.geometry import Layout
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import Prepared, prepare
 from fedlora.simulation import RoundRecord, play, start
+from measure import machine
 
 DELTA, EPSILONS, CLIP = 1e-3, (100.0, 30.0, 8.0, 3.0, 1.0), 0.25
 CONFIG = {
@@ -116,7 +116,8 @@ def main() -> None:
         })  # fmt: skip
     norms = sorted(float(change.norm()) for change in changes.values())
     print(
-        f"{len(skewed)} of {len(changes)} clients have 60 % of one class; norms {norms[0]:.2f} to {norms[-1]:.2f}, clip {CLIP}"
+        f"{len(skewed)} of {len(changes)} clients have 60 % of one class; norms {norms[0]:.2f} to {norms[-1]:.2f}, "
+        f"clip {CLIP}"
     )
     print(f"{'who':10} {'epsilon':>8} {'class right':>12} {'took part':>10}")
     for row in rows:
