@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
@@ -88,3 +89,17 @@ def test_the_table_of_methods_is_the_measured_one(
     monkeypatch.setattr(sys, "argv", ["method_table.py", "--check"])
     code = method_table.main()
     assert code == 0, "".join(capsys.readouterr())
+
+
+def test_the_table_of_what_leaks_holds_the_stored_figures() -> None:
+    """docs/trust.md, row by row, is what benchmarks/what_leaks.py wrote."""
+    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    stored = json.loads((ROOT / "benchmarks" / "results" / "what_leaks.json").read_text(encoding="utf-8"))
+    block = page.split("<!-- leaks: of benchmarks/results/what_leaks.json -->")[1].split("<!-- end of leaks -->")[0]
+    rows = [
+        f"| {row['who']} | {'no noise' if row['epsilon'] is None else format(row['epsilon'], 'g')} "
+        f"| {row['class']:.0%} | {row['took_part']:.0%} |"
+        for row in stored["rows"]
+    ]
+    assert block.strip().splitlines()[2:] == rows
+    assert f"commit {stored['machine']['commit']}" in page
