@@ -70,7 +70,7 @@ def test_the_error_and_the_weights_are_those_of_what_the_rule_made(
     assert "| site-3 | 0.166667 | 0.2 |  |" in card and "1 of 6 adapters count for nothing" in card
 
 
-def test_a_bound_on_the_error_is_of_the_robust_mean(tmp_path: Path, sites: list[str], main: Callable[..., Said]) -> None:
+def test_a_bound_is_of_the_robust_mean(tmp_path: Path, sites: list[str], main: Callable[..., Said]) -> None:
     """A perfect robust merge passes, and a cut one is refused with its own error: before, the liar's size was it."""
     words = ["merge", *sites, "-o", str(tmp_path / "m"), "--defence", "multi-krum liars=1", "--max-error", "0.01"]
     assert main(*words).code == 0

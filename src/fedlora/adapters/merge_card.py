@@ -73,7 +73,9 @@ def merge_card(given: Collection, facts: CardFacts) -> str:
     if facts.weighed is not None:
         columns[1:2] = ["weight, as given", "counts, after the rule", "why"]
         judged = zip(facts.weighed.counts, facts.weighed.why, strict=True)
-        rows = [[*row[:2], f"{c:.6g}", cell(why) if why else "", row[2]] for row, (c, why) in zip(rows, judged, strict=True)]
+        rows = [
+            [*row[:2], f"{c:.6g}", cell(why) if why else "", row[2]] for row, (c, why) in zip(rows, judged, strict=True)
+        ]
     reports = facts.modules
     worst = sorted(reports, key=lambda r: -r.error)[:_SHOWN]
     kept = sorted({r.kept for r in reports})

@@ -67,7 +67,7 @@ def check(
         raise typer.Exit(0 if good else 1)
     table = Table("contract", "claimed", "measured", "holds", title=f"Contracts of {label}")
     for finding in findings:
-        holds = {True: "yes", False: red("no"), None: "-"}[finding.holds]
+        holds = red("no") if finding.holds is False else "yes" if finding.holds else "-"
         table.add_row(finding.contract, finding.claimed, finding.measured, holds)
     console.print(table)
     for finding in findings:

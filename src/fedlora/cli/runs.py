@@ -46,7 +46,7 @@ from fedlora.runs.preparation import prepare
 from fedlora.runs.private_run import check_affordable
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.runs.resuming import changes
-from fedlora.server.judged import told
+from fedlora.server.judged import remarks, told
 from fedlora.simulation import ClientDone
 
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
@@ -166,9 +166,7 @@ def _show(folder: RunFolder) -> None:
     tell_attack(manifest)
     if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run tells of no single client
         console.print(_clients(s, manifest, folder.metrics()[-1]))
-    table = Table(
-        "", "", title=f"{s['method']}, {s['rounds']} rounds, {s['clients']} clients", show_header=False
-    )
+    table = Table("", "", title=f"{s['method']}, {s['rounds']} rounds, {s['clients']} clients", show_header=False)
     if s.get("attack"):
         table.add_row(red("under attack"), red(in_words(s["attack"], s["clients"])))
     for name in ("last", "best"):
@@ -215,6 +213,8 @@ def _show(folder: RunFolder) -> None:
     console.print(table)
     if s.get("defence"):
         console.print(_weighed(s["defence"]["clients"]))
+        for remark in remarks(s["defence"], manifest["clients"]):
+            notes.print(f"note: {remark}", style="yellow", soft_wrap=True)
     if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
         console.print(matrix)
     elif least := least_recalled(s["test"]["last"]):
@@ -255,9 +255,7 @@ def _weighed(clients: dict[str, dict[str, Any]], most: int = 12) -> Table:
     table = Table("client", "rounds", "left out", "mean weight", "after the rule", title="What the robust rule did")
     for name in sorted(clients, key=lambda name: (clients[name]["after"] / clients[name]["before"], name))[:most]:
         one = clients[name]
-        table.add_row(
-            name, str(one["rounds"]), str(one["left_out"]), f"{one['before']:.1%}", f"{one['after']:.1%}"
-        )
+        table.add_row(name, str(one["rounds"]), str(one["left_out"]), f"{one['before']:.1%}", f"{one['after']:.1%}")
     return table
 
 

@@ -123,7 +123,11 @@ def _measure(
         robust = beside.whole()
     of = f"the mean that {weighed.rule} weighs"
     weighed = replace(weighed, apart=_apart(robust, plain))
-    return of, None if robust is updates else lambda module: _whole(combine(module, [robust[module]], [1.0], wide)), weighed
+    return (
+        of,
+        None if robust is updates else lambda module: _whole(combine(module, [robust[module]], [1.0], wide)),
+        weighed,
+    )
 
 
 def _whole(found: Combined) -> tuple[LoRA, ModuleReport]:

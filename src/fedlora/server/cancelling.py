@@ -9,8 +9,8 @@ Columns of 2^20 that cancel are a small update, and a large rounding error of ev
 * between the two, methods that take products get it as it came, for they add up in float64. The others get the same
   update as a pair of orthogonal columns (`linalg.shortest`), and the log names the client.
 
-Only where both factors travel: one factor beside a common one has no terms of the client's own making. A diagonal gauge,
-columns of 1e6 beside rows of 1e-6, has no terms that cancel, and averages of factors stay open to it.
+Only where both factors travel: one factor beside a common one has no terms of the client's own making. A diagonal
+gauge, columns of 1e6 beside rows of 1e-6, has no terms that cancel, and averages of factors stay open to it.
 """
 
 from __future__ import annotations

@@ -111,9 +111,7 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
     return closed(terms, dict(zip(updates, after, strict=True)), heads, tally)
 
 
-def updates_of(
-    module: str, uploads: Sequence[Upload], weights: Mapping[str, float], found: Cancelling
-) -> list[Update]:
+def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, float], found: Cancelling) -> list[Update]:
     """What a method gets of the clients of `uploads`, for one module that all of them hold, in one compute dtype."""
     dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[module]) for u in uploads))
     updates = []
