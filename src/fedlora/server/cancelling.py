@@ -16,6 +16,7 @@ gauge, columns of 1e6 beside rows of 1e-6, has no terms that cancel, and average
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,9 @@ from fedlora.server.terms import Terms
 
 log = logging.getLogger("fedlora.server")
 
-_BORNE = 100.0  # times the size of an update, from which on factors and their residuals in float32 are not averaged
+# Over the size of an update, from which on its columns are not handed over. "terms" are added up in float32; of averages
+# of factors an update of 1e4 moves the mean by the root of that, and coordinates of condition 1e3 are an audit's own.
+_BORNE = {"products": math.inf, "terms": 1e2, "factors": 1e4}
 _SHOWN = 4
 
 
@@ -56,7 +59,7 @@ def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancellin
     found = dict(zip(names, each(lambda name: _looked(name, uploads), names), strict=True))
     if not any(one.suspects for one in found.values()):
         return Cancelling()
-    products = multiplied_how(terms.method) == "products"
+    borne = _BORNE[multiplied_how(terms.method)]
     norms, noise = torch.zeros(2, len(uploads), dtype=torch.float64)
     plain: dict[str, set[str]] = {}
     worst: dict[str, tuple[float, str]] = {}
@@ -66,7 +69,7 @@ def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancellin
             client, (size_of_terms, size) = uploads[k].client.id, one.suspects[k]
             squares[k] = size**2
             noise[k] += (ARITHMETIC * size_of_terms) ** 2
-            if not products and size_of_terms > _BORNE * size:
+            if borne < math.inf and size_of_terms > borne * size:
                 plain.setdefault(name, set()).add(client)
                 worst[client] = max(worst.get(client, (0.0, "")), (size_of_terms / max(size, 1e-300), name))
         norms += squares
