@@ -3,9 +3,10 @@
     python benchmarks/defences.py [--repeats 7] [--modules 4] [--json FILE] [--quick]
 
 25 clients of ranks 8 to 32 on modules of 768 x 768, float32, the second round, so that readouts are no zeros. Rows: the
-server's aggregation by glora without a rule; its look at terms that cancel; the changes' Gram matrix alone (readouts included); the rules alone, on
-that matrix; the aggregation with each rule. A rule that moves changes makes updates of up to twice the columns, and
-that is the larger part of its price. One thread, contestants interleaved: ratios count, absolute times do not.
+server's aggregation by glora without a rule; its look at terms that cancel; the changes' Gram matrix alone (readouts
+included); the rules alone, on that matrix; the aggregation with each rule. A rule that moves changes makes updates of
+up to twice the columns, and that is the larger part of its price. One thread, contestants interleaved: ratios count,
+absolute times do not.
 """
 
 from __future__ import annotations

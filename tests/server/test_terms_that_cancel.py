@@ -194,8 +194,8 @@ POWERS = (-3, -2, 0, 4, 10, 11, 12, 17, 20)
 def test_no_round_is_wiped_out_by_terms_that_cancel(name: str) -> None:
     """Contract of every method, without any rule. Before, columns of 2^20 made the next state 0 (glora, flexlora, svd,
     flora) or 1e7 to 1e9 (all others). Oracle: for products the dense mean in float64 of what was sent by those who
-    count; for averages of factors no more than a hundred times the largest of what was sent. Refused is who is named, and then the
-    state is that of the others bit for bit."""
+    count; for averages of factors no more than a hundred times the largest of what was sent. Refused is who is named,
+    and then the state is that of the others bit for bit."""
     server = Server(build(name, **EXACT.get(name, {})), quorum=2)
     state, uploads = honest(server, rounds=1)
     alone = server.global_update(server.aggregate(state, uploads))["q"]

@@ -308,15 +308,15 @@ def _defence(lines: Sequence[Mapping[str, Any]], attackers: Collection[str]) -> 
     return figure
 
 
-def _names(line: Mapping[str, Any], attackers: Collection[str]) -> dict[str, Sequence[float]]:
+def _names(line: Mapping[str, Any], attackers: Collection[str]) -> dict[str, tuple[float, float]]:
     """name -> place of the points that get one: all of few clients, of many those left out, where they are few."""
     clients = line["defence"]["clients"]
     gone = [name for name, one in clients.items() if one["after"] == 0]
     named = clients if len(clients) <= _NAMED else gone if len(gone) <= _NAMED else []
-    return {name[:24] + (" (lies)" if name in attackers else ""): clients[name]["at"] for name in named}
+    return {name[:24] + (" (lies)" if name in attackers else ""): tuple(clients[name]["at"]) for name in named}
 
 
-def _name_points(figure: Figure, labels: Mapping[str, Sequence[float]], judged: Mapping[str, Any]) -> None:
+def _name_points(figure: Figure, labels: Mapping[str, tuple[float, float]], judged: Mapping[str, Any]) -> None:
     """Names beside points, none over another or over a point, all inside the axes: each at the nearest free place, with
     a line to its point where that is not beside it."""
     axis, canvas = figure.axes[0], FigureCanvasAgg(figure)
