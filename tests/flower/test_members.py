@@ -29,6 +29,7 @@ from fedlora.flower.terms.facts import Agreement
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.runs.defence import DefenceSection
 from support.command_line import Said, process
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
@@ -453,7 +454,8 @@ def test_the_doctor_knows_what_a_rule_needs(
     """Before anything starts, by the check that the rounds begin with; and no word in square brackets is lost."""
     renew(fed.path)
     assert "robust rule" not in rows(fed)
-    fed.settings.write_text(fed.settings.read_text() + f"\n[defence]\n{table}\n")
+    rule = DefenceSection.model_validate(tomllib.loads(table))
+    FederationSettings.load(fed.settings).model_copy(update={"defence": rule}).write(fed.settings)
     found = rows(fed)["robust rule"]
     assert said in found[0] and found[1] is sound
     if not sound:
