@@ -3,9 +3,10 @@
     python benchmarks/defences.py [--repeats 7] [--modules 4] [--json FILE] [--quick]
 
 25 clients of ranks 8 to 32 on modules of 768 x 768, float32, the second round, so that readouts are no zeros. Rows: the
-server's aggregation by glora without a rule; the changes' Gram matrix alone (readouts included); the rules alone, on
-that matrix; the aggregation with each rule. A rule that moves changes makes updates of up to twice the columns, and
-that is the larger part of its price. One thread, contestants interleaved: ratios count, absolute times do not.
+server's aggregation by glora without a rule; its look at terms that cancel; the changes' Gram matrix alone (readouts
+included); the rules alone, on that matrix; the aggregation with each rule. A rule that moves changes makes updates of
+up to twice the columns, and that is the larger part of its price. One thread, contestants interleaved: ratios count,
+absolute times do not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 import torch
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora.linalg.parallel import one_by_one
+from fedlora.server.cancelling import cancelling
 from fedlora.server.changes import Changes, Sent, changes
 from fedlora.server.judging import weigh
 from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum, Rule
@@ -79,6 +82,7 @@ def main() -> None:
     p, who = counts / counts.sum(), [u.client.id for u in uploads]
     contestants: dict[str, Callable[[], object]] = {
         "aggregation, no rule": lambda: server.aggregate(state, uploads),  # type: ignore[arg-type]
+        "of that, looking for terms that cancel": lambda: cancelling(server.terms(state), uploads, one_by_one),  # type: ignore[arg-type]
         "Gram matrix of the changes": gram,
     }
     for rule in RULES:

@@ -232,7 +232,7 @@ def play(
     if adversary is not None and server.privacy is not None:
         raise HyperparameterError("an adversary's doings are told, and a private round tells of no single client.")
     if adversary is not None:
-        log.warning("clients of this federation lie on purpose, and its results are an experiment's: %r", adversary)
+        log.warning("clients of this federation lie on purpose, and nothing of it is for use: %s", adversary)
     while state.round < rounds:
         if server.privacy is None:
             chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)

@@ -130,7 +130,7 @@ def test_a_library_user_is_told_once_a_run(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING, "fedlora.simulation"):
         list(run("glora", EQUAL, adversary=LIARS))
     told = [r.getMessage() for r in caplog.records if "lie on purpose" in r.getMessage()]
-    assert len(told) == 1 and "sign-flip" in told[0] and "'b'" in told[0]
+    assert len(told) == 1 and "sign-flip (s = 1) by b" in told[0] and "Adversary(" not in told[0]
 
 
 # ---- who -------------------------------------------------------------------------------------------------------------

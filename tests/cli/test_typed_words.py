@@ -45,10 +45,13 @@ def test_a_comma_between_settings_is_named(text: str, says: str) -> None:
         parse_methods(text)
 
 
+as_ours: dict[str, Any] = {"emoji": console._emoji, "markup": console._markup}
+
+
 def test_names_are_text_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """In titles, headers and cells; nothing is coloured, drawn or lost."""
     file = io.StringIO()
-    monkeypatch.setattr(fedlora.cli.formats, "console", Console(file=file, width=300, emoji=console._emoji))
+    monkeypatch.setattr(fedlora.cli.formats, "console", Console(file=file, width=300, **as_ours))
     sheet = Sheet(f"title {ODD}", ["method", f"to {ODD}"], [[f"cell {ODD}", "1"]])
     show(Printed([sheet], [], {}, [f"remark {ODD}"]), Format.table)
     assert [file.getvalue().count(f"{where} {ODD}") for where in ("title", "to", "cell", "remark")] == [1, 1, 1, 1]
@@ -74,11 +77,18 @@ def test_a_runs_names_are_text(
             return finished.folder.metrics()
 
     file = io.StringIO()
-    monkeypatch.setattr(fedlora.cli.runs, "console", Console(file=file, width=300, emoji=console._emoji))
+    monkeypatch.setattr(fedlora.cli.runs, "console", Console(file=file, width=300, **as_ours))
     fedlora.cli.runs._show(Odd())  # type: ignore[arg-type]
     said = file.getvalue()
     assert f"{ODD}, 3 rounds" in said and f"gauge check: {ODD} moves by" in said and said.count(ODD) == 3
-    bar = Console(file=io.StringIO(), width=300, force_terminal=True, color_system=None, emoji=console._emoji)
+    bar = Console(
+        file=io.StringIO(),
+        width=300,
+        force_terminal=True,
+        color_system=None,
+        emoji=console._emoji,
+        markup=console._markup,
+    )
     monkeypatch.setattr(fedlora.cli.runs, "notes", bar)
     with fedlora.cli.runs._progress(f"{ODD} {{x}}", 4, "accuracy") as watch:
         watch.round_done(1, 2, {"accuracy": 0.5}, {"a": ODD})

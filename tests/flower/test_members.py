@@ -29,6 +29,7 @@ from fedlora.flower.terms.facts import Agreement
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.runs.defence import DefenceSection
 from support.command_line import Said, process
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
@@ -437,3 +438,25 @@ def test_a_round_needs_more_than_half_unless_the_file_says_otherwise(
     assert with_quorum(plain, sites).server.quorum == quorum
     asked_for = plain.model_copy(update={"server": plain.server.model_copy(update={"quorum": 1})})
     assert with_quorum(asked_for, sites).server.quorum == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "said", "sound"),
+    [
+        ('rule = "krum"\nliars = 1', "krum with 1 liar among 3 clients needs 5 of them, and a round has 3", False),
+        ('rule = "clip"\nliars = 1', "needs 3 of them, so a round that just meets the quorum (2) will not count", True),
+        ('rule = "geometric-median"', "of 3 sites in a round", True),
+    ],
+)
+def test_the_doctor_knows_what_a_rule_needs(
+    fed: FederationFolder, main: Callable[..., Said], table: str, said: str, sound: bool
+) -> None:
+    """Before anything starts, by the check that the rounds begin with; and no word in square brackets is lost."""
+    renew(fed.path)
+    assert "robust rule" not in rows(fed)
+    rule = DefenceSection.model_validate(tomllib.loads(table))
+    FederationSettings.load(fed.settings).model_copy(update={"defence": rule}).write(fed.settings)
+    found = rows(fed)["robust rule"]
+    assert said in found[0] and found[1] is sound
+    if not sound:
+        assert "[defence] " in main("doctor", fed.path).out

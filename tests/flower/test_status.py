@@ -245,6 +245,27 @@ def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path) -> None:
             pass
 
 
+def test_whom_a_rule_left_out_is_on_the_screen_and_scraped(tmp_path: Path, main: Any) -> None:
+    """The last round's weights after the rule, of each client in the last round that it was weighed in."""
+    home = federation_folder(tmp_path / "f")
+    loopback(home)
+    play_round(home, 1, after={"acme": 0.5, "berlin": 0.5, "cork": 0.0})
+    play_round(home, 2, {"berlin": "late"}, after={"acme": 1.0, "cork": 0.0})
+    folder = FederationFolder(home)
+    exposed = Exposed(folder)
+    exposed.see(progress_of(read_events(folder.events)), [], standing(folder))
+    with exposing(exposed, "127.0.0.1:0") as port:
+        found = scraped(f"127.0.0.1:{port}")
+    assert [found["fedlora_client_weight_after", n] for n in ("acme", "berlin", "cork")] == [1.0, 0.5, 0.0]
+    assert [found["fedlora_client_left_out", n] for n in ("acme", "berlin", "cork")] == [0, 0, 1]
+    assert found["fedlora_client_weight", "cork"] == 0.5 and found["fedlora_client_weight", "berlin"] == (1 / 3)
+    done = main("flower", "status", home)
+    assert done.code == 0, done.err
+    said = " ".join(done.out.split())
+    assert "robust rule: multi-krum leaves out cork (1 of 2)" in said and "50.0%, 0.0%" in said
+    assert "note: cork was left out in all 2 rounds" in said.replace("cork (rank 8, the largest)", "cork")
+
+
 def test_metrics_before_anything_happened(tmp_path: Path) -> None:
     exposed = Exposed(FederationFolder(federation_folder(tmp_path / "f")))
     exposed.see(Progress(), [], standing(FederationFolder(tmp_path / "f")))

@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from fedlora import Server, build
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import StockClients
+from fedlora.server.robust_rules import GeometricMedian, Krum
 from support.flower_grid import RANKS, SHAPES, LocalGrid, federation, seed_adapter
 
 
@@ -78,3 +79,9 @@ def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
             assert not tensor.any()  # B = 0; A may be in other coordinates, which change nothing then
     with pytest.raises(ConfigError, match="no LoRA factor of rank 8"):
         stock_strategy(state, r=8, alpha=16, clients=["x"])
+    weighed = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rule=GeometricMedian())
+    weighed.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=1)
+    tally = weighed.memory.state.server.tally
+    assert tally is not None and tally.judged is not None and set(tally.judged.clients) == set(RANKS)
+    with pytest.raises(ConfigError, match="krum with 1 liar among 1 clients needs"):
+        stock_strategy(state, r=4, alpha=16, clients=["x"], rule=Krum(liars=1))

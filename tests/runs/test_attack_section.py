@@ -85,13 +85,21 @@ def test_every_stored_upload_says_whether_it_is_a_lie(attacked: tuple[RunFolder,
         assert facts["attack"] == "sign-flip (s = 1)" and facts["lies"] is (name in LIAR)
 
 
-def test_a_plot_of_it_says_so(attacked: tuple[RunFolder, str, str]) -> None:
-    from fedlora.runs.plots import _metric
+def test_every_picture_of_it_says_so(attacked: tuple[RunFolder, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import fedlora.runs.plots as plots
 
-    folder = attacked[0]
-    ranks = folder.read_json("manifest.json")["clients"]
-    figure = _metric(folder.metrics(), folder.read_json("summary.json"), ranks)
-    assert "UNDER ATTACK: sign-flip" in figure.axes[0].get_title()
+    said: dict[str, str] = {}
+
+    def kept(figure: Any, path: Path) -> Path:
+        said[path.name] = figure.get_suptitle()
+        plots.plt.close(figure)
+        return path
+
+    monkeypatch.setattr(plots, "saved", kept)
+    plots.plot_run(attacked[0])
+    assert {"metric.png", "bytes.png", "spectrum.png"} <= set(said)
+    for name, text in said.items():
+        assert f"UNDER ATTACK, on purpose: {WORDS}." in " ".join(text.split()), name
 
 
 def test_an_honest_run_says_nothing_of_it(project: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def entry_point(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 def widen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal as wide as it takes. The fixture `wide`."""
     for module in (fedlora.cli.runs, fedlora.cli.formats, fedlora.cli.methods, fedlora.cli.audit):
-        monkeypatch.setattr(module, "console", Console(width=300))
+        monkeypatch.setattr(module, "console", Console(width=300, markup=False))
 
 
 def process(*args: object) -> subprocess.CompletedProcess[str]:

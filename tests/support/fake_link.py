@@ -27,8 +27,10 @@ def federation_folder(home: Path, rounds: int = 3, quorum: int = 2) -> Path:
     return home
 
 
-def play_round(home: Path, number: int, fates: Mapping[str, str] | None = None) -> None:
-    """What a ServerApp writes of a round."""
+def play_round(
+    home: Path, number: int, fates: Mapping[str, str] | None = None, after: Mapping[str, float] | None = None
+) -> None:
+    """What a ServerApp writes of a round. after: the clients' weights after a robust rule."""
     fates = {**dict.fromkeys(CLIENTS, "trained"), **(fates or {})}
     events = EventWriter(home / "server" / "events.jsonl")
     losses = {name: 1 / number + k / 10 for k, name in enumerate(fates) if fates[name] == "trained"}
@@ -37,6 +39,9 @@ def play_round(home: Path, number: int, fates: Mapping[str, str] | None = None) 
         "fates": {name: {"fate": fate, "why": "" if fate == "trained" else "so"} for name, fate in fates.items()},
         "norms": dict.fromkeys(losses, 0.5),
     }  # fmt: skip
+    if after is not None:
+        judged = {name: {"before": line["weights"][name], "after": x, "why": ""} for name, x in after.items()}  # type: ignore[index]
+        line["defence"] = {"rule": "multi-krum (liars = 1)", "facts": {}, "clients": judged}
     events.write(Began(number, 0, list(fates), {}, 60.0))
     for name, fate in fates.items():
         events.write(

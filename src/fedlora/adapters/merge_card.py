@@ -21,7 +21,7 @@ _SHOWN = 10  # modules
 class CardFacts:
     """What a card says. made: of what the result is made, in words. asked: the rank, as it was typed. weights: of each
     adapter; other_weights: of modules and tensors that have others. rank: that all modules are stored at, 0 where each
-    has its own. dropped: kind -> the names of what was left out."""
+    has its own. dropped: kind -> the names of what was left out. weighed: by a robust rule."""
 
     made: str
     asked: str
@@ -33,6 +33,20 @@ class CardFacts:
     rounding: float
     modules: Sequence[ModuleReport]
     dropped: Mapping[str, Sequence[str]]
+    weighed: RuleFacts | None = None
+
+
+class RuleFacts(Protocol):
+    """What a card says of a robust rule (`merging.Weighed`)."""
+
+    @property
+    def rule(self) -> str: ...
+    @property
+    def counts(self) -> Sequence[float]: ...
+    @property
+    def why(self) -> Sequence[str]: ...
+    @property
+    def apart(self) -> float | None: ...
 
 
 class ClientFacts(Protocol):
@@ -55,6 +69,13 @@ def merge_card(given: Collection, facts: CardFacts) -> str:
         [cell(file.directory.resolve().name), f"{w:.6g}", file.sha256()]
         for file, w in zip(given.files, facts.weights, strict=True)
     ]
+    columns = ["adapter", "weight", f"SHA-256 of {WEIGHTS_FILE}"]
+    if facts.weighed is not None:
+        columns[1:2] = ["weight, as given", "counts, after the rule", "why"]
+        judged = zip(facts.weighed.counts, facts.weighed.why, strict=True)
+        rows = [
+            [*row[:2], f"{c:.6g}", cell(why) if why else "", row[2]] for row, (c, why) in zip(rows, judged, strict=True)
+        ]
     reports = facts.modules
     worst = sorted(reports, key=lambda r: -r.error)[:_SHOWN]
     kept = sorted({r.kept for r in reports})
@@ -80,7 +101,7 @@ library_name: peft
 relative truncation error {facts.error:.2e} over all modules (norm of the update {norm:.4g}){rounding}.
 {padded}, with alpha = r: the update is B A itself.
 
-{_table(["adapter", "weight", f"SHA-256 of {WEIGHTS_FILE}"], rows)}{more}{dropped}
+{_of_rule(facts.weighed)}{_table(columns, rows)}{more}{dropped}
 
 The modules that lost most:
 
@@ -114,6 +135,17 @@ def _others(weights: Mapping[str, Sequence[float]]) -> str:
     rows = [[cell(name), ", ".join(f"{w:.6g}" for w in each)] for name, each in list(weights.items())[:_SHOWN]]
     rest = f"\n\nAnd {len(weights) - _SHOWN} more." if len(weights) > _SHOWN else ""
     return f"\n\nOther weights, in the same order:\n\n{_table(['module or tensor', 'weights'], rows)}{rest}"
+
+
+def _of_rule(weighed: RuleFacts | None) -> str:
+    if weighed is None:
+        return ""
+    gone = sum(c == 0 for c in weighed.counts)
+    apart = f", which is {weighed.apart:.2e} off their plain mean" if weighed.apart is not None else ""
+    return (
+        f"**Weighed by a robust rule**, {cell(weighed.rule)}: {gone} of {len(weighed.counts)} adapters count for "
+        f"nothing. Errors are of the mean that it weighs{apart}.\n\n"
+    )
 
 
 def _names(names: Sequence[str]) -> str:

@@ -60,6 +60,18 @@ class ClientReport:
 
 
 @dataclass(frozen=True)
+class Weighed:
+    """What a robust rule made of a merge. rule: with its keys. counts: what each adapter's change counts for, in their
+    order, after the rule. why: of each, why it was left out or held back, "" where it was not. apart: how far the mean
+    that the rule weighs is from the plain one, relative to that; None where a server's state is part of both."""
+
+    rule: str
+    counts: tuple[float, ...]
+    why: tuple[str, ...]
+    apart: float | None = None
+
+
+@dataclass(frozen=True)
 class MergeReport:
     """What a merge or a resize did.
 
@@ -70,7 +82,8 @@ class MergeReport:
     modules. beside_rounding: the same of the tensor beside the pairs that it moves most, relative to its own size: it
     is a whole weight, and what training changed of it is not known here. modules: one by one. lacking: modules that
     some adapter lacks. dropped: what was left out, by kind. bytes, bytes_before: of the result's tensors, and of the
-    adapters' files. clients: of the adapters that go back to clients (`--readout`).
+    adapters' files. clients: of the adapters that go back to clients (`--readout`). weighed: by a robust rule
+    (`--defence`); `weights` are those before it, and `error` is of the mean that it weighs.
 
     Example:
         >>> report = resize("adapter", "of-rank-2", rank=2, dry_run=True)
@@ -97,6 +110,7 @@ class MergeReport:
     bytes: int
     bytes_before: int
     clients: tuple[ClientReport, ...] = ()
+    weighed: Weighed | None = None
 
 
 @dataclass(frozen=True)
@@ -129,13 +143,15 @@ class Result:
 @dataclass(frozen=True)
 class Source:
     """Where the modules of a result come from. made: of what, in words, for the card; of: what a loss is relative to.
-    combined: module -> its update. mean: compared with that, where it is not itself the mean."""
+    combined: module -> its update. mean: compared with that, where it is not itself the mean. weighed: by a robust
+    rule."""
 
     modules: Sequence[str]
     combined: Callable[[str], Combined]
     made: str
     of: str
     mean: Callable[[str], tuple[LoRA, ModuleReport]] | None = None
+    weighed: Weighed | None = None
 
 
 @dataclass(frozen=True)
@@ -334,6 +350,7 @@ def write_result(
         done = _report(
             given, place.out, wanted, left, missing, extras, reports, rank, max(kept), dtype, notes, int(size)
         )
+        done = replace(done, weighed=source.weighed)
         if building is not None and writer is not None:
             writer.finish(extras.tensors, merge_card(given, _facts(done, source.made, wanted)), rank=rank)
         if also is not None:
@@ -587,7 +604,7 @@ def _differ(one: Sequence[float], other: Sequence[float]) -> bool:
 def _facts(report: MergeReport, made: str, wanted: Result) -> CardFacts:
     return CardFacts(
         made, str(wanted.rank), report.weights, report.module_weights, report.rank if report.one_rank else 0,
-        report.dtype, report.error, report.rounding, report.modules, report.dropped,
+        report.dtype, report.error, report.rounding, report.modules, report.dropped, report.weighed,
     )  # fmt: skip
 
 

@@ -46,6 +46,10 @@ class Adversary:
         if not self.clients:
             raise HyperparameterError("an Adversary without clients attacks nothing: name one, or leave it out.")
 
+    def __str__(self) -> str:
+        """The attack in one line, for a log."""
+        return f"{self.attack.words} by {', '.join(self.clients)}"
+
     def __call__(self, sent: Sequence[Sent], round: int) -> Tampered:
         by_id = sorted((s for s in sent if _counts(s)), key=lambda s: s.upload.client.id)
         liars = {s.upload.client.id: s for s in by_id if s.upload.client.id in self.clients}

@@ -112,7 +112,7 @@ def diff(
     for where, only in lone.items():
         if only:
             console.print(f"only in {where}: {', '.join(map(shown, only[:3]))} ({len(only)} in all)", markup=False)
-    console.print(f"[bold]{verdict}")
+    console.print(verdict, style="bold")
 
 
 def validate(

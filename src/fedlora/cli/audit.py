@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.uploads import read_uploads
@@ -18,7 +19,7 @@ from fedlora.analysis.audit import Audit
 from fedlora.analysis.audit import audit as audit_method
 from fedlora.cli.limits import Limit, limits_of
 from fedlora.cli.method_names import parse_methods
-from fedlora.cli.screen import cell, console, import_plots, notes, plotted, print_json
+from fedlora.cli.screen import cell, console, import_plots, notes, plotted, print_json, red
 from fedlora.core.messages import Upload
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
@@ -125,8 +126,8 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     console.print("relative, in the Frobenius norm over all modules; what moves depends on meaningless coordinates")
 
 
-def _size(x: float) -> str:
-    return f"{x:.1e}" if x < 1e-3 else f"[red]{x:.1%}"
+def _size(x: float) -> str | Text:
+    return f"{x:.1e}" if x < 1e-3 else red(f"{x:.1%}")
 
 
 def _consensus(audit: Audit) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,13 +60,14 @@ def _costs(found: Found) -> Sheet:
     for label, by_seed in found.runs.items():
         raws = [result.raw for result in by_seed.values()]
         told = [raw["bytes"] for raw in raws if raw["bytes"]]  # not of private runs
-        up = _mean([bytes["up_adapter"] + bytes["up_heads"] for bytes in told]) / 1e6 if told else math.nan
-        total = _mean([bytes["total"] for bytes in told]) / 1e6 if told else math.nan
+        up = _mean([bytes["up_adapter"] + bytes["up_heads"] for bytes in told]) / 1e6 if told else 0.0
+        total = _mean([bytes["total"] for bytes in told]) / 1e6 if told else 0.0
+        sizes = [f"{up:.1f}", f"{total - up:.1f}"] if told else ["not told", "not told"]
         drifts = [d for raw in raws if (d := (raw["gauge_drift"] or {}).get(raw["method"])) is not None]
         aggregate = _mean([raw["seconds"].get("aggregate", 0.0) for raw in raws])
         rows.append(
-            [label, raws[0]["target"], f"{up:.1f}", f"{total - up:.1f}", f"{aggregate:.2f}",
-             f"{max(drifts):.1e}" if drifts else ""]
+            [label, raws[0]["target"], *sizes, f"{aggregate:.2f}",
+             f"{max(drifts):.1e}" if drifts else "not told"]
         )  # fmt: skip
     columns = [AXIS, "target", "MB up", "MB down", "aggregate s", "gauge"]
     return Sheet("What a run costs, and its gauge check", columns, rows, 2)

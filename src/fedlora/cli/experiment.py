@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from fedlora.cli.batches import WorkersHelp, run_batch, worker_count
@@ -123,7 +122,7 @@ def status(
     """How many runs are finished, failed and still to do."""
     places = Places(results, work, None)
     done = places.finished(unclean=True)
-    table = Table("experiment", "search", "runs", "failed", "to do", title=escape(f"Experiments, profile {profile}"))
+    table = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
     found: dict[str, Any] = {}
     for name in names:
         experiment = _load(name, experiments)
@@ -139,7 +138,7 @@ def status(
         }  # fmt: skip
         f = found[experiment.name]
         shown = [f"{a} of {b}" for a, b in (f["search"], f["runs"])]
-        table.add_row(escape(experiment.name), *shown, str(failed), str(f["to_do"]))
+        table.add_row(experiment.name, *shown, str(failed), str(f["to_do"]))
     if json:
         print_json(found)
     else:
@@ -276,7 +275,7 @@ def _show_plan(chosen: Sequence[Experiment], profile: str, places: Places, only:
         sizes = [size["total"] / 1e6 for r in known if (size := done[r.digest].raw["bytes"])]
         travel = f"{sum(sizes) / len(sizes) * left:.0f}" if sizes else "unknown"
         table.add_row(
-            escape(experiment.name), str(len(search)), str(len(cells) * len(seeds)), str(len(known)),
+            experiment.name, str(len(search)), str(len(cells) * len(seeds)), str(len(known)),
             f"{each * left:,}", hours, travel,
         )  # fmt: skip
     console.print(table)

@@ -10,7 +10,6 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from fedlora.cli.screen import console, print_json
@@ -97,12 +96,12 @@ def fitting(sheet: Sheet, width: int) -> list[Sheet]:
 
 def _table(sheet: Sheet) -> Table:
     """Numbers stand whole; where even one column of them does not fit beside the names, these are folded."""
-    table = Table(title=escape(sheet.title), title_justify="left")
+    table = Table(title=sheet.title, title_justify="left")
     for k, column in enumerate(sheet.columns):
         name = k < sheet.names
-        table.add_column(escape(column), no_wrap=not name, overflow="fold", justify="left" if name else "right")
+        table.add_column(column, no_wrap=not name, overflow="fold", justify="left" if name else "right")
     for row in sheet.rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*(cell for cell in row))
     return table
 
 

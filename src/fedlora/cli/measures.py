@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fedlora.training.metrics import worst_of
 
@@ -28,7 +28,7 @@ def byte_size(count: float) -> str:
 
 def label_title(names: Sequence[str]) -> str:
     """The title of a column of `label_cell`s."""
-    return escape(" / ".join(names)) if 0 < len(names) <= _NAMED_CLASSES else "by label"
+    return " / ".join(names) if 0 < len(names) <= _NAMED_CLASSES else "by label"
 
 
 def label_cell(counts: Sequence[int], names: Sequence[str]) -> str:
@@ -37,7 +37,7 @@ def label_cell(counts: Sequence[int], names: Sequence[str]) -> str:
     if len(names) <= _NAMED_CLASSES:
         return " / ".join(map(str, counts))
     largest = sorted(range(len(names)), key=lambda k: -counts[k])[:2]
-    most = escape(", ".join(f"{names[k]} {counts[k]}" for k in largest if counts[k]))
+    most = ", ".join(f"{names[k]} {counts[k]}" for k in largest if counts[k])
     return f"{sum(n > 0 for n in counts)} of {len(names)} classes, most: {most}"
 
 
@@ -69,8 +69,8 @@ def confusion_table(confusion: Mapping[str, Any] | None, which: str) -> Table | 
     table = Table(title="Test set: true class (row), taken for (column)")
     table.add_column("")
     for name in [*names, "recall"]:
-        table.add_column(escape(name), justify="right")
+        table.add_column(name, justify="right")
     for k, (name, row) in enumerate(zip(names, matrix, strict=True)):
-        cells = [f"[bold]{n}[/bold]" if j == k else str(n) for j, n in enumerate(row)]
-        table.add_row(escape(name), *cells, f"{row[k] / sum(row):.3f}" if sum(row) else "no example")
+        cells = [Text(str(n), style="bold" if j == k else "") for j, n in enumerate(row)]
+        table.add_row(name, *cells, f"{row[k] / sum(row):.3f}" if sum(row) else "no example")
     return table

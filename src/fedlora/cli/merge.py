@@ -117,6 +117,9 @@ def merge(
             state=state, readout=readout, rule=rule, said=said, progress=tracked,
         )  # fmt: skip
     of_mean = "off the mean of the adapters by" if (method != "svd" or readout is not None) and state is None else None
+    if rule is not None and state is None:
+        cut = "truncation error over all modules, of" if method == "svd" else "off"
+        of_mean = f"{cut} the mean that the rule weighs{':' if method == 'svd' else ' by'}"
     _show(report, json, of_mean)
     if finished is not None and report.written and not json:
         console.print(f"round {finished} of {method}", markup=False)
@@ -202,7 +205,11 @@ def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
     told = ", ".join(f"{w:.4g}" for w in report.weights)
     count = f"{len(report.adapters)} adapters, weights {told}" if len(report.adapters) > 1 else "1 adapter"
     others = f"; others in {len(report.module_weights)} modules and tensors" if report.module_weights else ""
-    console.print(f"{count}{others}", markup=False)
+    if report.weighed is not None:
+        counts = ", ".join(f"{c:.4g}" for c in report.weighed.counts)
+        gone = sum(c == 0 for c in report.weighed.counts)
+        others += f"; after {report.weighed.rule} their changes count {counts} ({gone} left out)"
+    console.print(f"{count}{others}", markup=False, soft_wrap=True)
     for name in list(report.module_weights)[:_LISTED]:
         console.print(f"  {shown(name)}: {', '.join(f'{w:.4g}' for w in report.module_weights[name])}", markup=False)
     if len(report.module_weights) > _LISTED:
@@ -216,6 +223,11 @@ def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
     for kind, names in report.dropped.items():
         console.print(f"left out, {kind}: {len(names)}, such as {shown(names[0])}", markup=False)
     console.print(f"{of_mean or 'truncation error over all modules:'} {report.error:.2e}", markup=False)
+    if report.weighed is not None and report.weighed.apart is not None:
+        console.print(
+            f"the mean that the rule weighs is off the plain mean of all adapters by {report.weighed.apart:.2e}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
     if report.rounding:
         console.print(f"writing {report.dtype} adds {report.rounding:.2e}", markup=False)
     if report.beside_rounding:

@@ -9,11 +9,10 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from fedlora.errors import ConfigError
 from fedlora.methods.registry import METHODS
 from fedlora.runs.defence import DefenceSection
+from fedlora.runs.reading import checked
 from fedlora.runs.sections import MethodSection
 from fedlora.server.robust_rules import Rule
 
@@ -53,10 +52,9 @@ def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
     text = " ".join([name, *settings])
     values = _values(settings, f"a method is NAME [KEY=VALUE ...], as 'glora gamma=1'; got {text!r}.", "name")
     try:
-        return MethodSection.model_validate({"name": name, **values})
-    except ValidationError as error:
-        wrong = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"the method {text!r} cannot be read: {wrong}.") from error
+        return checked(MethodSection, {"name": name, **values})
+    except ConfigError as error:
+        raise ConfigError(f"the method {text!r} cannot be read: {_sentence(error)}") from error
 
 
 def parse_defence(text: str) -> Rule | None:
@@ -64,14 +62,17 @@ def parse_defence(text: str) -> Rule | None:
     name, *settings = _cut(" ".join(text.split()), _SPACES)
     values = _values(settings, f"a robust rule is NAME [KEY=VALUE ...], as 'krum liars=1'; got {text!r}.", "rule")
     try:
-        section = DefenceSection.model_validate({"rule": name, **values})
-    except ValidationError as error:
-        wrong = "; ".join(": ".join([*(str(e["loc"][0]) for _ in e["loc"][:1]), e["msg"]]) for e in error.errors())
-        raise ConfigError(f"--defence {text!r} cannot be read: {wrong}.") from error
+        section = checked(DefenceSection, {"rule": name, **values})
+    except ConfigError as error:
+        raise ConfigError(f"--defence {text!r} cannot be read: {_sentence(error)}") from error
     without = [f"{key} has no effect: {why}" for key, why in section.idle() if key.split(".")[1] in values]
     if without:
         raise ConfigError(f"--defence {text!r}: {'; '.join(without)}. Leave it out.")
     return section.build()
+
+
+def _sentence(error: ConfigError) -> str:
+    return str(error) if str(error).endswith("?") else f"{error}."
 
 
 def _values(settings: Sequence[str], wrong: str, taken: str) -> dict[str, Any]:

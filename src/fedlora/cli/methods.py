@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from fedlora.cli.method_names import parse_method
-from fedlora.cli.screen import console, import_plots, plotted, print_json
+from fedlora.cli.screen import console, import_plots, plotted, print_json, red
 from fedlora.errors import ConfigError
 from fedlora.methods.registry import Listed, listed
 from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
@@ -34,10 +33,10 @@ def methods(context: typer.Context, json: AsJson = False) -> None:
     for row in rows:
         name = row.name if row.package is None else f"{row.name} ({row.package})"
         if row.error is not None:
-            table.add_row(escape(name), "", f"[red]{escape(row.error)}", "")
+            table.add_row(name, "", red(row.error), "")
             continue
         shown = ", ".join(f"{k}={v}" for k, v in row.defaults.items())
-        table.add_row(escape(name), escape(row.paper), escape(shown) or "none", ", ".join(row.presets))
+        table.add_row(name, row.paper, shown or "none", ", ".join(row.presets))
     console.print(table)
 
 
@@ -66,10 +65,10 @@ def check(
             }
         )  # fmt: skip
         raise typer.Exit(0 if good else 1)
-    table = Table("contract", "claimed", "measured", "holds", title=f"Contracts of {escape(label)}")
+    table = Table("contract", "claimed", "measured", "holds", title=f"Contracts of {label}")
     for finding in findings:
-        holds = {True: "yes", False: "[red]no", None: "-"}[finding.holds]
-        table.add_row(finding.contract, finding.claimed, escape(finding.measured), holds)
+        holds = red("no") if finding.holds is False else "yes" if finding.holds else "-"
+        table.add_row(finding.contract, finding.claimed, finding.measured, holds)
     console.print(table)
     for finding in findings:
         if finding.why is not None:

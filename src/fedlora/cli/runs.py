@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fedlora.cli.measures import (
     byte_size,
@@ -32,6 +32,7 @@ from fedlora.cli.screen import (
     notes,
     plotted,
     print_json,
+    red,
     tell_attack,
     tell_copies,
     tell_cut,
@@ -45,7 +46,7 @@ from fedlora.runs.preparation import prepare
 from fedlora.runs.private_run import check_affordable
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.runs.resuming import changes
-from fedlora.server.judged import told
+from fedlora.server.judged import remarks, told
 from fedlora.simulation import ClientDone
 
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
@@ -100,7 +101,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     if folder.exists():
         changes(folder, config)  # what cannot be gone on with is said before anything is read
     quiet_libraries()
-    with notes.status(f"{escape(label)}: reading data and model"):
+    with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root)
     tell_attack(prepared.manifest)
     tell_copies(prepared.manifest["copies"])
@@ -165,25 +166,24 @@ def _show(folder: RunFolder) -> None:
     tell_attack(manifest)
     if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run tells of no single client
         console.print(_clients(s, manifest, folder.metrics()[-1]))
-    table = Table(
-        "", "", title=f"{escape(s['method'])}, {s['rounds']} rounds, {s['clients']} clients", show_header=False
-    )
+    table = Table("", "", title=f"{s['method']}, {s['rounds']} rounds, {s['clients']} clients", show_header=False)
     if s.get("attack"):
-        table.add_row("[red]under attack[/red]", f"[red]{escape(in_words(s['attack'], s['clients']))}[/red]")
+        table.add_row(red("under attack"), red(in_words(s["attack"], s["clients"])))
     for name in ("last", "best"):
         score, test = s["validation"][name], s["test"][name]
         if score and test:
             when = f"round {s['best_round'] if name == 'best' else s['rounds']}"
             table.add_row(
-                f"{metric}, {name} ({when})", f"validation {number(score[metric])}, test [bold]{number(test[metric])}"
+                f"{metric}, {name} ({when})",
+                Text.assemble(f"validation {number(score[metric])}, test ", (number(test[metric]), "bold")),
             )
     if others := other_scores(s["test"]["last"], metric):
         table.add_row("also on test, last", others)
     if s.get("stopped_early"):
         table.add_row("stopped early", f"after round {s['rounds']} of {s['stopped_early']['of']}")
-        table.add_row("because of", escape(s["stopped_early"]["why"]))
+        table.add_row("because of", s["stopped_early"]["why"])
     if s["clients_at_end"]:
-        table.add_row("worst client's own readout", escape(worst_client(s["clients_at_end"], metric)))
+        table.add_row("worst client's own readout", worst_client(s["clients_at_end"], metric))
     if s["bytes"]:  # of a private run it is not told
         up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
         table.add_row("sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}")
@@ -196,23 +196,25 @@ def _show(folder: RunFolder) -> None:
         table.add_row("zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the {of}")
     as_sent = s.get("gauge_drift_as_sent") or {}
     for method, drift in (s["gauge_drift"] or {}).items():
-        shown = f"{drift:.1e}" if drift < 1e-3 else f"[red]{drift:.1%}[/red]"
+        shown = Text(f"{drift:.1e}") if drift < 1e-3 else red(f"{drift:.1%}")
         if method in as_sent:
             moved = as_sent[method]
             shown += f", as sent {moved:.1e}" if moved < 1e-3 else f", as sent {moved:.1%}"
-        table.add_row(escape(f"gauge check: {method} moves by"), shown)
+        table.add_row(f"gauge check: {method} moves by", shown)
     if "storing" in as_sent:
         table.add_row("storing the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}")
     if s["refused"]:
         table.add_row("client rounds left out", str(s["refused"]))
     if spent := s.get("privacy"):
         for name, value in privacy_rows(spent):
-            table.add_row(name, escape(value))
+            table.add_row(name, value)
     if s.get("defence"):
-        table.add_row("robust rule", escape(s["defence"]["rule"]))
+        table.add_row("robust rule", s["defence"]["rule"])
     console.print(table)
     if s.get("defence"):
         console.print(_weighed(s["defence"]["clients"]))
+        for remark in remarks(s["defence"], manifest["clients"]):
+            notes.print(f"note: {remark}", style="yellow", soft_wrap=True)
     if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
         console.print(matrix)
     elif least := least_recalled(s["test"]["last"]):
@@ -237,7 +239,7 @@ def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) 
         at_end = s["clients_at_end"].get(client)
         loss = last["losses"].get(client)
         clients.add_row(
-            escape(client),
+            client,
             str(rank),
             str(manifest["data"]["train"][client]["examples"]),
             *([label_cell(counts.get(client, []), names)] if names else []),
@@ -253,9 +255,7 @@ def _weighed(clients: dict[str, dict[str, Any]], most: int = 12) -> Table:
     table = Table("client", "rounds", "left out", "mean weight", "after the rule", title="What the robust rule did")
     for name in sorted(clients, key=lambda name: (clients[name]["after"] / clients[name]["before"], name))[:most]:
         one = clients[name]
-        table.add_row(
-            escape(name), str(one["rounds"]), str(one["left_out"]), f"{one['before']:.1%}", f"{one['after']:.1%}"
-        )
+        table.add_row(name, str(one["rounds"]), str(one["left_out"]), f"{one['before']:.1%}", f"{one['after']:.1%}")
     return table
 
 

@@ -23,14 +23,19 @@ _LONGEST = 2_500  # letters of an error: a screen
 class Screen(Console):
     """As wide as the terminal; off a terminal, in a pipe or a file, as wide as it takes, so that nothing is cut.
 
-    Whoever wrote what is printed: no control sequence reaches the terminal, and words between colons stay words.
+    Whoever wrote what is printed: no control sequence reaches the terminal, and words between colons or in square
+    brackets stay words, also in the cells and titles of tables. What is to be red is `red`.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(emoji=False, **options)
+        super().__init__(emoji=False, markup=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(_printable(o) if isinstance(o, str) else o for o in objects), **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Of every string: also of those in tables, which no `print` sees."""
+        return super().render_str(_printable(text), **options)
 
     @property
     def size(self) -> ConsoleDimensions:
@@ -49,6 +54,11 @@ def _printable(text: str) -> str:
 def cell(text: object) -> Text:
     """A stranger's text in a table: cut, on one line, and never markup."""
     return Text(shown(text))
+
+
+def red(text: object) -> Text:
+    """Text of ours or of a stranger, in red."""
+    return Text(_printable(str(text)), style="red")
 
 
 console = Screen()

@@ -28,11 +28,14 @@ import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA
-from fedlora.linalg import gram, norm, shortest
+from fedlora.linalg import shortest
+from fedlora.linalg.cancelling import cancels
 
 How = Literal["products", "terms", "factors"]
 
-_CANCELS = 100  # the sum of its terms' norms over the norm of an update, from which on its columns are not handed over
+_CANCELS = (
+    100.0  # the sum of its terms' norms over the norm of an update, from which on its columns are not handed over
+)
 
 
 class TakesMultipliers(ABC):
@@ -83,18 +86,16 @@ def multiplied(how: How, sent: LoRA, begun: LoRA, m: float) -> Sequence[tuple[fl
     return [(1.0, LoRA(*(t.to(B.dtype) for t in shortest([(m, B, A), (1 - m, B_0, A_0)]))))]
 
 
-def _plain(sent: LoRA) -> LoRA:
-    """`sent` itself, or where its terms cancel the same update as a pair of which none do, with zero columns."""
-    B, A = (t.detach().double() for t in sent.factors)
-    of_B, of_A = (torch.frexp(norm(t, dim=k)).exponent.clamp(-1000, 1000) for k, t in enumerate((B, A)))
-    B, A = torch.ldexp(B, -of_B), torch.ldexp(A, -of_A[:, None])  # any sizes: their squares are numbers now
-    lengths = norm(B, dim=0) * norm(A, dim=1)
-    sizes = torch.where(lengths > 0, of_B + of_A, -4000)
-    w = torch.ldexp(torch.ones_like(lengths), (sizes - sizes.max()).clamp(min=-1000))
-    if float(w @ (gram(B) * gram(A.mT)) @ w) * _CANCELS**2 >= float(w @ lengths) ** 2:
-        return sent
+def plain_pair(sent: LoRA) -> LoRA:
+    """The same update as a pair of orthogonal columns, none of which cancel, of `sent`'s rank and dtype: the last ones
+    may be zero."""
     B, A = (t.to(sent.factors[0].dtype) for t in shortest([(1.0, *sent.factors)]))
     return LoRA(_padded(B, len(B), sent.rank), _padded(A, sent.rank, A.shape[1]))
+
+
+def _plain(sent: LoRA) -> LoRA:
+    """`sent` itself, or where its terms cancel its `plain_pair`."""
+    return plain_pair(sent) if cancels(*sent.factors, _CANCELS) else sent
 
 
 def _moved(sent: Tensor, begun: Tensor, m: float) -> Tensor:
@@ -109,4 +110,4 @@ def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]))
 
 
-__all__ = ["How", "TakesMultipliers", "multiplied", "multiplied_how"]
+__all__ = ["How", "TakesMultipliers", "multiplied", "multiplied_how", "plain_pair"]

@@ -16,7 +16,8 @@ from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import Difference
-from fedlora.runs.plots import COLOURS, saved, words
+from fedlora.runs.attack_words import attacks_of
+from fedlora.runs.plots import COLOURS, saved, under_attack, words
 
 
 def plot_curves(
@@ -58,6 +59,8 @@ def plot_curves(
         ncols=min(5, len(labels) or 1),
     )
     figure.suptitle(f"{experiment.title}: mean over seeds, shaded: ± standard error", fontsize=11)
+    if attacks := attacks_of([results[run.digest].raw["config"] for run in runs]):
+        under_attack(figure, f"some of these runs, by {'; '.join(attacks)}")
     if isinstance(path, Path):
         return saved(figure, path)
     figure.savefig(path, dpi=110)
@@ -94,6 +97,8 @@ def plot_comparison(
         if differences:
             _intervals(right, differences, colours)
             right.set_xlabel(f"{metric} ({which}), method minus {differences[0].reference}")
+        if attacks := attacks_of([each.raw["config"] for by_seed in runs.values() for each in by_seed.values()]):
+            under_attack(figure, "; ".join(attacks))
         saved(figure, path)
     return path
 

@@ -16,6 +16,7 @@ from fedlora.flower.messages.records import stock_key
 from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
+from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Server, start
 
 
@@ -33,6 +34,7 @@ def stock_strategy(
     seed: int = 0,
     folder: Path | None = None,
     resume: bool = False,
+    rule: Rule | None = None,
     **hparams: Any,
 ) -> FedLoRA:
     """A strategy for clients that exchange `get_peft_model_state_dict` and know nothing of fedlora.
@@ -40,10 +42,13 @@ def stock_strategy(
     Args:
         peft_state: the initial state dict of linear LoRA layers. r, alpha: as all clients have them.
         clients: their registered names; with names="order" (simulation, where nodes have none) the nodes online in the
-            order of their ids are these. method, hparams: as `fedlora.build`.
+            order of their ids are these. method, hparams: as `fedlora.build`. rule: a robust rule, as
+            `fedlora.server.robust_rules.MultiKrum(liars=1)`, in place of Flower's own strategies of that name, which
+            compare factors: these would not see adapters.
 
     Raises:
-        ConfigError: other tensors than LoRA factors of rank r, or a method that such clients cannot run.
+        ConfigError: other tensors than LoRA factors of rank r, a method that such clients cannot run, or a rule that
+            bears no round of so many clients.
     """
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in peft_state.items():
@@ -55,7 +60,7 @@ def stock_strategy(
         pairs.setdefault(found[0], {})[found[1]] = tensor.detach().cpu().float()
     factor = alpha / r
     adapter = Adapter({m: LoRA(pair["B"] * factor, pair["A"]) for m, pair in sorted(pairs.items())})
-    server = Server(build(method, **hparams), heads="frozen", quorum=quorum, seed=seed)
+    server = Server(build(method, **hparams), heads="frozen", quorum=quorum, seed=seed, rule=rule)
     return FedLoRA(
         server,
         Policy(dict.fromkeys(clients, r), deadline=deadline),

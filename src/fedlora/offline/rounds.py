@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedlora.adapters.collection import Collection
-from fedlora.adapters.merging import ClientReport, MergeReport, Parts, Place, Progress, Result, Source, write_result
+from fedlora.adapters.merging import (
+    ClientReport,
+    MergeReport,
+    Parts,
+    Place,
+    Progress,
+    Result,
+    Source,
+    Weighed,
+    write_result,
+)
 from fedlora.adapters.narrowing import parse_type
-from fedlora.adapters.truncation import RankRule, combine
+from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
 from fedlora.adapters.uploads import read_facts, read_round
+from fedlora.core.lora import LoRA, stack
 from fedlora.core.messages import Missing
 from fedlora.core.method import Method
+from fedlora.methods import build
 from fedlora.offline.readouts import hand_out, readout_ranks
 from fedlora.offline.server import ByHand
 from fedlora.server.judged import Judged
 from fedlora.server.robust_rules import Rule
+
+Against = Callable[[str], tuple[LoRA, ModuleReport]]
 
 
 def merge_round(
@@ -59,13 +75,15 @@ def merge_round(
     more = [*more, *(_weighed(judged) if judged is not None else [])]
     label = f"{label}, weighed by {judged.rule}" if judged is not None else label
     updates = hand.whole()
-    exact, wide = RankRule("exact"), parse_type(wanted.dtype) if wanted.dtype else torch.float32
+    wide = parse_type(wanted.dtype) if wanted.dtype else torch.float32
+    of, against, weighed = _measure(given, clients, method, missing, rule, judged, updates, state is not None, wide)
     source = Source(
         [module for module in given.modules if module in updates] + [m for m in updates if m not in set(given.modules)],
         lambda module: combine(module, [updates[module]], [1.0], wide),
         f"The server update of {label}",
-        "the mean of the adapters" if state is None else "the server's update",
-        None if state is not None else lambda module: given.merged(module, exact, missing, wide),
+        of,
+        against,
+        weighed,
     )
     with ExitStack() as last:
 
@@ -77,6 +95,53 @@ def merge_round(
 
         report = write_result(given, place, wanted, source, missing, [*said, *more], progress, also)
     return report, after.round if state is not None else None
+
+
+def _measure(
+    given: Collection, clients: Sequence[str], method: Method[Any], missing: Missing, rule: Rule | None,
+    judged: Judged | None, updates: Mapping[str, LoRA], kept: bool, wide: torch.dtype,
+) -> tuple[str, Against | None, Weighed | None]:  # fmt: skip
+    """(what the result's error is relative to, in words; what it is compared with, None: it is that itself; what the
+    rule did). With a rule the measure is the exact mean that the rule weighs, not the plain one, liars included. kept:
+    with a server's state, so that the update is of more than these adapters."""
+    weighed = None
+    if judged is not None:
+        stood = [judged.clients[name] for name in clients]
+        weighed = Weighed(judged.rule, tuple(one.after for one in stood), tuple(one.why for one in stood))
+    if kept:
+        return "the server's update", None, weighed
+
+    def plain(module: str) -> tuple[LoRA, ModuleReport]:
+        return given.merged(module, RankRule("exact"), missing, wide)
+
+    if weighed is None or rule is None:
+        return "the mean of the adapters", plain, weighed
+    robust, exact = updates, build("svd", energy=1.0)
+    if method != exact:
+        beside = ByHand(exact, "exact", None, base=given.files[0].base, missing=missing, rule=rule)
+        beside.aggregate(given, clients, given.weights, [None for _ in clients])
+        robust = beside.whole()
+    of = f"the mean that {weighed.rule} weighs"
+    weighed = replace(weighed, apart=_apart(robust, plain))
+    return (
+        of,
+        None if robust is updates else lambda module: _whole(combine(module, [robust[module]], [1.0], wide)),
+        weighed,
+    )
+
+
+def _whole(found: Combined) -> tuple[LoRA, ModuleReport]:
+    return found.cut(found.product.rank)
+
+
+def _apart(updates: Mapping[str, LoRA], plain: Against) -> float:
+    """How far these are from the plain mean, relative to that, over all modules."""
+    off, size = [], []
+    for module, lora in updates.items():
+        mean, report = plain(module)
+        off.append(stack([lora.map(torch.Tensor.double), mean.map(torch.Tensor.double)], [1.0, -1.0]).norm())
+        size.append(report.norm)
+    return math.hypot(*off) / math.hypot(*size) if any(size) else (math.inf if any(off) else 0.0)
 
 
 def _weighed(judged: Judged) -> list[str]:

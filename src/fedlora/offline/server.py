@@ -24,7 +24,7 @@ from fedlora.core import beside, checkpoint, files
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Missing, Upload
 from fedlora.core.method import Method
-from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError
+from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError, UploadRefused
 from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -138,6 +138,8 @@ class ByHand:
         if self.state is None:
             self.state = self._server.init(_zero_start(uploads))
         after = self._server.aggregate(self.state, uploads)
+        for client, why in after.tally.refused.items() if after.tally is not None else ():
+            raise UploadRefused(client, f"{why}. Leave its adapter out to merge the others")
         self.state = after
         return after
 

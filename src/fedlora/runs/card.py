@@ -150,7 +150,14 @@ def _left_out(judged: Mapping[str, Any] | None) -> str:
     gone = [
         f"{_cell(name)} in {one['left_out']} of {one['rounds']}" for name, one in clients.items() if one["left_out"]
     ]
-    return f"; its examples counted for nothing in rounds: {', '.join(gone)}" if gone else ""
+    held = [
+        f"{_cell(name)} {one['after']:.1%} of {one['before']:.1%}"
+        for name, one in clients.items()
+        if one["after"] < 0.95 * one["before"] and one["left_out"] < one["rounds"]
+    ]
+    return (f"; its examples counted for nothing in rounds: {', '.join(gone)}" if gone else "") + (
+        f"; mean weight after the rule, of that before: {', '.join(held)}" if held else ""
+    )
 
 
 def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, StrictFloat, StrictInt, model_validator
+from pydantic import Field, StrictFloat, StrictInt, ValidationInfo, field_validator, model_validator
 
 from fedlora.core.method import Method
 from fedlora.core.multiplied import TakesMultipliers, multiplied_how
@@ -42,6 +42,17 @@ class DefenceSection(Section):
     tau: Norm | None = None
     tolerance: Annotated[float, Field(gt=0, lt=1)] | None = None
     iterations: Annotated[int, Field(ge=1)] | None = None
+
+    @field_validator("liars", "threshold", "tau", mode="before")
+    @classmethod
+    def _in_words(cls, value: object, of: ValidationInfo) -> object:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if of.field_name == "liars":
+            if value is not None and not number:
+                raise ValueError("how many clients of a round may lie, a number (2), or which share of them (0.2)")
+        elif not (value in (None, "median") or (number and cast("float", value) > 0)):
+            raise ValueError("a norm above 0, or 'median'")
+        return value
 
     @model_validator(mode="after")
     def _whole(self) -> DefenceSection:

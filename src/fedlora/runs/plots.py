@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
 
 from fedlora.analysis.audit import Audit
 from fedlora.core import files
+from fedlora.runs.attack_words import in_words
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.rank_profiles import RankType
 
@@ -30,14 +35,19 @@ def plot_run(folder: RunFolder) -> list[Path]:
     lines, summary = folder.metrics(), folder.read_json("summary.json")
     ranks = folder.read_json("manifest.json")["clients"]
     folder.plots.mkdir(exist_ok=True)
-    figures = {}
+    figures, attackers = {}, (summary.get("attack") or {}).get("clients", ())
     if lines[0]["bytes"]:  # not of a private run
         figures["bytes"] = _bytes(lines)
     if judged := [line for line in lines if line.get("defence")]:
-        figures["defence"] = _defence(judged)
+        figures["defence"] = _defence(judged, attackers)
     if any("singular_values" in facts for facts in summary["diagnostics"].values()):
         figures["spectrum"] = _spectrum(summary)
     figures["metric"] = _metric(lines, summary, ranks)  # the last: where it is, all are
+    if attack := summary.get("attack"):
+        for figure in figures.values():
+            under_attack(figure, in_words(attack, len(ranks)))
+    if judged:
+        _name_points(figures["defence"], _names(judged[-1], attackers), judged[-1]["defence"])
     return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
 
 
@@ -173,8 +183,7 @@ def _metric(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], rank
             which = f"test, {name} round{' by validation' if name == 'best' else ''}"
             left.plot([round], [summary["test"][name][metric]], marker, color=COLOURS[1], label=which)
     left.set(xlabel="round", ylabel=words(metric))
-    attack = f", UNDER ATTACK: {summary['attack']['kind']}" if summary.get("attack") else ""
-    left.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']}){attack}")
+    left.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']})")
     left.legend()
     clients = sorted({client for line in lines for client in line["losses"]})
     if not clients:  # a private run tells of none
@@ -246,9 +255,10 @@ _NAMED = 12  # points with a name
 _ROWS = 40  # clients of a heat map
 
 
-def _defence(lines: Sequence[Mapping[str, Any]]) -> Figure:
+def _defence(lines: Sequence[Mapping[str, Any]], attackers: Collection[str]) -> Figure:
     """Left: the last round's clients as points in the plane of their changes' two leading directions, with the plain
-    and the robust mean. Right: what each client's change counted for in each round, of its own weight."""
+    and the robust mean. Right: what each client's change counted for in each round, of its own weight. attackers: who
+    lies on purpose."""
     last = lines[-1]
     judged, clients = last["defence"], last["defence"]["clients"]
     names = sorted({name for line in lines for name in line["defence"]["clients"]})
@@ -257,23 +267,26 @@ def _defence(lines: Sequence[Mapping[str, Any]]) -> Figure:
         1, 2, figsize=(12, max(4.6, 1.6 + 0.24 * min(len(names), _ROWS))), layout="constrained", width_ratios=(1.15, 1)
     )
     gone = [name for name, one in clients.items() if one["after"] == 0]
+    held = [name for name, one in clients.items() if 0 < one["after"] < 0.95 * one["before"]]
     for name, one in clients.items():
         out, size = name in gone, 30 + 500 * (one["before"] if name in gone else one["after"])
         left.scatter(
-            *one["at"], s=size, color=COLOURS[1] if out else COLOURS[0], marker="X" if out else "o",
+            *one["at"], s=size, color=COLOURS[1 if out else 3 if name in held else 0], marker="X" if out else "o",
             alpha=0.75, linewidths=0, zorder=3,
         )  # fmt: skip
-        if len(clients) <= _NAMED or (out and len(gone) <= _NAMED):
-            left.annotate(name, one["at"], textcoords="offset points", xytext=(7, 5), fontsize=8)
     points = {"no change": ((0.0, 0.0), "+", "#777777"), "plain mean": (judged["mean"], "s", COLOURS[4])}
     points |= {"robust mean": (judged["robust"], "*", COLOURS[2])}
     for label, (at, marker, colour) in points.items():
         left.scatter(*at, s=110, marker=marker, color=colour, label=label, zorder=4)
     left.scatter([], [], s=60, color=COLOURS[0], label="client, by its weight after")
+    left.scatter([], [], s=60, color=COLOURS[3], label="client held back")
     left.scatter([], [], s=60, marker="X", color=COLOURS[1], label="client left out")
     left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
+    places = [one["at"] for one in clients.values()] + [at for at, _, _ in points.values()]
+    room = 0.15 * max(max(x) - min(x) for x in zip(*places, strict=True))
+    corners = [(min(x) - room, max(x) + room) for x in zip(*places, strict=True)]
+    left.scatter(*corners, alpha=0)  # room for names: "equal" takes no margin
     left.axis("equal")
-    left.margins(0.12)
     left.grid(alpha=0.3)
     left.set(xlabel="first direction of the changes", ylabel="second direction")
     share = f"{judged['in_plane']:.0%} of all squared norms is in this plane"
@@ -284,7 +297,9 @@ def _defence(lines: Sequence[Mapping[str, Any]]) -> Figure:
         shown = sorted(sorted(names, key=lambda name: (total[name], name))[:_ROWS])
     rows = [[math.nan if (m := _multiplier(line, n)) is None else min(m, 2.0) for line in lines] for n in shown]
     image = right.imshow(rows, vmin=0, vmax=2, cmap="PuOr", aspect="auto", interpolation="nearest")
-    right.set_yticks(range(len(shown)), [name[:24] for name in shown], fontsize=7)
+    right.set_yticks(
+        range(len(shown)), [name[:24] + (" (lies)" if name in attackers else "") for name in shown], fontsize=7
+    )
     every = max(1, -(-len(lines) // 15))
     right.set_xticks(range(0, len(lines), every), [str(line["round"]) for line in lines][::every])
     right.set(xlabel="round")
@@ -293,9 +308,57 @@ def _defence(lines: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def _names(line: Mapping[str, Any], attackers: Collection[str]) -> dict[str, tuple[float, float]]:
+    """name -> place of the points that get one: all of few clients, of many those left out, where they are few."""
+    clients = line["defence"]["clients"]
+    gone = [name for name, one in clients.items() if one["after"] == 0]
+    named = clients if len(clients) <= _NAMED else gone if len(gone) <= _NAMED else []
+    return {name[:24] + (" (lies)" if name in attackers else ""): tuple(clients[name]["at"]) for name in named}
+
+
+def _name_points(figure: Figure, labels: Mapping[str, tuple[float, float]], judged: Mapping[str, Any]) -> None:
+    """Names beside points, none over another or over a point, all inside the axes: each at the nearest free place, with
+    a line to its point where that is not beside it."""
+    axis, canvas = figure.axes[0], FigureCanvasAgg(figure)
+    canvas.draw()  # places are known from here on
+    figure.set_layout_engine("none")
+    frame, renderer = axis.get_window_extent(), canvas.get_renderer()
+    marks = [*labels.values(), judged["mean"], judged["robust"], (0.0, 0.0)]
+    taken = [Bbox.from_bounds(x - 7, y - 7, 14, 14) for x, y in (axis.transData.transform(at) for at in marks)]
+    for label, at in labels.items():
+        best = None
+        for reach in (12, 22, 36, 54, 76, 100):
+            for turn in range(16):
+                angle = math.tau * turn / 16 + math.pi / 5
+                shift = (reach * math.cos(angle), 0.7 * reach * math.sin(angle))
+                text = axis.annotate(
+                    label, at, textcoords="offset points", xytext=shift, fontsize=8, zorder=5,
+                    ha="left" if shift[0] >= 0 else "right", va="center",
+                    arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.6} if reach > 20 else None,
+                )  # fmt: skip
+                text.update_positions(renderer)
+                box = Text.get_window_extent(text, renderer)
+                inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+                if inside and not any(box.overlaps(other) for other in taken):
+                    best = box
+                    break
+                text.remove()
+            if best is not None:
+                taken.append(best)
+                break
+
+
 def _multiplier(line: Mapping[str, Any], name: str) -> float | None:
     one = line["defence"]["clients"].get(name)
     return None if one is None else float(one["after"] / one["before"])
+
+
+def under_attack(figure: Figure, what: str) -> None:
+    """Says above a picture that its clients lied on purpose; below what stands there already."""
+    title = figure.get_suptitle()
+    said = textwrap.wrap(f"UNDER ATTACK, on purpose: {what}. Not for use.", int(13 * figure.get_figwidth()))
+    more = said[:3] + (["..."] if len(said) > 3 else [])
+    figure.suptitle("\n".join([*([title] if title else []), *more]), color="#a00000", fontsize=10, fontweight="bold")
 
 
 def words(metric: str) -> str:

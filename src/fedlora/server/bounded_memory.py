@@ -22,6 +22,7 @@ from fedlora.errors import HyperparameterError, RankMismatch, UploadRefused
 from fedlora.linalg import gauge_splits, unit_roundoff
 from fedlora.linalg.incremental import Folded, fold, side_by_side
 from fedlora.linalg.parallel import workers
+from fedlora.server.cancelling import cancelling
 from fedlora.server.checks import check_count
 from fedlora.server.closing import closed, shares
 from fedlora.server.heads import HeadSums
@@ -91,8 +92,8 @@ class BoundedMemory:
         """
         if not self._sums:
             return close_whole(self._held, self._attendance)
-        self._attendance.require_quorum()
         self._fold()
+        self._attendance.require_quorum()
         terms, counts = self._terms, self._attendance.counts
         everyone = math.fsum(counts.values()) if terms.missing == "zero" else None
 
@@ -107,10 +108,16 @@ class BoundedMemory:
     def _fold(self) -> None:
         """Fold in the uploads that are held, and drop them."""
         uploads, counts = [self._held[c] for c in sorted(self._held)], self._attendance.counts
+        with workers(self._terms.workers) as each:
+            found = cancelling(self._terms, uploads, each)
+        for client, reason in found.refused.items():
+            self._attendance.refuse(UploadRefused(client, reason))
+        uploads = [u for u in uploads if u.client.id not in found.refused]
 
         def folded(name: str) -> Sums:
             holders = [u for u in uploads if name in u.adapter.modules]
-            return add_to(self._sums.get(name), updates_of(name, holders, counts), self._pairing, self._columns)
+            updates = updates_of(name, holders, counts, found)
+            return add_to(self._sums.get(name), updates, self._pairing, self._columns)
 
         sent = [name for name in self._terms.state.modules if any(name in u.adapter.modules for u in uploads)]
         with workers(self._terms.workers) as each:

@@ -27,10 +27,9 @@ from torch import Tensor
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.linalg import gram, norm, shortest
+from fedlora.linalg.cancelling import ARITHMETIC
 from fedlora.linalg.parallel import Each, one_by_one
 
-# What float64 leaves of a sum, relative to its largest term: a change below that is none.
-_ARITHMETIC = 64 * 2.0**-53
 _LOST = 1e7  # ||X_i||^2 over what rounding of the sums may be of it, at least
 _BLURRED = 1e-3  # of a norm: a noise that moves no distance between clients by more than this
 _COORDINATES = 1e6
@@ -55,16 +54,21 @@ class Changes:
     def measured(self) -> Tensor:
         """(n,) bool: whose noise is a small share of its own norm or of the round's lower median norm; where most did
         not move: at most a million times the round's lower median noise, which is what coordinates may do to it."""
-        middle, usual = (float(x.nan_to_num(math.inf).median()) if len(x) else 0.0 for x in (self.norms, self.noise))
-        limit = _BLURRED * self.norms.clamp(min=middle)
-        if middle == 0:
-            limit = limit.clamp(min=_COORDINATES * usual)
-        return torch.isfinite(self.noise) & (self.noise <= limit)
+        return measurable(self.norms, self.noise)
 
     def of(self, clients: Sequence[int]) -> Changes:
         """Those of some clients."""
         at = torch.tensor(clients, dtype=torch.long)
         return Changes(self.norms[at], self.cosines[at][:, at], self.noise[at])
+
+
+def measurable(norms: Tensor, noise: Tensor) -> Tensor:
+    """(n,) bool: whose noise is little beside its own norm, or the round's: see `Changes.measured`."""
+    middle, usual = (float(x.nan_to_num(math.inf).median()) if len(x) else 0.0 for x in (norms, noise))
+    limit = _BLURRED * norms.clamp(min=middle)
+    if middle == 0:
+        limit = limit.clamp(min=_COORDINATES * usual)
+    return torch.isfinite(noise) & (noise <= limit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,14 +178,14 @@ def _of_tensors(sent: Sequence[Tensor], begun: Sequence[Tensor]) -> _Part:
     X = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
     top = _power_of_two(X.abs().amax(dim=1))
     X = X / top[:, None]
-    noise = _ARITHMETIC * terms.to(top) / top
+    noise = ARITHMETIC * terms.to(top) / top
     return _Part(torch.arange(len(sent)), top.cpu(), (X @ X.mT).cpu(), noise.cpu())
 
 
 def _of_products(clients: Sequence[_Terms]) -> _Part:
     found = _summed(clients)
     own = found.gram.diagonal()
-    unsafe = found.noise.square() * _LOST > _ARITHMETIC * own
+    unsafe = found.noise.square() * _LOST > ARITHMETIC * own
     if bool(unsafe.any()):
         shorter = [_orthonormal(one) if bad else one for one, bad in zip(clients, unsafe.tolist(), strict=True)]
         again = _summed(shorter)
@@ -211,7 +215,7 @@ def _summed(clients: Sequence[_Terms]) -> _Part:
     W = torch.zeros(len(clients), len(at), dtype=torch.float64, device=left.device)
     W.index_put_((owner, place), sign * (r_scale[place] / top[owner]), accumulate=True)
     size = W.abs() @ (norm(left, dim=0) * norm(right, dim=1))
-    return _Part(who.cpu(), top.cpu(), _sums(left, right, W).cpu(), (_ARITHMETIC * size).cpu())
+    return _Part(who.cpu(), top.cpu(), _sums(left, right, W).cpu(), (ARITHMETIC * size).cpu())
 
 
 def _sums(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
@@ -258,4 +262,4 @@ def _power_of_two(sizes: Tensor) -> Tensor:
     return torch.where(sizes > 0, torch.ldexp(torch.ones_like(sizes), exponent), 1.0)
 
 
-__all__ = ["Changes", "Sent", "changes"]
+__all__ = ["Changes", "Sent", "changes", "measurable"]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 _SHOWN = 4  # names on a line
+_LITTLE = 0.6  # of a client's weight, in the mean over rounds
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,16 @@ def told(line: Mapping[str, Any]) -> str:
     if shares:
         least = sorted(shares, key=lambda name: (shares[name], name))
         said.append("holds back " + _listed([f"{name} to {shares[name]:.0%} of its weight" for name in least]))
+    kept = sorted(one["after"] / one["before"] for one in clients.values() if one["after"] > 0)
+    usual = kept[(len(kept) - 1) // 2] if kept else 1.0
+    raised = {n: x for n, one in clients.items() if (x := one["after"] / one["before"]) > 1.25 * max(usual, 1.0)}
+    if raised:
+        most = sorted(raised, key=lambda name: (-raised[name], name))
+        said.append("raises " + _listed([f"{name} to {raised[name]:.0%}" for name in most]))
     rule = line["rule"].removeprefix("mixing").split(", then ")[-1].split(" (")[0]
-    return f"{rule} {' and '.join(said)}" if said else ""
+    facts = line.get("facts") or {}
+    norm = next((f" (norms of at most {facts[key]:.4g})" for key in ("threshold", "tau") if key in facts), "")
+    return f"{rule}{norm} {' and '.join(said)}" if said else ""
 
 
 def of_run(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -103,8 +112,36 @@ def of_run(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"rule": judged[-1]["rule"] if judged else "", "clients": clients}
 
 
+def remarks(run: Mapping[str, Any], ranks: Mapping[str, Any]) -> list[str]:
+    """What somebody should look at of a run, as `of_run` has it: who was always left out, or lost most of its weight.
+
+    Args:
+        ranks: client -> its rank; rules take a large one for a lie.
+
+    Example:
+        >>> run = {"clients": {"a": {"rounds": 3, "left_out": 3, "before": 0.5, "after": 0.0}}}
+        >>> remarks(run, {"a": 16, "b": 4})[0][:56]
+        'a (rank 16, the largest) was left out in all 3 rounds. A'
+    """
+    numbers = [rank for rank in ranks.values() if isinstance(rank, int)]
+    found = []
+    for name, one in run["clients"].items():
+        always, share = one["left_out"] == one["rounds"] > 1, one["after"] / one["before"]
+        if not always and not share < _LITTLE:
+            continue
+        rank = ranks.get(name)
+        largest = rank is not None and len(set(numbers)) > 1 and rank == max(numbers)
+        who = f"{name} (rank {rank}, the largest)" if largest else name
+        lost = f"was left out in all {one['rounds']} rounds" if always else f"kept {share:.0%} of its weight"
+        found.append(
+            f"{who} {lost}. A rule takes a large rank, rare labels and data unlike the others' for a lie: look at what "
+            f"this client has before you believe either"
+        )
+    return [*found[:_SHOWN], *([f"and {len(found) - _SHOWN} more clients"] if len(found) > _SHOWN else [])]
+
+
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-__all__ = ["Judged", "Standing", "of_run", "told"]
+__all__ = ["Judged", "Standing", "of_run", "remarks", "told"]

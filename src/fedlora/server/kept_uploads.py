@@ -13,6 +13,7 @@ from fedlora.core.messages import Upload
 from fedlora.core.method import Update, aggregate_all
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.linalg.parallel import workers
+from fedlora.server.cancelling import Cancelling, cancelling
 from fedlora.server.closing import closed, shares
 from fedlora.server.defences import defended
 from fedlora.server.heads import mean_heads
@@ -71,6 +72,12 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
     attendance.require_quorum()
     uploads = sorted((u for u in verdict.uploads if u.client.id in attendance.counts), key=lambda u: u.client.id)
     with workers(terms.workers) as each:
+        found = cancelling(terms, uploads, each)
+        if found.refused:
+            for client, reason in found.refused.items():
+                attendance.refuse(UploadRefused(client, reason))
+            attendance.require_quorum()
+            uploads = [u for u in uploads if u.client.id not in found.refused]
         seen = None
         if terms.rule is not None:
             require_enough(terms.rule, terms, len(uploads))
@@ -89,7 +96,7 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
             holders = [u for u in uploads if name in u.adapter.modules]
             over = holders if terms.missing == "renormalise" else uploads
             if holders:
-                plain = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}))
+                plain = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}), found)
                 updates[name] = plain if judged is None else judged.updates(name, plain)
         with blamed_on(terms.method, "aggregate"):
             before = [terms.state.modules[name] for name in updates]
@@ -104,13 +111,14 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
     return closed(terms, dict(zip(updates, after, strict=True)), heads, tally)
 
 
-def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, float]) -> list[Update]:
-    """What the clients of `uploads` sent for one module that all of them hold, in one compute dtype."""
+def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, float], found: Cancelling) -> list[Update]:
+    """What a method gets of the clients of `uploads`, for one module that all of them hold, in one compute dtype."""
     dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[module]) for u in uploads))
     updates = []
     for u in uploads:
         lora, rank = u.adapter.modules[module], u.client.ranks({module: None})[module]
-        updates.append(Update(u.client.id, weights[u.client.id], rank, promoted(lora, dtype), _stored_dtype(lora)))
+        handed = found.handed_on(module, u.client.id, promoted(lora, dtype))
+        updates.append(Update(u.client.id, weights[u.client.id], rank, handed, _stored_dtype(lora)))
     return updates
 
 

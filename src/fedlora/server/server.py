@@ -24,7 +24,7 @@ from fedlora.core.method import Method, Role, Roles
 from fedlora.core.multiplied import TakesMultipliers
 from fedlora.core.pairing import FromPair
 from fedlora.core.read_only import ReadOnly
-from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError
+from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError, UploadRefused
 from fedlora.seeds import derive_seed
 from fedlora.server.bounded_memory import BoundedMemory
 from fedlora.server.defences import Defence
@@ -298,6 +298,7 @@ class Server:
         """
         intake = self.open(state)
         asked, lost = 0, 0
+        told: set[str] = set()
         for taken in take_in(intake, uploads):
             asked, lost = asked + 1, lost + (taken.refusal is not None)
             if taken.refusal is not None and self.privacy is not None:  # nobody else may be told
@@ -305,10 +306,16 @@ class Server:
             elif taken.refusal is not None:
                 if self.quorum is None:
                     raise taken.refusal
+                told.add(taken.refusal.client)
                 log.warning("round %d: %s", state.round + 1, taken.refusal)
         if self.privacy is not None:
             self.privacy.note_end(state.round + 1, asked, lost)
-        return intake.close()
+            return intake.close()
+        after = intake.close()
+        for client, reason in after.tally.refused.items() if after.tally is not None else ():
+            if client not in told:  # when all were in: beside the others
+                log.warning("round %d: %s", state.round + 1, UploadRefused(client, reason))
+        return after
 
     def global_update(self, state: ServerState) -> Mapping[str, LoRA]:
         """The server's whole update of each module, base change included: what evaluation and export use.

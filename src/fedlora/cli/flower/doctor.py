@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from fedlora.cli.flower.common import needed
-from fedlora.cli.screen import complain, console, print_json
+from fedlora.cli.screen import complain, console, print_json, red
 
 
 def doctor(
@@ -36,7 +36,7 @@ def doctor(
     else:
         table = Table("", "found", "")
         for what, found, sound in rows:
-            table.add_row(what, found, "ok" if sound else "not yet" if sound is None else "[red]no")
+            table.add_row(what, found, "ok" if sound else "not yet" if sound is None else red("no"))
         console.print(table)
     if any(sound is False for _, _, sound in rows):
         wrong = "; ".join(f"{what}: {found}" for what, found, sound in rows if sound is False)

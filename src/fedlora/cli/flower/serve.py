@@ -128,18 +128,28 @@ def _metrics(place: Any, address: str | None) -> Iterator[Any]:
 def _show(found: Any, rounds: int) -> None:
     from fedlora.flower.serving.lines import size_of
     from fedlora.flower.serving.status import seen_ago
+    from fedlora.server.judged import of_run, remarks, told
 
     console.print(found.headline(), markup=False, highlight=False, soft_wrap=True)
-    table = Table("site", "rank", "node", "last seen", "last round", "loss", "norm", "rounds", "sent")
+    last = found.progress.lines.get(found.progress.round, {}).get("defence") or {}
+    judged = last.get("clients") or {}
+    ruled = ["weight, after the rule"] if judged else []
+    table = Table("site", "rank", "node", "last seen", "last round", "loss", "norm", *ruled, "rounds", "sent")
     for site in found.sites:
+        one = judged.get(site.name)
+        weights = [f"{one['before']:.1%}, {one['after']:.1%}" if one else "-"] if judged else []
         table.add_row(
             cell(site.name), cell(site.rank), site.node, seen_ago(site.seen), cell(site.fate or "-"),
-            _number(site.loss), _number(site.norm), str(site.rounds), size_of(site.uploaded),
+            _number(site.loss), _number(site.norm), *weights, str(site.rounds), size_of(site.uploaded),
         )  # fmt: skip
     console.print(table)
     for site in found.sites:
         if site.why:
             console.print(f"{site.name}: {site.fate}: {site.why}", markup=False, highlight=False, soft_wrap=True)
+    if judged:
+        console.print(f"robust rule: {told(last) or 'all changes counted as they came'}", soft_wrap=True)
+        for remark in remarks(of_run(list(found.progress.lines.values())), {s.name: s.rank for s in found.sites}):
+            console.print(f"note: {remark}", soft_wrap=True)
     if rounds and found.progress.lines:
         console.print(_rounds_table(found.progress, rounds))
     console.print(

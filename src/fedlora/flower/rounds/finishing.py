@@ -22,7 +22,7 @@ from fedlora.runs.execution import MOST_CLASSES
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts
 from fedlora.runs.tracking import Tracker, numbers_of_test
-from fedlora.server.judged import of_run
+from fedlora.server.judged import of_run, remarks
 from fedlora.server.state import RunState
 from fedlora.training.metrics import score_name
 
@@ -44,6 +44,9 @@ def finish(grid: Grid, federation: Federation, trackers: Sequence[Tracker]) -> d
     if sites_test(settings):
         strategy.measure(grid, "test")
         at_sites = strategy.at_sites
+    judged = of_run(lines) if server.rule is not None else None
+    for remark in remarks(judged, strategy.policy.clients) if judged is not None else ():
+        log.warning("%s", remark)
     results = Results(
         settings,
         strategy.policy,
@@ -52,6 +55,7 @@ def finish(grid: Grid, federation: Federation, trackers: Sequence[Tracker]) -> d
         federation.at_server,
         federation.base_digest,
         _examples(home),
+        judged,
     )
     scores: dict[str, dict[str, float]] = {}
     confusion: dict[str, Any] = {}
@@ -100,7 +104,7 @@ def finish(grid: Grid, federation: Federation, trackers: Sequence[Tracker]) -> d
         },
         "sites": taken_part(strategy.policy, lines),
         "refusals": dict(strategy.memory.refusals),
-        **({"defence": of_run(lines)} if server.rule is not None else {}),
+        **({"defence": judged} if judged is not None else {}),
         "seconds": sum(line["seconds"] for line in lines),
         "adapter": "adapter" in scores,
         "versions": code_facts()["versions"],

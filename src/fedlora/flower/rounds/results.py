@@ -42,7 +42,8 @@ class Results:
     """Writes adapters of a federation's states.
 
     spec: of the common start. base_digest: of the base model's weights, as agreed on, "" where it is not known.
-    examples: client -> how many it said it trained on; of those that left, too.
+    examples: client -> how many it said it trained on; of those that left, too. judged: what a robust rule did in all
+    rounds (`server.judged.of_run`).
     """
 
     settings: FederationSettings
@@ -52,6 +53,7 @@ class Results:
     at_server: AtServer
     base_digest: str
     examples: Mapping[str, float]
+    judged: Mapping[str, Any] | None = None
 
     def write_model(self, place: Path, state: RunState, scores: Mapping[str, float], by: str = "server") -> None:
         """The server's model, as one adapter with everything that belongs to it. by: who measured the scores."""
@@ -80,7 +82,7 @@ class Results:
         card = model_card(
             self._facts(by), config, adapter, round, scores,
             client=client, base=base,
-            tokenizer=here.tokenizer is not None,
+            tokenizer=here.tokenizer is not None, judged=self.judged,
         )  # fmt: skip
         write_export(
             place, adapter, self._named(base), here.tokenizer, self.settings.data.labels or (), card,

@@ -6,6 +6,9 @@
     fedlora_loss                              mean training loss of the last round, by weights
     fedlora_client_loss{client}               training loss of a client's last round
     fedlora_client_norm{client}               norm of its update in that round
+    fedlora_client_weight{client}             p_i of that round
+    fedlora_client_weight_after{client}       what its change counted for after a robust rule; absent without one
+    fedlora_client_left_out{client}           1 where the rule left it out of the last round that it was weighed in
     fedlora_client_fate_total{client,fate}    how often it trained, was late, was refused, ...
     fedlora_upload_bytes_total{client}        bytes of its replies
     fedlora_metric{name}                      what the server measured after the last round that it measured
@@ -64,6 +67,11 @@ class Exposed(Collector):
             yield _gauge("loss", "mean training loss of the last round", loss)
         yield _each("client_loss", "training loss of the client's last round", _latest(progress, "losses"))
         yield _each("client_norm", "norm of the client's last update", _latest(progress, "norms"))
+        yield _each("client_weight", "weight of the client's last update", _latest(progress, "weights"))
+        if weighed := _weighed(progress):
+            yield _each("client_weight_after", "what the client's change counted for after a robust rule", weighed)
+            out = {client: float(after == 0) for client, after in weighed.items()}
+            yield _each("client_left_out", "whether a robust rule left the client's last update out", out)
         fates = CounterMetricFamily(
             "fedlora_client_fate", "what became of the client's rounds", labels=["client", "fate"]
         )
@@ -128,6 +136,15 @@ def _latest(progress: Progress, part: str) -> dict[str, float]:
     for number in sorted(progress.lines):
         said = progress.lines[number].get(part) or {}
         found |= {str(client): float(value) for client, value in said.items() if isinstance(value, int | float)}
+    return found
+
+
+def _weighed(progress: Progress) -> dict[str, float]:
+    """client -> its weight after the robust rule, in the last round that it was weighed in."""
+    found: dict[str, float] = {}
+    for number in sorted(progress.lines):
+        judged = (progress.lines[number].get("defence") or {}).get("clients") or {}
+        found |= {str(client): float(one["after"]) for client, one in judged.items()}
     return found
 
 

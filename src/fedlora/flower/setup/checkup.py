@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fedlora.adapters.reader import AdapterFile
+from fedlora.core.messages import Client
 from fedlora.errors import FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import connection
@@ -22,6 +23,8 @@ from fedlora.flower.terms.facts import Agreement, admitted
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
+from fedlora.runs.defence import check_rule
+from fedlora.server.sampling import sample_clients
 
 Row = tuple[str, str, bool | None]
 _CHUNK = 5 * 2**20  # bytes: Flower sends arrays in such pieces
@@ -95,6 +98,7 @@ def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy
         rows: list[Row] = [("quorum", f"{settings.server.quorum or 1} of {len(names)} sites", True)]
     except FedLoRAError as error:
         rows = [("quorum", str(error), False)]
+    rows += _rule(there, settings, policy)
     ready = [name for name in names if there.key(name).is_file()]
     waits = [name for name in names if name not in ready]
     needed = settings.server.quorum or 1
@@ -107,6 +111,33 @@ def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy
         if key.stem not in names:
             rows.append((f"site {key.stem}", f"has a key in keys/ and is not in {there.policy.name}", False))
     return rows
+
+
+def _rule(there: FederationFolder, settings: FederationSettings, policy: Policy) -> list[Row]:
+    """Whether a robust rule can be kept among so many sites, and in a round that the quorum lets count."""
+    rule = settings.defence.build()
+    if rule is None:
+        return []
+    start = AdapterFile(there.start, scaling=settings.lora.unit)
+    a_round = len(sample_clients(list(policy.clients), settings.run.participation, seed=0, round=0))
+    ranks = [
+        Client(n, r if isinstance(r, int) else dict(r)).ranks(dict.fromkeys(start.modules))
+        for n, r in policy.clients.items()
+    ]
+    try:
+        check_rule(rule, settings.method.build(), ranks, a_round)
+    except FedLoRAError as error:
+        return [("robust rule", f"[defence] {error}", False)]
+    quorum = settings.server.quorum or 1
+    if few := rule.too_few(quorum):
+        return [
+            (
+                "robust rule",
+                f"{rule.said}; {few}, so a round that just meets the quorum ({quorum}) will not count",
+                True,
+            )
+        ]
+    return [("robust rule", f"{rule.said}, of {a_round} sites in a round", True)]
 
 
 def _wrong(there: FederationFolder, settings: FederationSettings, agreement: Agreement, name: str) -> list[str]:

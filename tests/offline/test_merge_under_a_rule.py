@@ -1,0 +1,108 @@
+"""`fedlora merge --defence`: weights and errors are those of what the rule made. Expected values: dense sums in float64
+of the adapters as written, with the weights that the rule gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlora import Adapter, LoRA, write_adapter
+from fedlora.adapters.io import AdapterSpec
+from support.adapter_folders import updates
+from support.command_line import Said
+from support.federations import noise
+
+NAMES = [f"site-{k}" for k in range(6)]
+LIAR = 4
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> list[str]:
+    """Six adapters of two modules; one pulls twenty times as far the other way."""
+    A = noise((4, 24), "A", dtype=torch.float32)
+    for k, name in enumerate(NAMES):
+        pairs = {}
+        for module in ("a.q", "a.v"):
+            B = noise((32, 4), module, dtype=torch.float32) + 0.2 * noise((32, 4), k, module, dtype=torch.float32)
+            pairs[module] = LoRA(B * (-20 if k == LIAR else 1), A)
+        config = {"base_model_name_or_path": "tiny", "target_modules": list(pairs), "peft_type": "LORA"}
+        write_adapter(tmp_path / name, Adapter(pairs), AdapterSpec(config, 8.0))
+    return [str(tmp_path / name) for name in NAMES]
+
+
+def dense(sites: list[str], weights: list[float]) -> dict[str, Tensor]:
+    found = [updates(Path(site)) for site in sites]
+    return {m: sum((w * u[m] for w, u in zip(weights, found, strict=True)), torch.zeros(32, 24)) for m in found[0]}
+
+
+def off(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Of the second's size."""
+    gap = sum(float((one[m] - other[m]).square().sum()) for m in other)
+    return float((gap / sum(float(t.square().sum()) for t in other.values())) ** 0.5)
+
+
+@pytest.mark.parametrize("method", ["svd", "glora", "fedit"])
+@pytest.mark.parametrize("rank", ["exact", "2"])
+def test_the_error_and_the_weights_are_those_of_what_the_rule_made(
+    tmp_path: Path, sites: list[str], main: Callable[..., Said], method: str, rank: str
+) -> None:
+    out = tmp_path / "merged"
+    words = ["merge", *sites, "-o", str(out), "--defence", "multi-krum liars=1", "--method", method, "--rank", rank]
+    said = main(*words)
+    assert said.code == 0, said.err
+    report = json.loads(main(*words, "--json", "--force").out)
+    counts = report["weighed"]["counts"]
+    assert counts[LIAR] == 0 and sum(counts) == pytest.approx(1)
+    assert report["weights"] == pytest.approx([1 / 6] * 6)
+    robust, plain = dense(sites, counts), dense(sites, [1 / 6] * 6)
+    assert report["error"] == pytest.approx(off(updates(out), robust), rel=1e-3, abs=1e-6)
+    assert report["weighed"]["apart"] == pytest.approx(off(robust, plain), rel=1e-4)
+    assert report["weighed"]["apart"] > 1 and report["error"] < 0.7
+    assert "multi-krum (liars = 1) their changes count 0.2, 0.2, 0.2, 0.2, 0, 0.2 (1 left out)" in said.out
+    assert "the mean that the rule weighs" in said.out and "off the plain mean of all adapters by 1." in said.out
+    card = (out / "README.md").read_text()
+    assert "| site-4 | 0.166667 | 0 | `the distance to its 5 nearest is" in card
+    assert "| site-3 | 0.166667 | 0.2 |  |" in card and "1 of 6 adapters count for nothing" in card
+
+
+def test_a_bound_is_of_the_robust_mean(tmp_path: Path, sites: list[str], main: Callable[..., Said]) -> None:
+    """A perfect robust merge passes, and a cut one is refused with its own error: before, the liar's size was it."""
+    words = ["merge", *sites, "-o", str(tmp_path / "m"), "--defence", "multi-krum liars=1", "--max-error", "0.01"]
+    assert main(*words).code == 0
+    refused = main(*words, "--force", "--rank", "2").complaint()
+    assert "off the mean that multi-krum (liars = 1) weighs by 0." in refused
+
+
+def test_who_cannot_be_counted_ends_a_merge(tmp_path: Path, sites: list[str], main: Callable[..., Said]) -> None:
+    """By hand nobody is left out in silence: terms that cancel beyond measure are an error with the name."""
+    big = torch.tensor([[2.0**21, -(2.0**21), 0, 0]]).repeat(32, 1)
+    A = torch.cat([2.0**21 * torch.ones(2, 24), noise((2, 24), "rest", dtype=torch.float32)])
+    config = {"base_model_name_or_path": "tiny", "target_modules": ["a.q", "a.v"], "peft_type": "LORA"}
+    bad = LoRA(big + noise((32, 4), "x", dtype=torch.float32) * torch.tensor([0, 0, 1, 1]), A)
+    write_adapter(tmp_path / "bad", Adapter({"a.q": bad, "a.v": bad}), AdapterSpec(config, 8.0))
+    for more in (["--method", "glora"], ["--defence", "clip"]):
+        said = main("merge", *sites, str(tmp_path / "bad"), "-o", str(tmp_path / "m"), *more)
+        assert "cannot be measured" in said.complaint() and "bad" in said.complaint()
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("multi-krum liar=1", "unknown key 'liar'; did you mean 'liars'?"),
+        ("multi-krum", "needs defence.liars: how many clients"),
+        ("clip threshold=-1", "threshold: a norm above 0, or 'median'; got -1."),
+        ("clip threshold=true", "a norm above 0, or 'median'"),
+        ("clip liars=maybe", "liars: how many clients of a round may lie, a number (2), or which share"),
+    ],
+)
+def test_a_slip_in_a_rule_is_told_in_our_words(
+    tmp_path: Path, sites: list[str], main: Callable[..., Said], typed: str, said: str
+) -> None:
+    line = main("merge", *sites, "-o", str(tmp_path / "m"), "--defence", typed).complaint()
+    assert said in line and "Value error" not in line and "Extra inputs" not in line and not line.endswith("?.")
