@@ -7,6 +7,7 @@ jaxtyping has put its hook in.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.register_assert_rewrite("support")
+
+
+def pytest_collection_finish() -> None:
+    """What the tests imported stays until they end; without this every full collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
