@@ -86,11 +86,20 @@ def test_an_interrupt_stops_with_a_hint_and_the_run_goes_on_later(
     assert "--resume" in log, "as `cli.main` means to say"
 
 
+SPARSE = ("run.rounds=5", "run.checkpoint_every=2", "train.steps=2")
+
+
+@pytest.fixture(scope="module")
+def sparse(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return ran(configured(project, *SPARSE), tmp_path_factory.mktemp("sparse") / "run")
+
+
 @pytest.mark.parametrize("stop", [1, 3])
-def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(project: Path, tmp_path: Path, stop: int) -> None:
+def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(
+    project: Path, sparse: RunFolder, tmp_path: Path, stop: int
+) -> None:
     """checkpoint_every = 2: rounds after the checkpoint are played again, and their lines are not doubled."""
-    config = configured(project, "run.rounds=5", "run.checkpoint_every=2", "train.steps=2")
-    whole = ran(config, tmp_path / "whole")
+    config, whole = configured(project, *SPARSE), sparse
     saved = sorted(p.name[:11] for p in whole.checkpoints.glob("*.safetensors"))
     assert saved == ["round-00004", "round-00005"], "the last round is always saved"
     folder = ran(config, tmp_path / "run", stop)
@@ -100,6 +109,12 @@ def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(project: P
     ran(config, folder.path, resume=True)
     assert [line["round"] for line in folder.metrics()] == list(range(1, 6))
     same_run(folder, whole)
+
+
+@pytest.fixture(scope="module")
+def stopped_late(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """Seven of eight rounds. Tests take a copy."""
+    return ran(configured(project, *LONG), tmp_path_factory.mktemp("stopped") / "run", 7)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +127,18 @@ def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(project: P
     ids=["cut off", "one bit", "empty"],
 )
 def test_a_damaged_newest_checkpoint_is_warned_about_and_the_one_before_used(
-    project: Path, uninterrupted: RunFolder, tmp_path: Path, damage: Callable[[bytes], bytes]
+    project: Path,
+    uninterrupted: RunFolder,
+    stopped_late: RunFolder,
+    tmp_path: Path,
+    damage: Callable[[bytes], bytes],
 ) -> None:
     config = configured(project, *LONG)
-    folder = ran(config, tmp_path / "run", 5)
+    folder = RunFolder(shutil.copytree(stopped_late.path, tmp_path / "run"))
     newest = max(folder.checkpoints.glob("*.safetensors"))
-    assert newest.name.startswith("round-00005")
+    assert newest.name.startswith("round-00007")
     newest.write_bytes(damage(newest.read_bytes()))
-    with pytest.warns(UserWarning, match=r"round-00005.* is damaged.*Trying the one before it"):
+    with pytest.warns(UserWarning, match=r"round-00007.* is damaged.*Trying the one before it"):
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # as FUTURE_NAMES
         ran(config, folder.path, resume=True)
     same_run(folder, uninterrupted)
@@ -158,6 +177,14 @@ def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, 
     assert ran(configured(project, "run.rounds=1"), tmp_path / "run").finished()
 
 
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project and two of three rounds of it, in `run`. Tests take a copy."""
+    project = make_project(tmp_path_factory.mktemp("unfinished"))
+    ran(configured(project), project / "run", 2)
+    return project
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -169,10 +196,10 @@ def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, 
     ],
 )
 def test_an_unfinished_run_is_not_gone_on_with_as_another_one(
-    tmp_path: Path, main: Callable[..., Said], change: list[str], says: str
+    unfinished: Path, tmp_path: Path, main: Callable[..., Said], change: list[str], says: str
 ) -> None:
-    project = make_project(tmp_path / "project")
-    folder = ran(configured(project), tmp_path / "run", 2)
+    project = shutil.copytree(unfinished, tmp_path / "project")
+    folder = RunFolder(project / "run")
     if not change:
         (project / "train.jsonl").write_text(rows(classification(150, 1)))
     before = contents(folder.path)
