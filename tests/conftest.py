@@ -11,7 +11,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -76,6 +76,15 @@ def finished(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Finishe
     from support.projects import finished_run
 
     return finished_run(project, tmp_path_factory.mktemp("finished") / "run")
+
+
+@pytest.fixture(scope="session")
+def forked() -> Any:
+    """The context of processes that are forked from one which has imported what runs need, started once: for tests that
+    kill processes, and for those whose own code would start such a server with less in it."""
+    from support.processes import fork_server
+
+    return fork_server()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,6 @@ from support.hostile import (
     sound,
 )
 from support.hostile_judge import Done, Judge, Verdict, build, by_peft, faults, measured, unseemly
-from support.processes import fork_server
 
 SECONDS = float(os.environ.get("FEDLORA_FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("FEDLORA_FUZZ_SEED", "16"))
@@ -57,8 +57,8 @@ DRAWN_DEFECTS: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    found = Judge(fork_server())
+def judge(forked: Any) -> Iterator[Judge]:
+    found = Judge(forked)
     yield found
     found.stop()
 
@@ -379,9 +379,9 @@ def test_the_judge_sees_what_an_operation_breaks() -> None:
     assert 100 < done.megabytes < 400
 
 
-def test_a_process_that_hangs_or_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_or_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: Any) -> None:
     monkeypatch.setattr(hostile_judge, "PATIENCE", 0.5)
-    judge = Judge(fork_server(), work=hostile_judge.stuck)
+    judge = Judge(forked, work=hostile_judge.stuck)
     assert judge(tmp_path, Asked("linear", ())).broken == ["operation merge hangs for 0.5 s"]
     assert judge(tmp_path, Asked("linear", (), "die")).broken == ["operation merge ends the process"]
     judge.stop()

@@ -25,7 +25,7 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.processes import fork_server, lines_in, started, wait_for
+from support.processes import lines_in, started, wait_for
 from support.projects import Finished, configured, contents, make_project, ran, same_run
 from support.tiny_models import bert
 from support.training_data import classification, rows, save_model
@@ -33,11 +33,6 @@ from support.training_data import classification, rows, save_model
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 LONG = ("run.rounds=8", "train.steps=3", "evaluate.clients_at_end=true")
-
-
-@pytest.fixture(scope="session")
-def forked() -> Any:
-    return fork_server()
 
 
 @pytest.fixture(scope="session")
