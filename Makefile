@@ -12,7 +12,7 @@ demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Real processes on separate machines (network namespaces, as root): the road of docs/deployment.md.
 deployment: $(VENV)/.ready

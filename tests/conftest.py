@@ -7,10 +7,11 @@ jaxtyping has put its hook in.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.register_assert_rewrite("support")
+
+
+def pytest_collection_finish() -> None:
+    """What the tests imported stays until they end; without this every full collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -69,6 +76,15 @@ def finished(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Finishe
     from support.projects import finished_run
 
     return finished_run(project, tmp_path_factory.mktemp("finished") / "run")
+
+
+@pytest.fixture(scope="session")
+def forked() -> Any:
+    """The context of processes that are forked from one which has imported what runs need, started once: for tests that
+    kill processes, and for those whose own code would start such a server with less in it."""
+    from support.processes import fork_server
+
+    return fork_server()
 
 
 @pytest.fixture

@@ -221,7 +221,7 @@ def test_as_many_patterns_as_a_file_may_have() -> None:
         matches([Question("rank_pattern", "end", many)], ["q_proj"])
 
 
-BOMBS = ("(a+)+$", "(a|aa)+$", "(a|a?)+$", "(.*a){25}", "([a-z]+)*$", "((a*)*)*c", r"(?:(a)|\1?a)+$",
+BOMBS = ("(a+)+$", "(a|a?)+$", "([a-z]+)*$", "((a*)*)*c", r"(?:(a)|\1?a)+$",
          "(?=(a+)+b)(a+)+$c", "(?:(?:a|b|ab)*)*c", "(?i:(A+)+)$")  # fmt: skip
 
 
@@ -338,6 +338,10 @@ NAMES = ["model.layers.1.q_proj", "model.layers.0.v_proj", "layers.x.q_proj"]
 TOLD: list[list[int | None]] = [[0, 1, None]]
 
 
+def _is_daemon() -> bool:
+    return multiprocessing.current_process().daemon
+
+
 def ask(_: object = None) -> list[list[int | None]]:
     return matches([ASKED], NAMES)
 
@@ -352,9 +356,10 @@ def test_from_threads() -> None:
     assert found == [TOLD] * 6
 
 
-def test_from_a_worker_process() -> None:
+def test_from_a_worker_process(forked: Any) -> None:
     """A daemon, which may have no children of multiprocessing's."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with forked.Pool(1) as pool:
+        assert pool.apply(_is_daemon)
         assert pool.map(ask, [None]) == [TOLD]
 
 

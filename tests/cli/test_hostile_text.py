@@ -6,6 +6,7 @@ the letters that may be there.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import fedlora.cli
 from fedlora import Adapter, write_adapter
 from fedlora.adapters.io import AdapterSpec
 from support.adapter_folders import lora
@@ -66,18 +68,39 @@ def _one(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-def test_a_narrow_encoding_prints_codes(encoding: str, tmp_path: Path) -> None:
-    """Tables have letters that such a stream has not; so may a folder's name."""
+def test_a_narrow_encoding_prints_codes(tmp_path: Path) -> None:
+    """A process of its own, in a system without UTF-8."""
     a, b = _one(tmp_path / "ä日"), _one(tmp_path / "b")
-    for given in (["inspect", a, b], ["validate", a, "--limit", "tensors=1"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "fedlora.cli", *map(str, given)], capture_output=True, check=False,
-            env={**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"},
-        )  # fmt: skip
-        assert done.returncode == (2 if "--limit" in given else 0), done.stderr
-        assert b"Error" not in done.stderr
-        (done.stdout + done.stderr).decode(encoding)
+    done = subprocess.run(
+        [sys.executable, "-m", "fedlora.cli", "inspect", str(a), str(b)], capture_output=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"},
+    )  # fmt: skip
+    assert done.returncode == 0 and b"Error" not in done.stderr, done.stderr
+    assert (done.stdout + done.stderr).decode("ascii")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize("refused", [False, True], ids=["tables", "a refusal"])
+def test_streams_of_a_narrow_encoding_take_codes(
+    encoding: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables have letters that such streams have not; so may a folder's name. Strict ones, as Python makes them of
+    PYTHONIOENCODING, in this process."""
+    a, b = _one(tmp_path / "ä日"), _one(tmp_path / "b")
+    given = ["validate", a, "--limit", "tensors=1"] if refused else ["inspect", a, b]
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding=encoding) for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr(sys, "argv", ["fedlora", *map(str, given)])
+    with pytest.raises(SystemExit) as ended:
+        fedlora.cli.main()
+    written = b""
+    for stream in streams.values():
+        stream.flush()
+        written += stream.buffer.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.undo()
+    assert (ended.value.code or 0) == (2 if refused else 0) and b"Error" not in written
+    assert rb"\u65e5" in written and written.decode(encoding)
 
 
 @pytest.mark.parametrize("length", [4_096, 10**6])
@@ -89,14 +112,12 @@ def test_a_long_name_of_a_base_model(length: int, main: Callable[..., Said], tmp
     assert max(map(len, (done.out + done.err).splitlines())) < 1_000
 
 
-def test_many_unknown_fields_are_one_warning(tmp_path: Path) -> None:
+def test_many_unknown_fields_are_one_warning(main: Callable[..., Said], tmp_path: Path) -> None:
     folder = _one(tmp_path / "a")
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {f"new_{k}\x1b[31m": None for k in range(1_000)}))
-    done = subprocess.run(
-        [sys.executable, "-m", "fedlora.cli", "validate", str(folder)], capture_output=True, text=True, check=True
-    )
-    assert "and 997 more is ignored" in done.stderr and len(done.stderr) < 1_000 and calm(done.stderr)
+    done = main("validate", folder)
+    assert done.code == 0 and "and 997 more is ignored" in done.err and len(done.err) < 1_000 and calm(done.err)
 
 
 @pytest.mark.parametrize("command", ["validate", "inspect", "diff", "merge", "resize"])

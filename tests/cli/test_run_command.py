@@ -7,6 +7,7 @@ Kinds of evidence: *end-to-end* (the bits of the run in this process), *contract
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,11 +94,12 @@ def test_copies_in_a_test_file_of_ones_own_are_told_and_empty_columns_left_out(
     project: Path, tmp_path: Path, main: Callable[..., Said]
 ) -> None:
     """The first five of the training rows are in the test file of eight; nobody asked for the clients' own scores."""
-    lines = (project / "train.jsonl").read_text().splitlines()
-    (project / "train.jsonl").write_text("\n".join(lines[:-3]))
-    (project / "test.jsonl").write_text("\n".join([*lines[:5], *lines[-3:]]))
+    own = shutil.copytree(project, tmp_path / "project")
+    lines = (own / "train.jsonl").read_text().splitlines()
+    (own / "train.jsonl").write_text("\n".join(lines[:-3]))
+    (own / "test.jsonl").write_text("\n".join([*lines[:5], *lines[-3:]]))
     sets = ("data.test=test.jsonl", "data.validation=0", "run.rounds=1")
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    said = main("run", own / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
     assert said.code == 0
     assert "of the 8 examples of test, 5 are copies of training texts" in said.err
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())

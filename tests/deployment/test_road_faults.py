@@ -12,7 +12,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,44 +156,42 @@ def test_the_containers_commands_play_a_round(running: Road) -> None:
 # --------------------------------------------------------------------------------------------------- who is let in
 
 
-def test_a_certificate_of_another_name(running: Road) -> None:
-    public, acme = running.fed / "public", running.network["acme"]
-    kept = {path: path.read_bytes() for path in (public / "server.crt", public / "server.key")}
+def _of_another_name(public: Path) -> None:
     certificates(public, ["other.example.org"], of=public)
-    said = len(acme.said(SITE))
-    try:
-        with stopped(running.server, PROXY):
-            pass
-        with stopped(acme, SITE):
-            pass
-        line = running.wait_said(acme, SITE, "other.example.org|another name", said, seconds=240)
-    finally:
-        for path, content in kept.items():
-            path.write_bytes(content)
-        with stopped(running.server, PROXY):
-            pass
-    running.until_next_rounds(1, 400)
-    tell("the server's certificate has another name", "sites send nothing", "the site", line)
 
 
-def test_a_certificate_of_another_authority(running: Road) -> None:
+def _of_another_authority(public: Path) -> None:
+    certificates(public, [SERVER_NAME])
+
+
+@pytest.mark.parametrize(
+    ("made", "says", "fault"),
+    [
+        (_of_another_name, "other.example.org|another name", "the server's certificate has another name"),
+        (_of_another_authority, "certificate", "the server's certificate is of another authority"),
+    ],
+    ids=["another name", "another authority"],
+)
+def test_a_certificate_that_sites_do_not_take(
+    running: Road, made: Callable[[Path], None], says: str, fault: str
+) -> None:
     public, acme = running.fed / "public", running.network["acme"]
     kept = {path: path.read_bytes() for path in public.iterdir()}
-    certificates(public, [SERVER_NAME])
+    made(public)
     said = len(acme.said(SITE))
     try:
         with stopped(running.server, PROXY):
             pass
         with stopped(acme, SITE):
             pass
-        line = running.wait_said(acme, SITE, "certificate", said, seconds=240)
+        line = running.wait_said(acme, SITE, says, said, seconds=240)
     finally:
         for path, content in kept.items():
             path.write_bytes(content)
         with stopped(running.server, PROXY):
             pass
     running.until_next_rounds(1, 400)
-    tell("the server's certificate is of another authority", "sites send nothing", "the site", line)
+    tell(fault, "sites send nothing", "the site", line)
 
 
 # ------------------------------------------------------------------------------------------------ the same everywhere

@@ -30,7 +30,7 @@ from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.defence import DefenceSection
-from support.command_line import Said, process
+from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import save_model
@@ -51,11 +51,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     save_model(root / "base", bert(), classifies=True)
     (root / "run.toml").write_text(RUN.format(base="base"))
-    said = process(
+    invoke(
         "flower", "init", root / "fed", "--server-name", "fl.example.org", "--sites", "acme=8,berlin=4,cork=2",
         "--config", root / "run.toml", "--labels", "no,yes,maybe", "--port", "8443", "--superlink-port", free_port(),
     )  # fmt: skip
-    assert said.returncode == 0, said.stderr
     return root
 
 

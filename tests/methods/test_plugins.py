@@ -297,12 +297,13 @@ def test_a_method_beside_the_user_is_found_by_the_console_script(
     script.parent.mkdir()
     script.write_text("from fedlora.cli import main\nmain()\n")
     sets = [f"--set={key}" for key in ("method.name=my_method:Toy", "clients.ranks=[4]", "run.rounds=1")]
-    call = [sys.executable, script, "run", "config.toml", *sets, "--json"]
+    call = [sys.executable, script, "methods", "check", "my_method:Toy"]
     done = subprocess.run(call, cwd=project, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rounds"] == 1
     monkeypatch.chdir(project)
-    assert main("methods", "check", "my_method:Toy").code == 0
+    assert str(project) not in sys.path and "" not in sys.path  # as in the script
+    ran_here = main("run", "config.toml", *sets, "--json")
+    assert ran_here.code == 0 and json.loads(ran_here.out)["rounds"] == 1, ran_here.err
 
 
 def test_the_working_directory_comes_last_and_only_where_it_is_needed(

@@ -24,7 +24,7 @@ from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES
 from support.projects import configured, ran
 
-pytestmark = FUTURE_NAMES
+pytestmark = [FUTURE_NAMES, pytest.mark.usefixtures("forked")]
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:

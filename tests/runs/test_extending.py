@@ -37,15 +37,22 @@ def as_if_from_the_start(folder: RunFolder) -> None:
 DROPPED: dict[str, Any] = {"gauge_drift": None, "gauge_drift_as_sent": None}
 
 
+@pytest.fixture(scope="module")
+def from_the_start(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return ran(configured(project, *PART, "run.rounds=5"), tmp_path_factory.mktemp("whole") / "run")
+
+
 @pytest.mark.parametrize("stopped", [None, 1])
-def test_an_extended_run_is_the_longer_run_to_the_bit(project: Path, tmp_path: Path, stopped: int | None) -> None:
+def test_an_extended_run_is_the_longer_run_to_the_bit(
+    project: Path, from_the_start: RunFolder, tmp_path: Path, stopped: int | None
+) -> None:
     """Two rounds, finished or stopped in the first, then five; beside five from the start."""
     short, long = (configured(project, *PART, f"run.rounds={rounds}") for rounds in (2, 5))
     folder = ran(short, tmp_path / "extended", stopped)
     assert folder.finished() == (stopped is None)
     ran(long, folder.path, resume=True)
     as_if_from_the_start(folder)
-    same_run(folder, ran(long, tmp_path / "whole"))
+    same_run(folder, from_the_start)
 
 
 def test_by_the_command_line_and_the_result_is_shown_and_drawn_again(

@@ -25,7 +25,7 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.processes import fork_server, lines_in, started, wait_for
+from support.processes import lines_in, started, wait_for
 from support.projects import Finished, configured, contents, make_project, ran, same_run
 from support.tiny_models import bert
 from support.training_data import classification, rows, save_model
@@ -33,11 +33,6 @@ from support.training_data import classification, rows, save_model
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 LONG = ("run.rounds=8", "train.steps=3", "evaluate.clients_at_end=true")
-
-
-@pytest.fixture(scope="session")
-def forked() -> Any:
-    return fork_server()
 
 
 @pytest.fixture(scope="session")
@@ -86,11 +81,20 @@ def test_an_interrupt_stops_with_a_hint_and_the_run_goes_on_later(
     assert "--resume" in log, "as `cli.main` means to say"
 
 
+SPARSE = ("run.rounds=5", "run.checkpoint_every=2", "train.steps=2")
+
+
+@pytest.fixture(scope="module")
+def sparse(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return ran(configured(project, *SPARSE), tmp_path_factory.mktemp("sparse") / "run")
+
+
 @pytest.mark.parametrize("stop", [1, 3])
-def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(project: Path, tmp_path: Path, stop: int) -> None:
+def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(
+    project: Path, sparse: RunFolder, tmp_path: Path, stop: int
+) -> None:
     """checkpoint_every = 2: rounds after the checkpoint are played again, and their lines are not doubled."""
-    config = configured(project, "run.rounds=5", "run.checkpoint_every=2", "train.steps=2")
-    whole = ran(config, tmp_path / "whole")
+    config, whole = configured(project, *SPARSE), sparse
     saved = sorted(p.name[:11] for p in whole.checkpoints.glob("*.safetensors"))
     assert saved == ["round-00004", "round-00005"], "the last round is always saved"
     folder = ran(config, tmp_path / "run", stop)
@@ -100,6 +104,12 @@ def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(project: P
     ran(config, folder.path, resume=True)
     assert [line["round"] for line in folder.metrics()] == list(range(1, 6))
     same_run(folder, whole)
+
+
+@pytest.fixture(scope="module")
+def stopped_late(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """Seven of eight rounds. Tests take a copy."""
+    return ran(configured(project, *LONG), tmp_path_factory.mktemp("stopped") / "run", 7)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +122,18 @@ def test_stopped_between_two_checkpoints_it_goes_back_to_the_last_one(project: P
     ids=["cut off", "one bit", "empty"],
 )
 def test_a_damaged_newest_checkpoint_is_warned_about_and_the_one_before_used(
-    project: Path, uninterrupted: RunFolder, tmp_path: Path, damage: Callable[[bytes], bytes]
+    project: Path,
+    uninterrupted: RunFolder,
+    stopped_late: RunFolder,
+    tmp_path: Path,
+    damage: Callable[[bytes], bytes],
 ) -> None:
     config = configured(project, *LONG)
-    folder = ran(config, tmp_path / "run", 5)
+    folder = RunFolder(shutil.copytree(stopped_late.path, tmp_path / "run"))
     newest = max(folder.checkpoints.glob("*.safetensors"))
-    assert newest.name.startswith("round-00005")
+    assert newest.name.startswith("round-00007")
     newest.write_bytes(damage(newest.read_bytes()))
-    with pytest.warns(UserWarning, match=r"round-00005.* is damaged.*Trying the one before it"):
+    with pytest.warns(UserWarning, match=r"round-00007.* is damaged.*Trying the one before it"):
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # as FUTURE_NAMES
         ran(config, folder.path, resume=True)
     same_run(folder, uninterrupted)
@@ -158,6 +172,14 @@ def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, 
     assert ran(configured(project, "run.rounds=1"), tmp_path / "run").finished()
 
 
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project and two of three rounds of it, in `run`. Tests take a copy."""
+    project = make_project(tmp_path_factory.mktemp("unfinished"))
+    ran(configured(project), project / "run", 2)
+    return project
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -169,10 +191,10 @@ def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, 
     ],
 )
 def test_an_unfinished_run_is_not_gone_on_with_as_another_one(
-    tmp_path: Path, main: Callable[..., Said], change: list[str], says: str
+    unfinished: Path, tmp_path: Path, main: Callable[..., Said], change: list[str], says: str
 ) -> None:
-    project = make_project(tmp_path / "project")
-    folder = ran(configured(project), tmp_path / "run", 2)
+    project = shutil.copytree(unfinished, tmp_path / "project")
+    folder = RunFolder(project / "run")
     if not change:
         (project / "train.jsonl").write_text(rows(classification(150, 1)))
     before = contents(folder.path)

@@ -20,7 +20,7 @@ from fedlora.runs.preparation import prepare
 from fedlora.runs.stopping import Patience
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.processes import fork_server, lines_in, started, wait_for
+from support.processes import lines_in, started, wait_for
 from support.projects import configured, contents, ran, same_run
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -114,11 +114,11 @@ def test_stopped_by_hand_before_it_stops_by_itself_it_is_the_same_run(
     same_run(ran(configured(project, *FLAT), folder.path, resume=True), stopped)
 
 
-def test_killed_and_resumed_it_is_the_same_run(stopped: RunFolder, project: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_it_is_the_same_run(stopped: RunFolder, project: Path, tmp_path: Path, forked: Any) -> None:
     """SIGKILL before, in and behind the round that it stops with; with a checkpoint each round."""
     sets = [s for s in FLAT if "checkpoint_every" not in s]
     want = ran(configured(project, *sets), tmp_path / "whole")
-    forked, out = fork_server(), tmp_path / "run"
+    out = tmp_path / "run"
     for at_least in (1, 3):
         child = started(forked, project, out, sets)
         wait_for(child, lambda wanted=at_least: lines_in(out) >= wanted)

@@ -33,6 +33,11 @@ def stuck(resident: Any, item: int) -> bool:
     return re.match(r"(a+)+$", "a" * item + "b") is None
 
 
+def asleep_or_stuck(resident: Any, item: int) -> bool:
+    """Ten minutes for 0; longer than anybody waits for 1."""
+    return stuck(resident, 40) if item else bool(who(resident, 600.0))
+
+
 def number(resident: dict[str, Any], mine: int) -> None:
     resident["number"] = mine
 
