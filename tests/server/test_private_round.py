@@ -374,8 +374,8 @@ def test_the_context_knows_state_and_constants() -> None:
     for privacy, at in (
         (same, state), (same, state), (same, replace(later, round=state.round)), (replace(same, clip=2.0), state),
         (replace(same, noise_multiplier=1.0), state), (replace(same, geometry=GEOMETRIES["left"]), state),
-        (replace(same, rank=3), state), (replace(same, sampling=0.5), state), (replace(same, clients=("a", "b")), state),
-        (replace(same, clients=("a", "b", "c", "e")), state),
+        (replace(same, rank=3), state), (replace(same, sampling=0.5), state),
+        (replace(same, clients=("a", "b")), state), (replace(same, clients=("a", "b", "c", "e")), state),
         (replace(same, seed=1), state), (same, replace(state, heads={k: h + 1 for k, h in state.heads.items()})),
     ):  # fmt: skip
         replace(server, privacy=privacy).open(at)
