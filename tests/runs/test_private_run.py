@@ -21,7 +21,7 @@ import torch
 
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError
 from fedlora.flower.terms.settings_from_run import from_tables
-from fedlora.privacy import Event, Ledger, Mechanism, accounting, fate_of, released
+from fedlora.privacy import Budget, Event, Ledger, Mechanism, accounting, fate_of, released
 from fedlora.runs import private_outputs
 from fedlora.runs.config import RunConfig, load_config, parse_config
 from fedlora.runs.execution import execute
@@ -270,7 +270,8 @@ def test_a_second_run_on_the_same_clients_has_to_ask_for_more(done: Finished, pl
     said: Said = main("run", place / "config.toml", "--set", "run.rounds=2", "--out", place / "second")
     assert "the budget is" in said.error() and "three toy sites" in said.error()
     assert done.ledger.read_bytes() == before and not (place / "second").exists()
-    check_affordable(prepare(configured(place, "run.rounds=2", "privacy.budget=40")))
+    with pytest.raises(BudgetSpent, match=r"--budget 40 --delta 0\.001 --because"):  # a decision, no setting
+        check_affordable(prepare(configured(place, "run.rounds=2", "privacy.budget=40")))
 
 
 def test_a_run_does_not_go_on_with_another_ledger_or_length(done: Finished, place: Path) -> None:
@@ -298,13 +299,23 @@ def test_it_stops_before_the_budget_is_passed_and_leaves_what_it_has(place: Path
         other = Event.of(
             Mechanism.of(1.0, 0.5, event.size), event.size, run="another", round=1, sampling=1.0, rounds=1, delta=1e-3
         )
-        Ledger(ledger, "three toy sites").charge(_named(other))
+        Ledger(ledger, "three toy sites").charge(_named(other), left=True)
     summary = folder.read_json("summary.json")
     assert seen == 1 and summary["rounds"] == 1 and "budget" in summary["stopped_early"]["why"]
     assert len(Ledger(ledger, "three toy sites").events()) == 2
     assert (folder.path / "adapter" / "adapter_model.safetensors").exists()
     spent = summary["privacy"]
     assert spent["epsilon_planned"] == pytest.approx(accounting.epsilon(1.0, 3, 1e-3)), "of the planned T"
+    assert "raised" not in (folder.path / "adapter" / "README.md").read_text()
+    list(execute(prepare(config), folder, resume=True))
+    assert folder.read_json("summary.json")["rounds"] == 1, "nothing has changed"
+    Ledger(ledger, "three toy sites").set_budget(Budget(60.0, 1e-3), "the board | agreed")
+    assert [record.round for record in execute(prepare(config), folder, resume=True)] == [2, 3]
+    card, told = (folder.path / "adapter" / "README.md").read_text(), folder.read_json("summary.json")["privacy"]
+    assert "budget raised on" in card and "the board \\x7c agreed" in card
+    assert [b["epsilon"] for b in told["ledger"]["budgets"]][1:] == [60.0]
+    own = configured(place, f"privacy.ledger={ledger}", "evaluate.every=3", "privacy.budget=50")
+    assert not list(execute(prepare(own), folder, resume=True)), "privacy.budget is free to differ"
 
 
 def _named(event: Event) -> Event:
@@ -479,6 +490,7 @@ def test_the_library_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, place
     """Without dp-accounting nothing runs: one sentence says what to install."""
     section = configured(place).privacy
     assert section is not None
+    accounting._composed.cache_clear()
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
     with pytest.raises(HyperparameterError, match="pip install"):

@@ -160,7 +160,10 @@ def _until_spent(events: Iterator[ClientDone | RoundRecord], done: int) -> Itera
 
 def _spent(round: int, rounds: int, private: PrivateRun | None) -> dict[str, Any]:
     """What a summary says of a run that the population's budget ended: of the ledger alone, which is public."""
-    why = "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile"
+    why = (
+        "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile. "
+        "`fedlora privacy LEDGER --budget` raises it, for good and for all to see; then --resume goes on"
+    )
     if private is not None and private.releases.was_charged(round + 1):
         why = (
             f"this run's own round {round + 1} was released and charged already, and its noised sum is not in this "

@@ -25,8 +25,9 @@ class PrivacySection(Section):
     directions of the output side ("left"), or of both ("two-sided"). rank: R of the server's update (default: the
     largest client's). most_examples: a client counts min(n_i, most_examples) / most_examples; without it all count
     alike. population: a name for these clients, and ledger: the file where all runs on them are charged; keep it.
-    budget: most epsilon that all of them together may ever spend at `delta` (default: what this run needs by itself, so
-    that a second one on the same clients has to say how much more it may).
+    budget: most epsilon that all of them together may ever spend at `delta`. The ledger's first run writes it there
+    (default: what that run needs by itself), and later ones are held to it: `fedlora privacy LEDGER --budget` sets
+    another. Later it is a limit of this run alone, below the ledger's.
     """
 
     clip: Above
@@ -79,8 +80,12 @@ class PrivacySection(Section):
         """q."""
         return participation if self.sampling == "poisson" else 1.0
 
+    def own_budget(self) -> Budget | None:
+        """What is said here of all runs together."""
+        return None if self.budget is None else Budget(self.budget, self.delta)
+
     def most(self, rounds: int, participation: float) -> Budget:
-        """What the population may have spent when this run is over."""
+        """What the population may have spent when this run is over, where its ledger does not say."""
         return Budget(self.budget or self.epsilon or self.cost(rounds, participation) * (1 + 1e-9), self.delta)
 
     def build(

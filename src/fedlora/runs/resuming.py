@@ -23,6 +23,7 @@ HARMLESS = frozenset((
     "run.workers", "run.threads", "data.template",
     "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads", "run.track",
     "evaluate.every", "evaluate.clients_at_end",
+    "privacy.budget",  # of the population; no round depends on it, and the ledger has its own
 ))  # fmt: skip
 
 
