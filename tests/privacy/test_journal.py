@@ -165,7 +165,7 @@ def test_a_lost_ledger_gets_back_what_the_journal_knows(tmp_path: Path) -> None:
 
 
 def test_what_may_have_left_is_charged_again_though_the_budget_is_spent(tmp_path: Path) -> None:
-    """Round 1 left, and its event was lost; meanwhile the population's budget has no room. It is charged all the same."""
+    """Round 1 left, and its event was lost; now the population's budget has no room. It is charged all the same."""
     pytest.importorskip("dp_accounting")
     journal = a_journal(tmp_path)
     journal.store(1, TOTAL, an_event(1))

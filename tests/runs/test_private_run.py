@@ -6,6 +6,7 @@ Kinds of evidence: *end-to-end* (real transformers, the command line in this pro
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared, prepare
 from fedlora.runs.private_checks import check_private
+from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_plan import plan
 from fedlora.runs.private_releases import OnDisk
 from fedlora.runs.private_run import check_affordable, epsilon_up
@@ -150,6 +152,38 @@ def test_nothing_outside_the_secret_folders_tells_of_a_client(done: Finished) ->
         assert not (line["losses"] or line["weights"] or line["refused"] or line["bytes"] or line["seconds"])
     assert all((done.folder.path / name).stat().st_mode & 0o077 == 0 for name in ("private", "checkpoints"))
     assert "loss 0." not in done.said.stderr.split("glora round")[0]
+
+
+def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) -> None:
+    """Files with telling names, a tracker that writes the configuration, and a resume that writes it anew: searched for
+    in every byte outside the secret folders, and in what the command says."""
+    rows = (place / "train.jsonl").read_text().splitlines(keepends=True)
+    names = {f"c{k}": f"ward-{k}-oncology.jsonl" for k in range(3)}
+    for k, name in enumerate(names.values()):
+        (tmp_path / name).write_text("".join(rows[k::3]))
+    (tmp_path / "public.jsonl").write_text("".join(rows[:9]))
+    text = (place / "config.toml").read_text().replace('"model"', f'"{place / "model"}"')
+    files = "".join(f'{client} = "{name}"\n' for client, name in names.items())
+    text = text.replace('train = "train.jsonl"\n', "").replace("min_size = 4\n", "") + f"\n[data.clients]\n{files}"
+    (tmp_path / "config.toml").write_text(text)
+    tracked = ["--set", "run.track=['tensorboard']"] if importlib.util.find_spec("tensorboard") else []
+    own = ["--set", "run.rounds=1", "--set", "data.validation=public.jsonl", "--set", "data.test=0.0", *tracked]
+    command = ("run", tmp_path / "config.toml", *own, "--out", tmp_path / "run")
+    told = [invoke(*command), invoke(*command, "--set", "evaluate.every=7", "--resume")]
+    run = RunFolder(tmp_path / "run")
+    assert run.read_json("config.json")["data"]["clients"] == dict.fromkeys(names, "withheld")
+    assert run.read_json("config.json")["evaluate"]["every"] == 7
+    secret = json.loads((run.path / "private" / "config.json").read_text())
+    assert [Path(p).name for p in secret["data"]["clients"].values()] == list(names.values())
+    found = [p for p in run.path.rglob("*") if p.is_file() and b"oncology" in p.read_bytes()]
+    assert {p.relative_to(run.path).parts[0] for p in found} == {"private"}
+    assert {fate_of("config.json", key) for key in ("data.train", "data.clients.c0")} == {"dropped"}
+    assert not any("oncology" in said.stdout + said.stderr for said in told)
+    for path in run.path.iterdir():
+        assert fate_of("folder", path.name) not in (None, "dropped"), path.name
+    whole = json.loads((run.path / "manifest.json").read_text())["config_digest"]
+    moved = load_config(tmp_path / "config.toml", [a for a in own if a != "--set"] + ["evaluate.every=7"])
+    assert whole == shown_config(moved).digest() != moved.digest()
 
 
 def test_what_is_null_is_said_to_be_withheld(done: Finished) -> None:

@@ -31,8 +31,8 @@ from fedlora.runs.crew import crewed
 from fedlora.runs.exported import write_export
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_outputs import private_line, private_summary
-from fedlora.runs.private_releases import begin, read_private
+from fedlora.runs.private_outputs import private_line, private_summary, shown_config
+from fedlora.runs.private_releases import begin, keep_config, read_private
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private, told
 from fedlora.runs.readouts import global_adapter, with_base_change
 from fedlora.runs.samples import write_samples
@@ -177,7 +177,7 @@ def _tracker(
     name: TrackerName, prepared: Prepared, folder: RunFolder, lines: Sequence[Mapping[str, Any]], resumed: bool
 ) -> Tracker:
     """A tracker that knows all rounds before: after a resume it is told them again."""
-    tracker = make_tracker(name, folder.path, json.loads(prepared.config.canonical()), anew=resumed)
+    tracker = make_tracker(name, folder.path, json.loads(shown_config(prepared.config).canonical()), anew=resumed)
     for line in lines:
         tracker.log(line["round"], numbers(line))
     return tracker
@@ -219,7 +219,8 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
     if not folder.exists():
         if prepared.secrets is not None:
             begin(folder, prepared.secrets)
-        folder.create(prepared.config.canonical(), prepared.manifest)
+            keep_config(folder, prepared.config.canonical())
+        folder.create(shown_config(prepared.config).canonical(), prepared.manifest)
         return fresh
     if not resume:
         raise CheckpointError(
