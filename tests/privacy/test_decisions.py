@@ -174,6 +174,11 @@ def test_a_decision_is_not_written_to_a_copy_nor_to_others(path: Path, tmp_path:
     assert copied.read_bytes() == before
     with pytest.raises(LedgerError, match="is the ledger itself"):
         of(path).adopt("why not")
+    path.with_name("ledger.jsonl.tip").unlink()
+    with pytest.raises(LedgerError, match=r"tip is missing.*--adopt"):
+        of(path).charge(an_event(2))
+    of(path).adopt("the disk lost the other file")  # whoever says so stands in it
+    assert of(path).charge(an_event(2)).number == 3 and recompute(path).moves == ("the disk lost the other file",)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

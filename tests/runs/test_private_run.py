@@ -23,6 +23,7 @@ import torch
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError
 from fedlora.flower.terms.settings_from_run import from_tables
 from fedlora.privacy import Budget, Event, Ledger, Mechanism, accounting, fate_of, released
+from fedlora.privacy.accounting import epsilon_up
 from fedlora.runs import private_outputs
 from fedlora.runs.config import RunConfig, load_config, parse_config
 from fedlora.runs.execution import execute
@@ -32,7 +33,7 @@ from fedlora.runs.private_checks import check_private
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_plan import plan
 from fedlora.runs.private_releases import OnDisk
-from fedlora.runs.private_run import check_affordable, epsilon_up
+from fedlora.runs.private_run import check_affordable
 from fedlora.runs.resuming import check_content
 from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke

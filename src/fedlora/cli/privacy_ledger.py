@@ -10,8 +10,9 @@ from rich.table import Table
 
 from fedlora.cli.screen import cell, console, print_json
 from fedlora.errors import ConfigError
+from fedlora.privacy.accounting import epsilon_up
 from fedlora.privacy.ledger import Budget, Earlier, Ledger, Recomputed, budget_facts, recompute
-from fedlora.runs.private_run import epsilon_up, of_people
+from fedlora.runs.private_run import of_people
 
 
 def decide(

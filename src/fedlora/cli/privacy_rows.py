@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fedlora.runs.private_run import epsilon_up, of_people
+from fedlora.privacy.accounting import epsilon_up
+from fedlora.runs.private_run import of_people
 
 
 def where_to_look(place: object) -> str:

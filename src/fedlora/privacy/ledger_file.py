@@ -91,9 +91,9 @@ class LedgerFile:
             book = chain.read(content(descriptor), str(self.path))
             if book is None:
                 raise LedgerError(f"{self.path} holds no ledger: there is nothing to adopt.")
-            self._check(book, self._tip())
-            inode = os.fstat(descriptor).st_ino
-            if inode == book.inode:
+            tip, inode = self._tip(), os.fstat(descriptor).st_ino
+            self._check(book, tip)
+            if inode == book.inode and tip is not None:
                 raise LedgerError(f"{self.path} is the ledger itself, no copy of it: it goes on as it is.")
             self.append(descriptor, book, chain.moved_line(inode, reason, book.tip, now))
 
@@ -125,7 +125,9 @@ class LedgerFile:
         elif tip is None:
             raise LedgerError(
                 f"{self._tip_path.name} is missing beside the ledger {self.path}: whether it was cut off cannot be "
-                f"told. Restore both, from the same moment; where only the ledger was moved, move the other file too."
+                f"told. Move or restore both together; where that file is lost for good, and this is the whole ledger "
+                f"(compare its newest line with what cards say): fedlora privacy {self.path.name} --adopt --because "
+                f"'what happened to it'."
             )
         return book
 

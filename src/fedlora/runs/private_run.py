@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core.echo import markdown_cell
-from fedlora.errors import BudgetSpent, ConfigError
-from fedlora.privacy.accounting import epsilon
+from fedlora.errors import ConfigError
+from fedlora.privacy.accounting import epsilon, epsilon_up
 from fedlora.privacy.ledger import Ledger
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
@@ -79,22 +78,7 @@ def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
     if section is None:
         raise ConfigError("this configuration has no table [privacy].")
     ledger = Ledger(Path(section.ledger), section.population)
-    recorded, own = ledger.budget(), section.own_budget()
-    if recorded is None:
-        return OnDisk(folder, run, ledger, section.most(rounds, share), rounds, section.delta)
-    if own is not None and own.delta == recorded.delta and own.epsilon > recorded.epsilon:
-        raise BudgetSpent(
-            f"privacy.budget = {own.epsilon:g}, and the ledger {ledger.path.name} says that its population may spend "
-            f"{recorded.epsilon:g} in all. To raise that is a decision that stays in the ledger: fedlora privacy "
-            f"{ledger.path.name} --budget {own.epsilon:g} --delta {own.delta:g} --because '...'. Else leave "
-            f"privacy.budget out: the ledger's counts."
-        )
-    return OnDisk(folder, run, ledger, own, rounds, section.delta)
-
-
-def epsilon_up(epsilon: float) -> str:
-    """In thousandths, rounded up: no less than what was computed."""
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}" if math.isfinite(epsilon) else f"{epsilon}"
+    return OnDisk(folder, run, ledger, section.limit(ledger, rounds, share), rounds, section.delta)
 
 
 def told(spent: Mapping[str, Any]) -> str:
