@@ -1,4 +1,4 @@
-"""Seconds by phase."""
+"""Seconds by phase: how long a round trained, aggregated, and so on."""
 
 from __future__ import annotations
 
