@@ -36,6 +36,7 @@ ITSELF = "a client's own upload"
 OWN = "what one client gets by its own history is private towards the others only where it reaches that client alone"
 CHOICE = "a choice among states by what was measured: public where the measurement is"
 REFUSED = "it tells what single clients did or were taken for; attacks and robust rules are refused beside [privacy]"
+PLACES = "the names of clients' files can say who they are and what is in there"
 DATA = "facts about clients' data; a digest lets whoever guesses the data confirm it"
 
 
@@ -179,9 +180,11 @@ RELEASES: tuple[Item, ...] = (
     *_items("card", "dropped", COUNT, "examples"),
     *_items("card", "dropped", DATA, "classes.counts"),
     *_items("card", "dropped", REFUSED, "attack", "attack_row", "attack_tag", "defence"),
+    # RUN/config.json, and the configuration that trackers get: `runs.private_outputs.shown_config`
+    *_items("config.json", "dropped", PLACES, "data.clients.*", "data.train"),
     # the run's folder: each entry as a whole
     *_items("folder", "released", PUBLIC, "config.json", "manifest.json"),
-    *_items("folder", "released", MADE, "metrics.jsonl", "summary.json", "adapter", "plots"),
+    *_items("folder", "released", MADE, "metrics.jsonl", "summary.json", "adapter", "plots", "tensorboard"),
     *_items("folder", "if-public", CHOICE, "best"),
     *_items("folder", "if-public", TESTED, "samples.jsonl", "samples.md"),
     *_items("folder", "secret", RESUME, "checkpoints", "private", "journal"),

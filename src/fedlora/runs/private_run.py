@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fedlora.core.echo import markdown_cell
 from fedlora.errors import ConfigError
-from fedlora.privacy.accounting import epsilon
+from fedlora.privacy.accounting import epsilon, epsilon_up
 from fedlora.privacy.ledger import Ledger
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_plan import PrivacyPlan, plan
 from fedlora.runs.private_releases import OnDisk, private_folder, read_private
-from fedlora.server.private_options import Privacy
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
@@ -52,8 +52,9 @@ def check_affordable(prepared: Prepared) -> None:
         return
     planned = plan(prepared)
     planned.require_signal()
-    releases = _releases(prepared, prepared.server.privacy, Path(), "planned")
-    releases.check_budget(prepared.server.privacy.mechanism(planned.size), planned.size)
+    releases = _releases(prepared, Path(), "planned")
+    privacy = prepared.server.privacy
+    releases.check_budget(privacy.mechanism(planned.size), planned.size, privacy.sampling)
 
 
 def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) -> PrivateRun | None:
@@ -66,23 +67,18 @@ def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) ->
     if privacy is None:
         return None
     run = str(read_private(folder, "run.json")["run"])
-    releases = _releases(prepared, privacy, private_folder(folder), run)
+    releases = _releases(prepared, private_folder(folder), run)
     releases.check_charged(state.round)
     private = replace(privacy, releases=releases, diary=releases.note)
     return PrivateRun(replace(prepared.server, privacy=private), releases, plan(prepared))
 
 
-def _releases(prepared: Prepared, privacy: Privacy, folder: Path, run: str) -> OnDisk:
+def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
     section, rounds, share = prepared.config.privacy, prepared.config.run.rounds, prepared.config.run.participation
     if section is None:
         raise ConfigError("this configuration has no table [privacy].")
     ledger = Ledger(Path(section.ledger), section.population)
-    return OnDisk(folder, run, ledger, section.most(rounds, share), rounds, section.delta, privacy.sampling)
-
-
-def epsilon_up(epsilon: float) -> str:
-    """In thousandths, rounded up: no less than what was computed."""
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}" if math.isfinite(epsilon) else f"{epsilon}"
+    return OnDisk(folder, run, ledger, section.limit(ledger, rounds, share), rounds, section.delta)
 
 
 def told(spent: Mapping[str, Any]) -> str:
@@ -95,4 +91,22 @@ def told(spent: Mapping[str, Any]) -> str:
         f"{spent['clients']} clients a round); unit: one client's contribution, against those who get what the server "
         f"releases. All runs on these clients together, as their ledger has it and as planned: epsilon "
         f"{epsilon_up(ledger['planned_epsilon'])}"
+        + "".join(f"; {markdown_cell(what, 1000)}" for what in of_people(ledger))
     )
+
+
+def of_people(ledger: Mapping[str, Any]) -> Iterator[str]:
+    """What people decided, of `Ledger.describe`: budgets after the first, earlier trainings, and that it moved."""
+    for before, after in pairwise(ledger.get("budgets", [])):
+        raised = "raised" if after["epsilon"] > before["epsilon"] and after["delta"] >= before["delta"] else "set"
+        yield (
+            f"budget {raised} on {after['time'][:10]} from epsilon {before['epsilon']:g} at delta {before['delta']:g} "
+            f"to {after['epsilon']:g} at {after['delta']:g}: {after['reason']}"
+        )
+    for earlier in ledger.get("earlier", []):
+        yield (
+            f"earlier training charged, {earlier['rounds']} rounds of noise multiplier "
+            f"{earlier['noise_multiplier']:g} and sampling {earlier['sampling']:g}: {earlier['reason']}"
+        )
+    for reason in ledger.get("moved", []):
+        yield f"ledger moved: {reason}"
