@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
-from fedlora.linalg import gram, norm, shortest
+from fedlora.linalg import distinct, gram, norm, shortest
 from fedlora.linalg.parallel import Each, one_by_one
 
 # What float64 leaves of a sum, relative to its largest term: a change below that is none.
@@ -196,7 +196,7 @@ def _summed(clients: Sequence[_Terms]) -> _Part:
     right = torch.cat([*(t.right for t in clients), *(t.begun_right for t in clients)], dim=0)
     widths = [t.left.shape[1] for t in clients]
     back = [t.begun_left.shape[1] for t in clients]
-    at, place = _distinct(left, right, since=sum(widths))
+    at, place = distinct(left, right, since=sum(widths))
     left, right = left[:, at], right[at]
     who = torch.arange(len(clients), device=left.device)
     owner = torch.cat([who.repeat_interleave(torch.tensor(n, device=left.device)) for n in (widths, back)])
@@ -224,26 +224,6 @@ def _sums(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
         part = slice(first, first + strip)
         total += W[:, part] @ ((left[:, part].mT @ left) * (right[part] @ right.mT)) @ W.mT
     return total
-
-
-def _distinct(left: Tensor, right: Tensor, since: int) -> tuple[Tensor, Tensor]:
-    """(columns to keep, where each one is among them): of those from `since` on, which are readouts', equal ones once.
-
-    Columns are told apart by a product with fixed numbers, and compared before one stands for another.
-    """
-    count = left.shape[1]
-    numbers = torch.linspace(1.0, 2.0, left.shape[0], dtype=left.dtype, device=left.device).square()
-    more = torch.linspace(3.0, 1.0, right.shape[1], dtype=left.dtype, device=left.device).square()
-    marks = (numbers @ left[:, since:]).tolist(), (right[since:] @ more).tolist()
-    first: dict[tuple[float, float], int] = {}
-    same = list(range(since)) + [first.setdefault(mark, since + k) for k, mark in enumerate(zip(*marks, strict=True))]
-    stand = torch.tensor(same, device=left.device)
-    later = stand != torch.arange(count, device=left.device)
-    equal = (left[:, later] == left[:, stand[later]]).all() & (right[later] == right[stand[later]]).all()
-    if not bool(equal):
-        stand = torch.arange(count, device=left.device)
-    at, place = torch.unique(stand, return_inverse=True)
-    return at, place
 
 
 def _orthonormal(one: _Terms) -> _Terms:
