@@ -101,6 +101,8 @@ def _added(readouts: Sequence[Update]) -> LoRA:
 
 def _plain(sent: LoRA) -> LoRA:
     """`sent` itself, or where its terms cancel the same update as a pair of which none do, with zero columns."""
+    if _surely_plain(*(t.detach() for t in sent.factors)):
+        return sent
     B, A = (t.detach().double() for t in sent.factors)
     of_B, of_A = (torch.frexp(norm(t, dim=k)).exponent.clamp(-1000, 1000) for k, t in enumerate((B, A)))
     B, A = torch.ldexp(B, -of_B), torch.ldexp(A, -of_A[:, None])  # any sizes: their squares are numbers now
@@ -111,6 +113,13 @@ def _plain(sent: LoRA) -> LoRA:
         return sent
     B, A = (t.to(sent.factors[0].dtype) for t in shortest([(1.0, *sent.factors)]))
     return LoRA(_padded(B, len(B), sent.rank), _padded(A, sent.rank, A.shape[1]))
+
+
+def _surely_plain(B: Tensor, A: Tensor) -> bool:
+    """In the arithmetic of their own dtype, where its squares are numbers, with room for what that rounds."""
+    of_B, of_A = B.mT @ B, A @ A.mT
+    terms = float((of_B.diagonal() * of_A.diagonal()).sqrt().sum())
+    return 1e-12 < terms < 1e12 and 2 * terms**2 < float((of_B * of_A).sum()) * _CANCELS**2
 
 
 def _between(sent: LoRA, begun: LoRA, m: float) -> LoRA:

@@ -6,23 +6,26 @@ import torch
 
 from fedlora.linalg.shapes import Tensor
 
+_LOOKED_AT = 64  # entries of a column by which one that may equal it is found
+
 
 def distinct(left: Tensor, right: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
     """(columns to keep, where each one is among them): of those from `since` on equal ones once.
 
-    left (d_out, S), right (S, d_in): a column is left[:, j] with right[j]. They are told apart by a product with
-    fixed numbers, and compared before one stands for another.
+    left (d_out, S), right (S, d_in): a column is left[:, j] with right[j]. One that may equal another is found by some
+    of its entries; it is compared whole before that stands for it.
     """
     count = left.shape[1]
-    numbers = torch.linspace(1.0, 2.0, left.shape[0], dtype=left.dtype, device=left.device).square()
-    more = torch.linspace(3.0, 1.0, right.shape[1], dtype=left.dtype, device=left.device).square()
-    marks = (numbers @ left[:, since:]).tolist(), (right[since:] @ more).tolist()
-    first: dict[tuple[float, float], int] = {}
-    same = list(range(since)) + [first.setdefault(mark, since + k) for k, mark in enumerate(zip(*marks, strict=True))]
+    some_left = left[:: max(1, len(left) // _LOOKED_AT), since:].mT
+    some_right = right[since:, :: max(1, right.shape[1] // _LOOKED_AT)]
+    first: dict[tuple[float, ...], int] = {}
+    marks = torch.cat([some_left, some_right], dim=1).tolist()
+    same = list(range(since)) + [first.setdefault(tuple(mark), since + k) for k, mark in enumerate(marks)]
     stand = torch.tensor(same, device=left.device)
-    later = stand != torch.arange(count, device=left.device)
-    equal = (left[:, later] == left[:, stand[later]]).all() & (right[later] == right[stand[later]]).all()
-    if not bool(equal):
-        stand = torch.arange(count, device=left.device)
+    later = (stand != torch.arange(count, device=left.device)).nonzero()[:, 0]
+    other = stand[later]
+    equal = (right[later] == right[other]).all(dim=1)
+    equal &= (left.index_select(1, later) == left.index_select(1, other)).all(dim=0)
+    stand[later[~equal]] = later[~equal]
     at, place = torch.unique(stand, return_inverse=True)
     return at, place

@@ -144,7 +144,7 @@ def _of_module(clients: Sequence[Sent | None]) -> _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Terms:
-    """X = left right - begun_left begun_right, float64."""
+    """X = left right - begun_left begun_right, in the dtypes that they came in."""
 
     left: Tensor
     right: Tensor
@@ -157,14 +157,14 @@ def _terms(one: Sent) -> _Terms | None:
     sent, begun = one.sent.tensors(), one.begun.tensors()
     if len(begun) < 2:
         return None
-    B_0, A_0 = (t.double() for t in one.begun.factors)
+    B_0, A_0 = one.begun.factors
     if len(sent) == 2:
-        B, A = (t.detach().double() for t in one.sent.factors)
+        B, A = (t.detach() for t in one.sent.factors)
         return _Terms(B, A, B_0, A_0)
     none = B_0[:, :0], A_0[:0]
     if "B" in sent:
-        return _Terms(sent["B"].detach().double() - B_0, A_0, *none)
-    return _Terms(B_0, sent["A"].detach().double() - A_0, *none)
+        return _Terms(sent["B"].detach().double() - B_0.double(), A_0, *none)
+    return _Terms(B_0, sent["A"].detach().double() - A_0.double(), *none)
 
 
 def _of_tensors(sent: Sequence[Tensor], begun: Sequence[Tensor]) -> _Part:
@@ -200,18 +200,20 @@ def _summed(clients: Sequence[_Terms]) -> _Part:
     left, right = left[:, at], right[at]
     who = torch.arange(len(clients), device=left.device)
     owner = torch.cat([who.repeat_interleave(torch.tensor(n, device=left.device)) for n in (widths, back)])
-    sign = torch.cat([torch.ones(sum(widths)), -torch.ones(sum(back))]).to(left)
-    l_scale = _power_of_two(norm(left, dim=0))  # a diagonal gauge is gone, exactly
-    left, right = left / l_scale, right * l_scale[:, None]
-    sizes = norm(right, dim=1)
-    r_scale = _power_of_two(sizes)  # and so is the size of a client's change beside another's
-    right = right / r_scale[:, None]
+    sign = torch.cat([torch.ones(sum(widths)), -torch.ones(sum(back))]).to(left.device, torch.float64)
+    scale = torch.ones(len(at), dtype=torch.float64, device=left.device)
+    if left.dtype == torch.float64:  # products of four may be no numbers; those of narrower ones always are
+        l_scale = _power_of_two(norm(left, dim=0))
+        left, right = left / l_scale, right * l_scale[:, None]
+        scale = _power_of_two(norm(right, dim=1))
+        right = right / scale[:, None]
+    of_left, of_right = (torch.linalg.vector_norm(t, dim=k, dtype=torch.float64) for k, t in enumerate((left, right)))
+    sizes = of_left * of_right
     largest = torch.zeros(len(clients), dtype=torch.float64, device=left.device)
-    top = _power_of_two(largest.scatter_reduce(0, owner, sizes[place], "amax"))
+    top = _power_of_two(largest.scatter_reduce(0, owner, (scale * sizes)[place], "amax"))
     W = torch.zeros(len(clients), len(at), dtype=torch.float64, device=left.device)
-    W.index_put_((owner, place), sign * (r_scale[place] / top[owner]), accumulate=True)
-    size = W.abs() @ (norm(left, dim=0) * norm(right, dim=1))
-    return _Part(who.cpu(), top.cpu(), _sums(left, right, W).cpu(), (_ARITHMETIC * size).cpu())
+    W.index_put_((owner, place), sign * (scale[place] / top[owner]), accumulate=True)
+    return _Part(who.cpu(), top.cpu(), _sums(left, right, W).cpu(), (_ARITHMETIC * (W.abs() @ sizes)).cpu())
 
 
 def _sums(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
@@ -219,6 +221,7 @@ def _sums(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
     if left.shape[1] <= 2048:
         return W @ (gram(left) * gram(right.mT)) @ W.mT
     strip = max(1, _CACHED // left.shape[1])
+    left, right = left.double(), right.double()
     total = torch.zeros(len(W), len(W), dtype=W.dtype, device=W.device)
     for first in range(0, left.shape[1], strip):
         part = slice(first, first + strip)
