@@ -90,13 +90,13 @@ def _like(begun: LoRA, update: Update) -> LoRA:
 
 def _added(readouts: Sequence[Update]) -> LoRA:
     """Their weighted sum as one pair: the columns of any of them, each once, without those whose weights cancel."""
-    B, A = (torch.cat([u.lora.factors[k] for u in readouts], dim=1 - k).double() for k in (0, 1))
+    B, A = (torch.cat([u.lora.factors[k] for u in readouts], dim=1 - k) for k in (0, 1))
     at, place = distinct(B, A)
-    weights = torch.tensor([u.weight for u in readouts for _ in range(u.lora.rank)], dtype=B.dtype).to(B)
-    B, A = B[:, at], A[at]
-    sums, sizes = (B.new_zeros(len(at)).index_add_(0, place, w) for w in (weights, weights.abs()))
-    some = (sums.abs() > 64 * unit_roundoff(B.dtype) * sizes) & (B != 0).any(dim=0) & (A != 0).any(dim=1)
-    return LoRA(B[:, some] * sums[some], A[some]).map(lambda t: t.to(readouts[0].B))
+    weights = torch.tensor([u.weight for u in readouts for _ in range(u.lora.rank)], dtype=torch.float64).to(B.device)
+    sums, sizes = (weights.new_zeros(len(at)).index_add_(0, place, w) for w in (weights, weights.abs()))
+    B, A = B.index_select(1, at), A[at]
+    some = (sums.abs() > 64 * unit_roundoff(sums.dtype) * sizes) & (B != 0).any(dim=0) & (A != 0).any(dim=1)
+    return LoRA((B[:, some].double() * sums[some]).to(B.dtype), A[some])
 
 
 def _plain(sent: LoRA) -> LoRA:

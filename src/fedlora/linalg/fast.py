@@ -237,12 +237,14 @@ class _Batch:
         Vh = torch.empty(*rows.shape[:2], self.A.shape[2], dtype=torch.float64, device=rows.device)
         for k in range(len(weak)):
             strong = int((~weak[k]).sum())
-            own = rows[k] if exact else rows[k] @ self.A[k]
-            Vh[k, :strong] = own[:strong] / s[k, :strong, None]
-            if strong == len(own):
+            if exact:
+                Vh[k] = rows[k]
+            else:
+                torch.matmul(rows[k], self.A[k], out=Vh[k])
+            Vh[k, :strong] /= s[k, :strong, None]
+            if strong == Vh.shape[1]:
                 continue
-            rest = own[strong:] - (own[strong:] @ Vh[k, :strong].mT) @ Vh[k, :strong]
-            Q, R = torch.linalg.qr(rest.mT)
+            Q, R = torch.linalg.qr((Vh[k, strong:] - (Vh[k, strong:] @ Vh[k, :strong].mT) @ Vh[k, :strong]).mT)
             O, values, Wh = torch.linalg.svd(R.mT)
             directions[k, :, strong:] = directions[k, :, strong:] @ O
             s[k, strong:] = values.clamp(min=1e-300)

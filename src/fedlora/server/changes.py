@@ -34,6 +34,7 @@ _ARITHMETIC = 64 * 2.0**-53
 _LOST = 1e7  # ||X_i||^2 over what rounding of the sums may be of it, at least
 _BLURRED = 1e-3  # of a norm: a noise that moves no distance between clients by more than this
 _COORDINATES = 1e6
+_WHOLE = 2048  # columns of which E is made at once
 _CACHED = 2**22  # numbers of a strip, 32 MB
 
 
@@ -192,34 +193,37 @@ def _of_products(clients: Sequence[_Terms]) -> _Part:
 
 def _summed(clients: Sequence[_Terms]) -> _Part:
     """Of each client's terms, readouts' columns that several were sent once for all."""
-    left = torch.cat([*(t.left for t in clients), *(t.begun_left for t in clients)], dim=1)
-    right = torch.cat([*(t.right for t in clients), *(t.begun_right for t in clients)], dim=0)
+    left, right = torch.cat([t.begun_left for t in clients], dim=1), torch.cat([t.begun_right for t in clients], dim=0)
+    at, place = distinct(left, right)
+    left = torch.cat([*(t.left for t in clients), left.index_select(1, at)], dim=1)
+    right = torch.cat([*(t.right for t in clients), right[at]], dim=0)
     widths = [t.left.shape[1] for t in clients]
     back = [t.begun_left.shape[1] for t in clients]
-    at, place = distinct(left, right, since=sum(widths))
-    left, right = left[:, at], right[at]
+    place = torch.cat([torch.arange(sum(widths), device=left.device), sum(widths) + place])
     who = torch.arange(len(clients), device=left.device)
     owner = torch.cat([who.repeat_interleave(torch.tensor(n, device=left.device)) for n in (widths, back)])
     sign = torch.cat([torch.ones(sum(widths)), -torch.ones(sum(back))]).to(left.device, torch.float64)
-    scale = torch.ones(len(at), dtype=torch.float64, device=left.device)
-    if left.dtype == torch.float64:  # products of four may be no numbers; those of narrower ones always are
+    scale = torch.ones(len(right), dtype=torch.float64, device=left.device)
+    if torch.float64 in (left.dtype, right.dtype):  # products of four may be no numbers; of narrower ones all are
         l_scale = _power_of_two(norm(left, dim=0))
         left, right = left / l_scale, right * l_scale[:, None]
         scale = _power_of_two(norm(right, dim=1))
         right = right / scale[:, None]
-    of_left, of_right = (torch.linalg.vector_norm(t, dim=k, dtype=torch.float64) for k, t in enumerate((left, right)))
-    sizes = of_left * of_right
+    products = (gram(left), gram(right.mT)) if left.shape[1] <= _WHOLE else None
+    if products:
+        sizes = (products[0].diagonal() * products[1].diagonal()).sqrt()
+    else:
+        sizes = norm(left, dim=0) * norm(right, dim=1)
     largest = torch.zeros(len(clients), dtype=torch.float64, device=left.device)
     top = _power_of_two(largest.scatter_reduce(0, owner, (scale * sizes)[place], "amax"))
-    W = torch.zeros(len(clients), len(at), dtype=torch.float64, device=left.device)
+    W = torch.zeros(len(clients), len(right), dtype=torch.float64, device=left.device)
     W.index_put_((owner, place), sign * (scale[place] / top[owner]), accumulate=True)
-    return _Part(who.cpu(), top.cpu(), _sums(left, right, W).cpu(), (_ARITHMETIC * (W.abs() @ sizes)).cpu())
+    total = W @ (products[0] * products[1]) @ W.mT if products else _by_strips(left, right, W)
+    return _Part(who.cpu(), top.cpu(), total.cpu(), (_ARITHMETIC * (W.abs() @ sizes)).cpu())
 
 
-def _sums(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
+def _by_strips(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
     """W E W^T, by strips of E where it is large."""
-    if left.shape[1] <= 2048:
-        return W @ (gram(left) * gram(right.mT)) @ W.mT
     strip = max(1, _CACHED // left.shape[1])
     left, right = left.double(), right.double()
     total = torch.zeros(len(W), len(W), dtype=W.dtype, device=W.device)
