@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from fedlora.linalg import (
     rank_tolerance,
     unit_roundoff,
 )
+from fedlora.linalg.consensus import Basis
 from fedlora.linalg.fast import _Batch
 from fedlora.methods import glora as glora_module
 from fedlora.methods._spectral import whole
@@ -130,6 +132,34 @@ def test_the_batched_route_is_the_reference_where_it_answers(name: str, shape: t
         for basis, alignment in zip(got.bases, got.alignments, strict=True):
             U = got.spectrum.U.double()
             assert float((alignment - (basis.double().mT @ U).square().sum(dim=0)).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("basis", ["projector", "energy"])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_what_is_no_clients_belongs_to_the_mean_and_has_no_vote(
+    name: str, shape: tuple[int, int], basis: Basis
+) -> None:
+    """Dense float64: whole at R = S, on both routes; where R cuts, directions that only the rest has go first."""
+    case = families.family(name, **every_family(shape))
+    generator = torch.Generator().manual_seed(3)
+    rest = tuple(torch.randn(*size, generator=generator) for size in ((shape[0], 3), (3, every_family(shape)["d_in"])))
+    clients = sent(case)
+    what = replace(clients, rest=rest)
+    mean = torch.from_numpy(families.mean_update(case)) + rest[0].double() @ rest[1].double()
+    size = float(torch.linalg.matrix_norm(mean))
+    S = sum(what.ranks)
+    assert sum(clients.ranks) + 3 == S
+    reference, routed = consensus_mean(what, Budget(S, basis=basis)), consensus_means([what], [Budget(S, basis=basis)])
+    for c in (reference, *routed):
+        assert apart(dense(c), mean, size) < 1e-6 and len(c.bases) == len(c.alignments) == len(clients.pairs)
+    if name in SOUND:
+        assert fast(what, S) is not None
+    if basis == "projector" and name in SOUND:  # where float32 bases say enough of the clients' span
+        voters = consensus_mean(clients, Budget(S))
+        cut = consensus_mean(what, Budget(voters.union_rank))
+        U, V = cut.spectrum.U.double(), torch.linalg.qr(torch.cat([B.double() for B in voters.bases], dim=1)).Q
+        assert float(torch.linalg.matrix_norm(U - V @ (V.mT @ U))) < 1e-4
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)

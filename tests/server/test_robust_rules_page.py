@@ -47,7 +47,7 @@ def test_every_rule_has_a_row() -> None:
 
 def test_every_method_is_in_the_row_of_what_it_gets() -> None:
     rows = {
-        "products": r"^\| (.*) \| one pair",
+        "products": r"^\| (.*) \| each update",
         "terms": r"^\| (.*) \| two updates",
         "factors": r"^\| (.*) \| (?:the one factor|both factors|A moved)",
     }

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedlora import METHODS, Adapter, Client, LoRA, Server, ServerState, Upload, build
-from fedlora.core.multiplied import multiplied
+from fedlora.core.method import Update
+from fedlora.core.multiplied import How, multiplied
 from fedlora.errors import QuorumNotMet
 from fedlora.linalg import shortest
 from fedlora.linalg.cancelling import cancels, may_cancel, terms_and_size
@@ -118,14 +119,22 @@ def test_with_a_multiplier_of_one_a_plain_update_is_itself_and_one_that_cancels_
     """Bit for bit, and else with columns no larger than what they add up to."""
     one = LoRA(noise((32, 4), "B", dtype=torch.float32), noise((4, 24), "A", dtype=torch.float32))
     bad = liar(6, 10.0).adapter.modules["q"]
+
+    def handed(how: How, lora: LoRA) -> LoRA:
+        ((share, got),) = [
+            (u.weight, u.lora) for u in multiplied(how, [Update("a", 0.5, 4, lora, torch.float32)], [one], [1.0])
+        ]
+        assert share == 0.5
+        return got
+
     for how in ("products", "terms"):
-        assert multiplied(how, one, one, 1.0)[0][1] is one
-        ((share, got),) = multiplied(how, bad, one, 1.0)
+        assert handed(how, one) is one
+        got = handed(how, bad)
         B, A = got.factors
-        assert share == 1.0 and got.rank == bad.rank and B.dtype == torch.float32
+        assert got.rank == bad.rank and B.dtype == torch.float32
         torch.testing.assert_close(dense(got), dense(bad), rtol=0, atol=1e-5)
         assert float(B.norm() * A.norm()) < 100 and float(bad.factors[0].norm()) > 1e4
-    assert multiplied("factors", bad, one, 1.0)[0][1] is bad
+    assert handed("factors", bad) is bad
 
 
 def test_who_cannot_be_measured_counts_for_no_quorum_and_for_no_rule() -> None:

@@ -215,10 +215,11 @@ def test_where_uploads_are_not_there_together_there_is_no_rule(options: dict[str
 
 
 def test_a_projector_basis_below_the_union_rank_is_refused_in_the_round() -> None:
-    """rank = 17 holds the uploads of ranks 2, 3, 5 and 6, and not the readouts beside them; energy may cut."""
+    """rank = 17 holds the uploads of ranks 2, 3, 5 and 6, and not the 9 columns that clients were sent
+    beside them; energy may cut."""
     played = list(rounds(Server(build("glora")), MIXED, FOUR))[-1]
     cutting = Server(build("glora", rank=17), rule=Clip(threshold=0.1))
-    with pytest.raises(HyperparameterError, match="rank = 17 cuts 32 directions"):
+    with pytest.raises(HyperparameterError, match="rank = 17 cuts 25 directions"):
         cutting.aggregate(played.before, played.uploads)
     Server(build("glora", rank=17), rule=Clip(threshold=1e9)).aggregate(played.before, played.uploads)
     Server(build("glora", rank=3, basis="energy"), rule=Clip(threshold=0.1)).aggregate(played.before, played.uploads)

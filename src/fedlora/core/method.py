@@ -44,6 +44,7 @@ from fedlora.errors import FactorNotShared
 from fedlora.linalg.parallel import Each, one_by_one
 
 Role = Literal["shared", "local", "frozen"]
+NOBODY = ""  # the client of an update that is no client's; ids are not empty
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ class Update:
     client's nominal rank r_i (the factors may have fewer columns, where a client sends its subspace form). lora: the
     factors that travelled, in the compute dtype. stored: the dtype in which they arrived, which sets the size of their
     rounding noise.
+
+    After a robust rule the weights may sum to less, and the last one may be of `NOBODY`: what clients were sent, in the
+    place of changes that do not count. It comes weighed, with a weight of 1, and has no history
+    (`core.multiplied`; only a method that asks for "products" gets it).
 
     Example:
         >>> update = Update("site-1", 0.5, 2, LoRA(torch.ones(6, 2), torch.ones(2, 5)), torch.float32)

@@ -4,14 +4,17 @@ A robust rule (`server.robust_rules`) gives each client a multiplier m of its ch
 
     sum_i p_i (R_i + m_i (D_i - R_i)),        R_i = B_0 A_0 what client i was sent, D_i = B_i A_i what it sent back
 
-An update with m = 1 is handed over as it came. One with another m has to become something that the method can take:
+Updates with m = 1 are handed over as they came. With others the list has to become one that the method can take:
 
-* "products": one update m D_i + (1 - m) R_i, of up to r_i + r_0 columns (`linalg.shortest`). The sum is exact.
+* "products": D_i of weight m_i p_i, and after all of them one update more, of nobody: sum_i p_i (1 - m_i) R_i, what
+  clients were sent in the place of their changes. They were sent the same few columns of the server's own, so that it
+  has as many as there are of these, and not r_i more for each client. The sum is exact.
 * "terms": two updates of the same client, D_i of weight m p_i and R_i of weight (1 - m) p_i, which may be negative.
 * "factors": one update of the same shape, each travelling factor moved: B_0 + m (B_i - B_0), A_0 + m (A_i - A_0). The
   sum is exact where one factor travels beside a common one, and is what this method makes of factors elsewhere.
 
-A method that says nothing gets "factors", which every method can take.
+A client with m = 0 has no update in the first two. A method that says nothing gets "factors", which every method can
+take.
 
 Where the terms b_j a_j of an update cancel, its columns are huge beside what they add up to. A method that takes
 products gets the update as a pair that does not cancel instead, also with m = 1: what it would round in a float32 of
@@ -22,20 +25,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA
-from fedlora.linalg import shortest
-from fedlora.linalg.cancelling import cancels
+from fedlora.core.method import NOBODY, Update
+from fedlora.linalg import distinct, shortest, unit_roundoff
+from fedlora.linalg.cancelling import cancels, may_cancel
 
 How = Literal["products", "terms", "factors"]
 
-_CANCELS = (
-    100.0  # the sum of its terms' norms over the norm of an update, from which on its columns are not handed over
-)
+_CANCELS = 100  # the sum of its terms' norms over the norm of an update, from which on its columns are not handed over
 
 
 class TakesMultipliers(ABC):
@@ -62,28 +65,39 @@ def multiplied_how(method: Any) -> How:
     return method.multiplied if isinstance(method, TakesMultipliers) else "factors"
 
 
-def multiplied(how: How, sent: LoRA, begun: LoRA, m: float) -> Sequence[tuple[float, LoRA]]:
-    """An update whose change from `begun` counts m times: (share of the client's weight, factors), of `sent`'s dtype.
+def multiplied(how: How, updates: Sequence[Update], begun: Sequence[LoRA], m: Sequence[float]) -> list[Update]:
+    """The updates of one matrix, each with a change from `begun` that counts m times.
 
     Args:
-        sent: what travelled, one factor or both. begun: what the client was sent. m: >= 0; with 1 the result is `sent`
-            itself, unless its terms cancel.
+        updates: as they came, of one compute dtype. begun: what each client was sent. m: >= 0 each; an update with
+            m = 1 stays the same one, unless its terms cancel.
     """
-    begun = begun.map(lambda t: t.to(next(iter(sent.tensors().values()))))
-    if len(sent.tensors()) < 2 or how == "factors":
-        if m == 1:
-            return [(1.0, sent)]
-        was = begun.tensors()
-        parts = {name: _moved(t, was[name], m) for name, t in sent.tensors().items()}
-        return [(1.0, LoRA(parts.get("B"), parts.get("A")))]
-    if m == 0:
-        return [(1.0, begun)]
-    if m == 1:
-        return [(1.0, _plain(sent))]
-    if how == "terms":
-        return [(m, _plain(sent)), (1 - m, begun)]
-    (B, A), (B_0, A_0) = sent.factors, begun.factors
-    return [(1.0, LoRA(*(t.to(B.dtype) for t in shortest([(m, B, A), (1 - m, B_0, A_0)]))))]
+    each = [(u, _like(R, u), k) for u, R, k in zip(updates, begun, m, strict=True)]
+    if how == "factors" or any(len(u.lora.tensors()) < 2 for u in updates):
+        return [u if k == 1 else replace(u, lora=_between(u.lora, R, k)) for u, R, k in each]
+    own = [replace(u, weight=k * u.weight, lora=_plain(u.lora)) for u, _, k in each if k]
+    rest = [replace(u, weight=(1 - k) * u.weight, lora=R) for u, R, k in each if k != 1]
+    if how == "terms" or not rest:
+        return own + rest
+    sent = _added(rest)
+    return [*own, Update(NOBODY, 1.0, sent.rank, sent, sent.factors[0].dtype)] if sent.rank or not own else own
+
+
+def _like(begun: LoRA, update: Update) -> LoRA:
+    """In the compute dtype, on the device."""
+    like = next(iter(update.lora.tensors().values()))
+    return begun.map(lambda t: t.to(like))
+
+
+def _added(readouts: Sequence[Update]) -> LoRA:
+    """Their weighted sum as one pair: the columns of any of them, each once, without those whose weights cancel."""
+    B, A = (torch.cat([u.lora.factors[k] for u in readouts], dim=1 - k) for k in (0, 1))
+    at, place = distinct(B, A)
+    weights = torch.tensor([u.weight for u in readouts for _ in range(u.lora.rank)], dtype=torch.float64).to(B.device)
+    sums, sizes = (weights.new_zeros(len(at)).index_add_(0, place, w) for w in (weights, weights.abs()))
+    B, A = B.index_select(1, at), A[at]
+    some = (sums.abs() > 64 * unit_roundoff(sums.dtype) * sizes) & (B != 0).any(dim=0) & (A != 0).any(dim=1)
+    return LoRA((B[:, some].double() * sums[some]).to(B.dtype), A[some])
 
 
 def plain_pair(sent: LoRA) -> LoRA:
@@ -95,7 +109,15 @@ def plain_pair(sent: LoRA) -> LoRA:
 
 def _plain(sent: LoRA) -> LoRA:
     """`sent` itself, or where its terms cancel its `plain_pair`."""
-    return plain_pair(sent) if cancels(*sent.factors, _CANCELS) else sent
+    terms_cancel = may_cancel(*sent.factors, _CANCELS)[0] and cancels(*sent.factors, _CANCELS)
+    return plain_pair(sent) if terms_cancel else sent
+
+
+def _between(sent: LoRA, begun: LoRA, m: float) -> LoRA:
+    """Each factor that travelled, begun + m (sent - begun)."""
+    was = begun.tensors()
+    parts = {name: _moved(t, was[name], m) for name, t in sent.tensors().items()}
+    return LoRA(parts.get("B"), parts.get("A"))
 
 
 def _moved(sent: Tensor, begun: Tensor, m: float) -> Tensor:

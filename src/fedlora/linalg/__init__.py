@@ -1,12 +1,13 @@
 """Thin-matrix numerics in torch alone: gauge, consensus subspace, spectra. No d_out x d_in matrix below S = d.
 
-`basics` what everything rests on; `gauge` one client's factors; `shortest` a sum of products as one pair; `spectrum` an
-update in energy order; `consensus` the mean update of a round, cut or whole, written to be read; `fast` what runs in
-its place where that is safe.
+`basics` what everything rests on; `gauge` one client's factors; `shortest` a sum of products as one pair; `distinct`
+columns that pairs share; `spectrum` an update in energy order; `consensus` the mean update of a round, cut or whole,
+written to be read; `fast` what runs in its place where that is safe.
 """
 
 from fedlora.linalg.basics import eigh, gram, norm, rank_tolerance, right_svd, unit_roundoff
 from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, consensus_mean, consensus_of_pair
+from fedlora.linalg.distinct import distinct
 from fedlora.linalg.fast import consensus_means
 from fedlora.linalg.gauge import Canonical, Split, gauge_fix, gauge_split, gauge_splits
 from fedlora.linalg.shortest import shortest
@@ -23,6 +24,7 @@ __all__ = [
     "consensus_mean",
     "consensus_means",
     "consensus_of_pair",
+    "distinct",
     "eigh",
     "gauge_fix",
     "gauge_split",

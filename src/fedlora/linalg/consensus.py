@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from fedlora.errors import RankTie
-from fedlora.linalg.basics import count_above, unit_roundoff
+from fedlora.linalg.basics import count_above, rank_tolerance, unit_roundoff
 from fedlora.linalg.gauge import Canonical, gauge_split
 from fedlora.linalg.shapes import Float, Tensor
 from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, require_some, with_canonical_signs
@@ -44,25 +44,41 @@ class Contributions:
 
     pairs: (B_i (d_out, r_i), A_i (r_i, d_in)) of each, all of one dtype, the compute dtype. weights: p_i. roundoffs:
     the unit roundoff of the dtype in which each arrived. tolerances: `rank_tolerance` of it, or the user's.
+    rest: a pair of the mean that is no client's and has no vote, weighed already; in the compute dtype.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
     weights: Sequence[float]
     roundoffs: Sequence[float]
     tolerances: Sequence[float]
+    rest: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def every_pair(self) -> list[tuple[Tensor, Tensor]]:
+        """The clients', and the rest."""
+        return [*self.pairs] if self.rest is None else [*self.pairs, self.rest]
 
     @property
     def ranks(self) -> list[int]:
-        return [B.shape[1] for B, _ in self.pairs]
+        """Columns of every pair."""
+        return [B.shape[1] for B, _ in self.every_pair]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.pairs[0][0].dtype
+        return self.every_pair[0][0].dtype
+
+    @property
+    def every_weight(self) -> list[float]:
+        return [*self.weights] if self.rest is None else [*self.weights, 1.0]
+
+    @property
+    def every_tolerance(self) -> list[float]:
+        return [*self.tolerances] if self.rest is None else [*self.tolerances, rank_tolerance(self.dtype)]
 
     def per_column(self, values: Sequence[float]) -> Float[Tensor, " S"]:
-        """Each client's value once for each of its columns, float64."""
+        """Each pair's value once for each of its columns, float64."""
         each = [v for v, r in zip(values, self.ranks, strict=True) for _ in range(r)]
-        return torch.tensor(each, dtype=torch.float64, device=self.pairs[0][0].device)
+        return torch.tensor(each, dtype=torch.float64, device=self.every_pair[0][0].device)
 
 
 @dataclass(frozen=True)
@@ -115,20 +131,20 @@ def consensus_mean(sent: Contributions, budget: Budget) -> ConsensusMean:
     Raises:
         RankTie: with tie="error", where R cuts a tie.
     """
-    p = sent.per_column(sent.weights)
-    core = _core(torch.cat([B for B, _ in sent.pairs], dim=1), torch.cat([A for _, A in sent.pairs], dim=0), p)
+    p, pairs = sent.per_column(sent.every_weight), sent.every_pair
+    core = _core(torch.cat([B for B, _ in pairs], dim=1), torch.cat([A for _, A in pairs], dim=0), p)
     blocks = list(zip(torch.split(core.left, sent.ranks, dim=1), torch.split(core.right, sent.ranks), strict=True))
     own = [
         gauge_split(B, A, tolerance=tolerance, canonical=budget.canonical).U
-        for (B, A), tolerance in zip(blocks, sent.tolerances, strict=True)
+        for (B, A), tolerance in zip(blocks, sent.tolerances, strict=False)  # the rest has no vote
     ]
-    votes = torch.cat([U * math.sqrt(w) for U, w in zip(own, sent.weights, strict=True)], dim=1)
+    votes = torch.cat([core.left[:, :0], *(U * math.sqrt(w) for U, w in zip(own, sent.weights, strict=True))], dim=1)
     owners = [k for k, U in enumerate(own) for _ in range(U.shape[1])]
     roundoffs, noise = (
         torch.tensor([x[k] for k in owners], dtype=torch.float64, device=votes.device)
         for x in (sent.roundoffs, [t * t * w for t, w in zip(sent.tolerances, sent.weights, strict=True)])
     )
-    stored = float(torch.linalg.vector_norm(core.terms * sent.per_column(sent.tolerances)))
+    stored = float(torch.linalg.vector_norm(core.terms * sent.per_column(sent.every_tolerance)))
     made = _projected(core, votes, noise, roundoffs, stored, budget, sent.dtype)
     bases = tuple(_lift(core.Q, U).to(sent.dtype) for U in own)
     alignments = tuple((U.mH @ made.directions).square().sum(dim=0) for U in own)

@@ -54,14 +54,15 @@ def consensus_means(
     """
     alike: dict[tuple[object, ...], list[int]] = {}
     for k, (s, budget) in enumerate(zip(sent, budgets, strict=True)):
-        B, A = s.pairs[0]
-        ordinary = s.dtype == torch.float32 and budget.basis == "projector" and min(s.weights) > 0
+        B, A = s.every_pair[0]
+        ordinary = s.dtype == torch.float32 and budget.basis == "projector" and min(s.weights, default=0) > 0
         if ordinary and min(s.ranks) > 0 and max(s.ranks) <= min(len(B), A.shape[1]):
-            alike.setdefault((B.device, len(B), A.shape[1], tuple(s.ranks), budget), []).append(k)
+            shape = (B.device, len(B), A.shape[1], tuple(s.ranks), s.rest is None)
+            alike.setdefault((shape, budget), []).append(k)
     batches = []
     for members in alike.values():
         s = sent[members[0]]
-        at_once = max(1, CACHED // (8 * sum(s.ranks) * max(len(s.pairs[0][0]), s.pairs[0][1].shape[1])))
+        at_once = max(1, CACHED // (8 * sum(s.ranks) * max(len(s.every_pair[0][0]), s.every_pair[0][1].shape[1])))
         batches += [members[first : first + at_once] for first in range(0, len(members), at_once)]
     found = each(lambda batch: _Batch.of([sent[k] for k in batch]).means(budgets[batch[0]]), batches)
     made: dict[int, ConsensusMean] = {}
@@ -81,8 +82,9 @@ def consensus_means(
 
 def _only(sent: Contributions, active: Sequence[bool]) -> Contributions:
     """What those of the clients sent that are active."""
-    fields = (sent.pairs, sent.weights, sent.roundoffs, sent.tolerances)
-    return Contributions(*([x for x, on in zip(field, active, strict=True) if on] for field in fields))  # type: ignore[arg-type]
+    at = [k for k, on in enumerate(active) if on]
+    pairs, weights = [sent.pairs[k] for k in at], [sent.weights[k] for k in at]
+    return Contributions(pairs, weights, [sent.roundoffs[k] for k in at], [sent.tolerances[k] for k in at], sent.rest)
 
 
 def _with_idle(mean: ConsensusMean, sent: Contributions, active: Sequence[bool]) -> ConsensusMean:
@@ -117,7 +119,7 @@ class _Cut:
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """m matrices of one shape, their clients' factors side by side; float64.
+    """m matrices of one shape, their clients' factors side by side, the rest behind them; float64.
 
     B (m, d_out, S), A (m, S, d_in). scale (m, S): D, which makes B's columns 1 long. w (m, S): p / D. sizes (m, S):
     ||a_j||. G: Gram of B D, or None where S > d_out; H: Gram of A's rows, or None where S > d_in. T (m, mm, S).
@@ -136,14 +138,14 @@ class _Batch:
 
     @classmethod
     def of(cls, sent: Sequence[Contributions]) -> _Batch:
-        B = _stacked([torch.cat([B for B, _ in s.pairs], dim=1) for s in sent]).double()
-        A = _stacked([torch.cat([A for _, A in s.pairs], dim=0) for s in sent]).double()
+        B = _stacked([torch.cat([B for B, _ in s.every_pair], dim=1) for s in sent]).double()
+        A = _stacked([torch.cat([A for _, A in s.every_pair], dim=0) for s in sent]).double()
         S = B.shape[2]
         G, H = (gram(B) if B.shape[1] >= S else None), (gram(A.mT) if A.shape[2] >= S else None)
         lengths = _diagonal(G) if G is not None else B.square().sum(dim=1)
         sizes = (_diagonal(H) if H is not None else A.square().sum(dim=2)).sqrt()
         scale = lengths.clamp(min=1e-300).rsqrt()
-        p = _per_column(sent, [s.weights for s in sent])
+        p = _per_column(sent, [s.every_weight for s in sent])
         sound = lengths.amin(dim=1) > 0
         if G is not None:
             G = scale[:, :, None] * G * scale[:, None, :]
@@ -198,7 +200,7 @@ class _Batch:
 
     def _consensus(self, budget: Budget, square: Tensor, sound: Tensor) -> tuple[_Cut, Tensor]:
         """The top-R eigenvectors of K in coordinates, and where they may be trusted."""
-        votes = torch.empty_like(self.T)
+        votes = torch.zeros_like(self.T)  # the rest has none
         for group in self.alike:
             own = torch.linalg.solve_triangular(group.own, self._columns(group).mT, upper=False).mT  # U_i
             root = torch.tensor([[s.weights[k] for k in group.clients] for s in self.sent], dtype=torch.float64).sqrt()
@@ -215,7 +217,7 @@ class _Batch:
         gaps, tied = (1 - values[:, R] / values[:, R - 1]).tolist(), [False] * len(values)
         for k, s in enumerate(self.sent):  # none can be tied by more than the widest roundoff in the round
             if gaps[k] <= max(s.roundoffs) ** 0.5 and bool(sound[k]):
-                roundoffs = s.per_column(s.roundoffs)
+                roundoffs = s.per_column([*s.roundoffs, *[0.0] * (s.rest is not None)])
                 tolerance = tie_tolerance(votes[k], X[k, :, R - 1 : R + 1], values[k, R - 1 : R + 1], roundoffs)
                 tied[k] = gaps[k] <= tolerance
                 if tied[k] and budget.tie == "energy":
@@ -235,12 +237,14 @@ class _Batch:
         Vh = torch.empty(*rows.shape[:2], self.A.shape[2], dtype=torch.float64, device=rows.device)
         for k in range(len(weak)):
             strong = int((~weak[k]).sum())
-            own = rows[k] if exact else rows[k] @ self.A[k]
-            Vh[k, :strong] = own[:strong] / s[k, :strong, None]
-            if strong == len(own):
+            if exact:
+                Vh[k] = rows[k]
+            else:
+                torch.matmul(rows[k], self.A[k], out=Vh[k])
+            Vh[k, :strong] /= s[k, :strong, None]
+            if strong == Vh.shape[1]:
                 continue
-            rest = own[strong:] - (own[strong:] @ Vh[k, :strong].mT) @ Vh[k, :strong]
-            Q, R = torch.linalg.qr(rest.mT)
+            Q, R = torch.linalg.qr((Vh[k, strong:] - (Vh[k, strong:] @ Vh[k, :strong].mT) @ Vh[k, :strong]).mT)
             O, values, Wh = torch.linalg.svd(R.mT)
             directions[k, :, strong:] = directions[k, :, strong:] @ O
             s[k, strong:] = values.clamp(min=1e-300)
@@ -261,7 +265,7 @@ class _Batch:
         self, U: Tensor, s: Tensor, Vh: Tensor, off: tuple[Tensor, Tensor], directions: Tensor,
         total: Tensor, left_out: Tensor, terms: Tensor, cut: _Cut, sound: Tensor, mm: int,
     ) -> list[ConsensusMean | None]:  # fmt: skip
-        tolerances = _per_column(self.sent, [s.tolerances for s in self.sent])
+        tolerances = _per_column(self.sent, [s.every_tolerance for s in self.sent])
         floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
         every = with_canonical_signs(U, s.float(), Vh)
         bases, alignments = self._clients(directions)
@@ -319,8 +323,7 @@ def _own(
     sound: Tensor,
 ) -> tuple[list[_Alike], Tensor]:
     """The clients by rank, and of which matrices all have factors of full rank, beyond what rounding can do."""
-    ranks = sent[0].ranks
-    starts = _starts(ranks)
+    ranks, starts = sent[0].ranks[: len(sent[0].pairs)], _starts(sent[0].ranks)
     alike = []
     for r in sorted(set(ranks)):
         clients = [i for i, rank in enumerate(ranks) if rank == r]
@@ -354,10 +357,10 @@ def _own(
 
 
 def _per_column(sent: Sequence[Contributions], values: Sequence[Sequence[float]]) -> Tensor:
-    """Each client's value once for each of its columns (m, S), float64."""
+    """Each pair's value once for each of its columns (m, S), float64."""
     ranks = torch.tensor(sent[0].ranks)
     each = torch.tensor(values, dtype=torch.float64).repeat_interleave(ranks, dim=1)
-    return each.to(sent[0].pairs[0][0].device)
+    return each.to(sent[0].every_pair[0][0].device)
 
 
 def _starts(ranks: Sequence[int]) -> list[int]:

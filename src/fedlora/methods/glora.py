@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedlora.core.accumulating import Accumulating, options_without_effect
 from fedlora.core.lora import LoRA
-from fedlora.core.method import AllAtOnce, Readout, Roles, Update
+from fedlora.core.method import NOBODY, AllAtOnce, Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.core.pairing import FromPair, Pair, Pairing
 from fedlora.errors import HyperparameterError
@@ -209,43 +209,42 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState], Accumulating[GLoRAState
 
     def _after(self, state: GLoRAState, updates: Sequence[Update], made: ConsensusMean) -> GLoRAState:
         """The next state, from one aggregation."""
-        revealed = {u.client: U.shape[1] for u, U in zip(updates, made.bases, strict=True)}
-        rank = self._rank(_columns(updates), sum(revealed.values()))
+        known = list(zip(_of_clients(updates), made.bases, made.alignments, strict=True))
+        revealed = {u.client: U.shape[1] for u, U, _ in known}
+        rank = self._rank(_columns(updates), sum(revealed.values()) + _columns(updates[len(known) :]))
         cut = Cut(
-            rank, sum(u.rank for u in updates), made.union_rank, made.gap, made.tied, made.captured, revealed,
+            rank, sum(u.rank for u, _, _ in known), made.union_rank, made.gap, made.tied, made.captured, revealed,
             error=made.error, dropped=made.dropped, rounding=made.rounding,
         )  # fmt: skip
         round = state.round + 1
-        traces = {
-            u.client: Trace(round, U, unit_roundoff(u.stored))
-            for u, U in zip(updates, made.bases, strict=True)
-            if U.shape[1]
-        }
+        traces = {u.client: Trace(round, U, unit_roundoff(u.stored)) for u, U, _ in known if U.shape[1]}
         kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
         history = {**state.history, **{c: (*kept[c], trace) for c, trace in traces.items()}}
         if self.history_limit is not None:  # the longest absent go first
             newest = sorted(history, key=lambda c: (history[c][-1].round, c), reverse=True)[: self.history_limit]
             history = {c: history[c] for c in sorted(newest)}
-        known = zip(revealed, made.alignments, strict=True)
-        alignment = {c: a.to(made.spectrum.s) for c, a in known if c in history}
+        alignment = {u.client: a.to(made.spectrum.s) for u, _, a in known if u.client in history}
         return GLoRAState(state.key, round, made.spectrum, None, history, cut, alignment)
 
     def _weights(self, updates: Sequence[Update]) -> list[float]:
         return [1 / len(updates) if self.weighting == "uniform" else u.weight for u in updates]
 
     def _sent(self, updates: Sequence[Update]) -> Contributions:
+        clients = _of_clients(updates)
+        rest = updates[-1] if len(clients) < len(updates) else None
         return Contributions(
-            [(u.B, u.A) for u in updates],
-            self._weights(updates),
-            [unit_roundoff(u.stored) for u in updates],
-            [self._tolerance(u.stored) for u in updates],
+            [(u.B, u.A) for u in clients],
+            self._weights(clients),
+            [unit_roundoff(u.stored) for u in clients],
+            [self._tolerance(u.stored) for u in clients],
+            None if rest is None else (rest.B, rest.A),
         )
 
     def _budget(self, updates: Sequence[Update], sent: Contributions) -> Budget:
         revealed: list[int] = []
         if self.budget == "revealed" and self.rank is None:
             splits = gauge_splits(sent.pairs, tolerances=sent.tolerances, canonical=self.canonical)
-            revealed = [s.U.shape[1] for s in splits]
+            revealed = [*(s.U.shape[1] for s in splits), _columns(updates[len(splits) :])]
         return Budget(self._rank(_columns(updates), sum(revealed)), self.tie, self.basis, self.canonical)
 
     @property
@@ -388,9 +387,14 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState], Accumulating[GLoRAState
         return usable[-1] if usable else None
 
 
+def _of_clients(updates: Sequence[Update]) -> Sequence[Update]:
+    """Without the last one, where it is nobody's: what clients were sent in the place of their changes."""
+    return updates[:-1] if updates[-1].client == NOBODY else updates
+
+
 def _columns(updates: Sequence[Update]) -> int:
-    """sum r_i; of an update that holds what its client was sent beside what came back, all of its columns."""
-    return sum(max(u.rank, u.lora.rank) for u in updates)
+    """sum r_i, and the columns of what is nobody's."""
+    return sum(u.rank for u in updates)
 
 
 def _of_spectrum(spectrum: Spectrum, left_out: float) -> ConsensusMean:

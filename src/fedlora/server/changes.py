@@ -26,13 +26,14 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
-from fedlora.linalg import gram, norm, shortest
+from fedlora.linalg import distinct, gram, norm, shortest
 from fedlora.linalg.cancelling import ARITHMETIC
 from fedlora.linalg.parallel import Each, one_by_one
 
 _LOST = 1e7  # ||X_i||^2 over what rounding of the sums may be of it, at least
 _BLURRED = 1e-3  # of a norm: a noise that moves no distance between clients by more than this
 _COORDINATES = 1e6
+_WHOLE = 2048  # columns of which E is made at once
 _CACHED = 2**22  # numbers of a strip, 32 MB
 
 
@@ -148,7 +149,7 @@ def _of_module(clients: Sequence[Sent | None]) -> _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Terms:
-    """X = left right - begun_left begun_right, float64."""
+    """X = left right - begun_left begun_right, in the dtypes that they came in."""
 
     left: Tensor
     right: Tensor
@@ -161,14 +162,14 @@ def _terms(one: Sent) -> _Terms | None:
     sent, begun = one.sent.tensors(), one.begun.tensors()
     if len(begun) < 2:
         return None
-    B_0, A_0 = (t.double() for t in one.begun.factors)
+    B_0, A_0 = one.begun.factors
     if len(sent) == 2:
-        B, A = (t.detach().double() for t in one.sent.factors)
+        B, A = (t.detach() for t in one.sent.factors)
         return _Terms(B, A, B_0, A_0)
     none = B_0[:, :0], A_0[:0]
     if "B" in sent:
-        return _Terms(sent["B"].detach().double() - B_0, A_0, *none)
-    return _Terms(B_0, sent["A"].detach().double() - A_0, *none)
+        return _Terms(sent["B"].detach().double() - B_0.double(), A_0, *none)
+    return _Terms(B_0, sent["A"].detach().double() - A_0.double(), *none)
 
 
 def _of_tensors(sent: Sequence[Tensor], begun: Sequence[Tensor]) -> _Part:
@@ -196,58 +197,44 @@ def _of_products(clients: Sequence[_Terms]) -> _Part:
 
 def _summed(clients: Sequence[_Terms]) -> _Part:
     """Of each client's terms, readouts' columns that several were sent once for all."""
-    left = torch.cat([*(t.left for t in clients), *(t.begun_left for t in clients)], dim=1)
-    right = torch.cat([*(t.right for t in clients), *(t.begun_right for t in clients)], dim=0)
+    left, right = torch.cat([t.begun_left for t in clients], dim=1), torch.cat([t.begun_right for t in clients], dim=0)
+    at, place = distinct(left, right)
+    left = torch.cat([*(t.left for t in clients), left.index_select(1, at)], dim=1)
+    right = torch.cat([*(t.right for t in clients), right[at]], dim=0)
     widths = [t.left.shape[1] for t in clients]
     back = [t.begun_left.shape[1] for t in clients]
-    at, place = _distinct(left, right, since=sum(widths))
-    left, right = left[:, at], right[at]
+    place = torch.cat([torch.arange(sum(widths), device=left.device), sum(widths) + place])
     who = torch.arange(len(clients), device=left.device)
     owner = torch.cat([who.repeat_interleave(torch.tensor(n, device=left.device)) for n in (widths, back)])
-    sign = torch.cat([torch.ones(sum(widths)), -torch.ones(sum(back))]).to(left)
-    l_scale = _power_of_two(norm(left, dim=0))  # a diagonal gauge is gone, exactly
-    left, right = left / l_scale, right * l_scale[:, None]
-    sizes = norm(right, dim=1)
-    r_scale = _power_of_two(sizes)  # and so is the size of a client's change beside another's
-    right = right / r_scale[:, None]
+    sign = torch.cat([torch.ones(sum(widths)), -torch.ones(sum(back))]).to(left.device, torch.float64)
+    scale = torch.ones(len(right), dtype=torch.float64, device=left.device)
+    if torch.float64 in (left.dtype, right.dtype):  # products of four may be no numbers; of narrower ones all are
+        l_scale = _power_of_two(norm(left, dim=0))
+        left, right = left / l_scale, right * l_scale[:, None]
+        scale = _power_of_two(norm(right, dim=1))
+        right = right / scale[:, None]
+    products = (gram(left), gram(right.mT)) if left.shape[1] <= _WHOLE else None
+    if products:
+        sizes = (products[0].diagonal() * products[1].diagonal()).sqrt()
+    else:
+        sizes = norm(left, dim=0) * norm(right, dim=1)
     largest = torch.zeros(len(clients), dtype=torch.float64, device=left.device)
-    top = _power_of_two(largest.scatter_reduce(0, owner, sizes[place], "amax"))
-    W = torch.zeros(len(clients), len(at), dtype=torch.float64, device=left.device)
-    W.index_put_((owner, place), sign * (r_scale[place] / top[owner]), accumulate=True)
-    size = W.abs() @ (norm(left, dim=0) * norm(right, dim=1))
-    return _Part(who.cpu(), top.cpu(), _sums(left, right, W).cpu(), (ARITHMETIC * size).cpu())
+    top = _power_of_two(largest.scatter_reduce(0, owner, (scale * sizes)[place], "amax"))
+    W = torch.zeros(len(clients), len(right), dtype=torch.float64, device=left.device)
+    W.index_put_((owner, place), sign * (scale[place] / top[owner]), accumulate=True)
+    total = W @ (products[0] * products[1]) @ W.mT if products else _by_strips(left, right, W)
+    return _Part(who.cpu(), top.cpu(), total.cpu(), (ARITHMETIC * (W.abs() @ sizes)).cpu())
 
 
-def _sums(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
+def _by_strips(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
     """W E W^T, by strips of E where it is large."""
-    if left.shape[1] <= 2048:
-        return W @ (gram(left) * gram(right.mT)) @ W.mT
     strip = max(1, _CACHED // left.shape[1])
+    left, right = left.double(), right.double()
     total = torch.zeros(len(W), len(W), dtype=W.dtype, device=W.device)
     for first in range(0, left.shape[1], strip):
         part = slice(first, first + strip)
         total += W[:, part] @ ((left[:, part].mT @ left) * (right[part] @ right.mT)) @ W.mT
     return total
-
-
-def _distinct(left: Tensor, right: Tensor, since: int) -> tuple[Tensor, Tensor]:
-    """(columns to keep, where each one is among them): of those from `since` on, which are readouts', equal ones once.
-
-    Columns are told apart by a product with fixed numbers, and compared before one stands for another.
-    """
-    count = left.shape[1]
-    numbers = torch.linspace(1.0, 2.0, left.shape[0], dtype=left.dtype, device=left.device).square()
-    more = torch.linspace(3.0, 1.0, right.shape[1], dtype=left.dtype, device=left.device).square()
-    marks = (numbers @ left[:, since:]).tolist(), (right[since:] @ more).tolist()
-    first: dict[tuple[float, float], int] = {}
-    same = list(range(since)) + [first.setdefault(mark, since + k) for k, mark in enumerate(zip(*marks, strict=True))]
-    stand = torch.tensor(same, device=left.device)
-    later = stand != torch.arange(count, device=left.device)
-    equal = (left[:, later] == left[:, stand[later]]).all() & (right[later] == right[stand[later]]).all()
-    if not bool(equal):
-        stand = torch.arange(count, device=left.device)
-    at, place = torch.unique(stand, return_inverse=True)
-    return at, place
 
 
 def _orthonormal(one: _Terms) -> _Terms:

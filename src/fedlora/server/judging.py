@@ -58,12 +58,11 @@ class Round:
         Raises:
             HyperparameterError: the method's options keep too little of them.
         """
-        how, made, less = multiplied_how(self.terms.method), [], self._among([u.client for u in updates])
-        for u in updates:
-            m = self.multipliers[u.client] * less
-            parts = multiplied(how, u.lora, self.begun[u.client][module], m)
-            made += [replace(u, weight=share * u.weight, lora=lora) for share, lora in parts]
-        self.terms.require_multipliers(sum(max(u.rank, u.lora.rank) for u in made))
+        less = self._among([u.client for u in updates])
+        begun = [self.begun[u.client][module] for u in updates]
+        m = [self.multipliers[u.client] * less for u in updates]
+        made = multiplied(multiplied_how(self.terms.method), updates, begun, m)
+        self.terms.require_multipliers(sum(u.rank for u in made))
         return made
 
     def _among(self, holders: Sequence[str]) -> float:
