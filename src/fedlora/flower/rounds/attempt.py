@@ -73,6 +73,7 @@ class Attempt:
         self._fates: dict[str, Fated] = {}
         self._refusals = dict(memory.refusals)
         self._terms = server.terms(memory.state.server)
+        self.private = server.privacy is not None
 
     def questions(self) -> Iterator[Question]:
         """A message for each one who is asked, at its own rank, made when it is drawn."""
@@ -157,7 +158,7 @@ class Attempt:
         state, opened = self.memory.state, self.server.open(self.memory.state.server)
         taken = {name: self._taken[name] for name in self.policy.clients if name in self._taken}  # not as they came
         claimed = {name: float(reply.upload.num_examples) for name, reply in taken.items()}
-        counts = self.policy.examples(claimed)
+        counts = self._counts(claimed)
         for name, count in counts.items():
             try:
                 opened.add(replace(taken[name].upload, num_examples=count))
@@ -181,6 +182,8 @@ class Attempt:
                 self._refusals.pop(name, None)
             elif name in memories:
                 memories[name] = replace(before, held=None)  # what it holds now is not known
+        if self.private and not self._sent:  # the sum was there: who trained for it before the kill is not known
+            memories = {name: replace(memory, held=None) for name, memory in memories.items()}
         known = {**self.memory.examples, **{name: claimed[name] for name in trained}}
         memory = FlowerState(
             self.memory.run, RunState(after.round, after, ReadOnly(memories)), self.refusals,
@@ -190,10 +193,17 @@ class Attempt:
         mean = sum(losses.values()) / len(losses) if losses else math.nan
         overturned = tuple(self._fates[name] for name in taken if name not in trained)
         by_examples = self.server.weighting == "examples"
-        capped = shares_lost({name: claimed[name] for name in trained}, counts) if by_examples else {}
+        capped = shares_lost({name: claimed[name] for name in trained}, counts) if by_examples and not self.private else {}
         return Closed(memory, self._line(after, losses, trained, capped), overturned, len(trained), mean)
 
     # -------------------------------------------------------------------------------------------------------- inside
+
+    def _counts(self, claimed: Mapping[str, float]) -> dict[str, float]:
+        """What each one's examples count for. In a private round nobody's depend on the others: there is no share cap
+        over those who came."""
+        if self.private:
+            return {name: min(n, self.policy.max_examples) for name, n in claimed.items()}
+        return self.policy.examples(claimed)
 
     def _judged(self, name: str, message: Message) -> Reply | str:
         """What a client sent, checked against the round's terms; or why that is not used."""

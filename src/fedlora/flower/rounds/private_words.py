@@ -1,0 +1,99 @@
+"""What a private federation's server tells, and whom: what `fedlora.privacy.released` lets out goes into files that may
+be handed out and onto screens, and all else into FED/server/private/log, for the operator alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedlora.core.echo import shown
+from fedlora.flower.rounds.events import Began, Done, Ended, Event, PolicyChanged
+from fedlora.privacy.released import filtered
+
+RELEASED = {"released": True}  # of a log record that may be seen: `extra=RELEASED`
+_WORDS = ("complete", "stopped early", "budget", "interrupted")
+
+
+def public_line(line: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of rounds.jsonl. Where its readers expect a table it stays, empty, whatever there was."""
+    return filtered("rounds.jsonl", {**line, "privacy": privacy}, public=True, blank=True)
+
+
+def public_event(event: Event, members: Sequence[str]) -> Event | None:
+    """As events.jsonl may have it; None for one that tells of single sites. All members are asked, so `asked` names all
+    of them, online or not."""
+    if isinstance(event, Began):
+        return Began(event.round, 1, tuple(members), {}, event.deadline)
+    if isinstance(event, Done):
+        return event  # its line is public by now
+    if isinstance(event, PolicyChanged):
+        return replace(event, why="policy.toml cannot be used; why stands in private/log" if event.why else "")
+    if isinstance(event, Ended):
+        return replace(event, why=event.why if event.why in _WORDS else "failed")
+    return None
+
+
+def public_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
+    """A federation's summary.json."""
+    return filtered("federation summary.json", {**summary, "privacy": privacy}, public=True, blank=True)
+
+
+def public_numbers(numbers: Mapping[str, float], line: Mapping[str, Any]) -> dict[str, float]:
+    """What trackers are told of a round."""
+    privacy = line.get("privacy") or {}
+    spent = {f"privacy/{name}": float(privacy[name]) for name in ("epsilon", "epsilon_planned") if name in privacy}
+    return filtered("tracker", {**numbers, **spent}, public=True)
+
+
+def append_secret(folder: Path, line: str) -> None:
+    """A line of FOLDER/log. Where it cannot be written the federation goes on: that it ended would tell."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        descriptor = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, f"{shown(line, 2000)}\n".encode("utf-8", "backslashreplace"))
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def logs_kept_secret(note: Callable[[str], None]) -> Iterator[None]:
+    """What fedlora logs meanwhile goes to `note`, but for records that are marked `RELEASED`."""
+    package = logging.getLogger("fedlora")
+    handlers, propagate = package.handlers[:], package.propagate
+    package.handlers, package.propagate = [_Parted(note, handlers, propagate)], False
+    try:
+        yield
+    finally:
+        package.handlers, package.propagate = handlers, propagate
+
+
+class _Parted(logging.Handler):
+    """Hands released records to those who had them before, and others to `note`."""
+
+    def __init__(self, note: Callable[[str], None], before: Sequence[logging.Handler], propagate: bool) -> None:
+        super().__init__()
+        self._note, self._before, self._propagate = note, before, propagate
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "released", False):
+            cause = f" ({record.exc_info[1]!r})" if record.exc_info and record.exc_info[1] is not None else ""
+            self._note(f"{record.getMessage()}{cause}")
+            return
+        for handler in self._before:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+        if self._propagate:
+            logging.getLogger().callHandlers(record)
+
+
+__all__ = [
+    "RELEASED", "append_secret", "logs_kept_secret", "public_event", "public_line", "public_numbers", "public_summary",
+]  # fmt: skip
