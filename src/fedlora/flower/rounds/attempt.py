@@ -193,7 +193,9 @@ class Attempt:
         mean = sum(losses.values()) / len(losses) if losses else math.nan
         overturned = tuple(self._fates[name] for name in taken if name not in trained)
         by_examples = self.server.weighting == "examples"
-        capped = shares_lost({name: claimed[name] for name in trained}, counts) if by_examples and not self.private else {}
+        capped = (
+            shares_lost({name: claimed[name] for name in trained}, counts) if by_examples and not self.private else {}
+        )
         return Closed(memory, self._line(after, losses, trained, capped), overturned, len(trained), mean)
 
     # -------------------------------------------------------------------------------------------------------- inside

@@ -96,7 +96,7 @@ class PrivateFedLoRA(FedLoRA):
             return None
         self._tell_all(number, trial, bool(asked))
         self.fates = {}
-        line = public_line(closed.line, self.private.spent(number))
+        line = public_line({**closed.line, "seconds": None}, self.private.spent(number))
         self.lines.put(line)
         self.memory = closed.memory
         self._save()
@@ -154,7 +154,9 @@ class PrivateFedLoRA(FedLoRA):
             self._clock.sleep(1.0)
 
     def _out_of_budget(self, number: int, rounds: int, spent: BudgetSpent) -> None:
-        why = "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile"
+        why = (
+            "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile"
+        )
         if self.private.releases.was_charged(number):
             why = (
                 f"this federation's own round {number} was released and charged already, and its noised sum is not in "

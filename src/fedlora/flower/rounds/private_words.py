@@ -8,13 +8,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from fedlora.core.echo import shown
-from fedlora.flower.rounds.events import Began, Done, Ended, Event, PolicyChanged
-from fedlora.privacy.released import filtered
+from fedlora.flower.rounds.events import Began, Ended, Event, PolicyChanged
+from fedlora.privacy.released import fate_of, filtered
 
 RELEASED = {"released": True}  # of a log record that may be seen: `extra=RELEASED`
 _WORDS = ("complete", "stopped early", "budget", "interrupted")
@@ -27,16 +27,18 @@ def public_line(line: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str
 
 def public_event(event: Event, members: Sequence[str]) -> Event | None:
     """As events.jsonl may have it; None for one that tells of single sites. All members are asked, so `asked` names all
-    of them, online or not."""
+    of them, online or not. The line of a `Done` is public before it comes here."""
+    if fate_of("events.jsonl", event.NAME) == "released":
+        return event
     if isinstance(event, Began):
-        return Began(event.round, 1, tuple(members), {}, event.deadline)
-    if isinstance(event, Done):
-        return event  # its line is public by now
-    if isinstance(event, PolicyChanged):
-        return replace(event, why="policy.toml cannot be used; why stands in private/log" if event.why else "")
+        event = replace(event, attempt=1, asked=tuple(members))
+    if isinstance(event, PolicyChanged) and event.why:
+        event = replace(event, why="policy.toml cannot be used; why stands in private/log")
     if isinstance(event, Ended):
-        return replace(event, why=event.why if event.why in _WORDS else "failed")
-    return None
+        event = replace(event, why=event.why if event.why in _WORDS else "failed")
+    facts = {field.name: getattr(event, field.name) for field in fields(event)}
+    told = filtered("events.jsonl", {event.NAME: facts}, public=True, blank=True)
+    return type(event)(**told[event.NAME]) if told.get(event.NAME) else None
 
 
 def public_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:

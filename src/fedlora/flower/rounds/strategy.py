@@ -111,8 +111,8 @@ class FedLoRA(Strategy):
                 self.memory = loaded[1]
         if (server.privacy is not None) != self.PRIVATE:
             raise ConfigError(
-                "a server with privacy is played by PrivateFedLoRA, and no other by it: FedLoRA plays rounds again, and "
-                "tells what became of single sites."
+                "a server with privacy is played by PrivateFedLoRA, and no other server: FedLoRA plays rounds again, "
+                "and tells what became of single sites."
             )
         self._check(policy)
         if not self.PRIVATE and server.open(self.memory.state.server).exchanges > 1:

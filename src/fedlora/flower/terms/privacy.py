@@ -105,7 +105,7 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
         key = "evaluate.target = 'clients'" if evaluate.target == "clients" else "evaluate.clients_at_end"
         yield f"{key} measures at the sites, on their own data, and scores without noise would leave: leave it out"
     if run.readouts:
-        yield "run.readouts writes what single sites get, and a private federation tells of no single site: leave it out"
+        yield "run.readouts writes what single sites get, and a private federation tells of none: leave it out"
 
 
 def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:

@@ -344,7 +344,9 @@ class FederationSettings(Section):
 
     def fixed(self) -> dict[str, Any]:
         """Key -> value of what must not change once a round is played."""
-        return {key: value for key, value in _flat(self).items() if _is_fixed(key) and (key, value) != ("privacy", None)}
+        return {
+            key: value for key, value in _flat(self).items() if _is_fixed(key) and (key, value) != ("privacy", None)
+        }
 
     def fixed_digest(self) -> str:
         """SHA-256, first 16 hex digits, of what must not change once a round is played."""
