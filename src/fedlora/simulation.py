@@ -221,7 +221,7 @@ def play(
             f"evaluator has a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
         )
     if server.privacy is not None:
-        _check_private(server.privacy, len(clients), participation)
+        _check_private(server.privacy, by_id, participation)
         if isinstance(trainer, Together) and trainer.size > 1:
             raise HyperparameterError(
                 f"Together(size={trainer.size}) trains clients in one batch, so that one client changes what others "
@@ -234,11 +234,10 @@ def play(
     if adversary is not None:
         log.warning("clients of this federation lie on purpose, and its results are an experiment's: %r", adversary)
     while state.round < rounds:
-        if server.privacy is None:
-            chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
-        else:
-            chosen = server.participants(state.server, list(by_id))
         round = _Round(server, state, form, hooks, adversary)
+        chosen = round.asked
+        if chosen is None:
+            chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
         yield from round.play([by_id[c] for c in chosen], workers)
         record = round.record()
         state = record.state
@@ -249,17 +248,20 @@ def play(
         yield record
 
 
-def _check_private(privacy: Privacy, clients: int, participation: float) -> None:
+def _check_private(privacy: Privacy, clients: Iterable[str], participation: float) -> None:
     """Raises `HyperparameterError` where the engine would play other rounds than those that the ledger charges."""
     if participation != 1.0:
         raise HyperparameterError(
             f"participation = {participation:g} draws clients by a public seed, and privacy counts on a secret draw: "
             f"leave participation out and set Privacy(sampling={participation:g})."
         )
-    if clients != privacy.clients:
+    apart = sorted(set(clients) ^ set(privacy.clients))
+    if apart:
+        who = "is not among the clients given" if apart[0] in privacy.clients else "is not in Privacy(clients=...)"
         raise HyperparameterError(
-            f"{clients} clients take part, and Privacy(clients={privacy.clients}) says how many there are: the mean "
-            f"divides by that public number. Set it to {clients}."
+            f"the clients given and the {len(privacy.clients)} of Privacy(clients=...) differ in {len(apart)}: "
+            f"{apart[0]!r} for one {who}. The round draws from those, and the mean divides by how many they are: name "
+            f"the same ones in both."
         )
 
 
@@ -287,6 +289,11 @@ class _Round:
         self._begun: dict[str, ClientMemory] = {}  # as it was when the round began for each
         self._at_work: dict[str, Job] = {}  # handed to the workers, and not come back
 
+    @property
+    def asked(self) -> Sequence[str] | None:
+        """Whom the server asks, where it decides that."""
+        return self._intake.asked
+
     def play(self, clients: Sequence[Client], workers: Workers) -> Iterator[ClientDone]:
         """Every client's part, and the close."""
         uploads = self._hooked(self._sent(self._trained(clients, workers)))
@@ -294,8 +301,6 @@ class _Round:
             self._count(taken)
             yield from self._drained()
         yield from self._drained()
-        if self._privacy is not None:
-            self._privacy.note_end(self._before.round + 1, len(self._begun), len(self._refused))
         with self.clock("aggregate"):
             try:
                 self._closed = self._intake.close()
@@ -382,6 +387,8 @@ class _Round:
             try:
                 played = finish_round(job, result, memory, self._form)
             except UploadRefused as refusal:
+                if self._privacy is not None:
+                    self._privacy.note(self._before.round + 1, refusal.client, refusal.reason)
                 self._refuse(refusal, position=result.position)
                 self._tell(client)
                 continue
@@ -448,9 +455,7 @@ class _Round:
         """Where there is a quorum the round goes on: what the client keeps stays as it was, but its data move on."""
         if self._server.quorum is None and not self._private:
             raise refusal
-        if self._privacy is not None:
-            self._privacy.note(self._before.round + 1, refusal.client, refusal.reason)
-        else:
+        if self._privacy is None:
             log.warning("%s", refusal)
         self._refused[refusal.client] = refusal.reason
         if position is not None:

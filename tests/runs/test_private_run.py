@@ -207,12 +207,12 @@ def test_a_copy_does_not_go_on_with_the_draw_of_the_original(tmp_path: Path) -> 
     """Two sums of one secret draw are one draw with less noise: more than two events of the ledger cost."""
     ledger = Ledger(tmp_path / "ledger", "two")
     names = [f"c{k}" for k in range(40)]
-    original = OnDisk(tmp_path / "private", "one", ledger, None, 2, 1e-3, 0.5)
-    drawn = original.sampled(1, "from", names, 0.5)
+    original = OnDisk(tmp_path / "private", "one", ledger, None, 2, 1e-3)
+    drawn = original.first_drawn(1, "from", names[:20])
     shutil.copytree(tmp_path / "private", tmp_path / "copy")
     with pytest.raises(CheckpointError, match=r"copy is a copy: who takes part in round 1 was drawn in another folder"):
-        OnDisk(tmp_path / "copy", "one", ledger, None, 2, 1e-3, 0.5).sampled(1, "from", names, 0.5)
-    assert original.sampled(1, "from", names, 0.5) == drawn
+        OnDisk(tmp_path / "copy", "one", ledger, None, 2, 1e-3).first_drawn(1, "from", names[20:])
+    assert original.first_drawn(1, "from", names[20:]) == drawn == names[:20]
 
 
 @pytest.mark.parametrize("epsilon", [18.110476, 2.2742967, 1.0, 0.0005])
@@ -236,15 +236,15 @@ def test_from_python_too_the_folder_is_for_this_user_alone(tmp_path: Path) -> No
     """With the usual umask, on a folder that was there and open, through each way that writes to it."""
     before = os.umask(0o022)
     try:
-        for k, way in enumerate(("settle", "sampled", "note")):
+        for k, way in enumerate(("settle", "drawn", "note")):
             home = tmp_path / f"private-{k}"
             home.mkdir(mode=0o755)
-            releases = OnDisk(home, "one", Ledger(tmp_path / f"ledger-{k}", "two"), None, 2, 1e-3, 0.5)
+            releases = OnDisk(home, "one", Ledger(tmp_path / f"ledger-{k}", "two"), None, 2, 1e-3)
             mechanism = Mechanism.of(1.0, 1.0, 3)
             if way == "settle":
-                releases.settle(1, "from", mechanism.noised(torch.zeros(3, dtype=torch.int64)), mechanism)
-            elif way == "sampled":
-                releases.sampled(1, "from", ["a", "b"], 0.5)
+                releases.settle(1, "from", mechanism.noised(torch.zeros(3, dtype=torch.int64)), mechanism, 1.0)
+            elif way == "drawn":
+                releases.first_drawn(1, "from", ["a", "b"])
             else:
                 releases.note(1, "a", "failed")
             assert home.stat().st_mode & 0o777 == 0o700, way
@@ -255,7 +255,7 @@ def test_from_python_too_the_folder_is_for_this_user_alone(tmp_path: Path) -> No
 def test_a_log_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     """That a run ended would tell that somebody failed."""
     (tmp_path / "private" / "log").mkdir(parents=True)
-    OnDisk(tmp_path / "private", "one", Ledger(tmp_path / "l", "two"), None, 2, 1e-3, 1.0).note(1, "a", "failed")
+    OnDisk(tmp_path / "private", "one", Ledger(tmp_path / "l", "two"), None, 2, 1e-3).note(1, "a", "failed")
 
 
 def test_finished_it_is_not_charged_again(done: Finished, place: Path) -> None:

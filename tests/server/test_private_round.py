@@ -21,7 +21,6 @@ from fedlora.core.accumulating import Accumulating
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.methods import METHODS
 from fedlora.privacy import Geometry
-from fedlora.privacy.mechanism import wrapped
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.state import ServerState
 from fedlora.simulation import Together, simulate, start
@@ -118,8 +117,8 @@ def test_in_a_subspace_the_state_moves_by_the_projected_mean(shape: str) -> None
 
 def test_the_denominator_is_public_and_examples_are_capped() -> None:
     """Two of four came, with 10 and 1000 examples, n_max = 40: weights 0.25 and 1, and q n = 0.5 * 4 all the same."""
-    server = private(clients=4, sampling=0.5, most_examples=40)
-    state, uploads = played(server, 0)
+    server = private(sampling=0.5, most_examples=40, releases=InMemory(draws=["a", "b"]))
+    state, uploads = played(private(most_examples=40), 0)
     few = [replace(uploads[0], num_examples=10), replace(uploads[1], num_examples=1000)]
     after = server.aggregate(state, few)
     for module in SHAPES:
@@ -161,11 +160,16 @@ def test_readouts_do_not_depend_on_who_did_what_before() -> None:
 
 
 def integers(server: Server, state: ServerState, uploads: list[Upload]) -> Tensor:
-    """The very integers that are released without noise."""
-    memory = InMemory()
+    """The very integers that are released without noise, of a server with other releases."""
     assert server.privacy is not None
-    replace(server, privacy=replace(server.privacy, releases=memory)).aggregate(state, uploads)
-    return memory.kept[state.round + 1]
+    return released(replace(server, privacy=replace(server.privacy, releases=InMemory())), state, uploads)
+
+
+def released(server: Server, state: ServerState, uploads: list[Upload]) -> Tensor:
+    """The same, of this very server."""
+    assert server.privacy is not None
+    server.aggregate(state, uploads)
+    return server.privacy.releases.kept[state.round + 1]  # type: ignore[attr-defined, no-any-return]
 
 
 def scaled(factor: float) -> Callable[[Upload], Upload]:
@@ -278,31 +282,64 @@ def test_a_client_counts_once_whatever_it_sends() -> None:
         round.add(uploads[1])
 
 
-@pytest.mark.parametrize("many", [5, 9])
-def test_more_uploads_than_clients_move_each_other_s_part_in_nothing(many: int) -> None:
-    """Of `many` ids, where Privacy(clients=4): whoever is left out, the sum moves by its own integers, and so by K at
-    most. A limit on how many count would push another one out: 2 K."""
+@pytest.mark.parametrize("many", [1, 9])
+def test_strangers_count_as_zero_and_push_nobody_out(many: int) -> None:
+    """Ids beside the four of Privacy(clients=...), before and after theirs: the sum is that of the four alone."""
     server = private(clip=0.5)
     state, uploads = played(server, 1)
-    names = [f"x{k}" for k in range(many)]
-    crowd = [replace(uploads[k % 2], client=Client(n, uploads[k % 2].client.rank)) for k, n in enumerate(names)]
-    everybody = integers(server, state, crowd)
-    assert torch.equal(everybody, sum(integers(server, state, [one]) for one in crowd))
-    for k in range(many):
-        apart = everybody - integers(server, state, crowd[:k] + crowd[k + 1 :])
-        assert torch.equal(apart, integers(server, state, [crowd[k]])), names[k]
+    crowd = [replace(uploads[k % 2], client=Client(f"x{k}", uploads[k % 2].client.rank)) for k in range(many)]
+    assert torch.equal(integers(server, state, [*crowd, *uploads, *crowd]), integers(server, state, uploads))
+    with pytest.raises(UploadRefused, match="none of the clients"):
+        server.open(state).add(crowd[0])
 
 
-def test_sums_beyond_every_room_come_back_modulo_2_to_the_63() -> None:
-    """Python's integers are the oracle. At the ends: what one more step gives is one step further, modulo 2^63."""
-    ends = [2**62 - 1, -(2**62), 0, 5, -7]
-    for step in (0, 1, -1, 2**52, -(2**52), 2**61, -(2**61)):
-        expected = [(end + step + 2**62) % 2**63 - 2**62 for end in ends]
-        assert wrapped(torch.tensor(ends) + step).tolist() == expected
-    total = torch.zeros(1, dtype=torch.int64)
-    for _ in range(9):
-        total = wrapped(total + 2**61)
-    assert total.tolist() == [(9 * 2**61 + 2**62) % 2**63 - 2**62]
+@pytest.mark.parametrize("drawn", [[], ["b"], ["a", "d"], ["stranger", "c"]])
+def test_who_was_not_drawn_counts_as_zero_whoever_hands_it_in(drawn: list[str]) -> None:
+    """The ledger counts on the draw; the oracle is the sum of those drawn, in a round that asks everybody."""
+    server = private(clip=0.5, sampling=0.5, releases=InMemory(draws=drawn))
+    everybody = private(clip=0.5)
+    state, uploads = played(everybody, 1)
+    theirs = [upload for upload in uploads if upload.client.id in drawn]
+    assert torch.equal(integers(everybody, state, theirs), released(server, state, uploads))
+    assert server.privacy is not None and server.privacy.releases.charged == [0.5]  # type: ignore[attr-defined]
+    fresh = replace(server.privacy, releases=InMemory(draws=drawn))
+    round = replace(server, privacy=fresh).open(state)
+    assert list(round.asked or ()) == [upload.client.id for upload in theirs]
+    for upload in uploads:
+        if upload not in theirs:
+            with pytest.raises(UploadRefused, match="not drawn"):
+                round.add(upload)
+
+
+def test_the_round_draws_by_itself_and_once() -> None:
+    """q = 0.5 of 60, in 30 rounds of one state: 900 coins show heads (six deviations: 90 apart), never twice alike; the
+    same round, opened again, asks the same ones, and so a kill between asking and summing draws nobody twice."""
+    names = tuple(f"c{k:02d}" for k in range(60))
+    seen = []
+    for _ in range(30):
+        server = private(clients=names, sampling=0.5, rank=6)
+        state = server.init(seed_adapter(6))
+        seen.append(server.open(state).asked)
+        assert server.open(state).asked == seen[-1] == tuple(sorted(seen[-1] or ()))
+    assert len(set(seen)) == 30 and 800 < sum(len(s or ()) for s in seen) < 1000
+    assert private(clients=names[::-1]).open(state).asked == names
+
+
+def test_nothing_is_added_once_the_sum_is_made() -> None:
+    server = private(clip=0.5)
+    state, uploads = played(server, 1)
+    round = server.open(state)
+    round.add(uploads[0])
+    round.close()
+    for opened in (round, server.open(state)):
+        with pytest.raises(UploadRefused, match="sum is made"):
+            opened.add(uploads[1])
+
+
+@pytest.mark.parametrize("clients", [4, (), "abc", ("a", "a"), ("a", 1), ("a", ""), None, {"a": 1}])
+def test_the_population_is_named(clients: Any) -> None:
+    with pytest.raises(HyperparameterError, match="Privacy: "):
+        private(clients=clients)
 
 
 # ---- once ------------------------------------------------------------------------------------------------------------
@@ -313,7 +350,7 @@ def test_a_round_that_was_released_gives_the_same_state_and_asks_nobody() -> Non
     server = private(noise_multiplier=1.0, clip=0.5, grid=None, rank=6)
     state, uploads = played(server, 1)
     first = server.aggregate(state, uploads)
-    assert server.participants(state, ["a", "b", "c", "d"]) == []
+    assert server.open(state).asked == ()
     again = server.aggregate(state, uploads[:1])  # whoever comes now: the sum is made
     assert server.privacy is not None and server.privacy.releases.settled == [1, 2]  # type: ignore[attr-defined]
     for module in SHAPES:
@@ -337,7 +374,8 @@ def test_the_context_knows_state_and_constants() -> None:
     for privacy, at in (
         (same, state), (same, state), (same, replace(later, round=state.round)), (replace(same, clip=2.0), state),
         (replace(same, noise_multiplier=1.0), state), (replace(same, geometry=GEOMETRIES["left"]), state),
-        (replace(same, rank=3), state), (replace(same, sampling=0.5), state), (replace(same, clients=5), state),
+        (replace(same, rank=3), state), (replace(same, sampling=0.5), state),
+        (replace(same, clients=("a", "b")), state), (replace(same, clients=("a", "b", "c", "e")), state),
         (replace(same, seed=1), state), (same, replace(state, heads={k: h + 1 for k, h in state.heads.items()})),
     ):  # fmt: skip
         replace(server, privacy=privacy).open(at)
@@ -384,14 +422,6 @@ def test_options_that_a_released_sum_cannot_keep_are_refused(name: str, options:
     plain = private(name)
     with pytest.raises(HyperparameterError, match=next(iter(options))):
         replace(plain, method=build(name, **options))
-
-
-def test_a_ledger_that_charges_another_sampling_is_refused() -> None:
-    releases = InMemory()
-    releases.share = 0.01  # type: ignore[attr-defined]
-    with pytest.raises(HyperparameterError, match=r"share = 0\.01"):
-        private(releases=releases)
-    private(releases=releases, sampling=0.01)
 
 
 def test_a_trained_start_needs_a_word() -> None:
@@ -494,10 +524,15 @@ def test_the_diary_hears_of_uploads_that_are_handed_in() -> None:
     diary = Diary()
     server = private(clip=0.5, diary=diary)
     state, uploads = played(server, 0)
-    server.aggregate(state, [uploads[0], spoiled(uploads[1], math.nan), HOSTILE["sparse"](uploads[2])])
+    stranger = replace(uploads[0], client=Client("x", 2))
+    bad = [spoiled(uploads[1], math.nan), HOSTILE["sparse"](uploads[2]), stranger, uploads[0]]
+    after = server.aggregate(state, [uploads[0], *bad])
     server.aggregate(state, [])
-    assert [client for _, client, _ in diary.lines] == ["b", "c", "", ""]
-    assert diary.lines[2][2].startswith("1 of the 3") and diary.lines[3][2].startswith("nobody was asked")
+    server.aggregate(after, [])
+    told = [("b", "NaN"), ("c", ""), ("x", "none of the clients"), ("a", "second"), ("", "1 of the 4"),
+            ("", "nobody was asked"), ("", "ALL 4 clients")]  # fmt: skip
+    assert [client for _, client, _ in diary.lines] == [client for client, _ in told]
+    assert all(words in what for (_, words), (_, _, what) in zip(told, diary.lines, strict=True))
 
 
 def test_the_engine_draws_secretly_and_not_by_the_seed() -> None:
@@ -518,7 +553,7 @@ def test_the_engine_refuses_other_rounds_than_the_ledger_charges() -> None:
     state = start(server, seed_adapter(6))
     with pytest.raises(HyperparameterError, match=r"sampling=0\.5"):
         next(simulate(server, people(), Toy(), state, rounds=1, participation=0.5))
-    with pytest.raises(HyperparameterError, match="Set it to 3"):
+    with pytest.raises(HyperparameterError, match="'d' for one is not among the clients given"):
         next(simulate(server, people()[:3], Toy(), state, rounds=1))
 
     class Grouped(Toy):

@@ -49,14 +49,14 @@ class Toy:
 
 
 def server(releases: Releases) -> Server:
-    privacy = Privacy(1.0, 1.0, Geometry("two-sided", 4), len(EQUAL), 4, releases, sampling=SHARE)
+    privacy = Privacy(1.0, 1.0, Geometry("two-sided", 4), tuple(EQUAL), 4, releases, sampling=SHARE)
     return Server(build("glora"), weighting="uniform", missing="zero", privacy=privacy)
 
 
 def on_disk(home: Path) -> OnDisk:
     folder = RunFolder(home / "run")
     run = str(read_private(folder, "run.json")["run"])
-    return OnDisk(private_folder(folder), run, Ledger(home / "ledger", "toys"), None, ROUNDS, 1e-3, SHARE)
+    return OnDisk(private_folder(folder), run, Ledger(home / "ledger", "toys"), None, ROUNDS, 1e-3)
 
 
 def play(home: Path, log: Path) -> RunState:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedlora import Server, build
 from fedlora.core.accumulating import Accumulating
 from fedlora.methods import METHODS
-from fedlora.privacy import Geometry, Mechanism, poisson_sample
+from fedlora.privacy import Geometry, Mechanism
 from fedlora.server.private_options import Privacy, Releases
 
 ACCUMULATING = sorted(name for name, method in METHODS.items() if issubclass(method, Accumulating))
@@ -18,31 +18,35 @@ FINE = 2.0**-35  # a grid on which rounding is nothing beside float64 oracles of
 
 
 class InMemory(Releases):
-    """Keeps noised sums of rounds, and remembers what was asked of it."""
+    """Keeps noised sums of rounds, and remembers what was asked of it. draws: who was drawn, whatever fell out."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: Sequence[str] | None = None) -> None:
+        self.draws = draws
         self.kept: dict[int, Tensor] = {}
         self.settled: list[int] = []
         self.contexts: dict[int, str] = {}
+        self.drawn: dict[tuple[int, str], list[str]] = {}
+        self.charged: list[float] = []
 
     def stored(self, round: int, context: str) -> Tensor | None:
         if round in self.kept and self.contexts[round] != context:
             raise AssertionError("another context")
         return self.kept.get(round)
 
-    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
+    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
         self.settled.append(round)
+        self.charged.append(sampling)
         self.kept[round], self.contexts[round] = noised, context
         return noised
 
-    def sampled(self, round: int, context: str, clients: Sequence[str], share: float) -> list[str]:
-        return poisson_sample(clients, share)
+    def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
+        return self.drawn.setdefault((round, context), list(drawn if self.draws is None else self.draws))
 
 
 def private(name: str = "glora", *, server: Mapping[str, Any] | None = None, **options: Any) -> Server:
     """A server of that method without noise or clip to speak of, but for what `options` of `Privacy` say."""
     settings = {
-        "clip": 64.0, "noise_multiplier": 0.0, "geometry": Geometry(), "clients": 4, "rank": 64,
+        "clip": 64.0, "noise_multiplier": 0.0, "geometry": Geometry(), "clients": ("a", "b", "c", "d"), "rank": 64,
         "releases": InMemory(), "grid": FINE, **options,
     }  # fmt: skip
     weighting = "uniform" if settings.get("most_examples") is None else "examples"

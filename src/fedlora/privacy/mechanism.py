@@ -234,16 +234,6 @@ class Mechanism:
         return released.to(torch.float64) * self.grid / denominator
 
 
-def wrapped(total: Tensor) -> Tensor:
-    """int64 below 2^62 in size, modulo 2^63: what it is for sums of as many clients as `check_room` was asked about.
-
-    More of them than that never overflow, and no client's arrival stops a round: (S + noise) modulo a public number is
-    made of S + noise alone, so it tells no more.
-    """
-    total = torch.where(total >= _ROOM, (total - _ROOM) - _ROOM, total)
-    return torch.where(total < -_ROOM, (total + _ROOM) + _ROOM, total)
-
-
 def share_of(num_examples: float, most: float) -> float:
     """w_i = min(n_i, n_max) / n_max, in [0, 1]. 0 for what is no number of examples: NaN, infinite, negative.
 

@@ -4,9 +4,9 @@ Amplification by sampling holds against those who cannot see who was drawn. So t
 not a seed's: a seed is in the configuration, and torch's CPU generator keeps 32 bits of one. Who was drawn is a secret:
 it is in no file that leaves the server, and an empty draw is released as pure noise.
 
-Who asks keeps the draw, in a secret folder, until the round is over (`runs.private_releases`): a round that was killed
-is played with the same clients. On a network who takes part is seen by its traffic: there all take part, and the ledger
-uses q = 1.
+A private round draws for itself and takes nobody's upload but theirs (`server.private_round`). The draw is kept in a
+secret folder until the round is over (`runs.private_releases`): a round that was killed is played with the same
+clients. On a network who takes part is seen by its traffic: there all take part, and the ledger uses q = 1.
 """
 
 from __future__ import annotations

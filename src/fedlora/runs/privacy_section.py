@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -83,12 +84,12 @@ class PrivacySection(Section):
         return Budget(self.budget or self.epsilon or self.cost(rounds, participation) * (1 + 1e-9), self.delta)
 
     def build(
-        self, releases: Releases, *, clients: int, largest: int, rounds: int, participation: float, seed: int
+        self, releases: Releases, *, clients: Sequence[str], largest: int, rounds: int, participation: float, seed: int
     ) -> Privacy:
-        """For so many clients, the largest of that rank. seed: of the public directions."""
+        """For these clients, the largest of that rank. seed: of the public directions."""
         return Privacy(
             clip=self.clip, noise_multiplier=self.multiplier(rounds, participation),
-            geometry=Geometry(self.shape, self.dims or 0), clients=clients, rank=self.rank or largest,
+            geometry=Geometry(self.shape, self.dims or 0), clients=tuple(clients), rank=self.rank or largest,
             releases=releases, sampling=self.chance(participation), most_examples=self.most_examples, seed=seed,
         )  # fmt: skip
 

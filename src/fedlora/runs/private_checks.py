@@ -24,7 +24,9 @@ def check_private(config: RunConfig, server: Server) -> None:
     probe = section.model_copy(update={"noise_multiplier": 1.0, "epsilon": None})
     require_private(
         server,
-        probe.build(Planned(), clients=1, largest=1, rounds=1, participation=config.run.participation, seed=0),
+        probe.build(
+            Planned(), clients=["anybody"], largest=1, rounds=1, participation=config.run.participation, seed=0
+        ),
     )
 
 
@@ -45,8 +47,9 @@ def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter
         )
     largest = max(max(client.ranks(start.modules).values(), default=1) for client in clients)
     return section.build(
-        Planned(), clients=count, largest=largest, rounds=run.rounds, participation=run.participation, seed=run.seed
-    )
+        Planned(), clients=[client.id for client in clients], largest=largest, rounds=run.rounds,
+        participation=run.participation, seed=run.seed,
+    )  # fmt: skip
 
 
 def _refusals(config: RunConfig) -> Iterator[str]:

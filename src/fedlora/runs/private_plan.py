@@ -104,6 +104,6 @@ def plan_of(
         for name, (a, b) in blocks.items()
     }  # fmt: skip
     return PrivacyPlan(
-        epsilon, delta, rounds, privacy.noise_multiplier, privacy.clip, privacy.sampling, privacy.clients, privacy.rank,
-        layout.size, sigma, parts,
+        epsilon, delta, rounds, privacy.noise_multiplier, privacy.clip, privacy.sampling, len(privacy.clients),
+        privacy.rank, layout.size, sigma, parts,
     )  # fmt: skip

@@ -27,7 +27,6 @@ from fedlora.errors import CheckpointError, HyperparameterError
 from fedlora.privacy.journal import Journal
 from fedlora.privacy.ledger import Budget, Event, Ledger
 from fedlora.privacy.mechanism import Mechanism
-from fedlora.privacy.sampling import poisson_sample
 from fedlora.runs.folder import RunFolder
 from fedlora.server.private_options import Releases
 
@@ -38,10 +37,10 @@ class Planned(Releases):
     def stored(self, round: int, context: str) -> Tensor | None:
         return None
 
-    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
+    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
         raise HyperparameterError("this server is a plan: nothing keeps or charges what it would release.")
 
-    def sampled(self, round: int, context: str, clients: Sequence[str], share: float) -> list[str]:
+    def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
         raise HyperparameterError("this server is a plan: nobody is drawn.")
 
 
@@ -55,7 +54,6 @@ class OnDisk(Releases):
     budget: Budget | None
     rounds: int
     delta: float
-    share: float
 
     @property
     def journal(self) -> Journal:
@@ -64,19 +62,19 @@ class OnDisk(Releases):
     def stored(self, round: int, context: str) -> Tensor | None:
         return self.journal.stored(round, context)
 
-    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
+    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
         _secret(self.folder)
-        kept = self.journal.store(round, noised, self.event(round, mechanism, len(noised)), context)
+        kept = self.journal.store(round, noised, self.event(round, mechanism, len(noised), sampling), context)
         (self.folder / "sample.json").unlink(missing_ok=True)
         return kept
 
-    def sampled(self, round: int, context: str, clients: Sequence[str], share: float) -> list[str]:
+    def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
         path = self.folder / "sample.json"
         if path.is_file():
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
                 was, here = (found["round"], found["context"], found["folder"]), self.folder.stat().st_ino
-                names = [client for client in found["clients"] if client in set(clients)]
+                names = [str(client) for client in found["clients"]]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
                     f"{path} is damaged ({error}), and who was drawn for round {round} may not be drawn twice. Restore "
@@ -90,10 +88,9 @@ class OnDisk(Releases):
                 )
             if was[:2] == (round, context):
                 return names
-        drawn = poisson_sample(clients, share)
         _secret(self.folder)
         at = self.folder.stat().st_ino
-        files.write(path, json.dumps({"round": round, "context": context, "clients": drawn, "folder": at}))
+        files.write(path, json.dumps({"round": round, "context": context, "clients": list(drawn), "folder": at}))
         return drawn
 
     def note(self, round: int, client: str, what: str) -> None:
@@ -108,15 +105,15 @@ class OnDisk(Releases):
             finally:
                 os.close(descriptor)
 
-    def event(self, round: int, mechanism: Mechanism, size: int) -> Event:
+    def event(self, round: int, mechanism: Mechanism, size: int, sampling: float) -> Event:
         """What the ledger is charged for one round."""
         return Event.of(
-            mechanism, size, run=self.run, round=round, sampling=self.share, rounds=self.rounds, delta=self.delta
+            mechanism, size, run=self.run, round=round, sampling=sampling, rounds=self.rounds, delta=self.delta
         )
 
-    def check_budget(self, mechanism: Mechanism, size: int) -> None:
+    def check_budget(self, mechanism: Mechanism, size: int, sampling: float) -> None:
         """Raises `BudgetSpent` where all rounds of a fresh run would pass the budget."""
-        self.ledger.check(self.event(1, mechanism, size), self.budget, self.rounds)
+        self.ledger.check(self.event(1, mechanism, size, sampling), self.budget, self.rounds)
 
     def was_charged(self, round: int) -> bool:
         """Whether the ledger holds that round of this very run."""

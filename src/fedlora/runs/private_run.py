@@ -15,7 +15,6 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_plan import PrivacyPlan, plan
 from fedlora.runs.private_releases import OnDisk, private_folder, read_private
-from fedlora.server.private_options import Privacy
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
@@ -52,8 +51,9 @@ def check_affordable(prepared: Prepared) -> None:
         return
     planned = plan(prepared)
     planned.require_signal()
-    releases = _releases(prepared, prepared.server.privacy, Path(), "planned")
-    releases.check_budget(prepared.server.privacy.mechanism(planned.size), planned.size)
+    releases = _releases(prepared, Path(), "planned")
+    privacy = prepared.server.privacy
+    releases.check_budget(privacy.mechanism(planned.size), planned.size, privacy.sampling)
 
 
 def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) -> PrivateRun | None:
@@ -66,18 +66,18 @@ def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) ->
     if privacy is None:
         return None
     run = str(read_private(folder, "run.json")["run"])
-    releases = _releases(prepared, privacy, private_folder(folder), run)
+    releases = _releases(prepared, private_folder(folder), run)
     releases.check_charged(state.round)
     private = replace(privacy, releases=releases, diary=releases.note)
     return PrivateRun(replace(prepared.server, privacy=private), releases, plan(prepared))
 
 
-def _releases(prepared: Prepared, privacy: Privacy, folder: Path, run: str) -> OnDisk:
+def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
     section, rounds, share = prepared.config.privacy, prepared.config.run.rounds, prepared.config.run.participation
     if section is None:
         raise ConfigError("this configuration has no table [privacy].")
     ledger = Ledger(Path(section.ledger), section.population)
-    return OnDisk(folder, run, ledger, section.most(rounds, share), rounds, section.delta, privacy.sampling)
+    return OnDisk(folder, run, ledger, section.most(rounds, share), rounds, section.delta)
 
 
 def epsilon_up(epsilon: float) -> str:

@@ -44,6 +44,7 @@ class BoundedMemory:
     """
 
     exchanges = 1
+    asked = None
     keeps = False
 
     def __init__(self, terms: Terms, method: FromPair[Any], memory: float) -> None:

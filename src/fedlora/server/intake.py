@@ -50,10 +50,14 @@ class Intake(Protocol):
     """One round at the server. Mutable, used up by `close`.
 
     exchanges: how many there are. keeps: whether it hands the uploads themselves on, so that a record may show them.
+    asked: whom to ask, where the round itself decides that (a private one); None: whoever plays it decides.
     """
 
     exchanges: int
     keeps: bool
+
+    @property
+    def asked(self) -> tuple[str, ...] | None: ...
 
     def ask(self) -> Any:
         """The next exchange's `Question`; ends the one before."""

@@ -27,6 +27,7 @@ class KeptUploads:
     """An `Intake` of whole uploads, which may come in any order: the next state has the same bits."""
 
     exchanges = 1
+    asked = None
     keeps = True
 
     def __init__(self, terms: Terms) -> None:

@@ -32,16 +32,17 @@ class Releases(Protocol):
     def stored(self, round: int, context: str) -> Tensor | None:
         """The noised sum of `round` (from 1), int64 (d,), charged, where it was made already; else None."""
 
-    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism) -> Tensor:
-        """Write it down and charge it, before anything of it leaves; returns what may leave.
+    def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
+        """Write it down and charge it, before anything of it leaves; returns what may leave. sampling: q, each client's
+        chance to have been in it.
 
         Raises:
             BudgetSpent, LedgerError: nothing was released, and nothing may be.
         """
 
-    def sampled(self, round: int, context: str, clients: Sequence[str], share: float) -> list[str]:
-        """Who takes part in `round`: each client with probability `share`, by secret randomness; the same again where
-        the process was killed and the round begins anew."""
+    def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
+        """Keep secretly who was drawn for `round`, and return whom the first call for it kept: where the process was
+        killed the round begins anew with the same clients. Called before anybody is asked, and only where q < 1."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class Privacy:
             noise's standard deviation in units of what one client can do; 0 is for tests and audits. grid: see
             `privacy.mechanism`; None: its own.
         geometry: in which coordinates the changes are summed.
-        clients: n, how many there are in all, taking part or not. sampling: q, the chance of each to take part in a
-            round; 1: all of them, always. The mean change is the noised sum / (q n), whoever came.
+        clients: the ids of all clients, taking part or not: n public names. An upload of anybody else is refused.
+        sampling: q, the chance of each to be asked in a round, which draws them itself (`PrivateRound.asked`); 1: all
+            of them, always. The mean change is the noised sum / (q n), whoever came.
         rank: R of the next state. most_examples: n_max; a client counts min(n_i, n_max) / n_max; None: 1.
         releases: where noised sums are kept and charged.
         warm_start: the start is a trained adapter, and either it never saw these clients' data, or the ledger was
@@ -73,7 +75,7 @@ class Privacy:
     clip: float
     noise_multiplier: float
     geometry: Geometry
-    clients: int
+    clients: tuple[str, ...]
     rank: int
     releases: Releases
     sampling: float = 1.0
@@ -84,10 +86,9 @@ class Privacy:
     diary: Callable[[int, str, str], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("clients", "rank"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise HyperparameterError(f"Privacy: {name} is a whole number >= 1; got {value!r}.")
+        object.__setattr__(self, "clients", _population(self.clients))
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise HyperparameterError(f"Privacy: rank is a whole number >= 1; got {self.rank!r}.")
         if not 0 < self.clip < math.inf:
             raise HyperparameterError(f"Privacy: clip is a positive norm; got {self.clip!r}.")
         if not 0 <= self.noise_multiplier < math.inf:
@@ -97,53 +98,51 @@ class Privacy:
         if self.most_examples is not None and not 0 < self.most_examples < math.inf:
             raise HyperparameterError(f"Privacy: most_examples is a positive number or None; got {self.most_examples}.")
 
-        charged = getattr(self.releases, "share", self.sampling)
-        if charged != self.sampling:
-            raise HyperparameterError(
-                f"Privacy: sampling = {self.sampling!r}, and its releases charge the ledger for share = {charged!r}: "
-                f"epsilon would be of other rounds than those that are played. Give both the same number."
-            )
-
     @property
     def denominator(self) -> float:
         """q n, which the sum is divided by: public, whoever came."""
-        return self.sampling * self.clients
+        return self.sampling * len(self.clients)
 
     def note(self, round: int, client: str, what: str) -> None:
         """To the diary, if there is one."""
         if self.diary is not None:
             self.diary(round, client, what)
 
-    def note_end(self, round: int, asked: int, lost: int) -> None:
-        """To the diary, once a round. asked: clients whose part began. lost: of those, who failed or were refused."""
+    def note_end(self, round: int, asked: int, counted: int) -> None:
+        """To the diary, once a round: how many were asked, and of how many of those an upload counts."""
         if not asked:
             what = "nobody was asked: nobody was drawn, or the round's noised sum was there before a kill"
-        elif lost == asked:
+        elif not counted:
             what = (
-                f"ALL {asked} clients that were asked failed or were refused: what is released is noise alone, and it "
-                f"is charged like any other round. Mend the cause before more rounds are spent"
+                f"ALL {asked} clients that were asked failed, were refused or sent nothing: what is released is noise "
+                f"alone, and it is charged like any other round. Mend the cause before more rounds are spent"
             )
         else:
-            what = f"{asked - lost} of the {asked} clients that were asked count"
+            what = f"{counted} of the {asked} clients that were asked count"
         self.note(round, "", what)
 
     def mechanism(self, size: int) -> Mechanism:
         """Of vectors of that many entries. Raises `HyperparameterError` where integers would not hold their sums."""
         mechanism = Mechanism.of(self.clip, self.noise_multiplier, size, self.grid)
-        mechanism.check_room(size, self.clients)
+        mechanism.check_room(size, len(self.clients))
         return mechanism
 
     def weight(self, num_examples: float) -> float:
         """w_i in [0, 1], a function of this client's own number and constants."""
         return 1.0 if self.most_examples is None else share_of(num_examples, self.most_examples)
 
-    def participants(self, clients: Sequence[str], round: int, context: str) -> list[str]:
-        """Who is asked in `round` (from 1): nobody where its noised sum is there already, after a kill."""
-        if self.releases.stored(round, context) is not None:
-            return []
-        if self.sampling == 1.0:
-            return sorted(clients)
-        return sorted(self.releases.sampled(round, context, sorted(clients), self.sampling))
+
+def _population(clients: Any) -> tuple[str, ...]:
+    """Sorted ids. Raises `HyperparameterError`."""
+    named = list(clients) if isinstance(clients, Sequence) and not isinstance(clients, str) else []
+    if not named or not all(isinstance(name, str) and name for name in named):
+        raise HyperparameterError(
+            f"Privacy: clients are the ids of all clients, as ('north', 'south'); got {clients!r:.80}. Uploads of "
+            f"others do not count, and the mean divides by how many ids there are."
+        )
+    if len(set(named)) < len(named):
+        raise HyperparameterError(f"Privacy: {len(named) - len(set(named))} clients are named twice.")
+    return tuple(sorted(named))
 
 
 def require_private(server: Server, privacy: Privacy) -> Accumulating[Any]:

@@ -5,12 +5,13 @@
     M   <- M + Q (S / (q n)) P^T, cut to R                       `core.accumulating`
 
 Bases come from the released state, so they are public. Every module and head is in the sum, also one that nobody holds.
-Whoever is refused, offline, fails or abstains counts as zero: there is no quorum, no second draw and no retry, and the
-`Tally` is empty.
+The round itself draws who is asked, and takes one upload of each. Whoever is refused, offline, fails or abstains counts
+as zero: there is no quorum, no second draw and no retry, and the `Tally` is empty.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -22,7 +23,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.privacy.geometry import Bases, Layout
-from fedlora.privacy.mechanism import wrapped
+from fedlora.privacy.sampling import poisson_sample
 from fedlora.server.closing import closed
 from fedlora.server.intake import WholeUpload
 from fedlora.server.method_faults import blamed_on, checked_readout, checked_update
@@ -79,6 +80,14 @@ class PrivateRound:
     """An `Intake` that keeps one vector. Uploads may come in any order: integers add up to the same sum.
 
     layout: what stands where in it. mechanism: how it is clipped and noised. Both are public.
+
+    A loop of your own asks those in `asked` and nobody else:
+
+        opened = server.open(state)
+        for name in opened.asked:
+            with suppress(UploadRefused):   # it counts as zero, and the diary knows why
+                opened.add(upload_of(name))
+        state = opened.close()
     """
 
     exchanges = 1
@@ -89,7 +98,8 @@ class PrivateRound:
         self.layout, self._context = layout(terms, method, privacy), context_of(terms, privacy)
         self.mechanism = privacy.mechanism(self.layout.size)
         self._total = torch.zeros(self.layout.size, dtype=torch.int64)
-        self._seen: set[str] = set()
+        self._members, self._heard = frozenset(privacy.clients), set[str]()
+        self._counted = 0
         self._released = privacy.releases.stored(terms.number, self._context)
         if self._released is not None and self._released.shape != self._total.shape:
             raise HyperparameterError(
@@ -98,22 +108,52 @@ class PrivateRound:
                 f"on with the same ones only."
             )
 
+    @cached_property
+    def asked(self) -> tuple[str, ...]:
+        """Who takes part: everybody, or a secret draw of each with chance q, by the system's randomness; the same again
+        after a kill. Nobody where the round's noised sum is there already."""
+        privacy = self._privacy
+        if self._released is not None:
+            return ()
+        if privacy.sampling == 1.0:
+            return privacy.clients
+        drawn = poisson_sample(privacy.clients, privacy.sampling)
+        kept = privacy.releases.first_drawn(self._terms.number, self._context, drawn)
+        return tuple(sorted(self._members.intersection(kept)))
+
+    @cached_property
+    def _drawn(self) -> frozenset[str]:
+        return frozenset(self.asked)
+
     def ask(self) -> WholeUpload:
         return WholeUpload()
 
     def add(self, upload: Upload) -> None:
-        """Count one upload: at most one of each client, whatever becomes of it. Another client's part never depends on
-        it: there is no largest number of clients, and q n stays what everybody knows.
+        """Count one upload: of those in `asked`, at most one of each, whatever becomes of it. Another client's part
+        never depends on it, and q n stays what everybody knows.
 
         Raises:
-            UploadRefused: to the one who sent it. It counts as zero, and nobody else may be told.
+            UploadRefused: to the one who sent it. It counts as zero, and nobody is told but the diary.
         """
+        try:
+            self._take(upload)
+        except UploadRefused as refusal:
+            self._privacy.note(self._terms.number, refusal.client, refusal.reason)
+            raise
+
+    def _take(self, upload: Upload) -> None:
         client = upload.client.id
-        if client in self._seen:
+        if self._released is not None:
+            raise UploadRefused(client, "the round's noised sum is made, and nothing is added to it.")
+        if client not in self._members:
+            raise UploadRefused(client, "it is none of the clients whom Privacy(clients=...) names.")
+        if client not in self._drawn:
+            raise UploadRefused(client, "it was not drawn for this round, and the ledger counts on the draw.")
+        if client in self._heard:
             raise UploadRefused(client, "a second upload in the same round; whatever came first stands.")
-        self._seen.add(client)
-        if self._released is None:
-            self._total = wrapped(self._total + self._contribution(upload))
+        self._heard.add(client)
+        self._total += self._contribution(upload)
+        self._counted += 1
 
     def _contribution(self, upload: Upload) -> Tensor:
         """int64 (d,). Raises `UploadRefused` and nothing else, whatever its tensors do: no client ends a round."""
@@ -137,9 +177,12 @@ class PrivateRound:
             Whatever `Releases.settle` raises where the budget is spent: nothing was released then.
         """
         privacy, terms = self._privacy, self._terms
+        privacy.note_end(terms.number, len(self.asked), self._counted)
         if self._released is None:
-            noised = wrapped(self.mechanism.noised(self._total))
-            self._released = privacy.releases.settle(terms.number, self._context, noised, self.mechanism)
+            noised = self.mechanism.noised(self._total)
+            self._released = privacy.releases.settle(
+                terms.number, self._context, noised, self.mechanism, privacy.sampling
+            )
         self._total.zero_()
         mean = self.mechanism.mean(self._released, privacy.denominator)
         changes, of_heads = self.layout.parts(mean)

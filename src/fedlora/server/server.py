@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -39,7 +39,7 @@ from fedlora.server.method_faults import (
     checked_update,
 )
 from fedlora.server.private_options import Privacy, require_private
-from fedlora.server.private_round import PrivateRound, context_of
+from fedlora.server.private_round import PrivateRound
 from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
 from fedlora.server.state import RunState, ServerState
@@ -280,13 +280,6 @@ class Server:
             return BoundedMemory(terms, self._pairing("a memory limit", "", ""), self.memory * 2**20)
         return KeptUploads(terms)
 
-    def participants(self, state: ServerState, clients: Sequence[str]) -> list[str]:
-        """Who is asked in the round that starts from `state`, of all clients: all of them, or with privacy as it says:
-        a secret draw, or nobody where the round's noised sum is there already. Sorted."""
-        if self.privacy is None:
-            return sorted(clients)
-        return self.privacy.participants(clients, state.round + 1, context_of(self.terms(state), self.privacy))
-
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
         """The next state from one round's uploads; the same bits whatever their order (with a memory limit that was
         needed: the same up to rounding and what was left out).
@@ -297,17 +290,13 @@ class Server:
             RankMismatch, RankTie: as the method says.
         """
         intake = self.open(state)
-        asked, lost = 0, 0
         for taken in take_in(intake, uploads):
-            asked, lost = asked + 1, lost + (taken.refusal is not None)
-            if taken.refusal is not None and self.privacy is not None:  # nobody else may be told
-                self.privacy.note(state.round + 1, taken.refusal.client, taken.refusal.reason)
-            elif taken.refusal is not None:
+            if (
+                taken.refusal is not None and self.privacy is None
+            ):  # of a private round the diary knows, and nobody else
                 if self.quorum is None:
                     raise taken.refusal
                 log.warning("round %d: %s", state.round + 1, taken.refusal)
-        if self.privacy is not None:
-            self.privacy.note_end(state.round + 1, asked, lost)
         return intake.close()
 
     def global_update(self, state: ServerState) -> Mapping[str, LoRA]:

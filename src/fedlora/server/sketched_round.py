@@ -174,6 +174,7 @@ class SketchedRound:
     """The server's side of one round: an `Intake` of two exchanges. Mutable, used up by `close`."""
 
     exchanges = 2
+    asked = None
     keeps = False
 
     def __init__(self, terms: Terms, method: FromPair[Any], sketch: Sketch) -> None:
