@@ -25,6 +25,7 @@ from fedlora.flower.rounds.events import Fate, Fated
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.norms import far_ones, update_norm
 from fedlora.flower.terms.policy import Policy, shares_lost
+from fedlora.server.intake import Intake
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState, Tally
 from fedlora.server.terms import ranks_of
@@ -49,7 +50,8 @@ class Closed:
 class Attempt:
     """One attempt. Mutable, used up by `close`.
 
-    number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages.
+    number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages. intake: of the round,
+    where it is open already.
     """
 
     def __init__(
@@ -63,11 +65,12 @@ class Attempt:
         *,
         attempt: int,
         deadline: float,
+        intake: Intake | None = None,
     ) -> None:
         self.server, self.policy, self.codec, self.memory, self.drawn = server, policy, codec, memory, drawn
         self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
         self.group = f"{memory.run}-{self.number}-{attempt - 1}"
-        self._online = online
+        self._online, self._intake = online, intake
         self._sent: dict[str, Download] = {}
         self._taken: dict[str, Reply] = {}
         self._fates: dict[str, Fated] = {}
@@ -155,7 +158,7 @@ class Attempt:
         Raises:
             QuorumNotMet: too few usable uploads, or some that do not fit together. The state is unchanged.
         """
-        state, opened = self.memory.state, self.server.open(self.memory.state.server)
+        state, opened = self.memory.state, self._intake or self.server.open(self.memory.state.server)
         taken = {name: self._taken[name] for name in self.policy.clients if name in self._taken}  # not as they came
         claimed = {name: float(reply.upload.num_examples) for name, reply in taken.items()}
         counts = self._counts(claimed)

@@ -41,7 +41,7 @@ def planned(settings: FederationSettings, server: Server, start: Adapter) -> tup
     rounds, largest = settings.run.rounds, max(start.ranks.values())
     try:
         privacy = section.build(
-            Planned(), clients=section.members(), largest=largest, rounds=rounds, participation=1.0,
+            Planned(), clients=section.named(), largest=largest, rounds=rounds, participation=1.0,
             seed=settings.run.seed,
         )  # fmt: skip
         private = replace(server, privacy=privacy)
@@ -64,7 +64,7 @@ def check_affordable(settings: FederationSettings, private: Server, plan: Privac
     plan.require_signal()
     privacy = _privacy(private)
     try:
-        _releases(settings, Path(), "planned").check_budget(privacy.mechanism(plan.size), plan.size)
+        _releases(settings, Path(), "planned").check_budget(privacy.mechanism(plan.size), plan.size, 1.0)
     except (BudgetSpent, LedgerError) as error:
         raise ConfigError(str(error)) from error
 
@@ -124,7 +124,7 @@ def _releases(settings: FederationSettings, folder: Path, run: str) -> OnDisk:
     if section is None:
         raise ConfigError("this federation has no table [privacy].")
     ledger = Ledger(Path(section.ledger), section.population)
-    more: dict[str, Any] = {"rounds": rounds, "delta": section.delta, "share": 1.0}
+    more: dict[str, Any] = {"rounds": rounds, "delta": section.delta}
     return OnDisk(folder, run, ledger, section.most(rounds, 1.0), **more)
 
 

@@ -83,18 +83,20 @@ class PrivateFedLoRA(FedLoRA):
         self._read_policy(number)
         deadline = timeout or self.policy.deadline
         try:
-            asked = self._participants()
+            self._opened = self.server.open(self.memory.state.server)
+            asked = bool(self._opened.asked)
             if asked:
                 self._require_room(number)  # before anybody trains for it
                 self._wait_for_members(grid, deadline)
             trial = self._attempt(grid, 1, deadline)
+            if asked:
+                self._tell_lost(number, trial)
             closed = trial.close()  # written down and charged in there
         except BudgetSpent as spent:
             if not self.round:
                 raise
             self._out_of_budget(number, rounds, spent)
             return None
-        self._tell_all(number, trial, bool(asked))
         self.fates = {}
         line = public_line({**closed.line, "seconds": None}, self.private.spent(number))
         self.lines.put(line)
@@ -110,9 +112,10 @@ class PrivateFedLoRA(FedLoRA):
 
     def _draw(self) -> Drawn:
         """All members; nobody, where the round's noised sum is there already."""
-        asked, fates = set(self._participants()), dict[str, tuple[Fate, str]]()
+        asked = self._opened.asked if self._opened is not None else None
+        fates = dict[str, tuple[Fate, str]]()
         for name in self.policy.clients:
-            if name not in asked:
+            if name not in (asked or ()):
                 fates[name] = ("not drawn", "")
             elif name not in self.online:
                 fates[name] = ("offline", "it is not online")
@@ -138,13 +141,10 @@ class PrivateFedLoRA(FedLoRA):
         check_policy(policy, self._terms)
         super()._check(policy)
 
-    def _participants(self) -> list[str]:
-        return self.server.participants(self.memory.state.server, list(self.policy.clients))
-
     def _require_room(self, number: int) -> None:
         """Raises `BudgetSpent` where this round would pass the population's budget."""
         releases, plan = self.private.releases, self.private.plan
-        event = releases.event(number, self._privacy.mechanism(plan.size), plan.size)
+        event = releases.event(number, self._privacy.mechanism(plan.size), plan.size, 1.0)
         releases.ledger.check(event, releases.budget, 1)
 
     def _wait_for_members(self, grid: Grid, seconds: float) -> None:
@@ -177,15 +177,15 @@ class PrivateFedLoRA(FedLoRA):
             self._note(event.why)
 
     def _tell(self, fated: Fated) -> None:
-        """Nobody: `_tell_all` does, to the log that is secret."""
+        """Nobody: `_tell_lost` does, to the log that is secret."""
 
-    def _tell_all(self, number: int, trial: Attempt, asked: bool) -> None:
-        fates = trial.fates
-        for name, fated in fates.items():
-            if asked and fated.fate != "trained":
+    def _tell_lost(self, number: int, trial: Attempt) -> None:
+        """Of those who sent nothing that could be looked at. Whom the round itself refuses it notes itself."""
+        for name, fated in trial.fates.items():
+            if fated.fate != "trained":
                 self._privacy.note(number, name, f"{fated.fate}: {fated.why}")
-        lost = sum(fated.fate != "trained" for fated in fates.values())
-        self._privacy.note_end(number, len(fates) if asked else 0, lost if asked else 0)
+        for name in sorted(set(self._terms.named()) - set(self.policy.clients)):
+            self._privacy.note(number, name, "removed: policy.toml does not name it")
 
     def _note(self, what: str) -> None:
         self._privacy.note(self.round + 1, "", what)

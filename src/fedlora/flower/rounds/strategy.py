@@ -44,6 +44,7 @@ from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
 from fedlora.runs.defence import check_rule
+from fedlora.server.intake import Intake
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
@@ -124,6 +125,7 @@ class FedLoRA(Strategy):
         self._asking, self._evaluation = asking, SiteEvaluation("validation", run, 0, {}, {})
         self._stopped: str | None = None
         self._policy_told = ""
+        self._opened: Intake | None = None  # a round that says itself whom to ask
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
@@ -218,8 +220,9 @@ class FedLoRA(Strategy):
         number, self.online = self.round + 1, self._online(grid)
         drawn = self._draw()
         trial = Attempt(
-            self.server, self.policy, self._codec, self.memory, drawn, self.online, attempt=attempt, deadline=deadline
-        )
+            self.server, self.policy, self._codec, self.memory, drawn, self.online, attempt=attempt, deadline=deadline,
+            intake=self._opened,
+        )  # fmt: skip
         others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         self._event(Began(number, attempt, drawn.asked, others, deadline))
         for fated in trial.fates.values():

@@ -6,15 +6,14 @@ the mean is divided by a number of the settings, whoever answers. It is a promis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.policy import Policy
 from fedlora.runs.privacy_section import PrivacySection, with_private_server
-from fedlora.runs.sections import Positive
 
 if TYPE_CHECKING:
     from fedlora.flower.terms.settings import FederationSettings
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 class FederationPrivacy(PrivacySection):
     """As [privacy] of a run; docs/privacy.md.
 
-    clients: n, how many members there may ever be at once: what the noised sum is divided by, whoever answers. `init`
-    sets it to the number of sites. ledger: a path of the server's, which does not travel; "" at a site.
+    members: the names of all sites that may ever take part. They are public; the noised sum is divided by how many they
+    are, whoever answers. `init` writes them. ledger: a path of the server's, which does not travel; "" at a site.
     """
 
     ledger: str = ""
-    clients: Positive | None = None
+    members: list[Annotated[str, Field(min_length=1)]] | None = None
 
     @model_validator(mode="after")
     def _all_every_round(self) -> FederationPrivacy:
@@ -40,22 +39,38 @@ class FederationPrivacy(PrivacySection):
             )
         return self
 
-    def members(self) -> int:
-        """n. Raises `ConfigError` where it is not there."""
-        if self.clients is None:
+    def named(self) -> tuple[str, ...]:
+        """The members. Raises `ConfigError` where they are not there."""
+        if not self.members:
             raise ConfigError(
-                "privacy.clients is missing: how many members the federation has, which the mean is divided by, "
-                "whoever answers. `fedlora flower init` writes it"
+                "privacy.members is missing: the names of all sites that may ever take part. The mean is divided by "
+                "how many they are, whoever answers. `fedlora flower init` writes them"
             )
-        return self.clients
+        if len(set(self.members)) < len(self.members):
+            raise ConfigError(f"privacy.members names a site twice: {', '.join(self.members)}")
+        return tuple(self.members)
 
-    def for_members(self, clients: int, largest: int) -> FederationPrivacy:
-        """With what `init` knows, where it is not set: how many there are, and their largest rank as the server's."""
-        return self.model_copy(update={"clients": self.clients or clients, "rank": self.rank or largest})
+    def for_members(self, clients: Sequence[str], largest: int) -> FederationPrivacy:
+        """With what `init` knows, where it is not set: who they are, and their largest rank as the server's. Raises
+        `ConfigError` where a site is no member."""
+        found = self.model_copy(update={"members": self.members or list(clients), "rank": self.rank or largest})
+        found.check_members(clients)
+        return found
+
+    def check_members(self, clients: Iterable[str]) -> None:
+        """Raises `ConfigError` for a site that is no member."""
+        members = self.named()
+        if odd := [name for name in clients if name not in members]:
+            raise ConfigError(
+                f"{odd[0]!r} is none of the {len(members)} members of this private federation "
+                f"({', '.join(members[:5])}{', ...' if len(members) > 5 else ''}): the mean is divided by their number "
+                f"in every round, as it was promised, and nobody is added. To let more sites in, make another "
+                f"federation that charges the same ledger, or name them in privacy.members before the first round"
+            )
 
     def checked(self) -> FederationPrivacy:
         """This, at a server. Raises `ConfigError`."""
-        members = self.members()
+        members = len(self.named())
         if not self.ledger:
             raise ConfigError("privacy.ledger is missing: the file where all runs on these clients are charged")
         if self.delta >= 1 / members:
@@ -110,13 +125,11 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
 
 def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
     """Raises `ConfigError` for a policy that would break what privacy promises."""
-    members = privacy.members()
     wrong = []
-    if len(policy.clients) > members:
-        wrong.append(
-            f"it names {len(policy.clients)} clients, and the mean is divided by privacy.clients = {members}, which "
-            f"was promised and stays. Take one out for each that comes (fedlora flower remove)"
-        )
+    try:
+        privacy.check_members(policy.clients)
+    except ConfigError as error:
+        wrong.append(str(error))
     if policy.max_weight_share is not None:
         wrong.append(
             f"max_weight_share = {policy.max_weight_share:g} holds one site to a share of those who came, so that who "
