@@ -12,11 +12,12 @@ from rich.table import Table
 from fedlora.cli.runs import AsJson, DataRoot, Sets
 from fedlora.cli.screen import cell, console, notes, print_json
 from fedlora.errors import ConfigError
+from fedlora.privacy.accounting import epsilon_up
 from fedlora.privacy.ledger import recompute
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.runs.private_plan import PrivacyPlan, plan
-from fedlora.runs.private_run import check_affordable, epsilon_up
+from fedlora.runs.private_run import check_affordable
 from fedlora.runs.quiet import quiet_libraries
 
 SECONDS_AN_ENTRY = 13e-6  # of exact noise, on one core (privacy.mechanism)

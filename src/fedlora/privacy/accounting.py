@@ -143,6 +143,16 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
     return high
 
 
+def epsilon_up(epsilon: float) -> str:
+    """In thousandths, rounded up: no less than what was computed.
+
+    Example:
+        >>> epsilon_up(4.8501)
+        '4.851'
+    """
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}" if math.isfinite(epsilon) else f"{epsilon}"
+
+
 def check_delta(delta: float) -> None:
     """Raises `HyperparameterError` unless delta is in [1e-10, 1)."""
     if not (_number(delta) and LEAST_DELTA <= delta < 1):

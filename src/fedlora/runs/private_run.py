@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedlora.errors import ConfigError
-from fedlora.privacy.accounting import epsilon
+from fedlora.privacy.accounting import epsilon, epsilon_up
 from fedlora.privacy.ledger import Ledger
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
@@ -78,11 +77,6 @@ def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
         raise ConfigError("this configuration has no table [privacy].")
     ledger = Ledger(Path(section.ledger), section.population)
     return OnDisk(folder, run, ledger, section.most(rounds, share), rounds, section.delta)
-
-
-def epsilon_up(epsilon: float) -> str:
-    """In thousandths, rounded up: no less than what was computed."""
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}" if math.isfinite(epsilon) else f"{epsilon}"
 
 
 def told(spent: Mapping[str, Any]) -> str:

@@ -94,6 +94,14 @@ def init(
         f"  4. admit each by what it sends back: fedlora flower admit {folder} request.toml",
         f"A round needs {made.settings.server.quorum} of them (server.quorum in {here}/federation.toml).",
     ]
+    if made.settings.privacy is not None:
+        from fedlora.flower.terms.privacy import promise
+
+        lines[-1] = (
+            f"Private: {promise(made.settings.privacy, made.settings.run.rounds)}. All sites are asked in every round, "
+            f"and who is missing counts as zero: it begins once all are online. Members, rounds and [privacy] stay. "
+            f"What was spent: fedlora privacy {made.settings.privacy.ledger}"
+        )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -106,6 +114,8 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
         "clients.count=3", "clients.ranks=[2,4,8]", "run.rounds=3", "server.quorum=2", "run.threads=1",
         "evaluate.every=1", "evaluate.clients_at_end=false",
     ]  # fmt: skip
+    if any(key.startswith("privacy.") for key in sets):  # a private round has no quorum
+        three = [key for key in three if not key.startswith("server.quorum")]
     loaded = load_config(config or demo, [*(three if config is None else []), *sets])
     notes.print("loading the model, for the common start ...")
     trial(folder, loaded, superlink_port)

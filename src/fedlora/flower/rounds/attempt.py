@@ -50,8 +50,8 @@ class Closed:
 class Attempt:
     """One attempt. Mutable, used up by `close`.
 
-    number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages. intake: of the round,
-    where it is open already.
+    number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages. intake: of the
+    round, where it is open already.
     """
 
     def __init__(

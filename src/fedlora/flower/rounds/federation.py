@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core import checkpoint
-from fedlora.errors import ConfigError
+from fedlora.errors import BudgetSpent, ConfigError, LedgerError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing
@@ -198,7 +198,10 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         trackers = _trackers(federation)
         strategy.after_round = _AfterRound(federation, trackers)
         if federation.stopped(federation.lines()) is None:
-            strategy.start(grid, num_rounds=settings.run.rounds)
+            try:
+                strategy.start(grid, num_rounds=settings.run.rounds)
+            except (BudgetSpent, LedgerError) as error:  # it would come again
+                raise ConfigError(str(error)) from error
         asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised since
         if asked > settings.run.rounds and federation.stopped(federation.lines()) is None:
             log.info("%d rounds are asked for by now: it goes on, with the settings of now", asked)

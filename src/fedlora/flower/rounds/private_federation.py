@@ -16,6 +16,7 @@ from fedlora.core import files
 from fedlora.core.lora import Adapter
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError, LedgerError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.privacy.ledger import Ledger
 from fedlora.runs.private_plan import PrivacyPlan, plan_of
@@ -103,16 +104,6 @@ def opened_private(
     return PrivateRun(replace(private, privacy=privacy), releases, plan)
 
 
-def private_folder(home: FederationFolder) -> Path:
-    """FED/server/private."""
-    return home.server / "private"
-
-
-def has_released(home: FederationFolder) -> bool:
-    """Whether a noised sum was ever made here."""
-    return any((private_folder(home) / "journal").glob("*"))
-
-
 def _privacy(private: Server) -> Privacy:
     if private.privacy is None:
         raise ConfigError("this federation has no table [privacy].")
@@ -128,4 +119,4 @@ def _releases(settings: FederationSettings, folder: Path, run: str) -> OnDisk:
     return OnDisk(folder, run, ledger, section.most(rounds, 1.0), **more)
 
 
-__all__ = ["check_affordable", "has_released", "opened_private", "planned", "private_folder"]
+__all__ = ["check_affordable", "opened_private", "planned"]

@@ -26,7 +26,8 @@ from fedlora.flower.rounds.private_words import RELEASED, logs_kept_secret, publ
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy, check_policy
-from fedlora.runs.private_run import PrivateRun, epsilon_up
+from fedlora.privacy.accounting import epsilon_up
+from fedlora.runs.private_run import PrivateRun
 from fedlora.server.private_options import Privacy
 from fedlora.server.state import RunState
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core.echo import shown
+from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Ended, Event, PolicyChanged
 from fedlora.privacy.released import fate_of, filtered
 
@@ -51,6 +52,16 @@ def public_numbers(numbers: Mapping[str, float], line: Mapping[str, Any]) -> dic
     privacy = line.get("privacy") or {}
     spent = {f"privacy/{name}": float(privacy[name]) for name in ("epsilon", "epsilon_planned") if name in privacy}
     return filtered("tracker", {**numbers, **spent}, public=True)
+
+
+def private_folder(home: FederationFolder) -> Path:
+    """FED/server/private."""
+    return home.server / "private"
+
+
+def has_released(home: FederationFolder) -> bool:
+    """Whether a noised sum was ever made here."""
+    return any((private_folder(home) / "journal").glob("*"))
 
 
 def append_secret(folder: Path, line: str) -> None:
@@ -97,5 +108,13 @@ class _Parted(logging.Handler):
 
 
 __all__ = [
-    "RELEASED", "append_secret", "logs_kept_secret", "public_event", "public_line", "public_numbers", "public_summary",
+    "RELEASED",
+    "append_secret",
+    "has_released",
+    "logs_kept_secret",
+    "private_folder",
+    "public_event",
+    "public_line",
+    "public_numbers",
+    "public_summary",
 ]  # fmt: skip

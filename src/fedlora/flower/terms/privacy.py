@@ -7,12 +7,14 @@ the mean is divided by a number of the settings, whoever answers. It is a promis
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.flower.terms.policy import Policy
+from fedlora.privacy.accounting import epsilon_up
 from fedlora.runs.privacy_section import PrivacySection, with_private_server
 
 if TYPE_CHECKING:
@@ -123,6 +125,23 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
         yield "run.readouts writes what single sites get, and a private federation tells of none: leave it out"
 
 
+@lru_cache(maxsize=16)
+def promise(privacy: FederationPrivacy, rounds: int) -> str:
+    """What everybody may be told that the federation promises, in a sentence."""
+    try:
+        epsilon = f"epsilon {epsilon_up(privacy.cost(rounds, 1.0))}"
+    except HyperparameterError:  # without the libraries of fedlora[privacy], as at a site
+        epsilon = (
+            f"epsilon {privacy.epsilon:g}"
+            if privacy.epsilon is not None
+            else (f"noise multiplier {privacy.noise_multiplier:g} (epsilon needs pip install 'fedlora[privacy]')")
+        )
+    return (
+        f"{epsilon} at delta {privacy.delta:g} for all {rounds} rounds; the unit is one site: its whole part in a "
+        f"round is there, or is zero. The server is trusted: it sees every update"
+    )
+
+
 def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
     """Raises `ConfigError` for a policy that would break what privacy promises."""
     wrong = []
@@ -149,4 +168,4 @@ def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
         raise ConfigError(f"[privacy] cannot be kept with this policy.toml: {'; '.join(wrong)}.")
 
 
-__all__ = ["FederationPrivacy", "check_policy", "refusals", "with_private_defaults"]
+__all__ = ["FederationPrivacy", "check_policy", "promise", "refusals", "with_private_defaults"]
