@@ -1,0 +1,128 @@
+"""A private federation on Flower of two rounds, killed before each of its steps on the disk, and gone on with:
+
+    python killed_private_federations.py FOLDER STRIDE
+
+prints a JSON list with one entry for each kill: before every STRIDE-th of some hundred steps. A kill is `os._exit`, as
+in `killed_writers`. The sites are toys; journal, ledger, checkpoints, lines and events are the real ones. What was
+spent is not computed, so it is fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import opendp.prelude  # noqa: F401  before the forks
+import torch
+
+from fedlora import build
+from fedlora.core.trainer import Trained
+from fedlora.privacy import Ledger
+from fedlora.runs.private_run import PrivateRun
+from fedlora.server.state import RunState
+from support.flower_grid import Toy
+from support.killed_writers import STEPS, die_at
+from support.private_flower import private_federation
+
+ROUNDS = 2
+WRITES = (*STEPS, "pwrite", "ftruncate")
+
+
+class Logging(Toy):
+    """Writes down whom it trained."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    def train(self, download: Any, adapter: Any, position: int) -> Trained:
+        with self._log.open("a") as file:
+            file.write(json.dumps([download.round + 1, download.client.id]) + "\n")
+        return super().train(download, adapter, position)
+
+
+def play(home: Path, log: Path) -> RunState:
+    """The federation, from wherever it is."""
+    strategy, grid = private_federation(home, trainer=Logging(log))
+    strategy.start(grid, num_rounds=ROUNDS)
+    return strategy.memory.state
+
+
+def digest(state: RunState) -> str:
+    found = hashlib.sha256()
+    updates = [build("glora").effective(s) for s in state.server.modules.values()]
+    for tensor in [*(t for lora in updates for t in lora.tensors().values()), *state.server.heads.values()]:
+        found.update(tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def journal(home: Path) -> dict[str, str]:
+    folder = home / "private" / "journal"
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.glob("*.noised"))}
+
+
+def trained(log: Path) -> list[Any]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def forked(work: Any) -> int:
+    """The exit code of a child that does this."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(work() or 0)
+        except BaseException as error:
+            print(f"it failed by itself: {error!r}", file=sys.stderr)
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main(folder: Path, stride: int) -> None:
+    torch.set_num_threads(1)
+    os.fsync = lambda descriptor: None
+    spent = {"epsilon": 1.0, "epsilon_planned": 2.0, "delta": 1e-3}
+    PrivateRun.spent = lambda self, round: spent  # type: ignore[method-assign]
+    found = []
+    for step in range(1, 10_000, stride):
+        home, log = folder / "home", folder / "log"
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir()
+        log.unlink(missing_ok=True)
+
+        def once(step: int = step, home: Path = home, log: Path = log) -> int:
+            seen = die_at(step, WRITES)
+            play(home, log)
+            return 0 if len(seen) < step else 2
+
+        code = forked(once)
+        if code not in (0, 9):
+            raise RuntimeError(f"step {step}: code {code}")
+        entry: dict[str, Any] = {"step": step, "journal": journal(home)}
+        log.unlink(missing_ok=True)
+
+        def again(home: Path = home, log: Path = log) -> None:
+            (home / "digest").write_text(digest(play(home, log)))
+
+        if forked(again):
+            raise RuntimeError(f"step {step}: it could not go on")
+        lines = (home / "out" / "rounds.jsonl").read_text().splitlines()
+        entry |= {"trained": trained(log), "after": journal(home), "lines": [json.loads(x)["round"] for x in lines]}
+        entry["charged"] = [[c.event.round, c.event.released] for c in Ledger(home / "ledger.jsonl", "toys").events()]
+        entry["digest"] = (home / "digest").read_text()
+        shutil.rmtree(home / "server")  # from the journal alone, with nobody trained
+        log.unlink(missing_ok=True)
+        if forked(again) or trained(log):
+            raise RuntimeError(f"step {step}: the journal alone does not give the rounds again")
+        entry["from the journal"] = (home / "digest").read_text()
+        found.append(entry)
+        if code == 0:
+            break
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
