@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord
 
 from fedlora import Client
 from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError
-from fedlora.flower.messages.records import to_array
+from fedlora.flower.messages.records import to_array, to_tensor
 from fedlora.flower.rounds.events import Began, Done, Ended, read_events
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
@@ -49,7 +49,7 @@ def of_values(value: float) -> Meddle:
 
     def meddle(asked: Message, reply: Message) -> Message:
         found = dict(reply.content["arrays"])
-        for key in [k for k in found if k.startswith(("B/", "A/", "head/"))]:
+        for key in [k for k in found if k.startswith(("B/", "A/", "heads/"))]:
             found[key] = to_array(torch.full(tuple(found[key].shape), value))
         reply.content["arrays"] = ArrayRecord(found)
         return reply
@@ -108,7 +108,12 @@ def released(folder: Path, round: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("method", "geometry"),
-    [("glora", Geometry("two-sided", 3)), ("glora", Geometry()), ("flexlora", Geometry("left", 3)), ("ffa-lora", Geometry())],
+    [
+        ("glora", Geometry("two-sided", 3)),
+        ("glora", Geometry()),
+        ("flexlora", Geometry("left", 3)),
+        ("ffa-lora", Geometry()),
+    ],
 )  # fmt: skip
 def test_a_private_federation_is_the_engine_s_private_run_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, geometry: Geometry
@@ -164,10 +169,10 @@ def test_whatever_one_site_does_moves_the_sum_by_no_more_than_the_ledger_says(
 
 
 def test_a_huge_change_is_cut_to_the_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1e38 is finite: it counts with norm C, and no more."""
+    """1e4 in every number is far beyond C = 1: it counts with norm C, and no more."""
     monkeypatch.setattr(Mechanism, "noised", same_noise)
     strategy, grid = private_federation(tmp_path)
-    grid.meddle = {"two": of_values(1e12)}
+    grid.meddle = {"two": of_values(1e4)}
     grid.offline = {"one", "three"}
     strategy.start(grid, num_rounds=1)
     total = released(tmp_path, 1)
@@ -228,7 +233,9 @@ def everything(folder: Path, grid: LocalGrid, log: str) -> dict[str, Any]:
     sent: dict[str, list[Any]] = {}
     for message in grid.sent:
         name, content = grid.nodes[message.metadata.dst_node_id][0], message.content
-        arrays = {k: bits(v) if not hasattr(v, "numpy") else v.numpy().tolist() for k, v in content["arrays"].items()}
+        arrays = {
+            k: to_tensor(v, [None] * len(v.shape), k).tolist() for k, v in content.array_records["arrays"].items()
+        }
         sent.setdefault(name, []).append((arrays, dict(content["config"])))
     return {
         "files": sorted(path.name for path in out.iterdir()),
@@ -250,7 +257,6 @@ def test_nothing_that_leaves_tells_what_became_of_a_site(
     """What is released is held fixed; so whatever differs between the two federations is a leak. The second site is
     harmed in both rounds. Its fate stands in private/log, and nowhere else."""
     monkeypatch.setattr(Mechanism, "noised", same_release)
-    monkeypatch.setattr("fedlora.flower.messages.records.SALT_OF_NONE", None, raising=False)
     found = {}
     for kind in ("well", "harmed"):
         folder = tmp_path / kind
@@ -267,14 +273,8 @@ def test_nothing_that_leaves_tells_what_became_of_a_site(
         assert all(dict(m)["clients"] == 0 for m in result.train_metrics_clientapp.values())
         assert not strategy.fates and not strategy.refused
     for part, well in found["well"].items():
-        if part != "sent":
-            assert found["harmed"][part] == well, part
-    assert len(found["harmed"]["sent"]) == len(found["well"]["sent"]) == 2
-    for (arrays, config), (others, theirs) in zip(found["harmed"]["sent"], found["well"]["sent"], strict=True):
-        assert {k: v for k, v in arrays.items() if "salt" not in k} == {
-            k: v for k, v in others.items() if "salt" not in k
-        }
-        assert config == theirs
+        assert found["harmed"][part] == well, part
+    assert len(found["well"]["sent"]) == 2
     log = (tmp_path / "harmed" / "private" / "log").read_text()
     if "twice" not in harm and "examples" not in harm and harm != "1e38":
         assert "two does not count" in log and "2 of the 3 clients that were asked count" in log
@@ -346,12 +346,10 @@ def test_it_stops_before_the_budget_is_passed_and_nobody_trains_for_nothing(
     with caplog.at_level(logging.INFO):
         strategy.start(grid, num_rounds=3)
     assert strategy.round == 2 and len(grid.sent) == 6
-    assert strategy.out_of_budget is not None and "others charged its ledger" in strategy.out_of_budget["why"]
+    assert strategy.out_of_budget is not None and "others have charged its ledger" in strategy.out_of_budget["why"]
     assert "round 3 is not played" in caplog.text
-    assert [e.why for e in read_events(tmp_path / "out" / "events.jsonl") if isinstance(e, Ended)] == [
-        "complete",
-        "budget",
-    ]
+    ends = [e.why for e in read_events(tmp_path / "out" / "events.jsonl") if isinstance(e, Ended)]
+    assert ends == ["complete", "budget"]
     assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 3
 
 
@@ -402,21 +400,25 @@ def test_a_private_server_is_for_the_private_strategy_alone(tmp_path: Path) -> N
 # ---- killed ----------------------------------------------------------------------------------------------------------
 
 
-def test_killed_at_any_step_the_same_sums_leave_and_are_charged_once(tmp_path: Path) -> None:
-    """A real kill before every 9th step on the disk of two rounds (`killed_private_federations`). After each: what the
-    journal held stays, byte for byte; each round has one sum and one event; nobody trains for a sum that was there."""
+def test_killed_at_any_stage_the_same_sums_leave_and_are_charged_once(tmp_path: Path) -> None:
+    """A real kill in each stage of the second round's end (`killed_private_federations`). After each: what the journal
+    held stays, byte for byte; each round has one sum and one event; nobody trains for a sum that was there."""
     done = subprocess.run(
-        [sys.executable, str(HERE.parent / "support" / "killed_private_federations.py"), str(tmp_path), "9"],
-        capture_output=True, text=True, check=False, timeout=300,
+        [sys.executable, str(HERE.parent / "support" / "killed_private_federations.py"), str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=200,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE.parent)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) > 5 and {len(one["journal"]) for one in found} == {0, 1, 2}
-    for one in found:
+    sums = {name: len(one["journal"]) for name, one in found.items()}
+    assert list(sums.values()) == [1, 2, 2, 2, 2], sums
+    assert found["before the charge"]["charged before"] == 1 and found["before its line"]["charged before"] == 2
+    for one in found.values():
         assert set(one["journal"].items()) <= set(one["after"].items()) and len(one["after"]) == 2, one
         assert [event[0] for event in one["charged"]] == [1, 2], one
         assert {event[1] for event in one["charged"]} == set(one["after"].values()), one
-        made = {int(name.split("-")[1]) for name in one["journal"]}
-        assert {round for round, _ in one["trained"]}.isdisjoint(made), one
-        assert one["lines"] == [1, 2] and one["digest"] == one["from the journal"], one
+        again = {round for round, _ in one["trained"]}
+        assert again == (set() if len(one["journal"]) == 2 else {2}), one
+        assert one["lines"] == [1, 2], one
+        if len(one["journal"]) == 2:
+            assert one["digest"] == one["from the journal"], one

@@ -1,10 +1,9 @@
-"""A private federation on Flower of two rounds, killed before each of its steps on the disk, and gone on with:
+"""A private federation on Flower of two rounds, killed in each stage of the second, and gone on with:
 
-    python killed_private_federations.py FOLDER STRIDE
+    python killed_private_federations.py FOLDER
 
-prints a JSON list with one entry for each kill: before every STRIDE-th of some hundred steps. A kill is `os._exit`, as
-in `killed_writers`. The sites are toys; journal, ledger, checkpoints, lines and events are the real ones. What was
-spent is not computed, so it is fast.
+prints a JSON table with one entry for each stage. A kill is `os._exit`: nothing of Python's own end runs. The sites are
+toys; journal, ledger, checkpoints, lines and events are the real ones. What was spent is not computed, so it is fast.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ import torch
 
 from fedlora import build
 from fedlora.core.trainer import Trained
-from fedlora.privacy import Ledger
+from fedlora.flower.rounds.private_strategy import PrivateFedLoRA
+from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.privacy import Journal, Ledger
 from fedlora.runs.private_run import PrivateRun
 from fedlora.server.state import RunState
 from support.flower_grid import Toy
-from support.killed_writers import STEPS, die_at
 from support.private_flower import private_federation
 
 ROUNDS = 2
-WRITES = (*STEPS, "pwrite", "ftruncate")
 
 
 class Logging(Toy):
@@ -81,48 +81,69 @@ def forked(work: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main(folder: Path, stride: int) -> None:
+STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
+    "before the sum is written": (Journal, "store", lambda self, round, *_: round),
+    "before the charge": (Ledger, "charge", lambda self, event, *_: event.round),
+    "before its line": (RoundLines, "put", lambda self, line: line["round"]),
+    "before its checkpoint": (PrivateFedLoRA, "_save", lambda self: self.round),
+    "after its checkpoint": (PrivateFedLoRA, "_finish", lambda self, grid, line: line["round"]),
+}
+
+
+def die_at(owner: Any, name: str, round_of: Callable[..., int]) -> None:
+    """From now on the process dies where that is called for the last round."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if round_of(*args) == ROUNDS:
+            os._exit(9)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
     os.fsync = lambda descriptor: None
     spent = {"epsilon": 1.0, "epsilon_planned": 2.0, "delta": 1e-3}
     PrivateRun.spent = lambda self, round: spent  # type: ignore[method-assign]
-    found = []
-    for step in range(1, 10_000, stride):
-        home, log = folder / "home", folder / "log"
-        shutil.rmtree(home, ignore_errors=True)
+    found = {}
+    for stage, where in STAGES.items():
+        home, log = folder / stage.replace(" ", "-"), folder / "log"
         home.mkdir()
         log.unlink(missing_ok=True)
 
-        def once(step: int = step, home: Path = home, log: Path = log) -> int:
-            seen = die_at(step, WRITES)
+        def once(where: Any = where, home: Path = home, log: Path = log) -> int:
+            die_at(*where)
             play(home, log)
-            return 0 if len(seen) < step else 2
+            return 0
 
-        code = forked(once)
-        if code not in (0, 9):
-            raise RuntimeError(f"step {step}: code {code}")
-        entry: dict[str, Any] = {"step": step, "journal": journal(home)}
+        if forked(once) != 9:
+            raise RuntimeError(f"{stage}: it was not killed")
+        entry: dict[str, Any] = {"journal": journal(home), "charged before": len(charged(home))}
         log.unlink(missing_ok=True)
 
         def again(home: Path = home, log: Path = log) -> None:
             (home / "digest").write_text(digest(play(home, log)))
 
         if forked(again):
-            raise RuntimeError(f"step {step}: it could not go on")
+            raise RuntimeError(f"{stage}: it could not go on")
         lines = (home / "out" / "rounds.jsonl").read_text().splitlines()
         entry |= {"trained": trained(log), "after": journal(home), "lines": [json.loads(x)["round"] for x in lines]}
-        entry["charged"] = [[c.event.round, c.event.released] for c in Ledger(home / "ledger.jsonl", "toys").events()]
-        entry["digest"] = (home / "digest").read_text()
-        shutil.rmtree(home / "server")  # from the journal alone, with nobody trained
-        log.unlink(missing_ok=True)
-        if forked(again) or trained(log):
-            raise RuntimeError(f"step {step}: the journal alone does not give the rounds again")
-        entry["from the journal"] = (home / "digest").read_text()
-        found.append(entry)
-        if code == 0:
-            break
+        entry |= {"charged": charged(home), "digest": (home / "digest").read_text()}
+        if len(entry["journal"]) == ROUNDS:
+            shutil.rmtree(home / "server")  # from the journal alone, with nobody trained
+            log.unlink(missing_ok=True)
+            if forked(again) or trained(log):
+                raise RuntimeError(f"{stage}: the journal alone does not give the rounds again")
+            entry["from the journal"] = (home / "digest").read_text()
+        found[stage] = entry
     print(json.dumps(found))
 
 
+def charged(home: Path) -> list[list[Any]]:
+    return [[c.event.round, c.event.released] for c in Ledger(home / "ledger.jsonl", "toys").events()]
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]))
