@@ -224,7 +224,11 @@ def test_the_mean_is_divided_by_the_members_whoever_is_in_the_policy(
 
 
 def without_times(text: str) -> list[Any]:
-    return [{k: v for k, v in json.loads(line).items() if k != "at"} for line in text.splitlines()]
+    """And without digests of what holds a time."""
+    lines = [{k: v for k, v in json.loads(line).items() if k != "at"} for line in text.splitlines()]
+    for line in lines:
+        line.get("privacy", {}).get("ledger", {}).pop("tip", None)
+    return lines
 
 
 def everything(folder: Path, grid: LocalGrid, log: str) -> dict[str, Any]:

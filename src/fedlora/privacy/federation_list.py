@@ -74,6 +74,7 @@ FEDERATION: tuple[Item, ...] = (
         "adapter",
         "versions",
         "settings",
+        "withheld",
     ),
     *as_items("federation summary.json", "released", LEDGER, "privacy"),
     *as_items("federation summary.json", "released", MADE, *_of_modules(*_OF_STATE)),

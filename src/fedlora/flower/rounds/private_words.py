@@ -15,7 +15,7 @@ from typing import Any
 from fedlora.core.echo import shown
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Ended, Event, PolicyChanged
-from fedlora.privacy.released import fate_of, filtered
+from fedlora.privacy.released import fate_of, filtered, items
 
 RELEASED = {"released": True}  # of a log record that may be seen: `extra=RELEASED`
 _WORDS = ("complete", "stopped early", "budget", "interrupted")
@@ -43,8 +43,14 @@ def public_event(event: Event, members: Sequence[str]) -> Event | None:
 
 
 def public_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
-    """A federation's summary.json."""
-    return filtered("federation summary.json", {**summary, "privacy": privacy}, public=True, blank=True)
+    """A federation's summary.json. withheld: the names that no private one tells, by file: what is null or empty under
+    one of them was withheld, whatever there was."""
+    withheld = {
+        place: [item.name for item in items(place) if item.fate == "dropped"]
+        for place in ("rounds.jsonl", "federation summary.json")
+    }
+    told = {**summary, "privacy": privacy, "withheld": withheld}
+    return filtered("federation summary.json", told, public=True, blank=True)
 
 
 def public_numbers(numbers: Mapping[str, float], line: Mapping[str, Any]) -> dict[str, float]:
