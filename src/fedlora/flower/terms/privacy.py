@@ -7,7 +7,6 @@ the mean is divided by a number of the settings, whoever answers. It is a promis
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
@@ -125,7 +124,6 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
         yield "run.readouts writes what single sites get, and a private federation tells of none: leave it out"
 
 
-@lru_cache(maxsize=16)
 def promise(privacy: FederationPrivacy, rounds: int) -> str:
     """What everybody may be told that the federation promises, in a sentence."""
     try:
