@@ -147,3 +147,5 @@ def charged(home: Path) -> list[list[Any]]:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # threads of libraries that were forked from need not end
