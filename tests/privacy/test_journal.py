@@ -164,6 +164,20 @@ def test_a_lost_ledger_gets_back_what_the_journal_knows(tmp_path: Path) -> None:
     assert sorted(charged.event.round for charged in journal.ledger.events()) == [1, 2, 3]
 
 
+def test_what_may_have_left_is_charged_again_though_the_budget_is_spent(tmp_path: Path) -> None:
+    """Round 1 left, and its event was lost; now the population's budget has no room. It is charged all the same."""
+    pytest.importorskip("dp_accounting")
+    journal = a_journal(tmp_path)
+    journal.store(1, TOTAL, an_event(1))
+    for name in ("ledger.jsonl", "ledger.jsonl.tip"):
+        (tmp_path / name).unlink()
+    journal.ledger.set_budget(Budget(1e-3, 1e-3), "nothing is left")
+    with pytest.raises(BudgetSpent):
+        journal.store(2, TOTAL, an_event(2))
+    assert journal.stored(3) is None
+    assert [charged.event.round for charged in journal.ledger.events()] == [1]
+
+
 def test_a_copied_folder_spends_from_the_same_ledger(tmp_path: Path) -> None:
     """Two copies of a run go on from round 1: they share its event, and each draws its own round 2, charged twice."""
     ledger = Ledger(tmp_path / "ledger.jsonl", "some clients")

@@ -19,7 +19,7 @@ import torch
 import fedlora.privacy
 from fedlora.core.lora import LoRA
 from fedlora.errors import HyperparameterError, ShapeError
-from fedlora.privacy import Bases, Geometry, Layout, Mechanism, extras, share_of
+from fedlora.privacy import Bases, Geometry, Layout, Mechanism, exact_noise, extras, share_of
 from fedlora.privacy import mechanism as mechanism_module
 from fedlora.privacy.exact import LARGEST, held, squared_norm
 from support.families import FAMILIES, family, random_gauge
@@ -272,7 +272,7 @@ def test_entries_and_calls_are_independent(monkeypatch: pytest.MonkeyPatch) -> N
     """Correlations of entries with their neighbours (also across the parts that are drawn at once) and with a second
     call: six standard errors, a false alarm once in 2e8 runs."""
     n, part = 10_000, 4_000
-    monkeypatch.setattr(mechanism_module, "_AT_ONCE", part)
+    monkeypatch.setattr(exact_noise, "_AT_ONCE", part)
     mechanism = Mechanism.of(1.0, 1.0, n)
     total = torch.zeros(n, dtype=torch.int64)
     one, other = (mechanism.noised(total).double() / mechanism.scale(n) for _ in range(2))
@@ -321,7 +321,7 @@ def test_without_opendp_noise_is_refused_and_not_replaced(monkeypatch: pytest.Mo
     def missing(name: str) -> None:
         raise ImportError(f"no module {name}")
 
-    mechanism_module._measurement.cache_clear()
+    exact_noise._measurement.cache_clear()
     monkeypatch.setattr(extras.importlib, "import_module", missing)
     with pytest.raises(HyperparameterError, match=r"opendp.*no stand-in.*fedlora\[privacy\]"):
         Mechanism.of(1.0, 1.0, 2).noised(torch.zeros(2, dtype=torch.int64))

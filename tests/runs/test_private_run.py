@@ -6,6 +6,7 @@ Kinds of evidence: *end-to-end* (real transformers, the command line in this pro
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -20,16 +21,18 @@ import pytest
 import torch
 
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError
-from fedlora.privacy import Event, Ledger, Mechanism, accounting, fate_of, released
+from fedlora.privacy import Budget, Event, Ledger, Mechanism, accounting, fate_of, released
+from fedlora.privacy.accounting import epsilon_up
 from fedlora.runs import private_outputs
 from fedlora.runs.config import RunConfig, load_config, parse_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared, prepare
 from fedlora.runs.private_checks import check_private
+from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_plan import plan
 from fedlora.runs.private_releases import OnDisk
-from fedlora.runs.private_run import check_affordable, epsilon_up
+from fedlora.runs.private_run import check_affordable
 from fedlora.runs.resuming import check_content
 from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke
@@ -151,6 +154,38 @@ def test_nothing_outside_the_secret_folders_tells_of_a_client(done: Finished) ->
     assert "loss 0." not in done.said.stderr.split("glora round")[0]
 
 
+def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) -> None:
+    """Files with telling names, a tracker that writes the configuration, and a resume that writes it anew: searched for
+    in every byte outside the secret folders, and in what the command says."""
+    rows = (place / "train.jsonl").read_text().splitlines(keepends=True)
+    names = {f"c{k}": f"ward-{k}-oncology.jsonl" for k in range(3)}
+    for k, name in enumerate(names.values()):
+        (tmp_path / name).write_text("".join(rows[k::3]))
+    (tmp_path / "public.jsonl").write_text("".join(rows[:9]))
+    text = (place / "config.toml").read_text().replace('"model"', f'"{place / "model"}"')
+    files = "".join(f'{client} = "{name}"\n' for client, name in names.items())
+    text = text.replace('train = "train.jsonl"\n', "").replace("min_size = 4\n", "") + f"\n[data.clients]\n{files}"
+    (tmp_path / "config.toml").write_text(text)
+    tracked = ["--set", "run.track=['tensorboard']"] if importlib.util.find_spec("tensorboard") else []
+    own = ["--set", "run.rounds=1", "--set", "data.validation=public.jsonl", "--set", "data.test=0.0", *tracked]
+    command = ("run", tmp_path / "config.toml", *own, "--out", tmp_path / "run")
+    told = [invoke(*command), invoke(*command, "--set", "evaluate.every=7", "--resume")]
+    run = RunFolder(tmp_path / "run")
+    assert run.read_json("config.json")["data"]["clients"] == dict.fromkeys(names, "withheld")
+    assert run.read_json("config.json")["evaluate"]["every"] == 7
+    secret = json.loads((run.path / "private" / "config.json").read_text())
+    assert [Path(p).name for p in secret["data"]["clients"].values()] == list(names.values())
+    found = [p for p in run.path.rglob("*") if p.is_file() and b"oncology" in p.read_bytes()]
+    assert {p.relative_to(run.path).parts[0] for p in found} == {"private"}
+    assert {fate_of("config.json", key) for key in ("data.train", "data.clients.c0")} == {"dropped"}
+    assert not any("oncology" in said.stdout + said.stderr for said in told)
+    for path in run.path.iterdir():
+        assert fate_of("folder", path.name) not in (None, "dropped"), path.name
+    whole = json.loads((run.path / "manifest.json").read_text())["config_digest"]
+    moved = load_config(tmp_path / "config.toml", [a for a in own if a != "--set"] + ["evaluate.every=7"])
+    assert whole == shown_config(moved).digest() != moved.digest()
+
+
 def test_what_is_null_is_said_to_be_withheld(done: Finished) -> None:
     """Oracle: the files themselves. Empty under a name that is not in `withheld` means that there was nothing."""
     summary = done.folder.read_json("summary.json")
@@ -269,7 +304,8 @@ def test_a_second_run_on_the_same_clients_has_to_ask_for_more(done: Finished, pl
     said: Said = main("run", place / "config.toml", "--set", "run.rounds=2", "--out", place / "second")
     assert "the budget is" in said.error() and "three toy sites" in said.error()
     assert done.ledger.read_bytes() == before and not (place / "second").exists()
-    check_affordable(prepare(configured(place, "run.rounds=2", "privacy.budget=40")))
+    with pytest.raises(BudgetSpent, match=r"--budget 40 --delta 0\.001 --because"):  # a decision, no setting
+        check_affordable(prepare(configured(place, "run.rounds=2", "privacy.budget=40")))
 
 
 def test_a_run_does_not_go_on_with_another_ledger_or_length(done: Finished, place: Path) -> None:
@@ -297,13 +333,23 @@ def test_it_stops_before_the_budget_is_passed_and_leaves_what_it_has(place: Path
         other = Event.of(
             Mechanism.of(1.0, 0.5, event.size), event.size, run="another", round=1, sampling=1.0, rounds=1, delta=1e-3
         )
-        Ledger(ledger, "three toy sites").charge(_named(other))
+        Ledger(ledger, "three toy sites").charge(_named(other), left=True)
     summary = folder.read_json("summary.json")
     assert seen == 1 and summary["rounds"] == 1 and "budget" in summary["stopped_early"]["why"]
     assert len(Ledger(ledger, "three toy sites").events()) == 2
     assert (folder.path / "adapter" / "adapter_model.safetensors").exists()
     spent = summary["privacy"]
     assert spent["epsilon_planned"] == pytest.approx(accounting.epsilon(1.0, 3, 1e-3)), "of the planned T"
+    assert "raised" not in (folder.path / "adapter" / "README.md").read_text()
+    list(execute(prepare(config), folder, resume=True))
+    assert folder.read_json("summary.json")["rounds"] == 1, "nothing has changed"
+    Ledger(ledger, "three toy sites").set_budget(Budget(60.0, 1e-3), "the board | agreed")
+    assert [record.round for record in execute(prepare(config), folder, resume=True)] == [2, 3]
+    card, told = (folder.path / "adapter" / "README.md").read_text(), folder.read_json("summary.json")["privacy"]
+    assert "budget raised on" in card and "the board \\x7c agreed" in card
+    assert [b["epsilon"] for b in told["ledger"]["budgets"]][1:] == [60.0]
+    own = configured(place, f"privacy.ledger={ledger}", "evaluate.every=3", "privacy.budget=50")
+    assert not list(execute(prepare(own), folder, resume=True)), "privacy.budget is free to differ"
 
 
 def _named(event: Event) -> Event:
@@ -473,6 +519,7 @@ def test_the_library_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, place
     """Without dp-accounting nothing runs: one sentence says what to install."""
     section = configured(place).privacy
     assert section is not None
+    accounting._composed.cache_clear()
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
     with pytest.raises(HyperparameterError, match="pip install"):

@@ -1,4 +1,4 @@
-"""`fedlora privacy`: the plan of a private run before it begins, and epsilon recomputed from a ledger."""
+"""`fedlora privacy`: the plan of a private run, epsilon recomputed from a ledger, and what people write into one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from fedlora.cli.privacy_ledger import decide, show_ledger
 from fedlora.cli.runs import AsJson, DataRoot, Sets
 from fedlora.cli.screen import cell, console, notes, print_json
 from fedlora.errors import ConfigError
 from fedlora.privacy.accounting import epsilon_up
-from fedlora.privacy.ledger import recompute
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.runs.private_plan import PrivacyPlan, plan
@@ -28,18 +28,45 @@ def privacy(
     planned: Annotated[bool, typer.Option("--plan", help="what a run of this config would cost, and leave")] = False,
     set: Sets = None,
     delta: Annotated[float | None, typer.Option(help="of a ledger: at this delta (default: its smallest)")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="epsilon that all runs may spend from now on, at --delta")
+    ] = None,
+    charge: Annotated[bool, typer.Option("--charge", help="charge a training that was made elsewhere")] = False,
+    noise_multiplier: Annotated[float | None, typer.Option(help="z of that training")] = None,
+    rounds: Annotated[int | None, typer.Option(help="releases of that training")] = None,
+    sampling: Annotated[float | None, typer.Option(help="q of that training (default: 1, all clients)")] = None,
+    adopt: Annotated[bool, typer.Option("--adopt", help="go on with a ledger that was moved or restored")] = False,
+    because: Annotated[str | None, typer.Option(help="why: it stays in the ledger, for all to read")] = None,
+    population: Annotated[str | None, typer.Option(help="begin the ledger of these clients, where none is")] = None,
     data_root: DataRoot = None,
     json: AsJson = False,
 ) -> None:
-    """What a private run will cost and what is left of its signal, or what a ledger has spent."""
+    """What a private run will cost and what is left of its signal, or what a ledger has spent. With --budget, --charge
+    or --adopt: a decision about a ledger, which writes one line with the reason."""
+    if sum((planned, budget is not None, charge, adopt)) > 1:
+        raise ConfigError("--plan, --budget, --charge and --adopt are four things: one at a time.")
+    if not charge and not (noise_multiplier is rounds is sampling is None):
+        raise ConfigError("--noise-multiplier, --rounds and --sampling say what is charged: add --charge.")
     if planned:
         if delta is not None:
             raise ConfigError("--delta is of a ledger; a plan's delta is privacy.delta (--set privacy.delta=...).")
+        if because is not None or population is not None:
+            raise ConfigError(
+                "--because and --population go with --budget, --charge or --adopt; a plan decides nothing."
+            )
         _plan(file, set or [], data_root, json)
         return
     if set or data_root:
         raise ConfigError("--set and --data-root belong to a config file: add --plan, or leave them out.")
-    _ledger(file, delta, json)
+    if budget is not None or charge or adopt:
+        if delta is not None and budget is None:
+            raise ConfigError("--delta goes with --budget here: what is charged or moved has none of its own.")
+        numbers = (noise_multiplier, rounds, 1.0 if sampling is None else sampling) if charge else None
+        decide(file, because, population, (budget, delta) if budget is not None else None, numbers)
+        delta = None
+    elif because is not None or population is not None:
+        raise ConfigError("--because and --population go with --budget, --charge or --adopt.")
+    show_ledger(file, delta, json)
 
 
 def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: bool) -> None:
@@ -82,31 +109,5 @@ def _show_plan(found: PrivacyPlan) -> None:
         "signal: where all clients agree and the clip is spread evenly over the parts; no data were looked at. noise: "
         "its norm; strongest: its strongest direction. drowns below: what no number of clients who agree can show in "
         "these rounds.",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
-
-
-def _ledger(file: Path, delta: float | None, as_json: bool) -> None:
-    found = recompute(file, delta)
-    number, digest = found.tip
-    if as_json:
-        print_json({
-            "population": found.population, "delta": found.delta, "epsilon": found.epsilon, "planned": found.planned,
-            "events": len(found.events), "tip": {"number": number, "digest": digest},
-        })  # fmt: skip
-        return
-    table = Table("run", "rounds", "of", "noise multiplier", "sampling", "clip", title="Releases")
-    for run in dict.fromkeys(charged.event.run for charged in found.events):
-        of = [charged.event for charged in found.events if charged.event.run == run]
-        table.add_row(
-            cell(run), str(len(of)), str(of[-1].rounds), f"{of[-1].noise_multiplier:.4g}", f"{of[-1].sampling:g}",
-            f"{of[-1].clip:g}",
-        )  # fmt: skip
-    console.print(table)
-    console.print(
-        f"population {found.population}: epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} in "
-        f"{len(found.events)} releases; {epsilon_up(found.planned)} when all planned rounds are played. The chain is "
-        f"whole; its newest line is {number}, {digest}: whoever keeps that can tell later whether lines were taken "
-        f"away.",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fedlora.privacy.accounting import epsilon_up
+from fedlora.runs.private_run import of_people
+
 
 def where_to_look(place: object) -> str:
     """Said of every private run, before it begins: whether a round went wrong may not decide what the screen says."""
@@ -20,13 +23,15 @@ def privacy_rows(spent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     who = "all clients a round" if spent["sampling"] == 1.0 else f"each client with chance {spent['sampling']:g}"
     yield (
         "epsilon of the planned rounds",
-        f"{spent['epsilon_planned']:.3f} at delta {spent['delta']:g} ({spent['rounds_planned']} rounds, noise "
+        f"{epsilon_up(spent['epsilon_planned'])} at delta {spent['delta']:g} ({spent['rounds_planned']} rounds, noise "
         f"multiplier {spent['noise_multiplier']:.3f}, {who})",
     )
-    yield "epsilon of the rounds played", f"{spent['epsilon']:.3f}"
+    yield "epsilon of the rounds played", epsilon_up(spent["epsilon"])
     ledger = spent["ledger"]
     yield (
         "epsilon of the population, all runs",
-        f"{ledger['epsilon']:.3f} in {ledger['events']} releases ({ledger['population']})",
+        f"{epsilon_up(ledger['epsilon'])} in {ledger['events']} releases ({ledger['population']})",
     )
+    for what in of_people(ledger):
+        yield "decided in the ledger", what
     yield "what became of single clients", "private/log in the run's folder, for the operator alone"

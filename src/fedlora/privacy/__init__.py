@@ -11,7 +11,7 @@ from fedlora.privacy.accounting import Spending, epsilon, epsilon_of, noise_mult
 from fedlora.privacy.events import Budget, Charged, Event
 from fedlora.privacy.geometry import Bases, Geometry, Layout
 from fedlora.privacy.journal import Journal
-from fedlora.privacy.ledger import Ledger, Recomputed, recompute
+from fedlora.privacy.ledger import Earlier, Ledger, Recomputed, recompute
 from fedlora.privacy.mechanism import Contribution, Mechanism, share_of
 from fedlora.privacy.released import Item, fate_of, filtered, unlisted
 from fedlora.privacy.sampling import poisson_sample
@@ -21,6 +21,7 @@ __all__ = [
     "Budget",
     "Charged",
     "Contribution",
+    "Earlier",
     "Event",
     "Geometry",
     "Item",

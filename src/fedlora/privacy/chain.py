@@ -2,7 +2,9 @@
 
     {"kind": "ledger", "population": ..., "id": ..., "inode": ..., ...}      line 0
     {"kind": "event", "number": 1, "before": SHA-256 of line 0, ...}
-    {"kind": "moved", "number": 2, "before": SHA-256 of line 1, "inode": ..., "reason": ...}
+    {"kind": "earlier", "number": 2, "before": SHA-256 of line 1, "noise_multiplier": ..., "rounds": ..., ...}
+    {"kind": "budget", "number": 3, ..., "epsilon": ..., "delta": ..., "reason": ...}
+    {"kind": "moved", "number": 4, ..., "inode": ..., "reason": ...}
 
 A changed, missing or exchanged line breaks the chain. Lines cut off at the end do not: the tip, a small file beside the
 ledger with the newest number and digest, tells that. Whoever rewrites ledger and tip together is told by nobody but an
@@ -13,18 +15,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedlora.core.echo import quoted
-from fedlora.errors import LedgerError
-from fedlora.privacy.events import Charged, Event
+from fedlora.errors import HyperparameterError, LedgerError
+from fedlora.privacy.decisions import BudgetSet, Earlier, check_reason
+from fedlora.privacy.events import Budget, Charged, Event, planned_on, spent_on
 
 VERSION = 1
 MEANING = (
     "each event is PoissonSampledDpEvent(sampling, GaussianDpEvent(noise_multiplier)) of dp-accounting, sampling = 1 "
     "being the Gaussian alone; neighbours: one client's contribution present or zero; epsilon: PLDAccountant("
-    "ADD_OR_REMOVE_ONE), all events composed"
+    "ADD_OR_REMOVE_ONE), all events composed; a line of kind earlier is `rounds` such events, made elsewhere"
 )
 Tip = tuple[int, str]
 
@@ -32,15 +35,29 @@ Tip = tuple[int, str]
 @dataclass(frozen=True)
 class Book:
     """A ledger as it was read. length: of its whole lines, in bytes; torn: what stands after them, of a write that was
-    cut short. tips: (number, digest) of each line."""
+    cut short. tips: (number, digest) of each line. budgets: as they were set, the newest last. moves: why the file is
+    another one than it was."""
 
     population: str
     id: str
     inode: int
     charged: tuple[Charged, ...]
+    earlier: tuple[Earlier, ...]
+    budgets: tuple[BudgetSet, ...]
+    moves: tuple[str, ...]
     tips: tuple[Tip, ...]
     length: int
     torn: int
+
+    @property
+    def budget(self) -> Budget | None:
+        return self.budgets[-1].budget if self.budgets else None
+
+    def spent(self, delta: float) -> float:
+        return spent_on([charged.event for charged in self.charged], delta, self.earlier)
+
+    def planned(self, delta: float) -> float:
+        return planned_on([charged.event for charged in self.charged], delta, self.earlier)
 
     @property
     def tip(self) -> Tip:
@@ -66,6 +83,15 @@ def event_line(event: Event, after: Tip, time: str) -> bytes:
     return line_of({"kind": "event", "number": after[0] + 1, "before": after[1], "time": time, **event.plain()})
 
 
+def earlier_line(earlier: Earlier, after: Tip, time: str) -> bytes:
+    return line_of({"kind": "earlier", "number": after[0] + 1, "before": after[1], "time": time, **asdict(earlier)})
+
+
+def budget_line(budget: Budget, reason: str, after: Tip, time: str) -> bytes:
+    found = {"kind": "budget", "number": after[0] + 1, "before": after[1], "time": time}
+    return line_of(found | {**asdict(budget), "reason": reason})
+
+
 def moved_line(inode: int, reason: str, after: Tip, time: str) -> bytes:
     found = {"kind": "moved", "number": after[0] + 1, "before": after[1], "time": time}
     return line_of(found | {"inode": inode, "reason": reason})
@@ -88,7 +114,8 @@ def read(raw: bytes, name: str) -> Book | None:
             f"{quoted(first.get('version'))}. Name the population's own ledger."
         )
     population, id, inode = (_of(first, key, kind, name, 0) for key, kind in _HEADER)
-    tips, charged = [(0, digest_of(lines[0]))], []
+    tips, charged = [(0, digest_of(lines[0]))], list[Charged]()
+    earlier, budgets, moves = list[Earlier](), list[BudgetSet](), list[str]()
     for number, line in enumerate(lines[1:], start=1):
         found = _object(line, name, number)
         if found.pop("number", None) != number or found.pop("before", None) != tips[-1][1]:
@@ -98,17 +125,24 @@ def read(raw: bytes, name: str) -> Book | None:
             )
         kind, time, digest = found.pop("kind", None), _of(found, "time", str, name, number), digest_of(line)
         del found["time"]
-        if kind == "event":
-            try:
+        try:
+            if kind == "event":
                 charged.append(Charged(number, time, digest, Event.from_plain(found)))
-            except LedgerError as error:
-                raise LedgerError(f"{name}, line {number}: {error}") from error
-        elif kind == "moved":
-            inode = _of(found, "inode", int, name, number)
-        else:
-            raise LedgerError(f"{name}, line {number} is of an unknown kind {quoted(kind)}.")
+            elif kind == "earlier":
+                earlier.append(Earlier(**found))
+            elif kind == "budget":
+                check_reason(reason := found.pop("reason", ""))
+                budgets.append(BudgetSet(number, time, Budget(**found), reason))
+            elif kind == "moved":
+                inode = _of(found, "inode", int, name, number)
+                moves.append(str(found.get("reason", "")))
+            else:
+                raise LedgerError(f"it is of an unknown kind {quoted(kind)}.")
+        except (HyperparameterError, LedgerError, TypeError, OverflowError) as error:
+            raise LedgerError(f"{name}, line {number}: {error}") from error
         tips.append((number, digest))
-    return Book(population, id, inode, tuple(charged), tuple(tips), len(whole) + 1, len(torn))
+    told = tuple(charged), tuple(earlier), tuple(budgets), tuple(moves), tuple(tips)
+    return Book(population, id, inode, *told, len(whole) + 1, len(torn))
 
 
 _HEADER: tuple[tuple[str, Any], ...] = (("population", str), ("id", str), ("inode", int))

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from fedlora.core.echo import quoted
 from fedlora.errors import HyperparameterError, LedgerError
@@ -135,18 +135,25 @@ class Charged:
     event: Event
 
 
-def spent_on(events: Iterable[Event], delta: float) -> float:
+class Before(Protocol):
+    """What was spent before: `decisions.Earlier`."""
+
+    @property
+    def spending(self) -> Spending: ...
+
+
+def spent_on(events: Iterable[Event], delta: float, earlier: Iterable[Before] = ()) -> float:
     """Epsilon of all of them. Each counts, also two of one round."""
-    return epsilon_of([event.spending(1) for event in events], delta)
+    return epsilon_of([*(event.spending(1) for event in events), *(one.spending for one in earlier)], delta)
 
 
-def planned_on(events: Iterable[Event], delta: float) -> float:
+def planned_on(events: Iterable[Event], delta: float, earlier: Iterable[Before] = ()) -> float:
     """Epsilon of all of them and of the rounds that their runs planned beyond: what a card states, for whether a run
     stops early may depend on its data."""
     by_run: dict[str, list[Event]] = {}
     for event in events:
         by_run.setdefault(event.run, []).append(event)
-    spendings = []
+    spendings = [one.spending for one in earlier]
     for of_run in by_run.values():
         spendings += [event.spending(1) for event in of_run]
         left = max(event.rounds for event in of_run) - len({event.round for event in of_run})

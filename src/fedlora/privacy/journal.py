@@ -142,7 +142,7 @@ class Journal:
         known = {charged.event.released[:16] for charged in self.ledger.events()}
         for round, digest, _ in self._listed():
             if round != but and digest not in known and (entry := self._entry(round)) is not None:
-                self.ledger.charge(entry.event)
+                self.ledger.charge(entry.event, left=True)
 
     def charged(self) -> dict[int, Charged]:
         """Round -> its event in the ledger, of the sums in this folder. Raises `LedgerError`."""

@@ -9,37 +9,33 @@ search for hyper-parameters and an initial adapter that was trained on these cli
 file for the same clients starts to lie; the file cannot know.
 
 What is decided, and why:
-* A charge is appended under a lock (flock), flushed (fsync of file and folder), and only then may anything leave. A
-  charge without a release counts. The same release (run, round, digest of its bytes) is charged once: resuming is free.
-* A last line without its end is a charge that was never finished: nothing left for it. The next charge cuts it off.
-* Each line repeats the digest of the one before (`chain`); NAME.tip beside the file holds the newest. A ledger that was
-  edited, or cut off behind a tip, is refused, and so is a tip without its ledger.
-* The file knows itself by its inode. A copy is refused (both would spend the same budget); `adopt` goes on with one
-  that was moved or restored, and a line says so for ever.
+* A charge without a release counts. The same release (run, round, digest of its bytes) is charged once: resuming is
+  free.
+* The budget is the population's and stands in the file, from the first charge that names one. Another one is a decision
+  of people: `set_budget` writes a line with the reason, and cards tell of it.
+* Each line repeats the digest of the one before (`chain`); what the file itself keeps safe: `ledger_file`.
 * A clock that goes back changes nothing: order is by number, times are for people.
-* No locks in the file system: refused.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.errors import BudgetSpent, LedgerError
 from fedlora.privacy import chain
 from fedlora.privacy.chain import Book
-from fedlora.privacy.events import Budget, Charged, Event, planned_on, spent_on
-from fedlora.privacy.locked_file import content, held, put
+from fedlora.privacy.decisions import BudgetSet, Earlier, check_reason
+from fedlora.privacy.events import Budget, Charged, Event, spent_on
+from fedlora.privacy.ledger_file import LedgerFile
 from fedlora.privacy.recomputing import Recomputed, recompute
 
-__all__ = ["Budget", "Charged", "Event", "Ledger", "Recomputed", "recompute"]
+__all__ = ["Budget", "BudgetSet", "Charged", "Earlier", "Event", "Ledger", "Recomputed", "recompute"]
 
 
 class Ledger:
@@ -52,7 +48,7 @@ class Ledger:
         >>> event = Event.of(Mechanism.of(1.0, 1.0, size=100), 100, run="one", round=1, sampling=1.0, rounds=20,
         ...                  delta=1e-3, released=64 * "0")  # the journal knows the digest
         >>> charged = ledger.charge(event, Budget(epsilon=24.0, delta=1e-3))
-        >>> charged.number, round(ledger.planned(delta=1e-3), 2)
+        >>> charged.event.round, round(ledger.planned(delta=1e-3), 2)
         (1, 23.06)
     """
 
@@ -66,201 +62,162 @@ class Ledger:
             raise LedgerError(
                 f"the population's name is 1 to 200 letters that print (whose data is it?); got {quoted(population)}."
             )
-        self.path, self.population = Path(os.path.realpath(path)), population
+        self._file = LedgerFile(Path(os.path.realpath(path)), population)
 
-    def charge(self, event: Event, budget: Budget | None = None) -> Charged:
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
+    @property
+    def population(self) -> str:
+        return self._file.population
+
+    def charge(self, event: Event, budget: Budget | None = None, *, left: bool = False) -> Charged:
         """Write the event: whole, and on the disk when this returns. Only then may its release leave.
 
+        Args:
+            budget: the caller's own limit, beside the ledger's. The first that is named becomes the ledger's. Where it
+                has none and none is named, nothing limits the charge. left: the release may have left already, so that
+                it is charged whatever the budgets.
+
         Raises:
-            BudgetSpent: with it the population would have spent more than the budget; nothing is charged.
+            BudgetSpent: with it the population would have spent more than a budget; nothing is charged.
             LedgerError: the file cannot be used; whether the event is in it, `events` tells.
         """
         if not event.released:
             raise LedgerError("an event is charged with the digest of what is released: `Journal.store` does both.")
-        with held(self.path) as descriptor:
-            book = self._begun(descriptor)
+        with self._file.opened(_now()) as (descriptor, book):
             for other in book.charged:
                 if _same(other.event, event):
-                    self._flush(descriptor, book)  # its own writer may have been killed before it did
+                    self._file.flush(descriptor, book)  # its own writer may have been killed before it did
                     return other
-            self._require(book, event, budget, 1)
-            return self._append(descriptor, book, event)
+            if not left:
+                self._require(book, event, budget, 1)
+            if budget is not None and not book.budgets:
+                first = chain.budget_line(budget, f"named by the run {event.run}", book.tip, _now())
+                book = self._file.append(descriptor, book, first)
+            now = _now()
+            line = chain.event_line(event, book.tip, now)
+            self._file.append(descriptor, book, line)
+            return Charged(book.tip[0] + 1, now, chain.digest_of(line), event)
 
-    def check(self, event: Event, budget: Budget | None, rounds: int = 1) -> None:
-        """Ask before a round, or before a run: nothing is written.
+    def charge_earlier(self, earlier: Earlier) -> int:
+        """Write down what these clients' data were used for outside this ledger, whatever the budget: it has happened.
+        Returns the number of its line.
 
         Raises:
-            BudgetSpent: with `rounds` such events more the population would have spent more than the budget.
-            LedgerError: the file cannot be used.
+            LedgerError: the same is charged already, or the file cannot be used.
         """
-        self._require(self._read(), event, budget, rounds)
+        with self._file.opened(_now()) as (descriptor, book):
+            if earlier in book.earlier:
+                raise LedgerError(
+                    f"the ledger {self.path} was charged with {quoted(earlier.reason)} and these numbers already. If "
+                    f"that was another training, say so in other words."
+                )
+            return self._file.append(descriptor, book, chain.earlier_line(earlier, book.tip, _now())).tip[0]
 
-    def events(self) -> tuple[Charged, ...]:
-        """All that was charged; () where the file does not exist. Raises `LedgerError`."""
-        book = self._read()
-        return book.charged if book else ()
+    def set_budget(self, budget: Budget, reason: str) -> int:
+        """From now on the population may spend so much in all: more than before, or less. Returns the line's number.
 
-    def spent(self, delta: float) -> float:
-        """Epsilon of all events. Raises `LedgerError`."""
-        return spent_on((charged.event for charged in self.events()), delta)
-
-    def planned(self, delta: float) -> float:
-        """Epsilon of all events, and of the rounds that their runs planned beyond. Raises `LedgerError`."""
-        return planned_on((charged.event for charged in self.events()), delta)
-
-    def describe(self, delta: float) -> Mapping[str, Any]:
-        """Plain values for metrics and card, all public. tip: to compare a later ledger with."""
-        book = self._read()
-        events = [charged.event for charged in book.charged] if book else []
-        return {
-            "population": self.population,
-            "events": len(events),
-            "delta": delta,
-            "epsilon": spent_on(events, delta),
-            "planned_epsilon": planned_on(events, delta),
-            "tip": list(book.tip) if book else None,
-        }
+        Raises:
+            LedgerError: no reason, the same budget as now, or the file cannot be used.
+        """
+        check_reason(reason)
+        with self._file.opened(_now()) as (descriptor, book):
+            if book.budget == budget:
+                raise LedgerError(f"the budget of {self.path} is epsilon {budget.epsilon:g} already.")
+            return self._file.append(descriptor, book, chain.budget_line(budget, reason, book.tip, _now())).tip[0]
 
     def adopt(self, reason: str) -> None:
         """Go on with a file that was moved to another disk or restored from a backup. Only where the original will
         never be used again: else both spend one budget. A line in the file says so for ever.
 
         Raises:
-            LedgerError: the file is not there, or damaged, or cut off.
+            LedgerError: no reason, or the file is not there, is no copy, or was damaged or cut off.
         """
-        if not isinstance(reason, str) or not reason.strip() or len(reason) > 500:
-            raise LedgerError("say in a few words why the ledger is elsewhere now: it stays in it.")
-        if not self.path.is_file():
-            raise LedgerError(f"{self.path} does not exist: there is nothing to adopt.")
-        with held(self.path) as descriptor:
-            book = chain.read(content(descriptor), str(self.path))
-            if book is None:
-                raise LedgerError(f"{self.path} holds no ledger: there is nothing to adopt.")
-            self._check(book, self._tip())
-            inode = os.fstat(descriptor).st_ino
-            self._write(descriptor, book, chain.moved_line(inode, reason, book.tip, _now()))
+        check_reason(reason)
+        self._file.adopt(reason, _now())
 
-    @property
-    def _tip_path(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.tip")
+    def check(self, event: Event, budget: Budget | None, rounds: int = 1) -> None:
+        """Ask before a round, or before a run: nothing is written. budget: as for `charge`.
 
-    def _read(self) -> Book | None:
-        """What the file holds, without the lock: whole lines only grow, and the tip is read first."""
-        tip = self._tip()
-        try:
-            raw = self.path.read_bytes()
-        except FileNotFoundError:
-            raw = b""
-        except OSError as error:
-            raise LedgerError(f"the ledger {self.path} cannot be read: {error.strerror or error}.") from error
-        book = chain.read(raw, str(self.path))
-        if book is None:
-            self._require_none(tip)
-            return None
-        self._check(book, tip)
-        return book
+        Raises:
+            BudgetSpent: with `rounds` such events more the population would have spent more than a budget.
+            LedgerError: the file cannot be used.
+        """
+        self._require(self._file.read(), event, budget, rounds)
 
-    def _begun(self, descriptor: int) -> Book:
-        """The book of the locked file, which is made where it is new."""
-        tip, inode = self._tip(), os.fstat(descriptor).st_ino
-        book = chain.read(content(descriptor), str(self.path))
-        if book is None:
-            self._require_none(tip)
-            os.ftruncate(descriptor, 0)
-            put(descriptor, chain.header(self.population, secrets.token_hex(8), inode, _now()), 0)
-            files.sync_folder(self.path.parent)
-            book = chain.read(content(descriptor), str(self.path))
-            if book is None:
-                raise LedgerError(f"the ledger {self.path} cannot be written: the file stays empty.")
-        if book.inode != inode:
-            raise LedgerError(
-                f"the ledger {self.path} is a copy: it was begun as another file (inode {book.inode}, this one is "
-                f"{inode}). Two copies would spend one budget twice. Use the original; where it was moved to another "
-                f"disk or restored, and the original is never used again, go on with Ledger.adopt(reason)."
+    def events(self) -> tuple[Charged, ...]:
+        """All that was charged; () where the file does not exist. Raises `LedgerError`."""
+        book = self._file.read()
+        return book.charged if book else ()
+
+    def budget(self) -> Budget | None:
+        """What the ledger says that all may spend; None where nobody has said. Raises `LedgerError`."""
+        book = self._file.read()
+        return book.budget if book else None
+
+    def spent(self, delta: float) -> float:
+        """Epsilon of all events, earlier ones included. Raises `LedgerError`."""
+        book = self._file.read()
+        return book.spent(delta) if book else 0.0
+
+    def planned(self, delta: float) -> float:
+        """Epsilon of all that is spent, and of the rounds that runs planned beyond. Raises `LedgerError`."""
+        book = self._file.read()
+        return book.planned(delta) if book else 0.0
+
+    def describe(self, delta: float) -> Mapping[str, Any]:
+        """Plain values for metrics and card, all public. budgets: each that was set, the newest last. tip: to compare a
+        later ledger with."""
+        book = self._file.read()
+        return {
+            "population": self.population,
+            "events": len(book.charged) if book else 0,
+            "delta": delta,
+            "epsilon": book.spent(delta) if book else 0.0,
+            "planned_epsilon": book.planned(delta) if book else 0.0,
+            "earlier": [asdict(earlier) for earlier in book.earlier] if book else [],
+            "budgets": [budget_facts(found) for found in book.budgets] if book else [],
+            "moved": list(book.moves) if book else [],
+            "tip": list(book.tip) if book else None,
+        }
+
+    def _require(self, book: Book | None, event: Event, own: Budget | None, rounds: int) -> None:
+        newest = book.budgets[-1] if book and book.budgets else None
+        for budget, of_ledger in ((newest.budget if newest else None, True), (own, False)):
+            if budget is None:
+                continue
+            before = [charged.event for charged in book.charged] if book else []
+            earlier = book.earlier if book else ()
+            after = spent_on([*before, *[event] * rounds], budget.delta, earlier)
+            if after > budget.epsilon:
+                also = f", and {len(earlier)} earlier trainings," if earlier else ""
+                raise BudgetSpent(
+                    f"{rounds} more release{'s' * (rounds > 1)} with noise multiplier {event.noise_multiplier:g} and "
+                    f"sampling {event.sampling:g} would bring population {quoted(self.population)} to epsilon "
+                    f"{after:.4g} at delta {budget.delta:g}; the budget is {budget.epsilon:g}, and {len(before)} "
+                    f"releases{also} have spent {spent_on(before, budget.delta, earlier):.4g} of it. "
+                    f"{self._advice(newest, of_ledger)}"
+                )
+
+    def _advice(self, newest: BudgetSet | None, of_ledger: bool) -> str:
+        if of_ledger and newest is not None:
+            return (
+                f"Line {newest.number} of {self.path.name} set that budget. Plan fewer rounds or more noise; or decide "
+                f"that these clients may lose more, and say why, in the ledger and on every card from then on: fedlora "
+                f"privacy {self.path.name} --budget EPSILON --delta {newest.budget.delta:g} --because '...'. The past "
+                f"cannot be taken back: a new file for the same clients would only hide it."
             )
-        self._check(book, tip)
-        if tip is None and len(book.tips) == 1:  # begun just now, or its maker was killed before this
-            self._write_tip(book)
-        elif tip is None:
-            raise LedgerError(
-                f"{self._tip_path.name} is missing beside the ledger {self.path}: whether it was cut off cannot be "
-                f"told. Restore both; where only the ledger was moved, see Ledger.adopt."
-            )
-        return book
+        return (
+            "That is this run's own privacy.budget. Plan fewer rounds or more noise, or set another one. The past "
+            "cannot be taken back: a new file for the same clients would only hide it."
+        )
 
-    def _tip(self) -> tuple[Any, Any, Any] | None:
-        """(id, number, digest) in the tip's file; None where there is none."""
-        try:
-            found = json.loads(self._tip_path.read_bytes())
-            return found["id"], found["number"], found["digest"]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise LedgerError(f"{self._tip_path} cannot be read ({error}). Restore it with its ledger.") from error
 
-    def _check(self, book: Book, tip: tuple[Any, Any, Any] | None) -> None:
-        """That it is this population's, and holds the tip. Raises `LedgerError`."""
-        if book.population != self.population:
-            raise LedgerError(
-                f"the ledger {self.path} is of the population {quoted(book.population)}, not {quoted(self.population)}."
-                f" Give each population its own file, and all runs on its clients the same one."
-            )
-        if tip is not None and (tip[0] != book.id or tip[1:] not in book.tips):
-            raise LedgerError(
-                f"the ledger {self.path} was cut off, changed or exchanged: its newest line is number "
-                f"{book.tip[0]}, and {self._tip_path.name} knows line {quoted(tip[1])}, which is not in it. What was "
-                f"spent cannot be told. Restore the ledger as it was."
-            )
-
-    def _require_none(self, tip: tuple[Any, Any, Any] | None) -> None:
-        if tip is not None:
-            raise LedgerError(
-                f"the ledger {self.path} is gone or empty, and {self._tip_path.name} says that it was there. What was "
-                f"spent on {quoted(self.population)} cannot be forgotten: restore the ledger."
-            )
-
-    def _require(self, book: Book | None, event: Event, budget: Budget | None, rounds: int) -> None:
-        if budget is None:
-            return
-        before = [charged.event for charged in book.charged] if book else []
-        after = spent_on([*before, *[event] * rounds], budget.delta)
-        if after > budget.epsilon:
-            raise BudgetSpent(
-                f"{rounds} more release{'s' * (rounds > 1)} with noise multiplier {event.noise_multiplier:g} and "
-                f"sampling {event.sampling:g} would bring population {quoted(self.population)} to epsilon {after:.4g} "
-                f"at delta {budget.delta:g}; the budget is {budget.epsilon:g}, and {len(before)} releases have spent "
-                f"{spent_on(before, budget.delta):.4g} of it. Plan fewer rounds or more noise. The past cannot be "
-                f"taken back: a new file for the same clients would only hide it."
-            )
-
-    def _append(self, descriptor: int, book: Book, event: Event) -> Charged:
-        now = _now()
-        line = chain.event_line(event, book.tip, now)
-        self._write(descriptor, book, line)
-        return Charged(book.tip[0] + 1, now, chain.digest_of(line), event)
-
-    def _write(self, descriptor: int, book: Book, line: bytes) -> None:
-        """One more line, whole and lasting; after an error the file is as it was."""
-        try:
-            os.ftruncate(descriptor, book.length)  # what a killed writer left torn: nothing was released for it
-            put(descriptor, line, book.length)
-        except OSError:
-            os.ftruncate(descriptor, book.length)
-            raise
-        after = chain.read(content(descriptor), str(self.path))
-        if after is None or after.tip != (book.tip[0] + 1, chain.digest_of(line)):
-            raise LedgerError(f"the ledger {self.path} does not hold what was written to it; nothing may be released.")
-        files.sync_folder(self.path.parent)
-        self._write_tip(after)
-
-    def _flush(self, descriptor: int, book: Book) -> None:
-        os.fsync(descriptor)
-        files.sync_folder(self.path.parent)
-        self._write_tip(book)
-
-    def _write_tip(self, book: Book) -> None:
-        number, digest = book.tip
-        files.write(self._tip_path, chain.line_of({"number": number, "digest": digest, "id": book.id}))
+def budget_facts(found: BudgetSet) -> dict[str, Any]:
+    """Plain values."""
+    return {"line": found.number, "time": found.time, **asdict(found.budget), "reason": found.reason}
 
 
 def _same(one: Event, other: Event) -> bool:

@@ -11,26 +11,22 @@ sensitivity that the ledger names, and z = s / K its noise multiplier. gamma is 
 rounds nothing. By default gamma sqrt(d) is at most 2^-20 of C and of z C: the grid costs a millionth of the noise, and
 is fine enough for the accountant's Gaussian to stand for the discrete one (`accounting`).
 
-The noise is opendp's `make_gaussian` over integers: the sampler of Canonne, Kamath and Steinke, "The Discrete Gaussian
-for Differential Privacy" (2020), on the system's cryptographic randomness. About 13 microseconds an entry (measured,
-one core): a million entries take 13 seconds a round. Torch's generators and Python's `random` are never used here.
+The noise itself: `exact_noise`.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError, ShapeError
-from fedlora.privacy import extras
 from fedlora.privacy.exact import LARGEST, held
+from fedlora.privacy.exact_noise import with_noise
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +34,6 @@ FINEST = 2.0**-20  # gamma sqrt(d) beside the clip and beside the noise
 COARSEST_NOISE = 2.0**19  # of s / sqrt(d): what `accounting` needs of the grid
 _ROOM = 2**62  # of sums with their noise
 _DEVIATIONS = 40  # of the noise that must fit: beyond has probability 1e-348
-_AT_ONCE = 2**16  # entries that one call of opendp draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,10 +213,7 @@ class Mechanism:
             )
         if s == 0:
             return total.clone()
-        measure = _measurement(s)
-        starts = range(0, len(total), _AT_ONCE)
-        parts = (measure(total[at : at + _AT_ONCE].tolist()) for at in starts)
-        return torch.cat([torch.tensor(part, dtype=torch.int64) for part in parts])
+        return with_noise(total, s)
 
     def mean(self, released: Tensor, denominator: float) -> Tensor:
         """float64 (d,): gamma released / denominator. denominator: public (q n): never the number of those present.
@@ -244,14 +236,6 @@ def share_of(num_examples: float, most: float) -> float:
     if not _positive(most):
         raise HyperparameterError(f"privacy: n_max, the examples that count in full, is positive; got {most!r}.")
     return min(float(num_examples), most) / most if _positive(num_examples) else 0.0
-
-
-@functools.lru_cache(maxsize=16)
-def _measurement(scale: float) -> Any:
-    """opendp's: a list of integers -> the list with an exact N_Z(0, scale^2) added to each."""
-    dp = extras.opendp()
-    dp.enable_features("contrib")
-    return dp.m.make_gaussian(dp.vector_domain(dp.atom_domain(T="i64")), dp.l2_distance(T=float), scale=scale)
 
 
 def _positive(value: float) -> bool:

@@ -7,16 +7,18 @@ from pathlib import Path
 
 from fedlora.errors import LedgerError
 from fedlora.privacy import chain
-from fedlora.privacy.events import Charged, planned_on, spent_on
+from fedlora.privacy.decisions import BudgetSet, Earlier
+from fedlora.privacy.events import Charged
 
 
 @dataclass(frozen=True)
 class Recomputed:
     """What an outsider finds in a ledger.
 
-    epsilon: spent, at delta. planned: with all rounds that its runs planned. tip: (number, digest) of the newest line;
-    tips: of each. A tip that somebody kept (a card has one) must be among the tips of any later ledger: else lines were
-    taken out or changed since.
+    epsilon: spent, at delta, earlier trainings included. planned: with all rounds that its runs planned. earlier,
+    budgets, moves: what people decided, and why. tip: (number, digest) of the newest line; tips: of each. A tip that
+    somebody kept (a card has one) must be among the tips of any later ledger: else lines were taken out or changed
+    since.
     """
 
     population: str
@@ -24,6 +26,9 @@ class Recomputed:
     epsilon: float
     planned: float
     events: tuple[Charged, ...]
+    earlier: tuple[Earlier, ...]
+    budgets: tuple[BudgetSet, ...]
+    moves: tuple[str, ...]
     tip: tuple[int, str]
     tips: tuple[tuple[int, str], ...] = ()
 
@@ -49,9 +54,10 @@ def recompute(path: Path, delta: float | None = None) -> Recomputed:
         raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}.") from error
     if book is None:
         raise LedgerError(f"{path} holds no ledger.")
-    events = [charged.event for charged in book.charged]
     if delta is None:
-        delta = min((event.delta for event in events), default=1e-5)
+        deltas = [*(charged.event.delta for charged in book.charged), *(b.budget.delta for b in book.budgets)]
+        delta = min(deltas, default=1e-5)
     return Recomputed(
-        book.population, delta, spent_on(events, delta), planned_on(events, delta), book.charged, book.tip, book.tips
-    )
+        book.population, delta, book.spent(delta), book.planned(delta), book.charged, book.earlier, book.budgets,
+        book.moves, book.tip, book.tips,
+    )  # fmt: skip

@@ -33,6 +33,7 @@ ITSELF = "a client's own upload"
 OWN = "what one client gets by its own history is private towards the others only where it reaches that client alone"
 CHOICE = "a choice among states by what was measured: public where the measurement is"
 REFUSED = "it tells what single clients did or were taken for; attacks and robust rules are refused beside [privacy]"
+PLACES = "the names of clients' files can say who they are and what is in there"
 DATA = "facts about clients' data; a digest lets whoever guesses the data confirm it"
 
 

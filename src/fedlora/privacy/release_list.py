@@ -16,6 +16,7 @@ from fedlora.privacy.release_items import (
     MADE,
     OWN,
     PAID,
+    PLACES,
     PUBLIC,
     REFUSED,
     RESUME,
@@ -164,9 +165,11 @@ RELEASES: tuple[Item, ...] = (
     *_items("card", "dropped", COUNT, "examples"),
     *_items("card", "dropped", DATA, "classes.counts"),
     *_items("card", "dropped", REFUSED, "attack", "attack_row", "attack_tag", "defence"),
+    # RUN/config.json, and the configuration that trackers get: `runs.private_outputs.shown_config`
+    *_items("config.json", "dropped", PLACES, "data.clients.*", "data.train"),
     # the run's folder: each entry as a whole
     *_items("folder", "released", PUBLIC, "config.json", "manifest.json"),
-    *_items("folder", "released", MADE, "metrics.jsonl", "summary.json", "adapter", "plots"),
+    *_items("folder", "released", MADE, "metrics.jsonl", "summary.json", "adapter", "plots", "tensorboard"),
     *_items("folder", "if-public", CHOICE, "best"),
     *_items("folder", "if-public", TESTED, "samples.jsonl", "samples.md"),
     *_items("folder", "secret", RESUME, "checkpoints", "private", "journal"),

@@ -31,8 +31,8 @@ from fedlora.runs.crew import crewed
 from fedlora.runs.exported import write_export
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_outputs import private_line, private_summary
-from fedlora.runs.private_releases import begin, read_private
+from fedlora.runs.private_outputs import private_line, private_summary, shown_config
+from fedlora.runs.private_releases import begin, keep_config, read_private
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private, told
 from fedlora.runs.readouts import global_adapter, with_base_change
 from fedlora.runs.samples import write_samples
@@ -160,7 +160,10 @@ def _until_spent(events: Iterator[ClientDone | RoundRecord], done: int) -> Itera
 
 def _spent(round: int, rounds: int, private: PrivateRun | None) -> dict[str, Any]:
     """What a summary says of a run that the population's budget ended: of the ledger alone, which is public."""
-    why = "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile"
+    why = (
+        "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile. "
+        "`fedlora privacy LEDGER --budget` raises it, for good and for all to see; then --resume goes on"
+    )
     if private is not None and private.releases.was_charged(round + 1):
         why = (
             f"this run's own round {round + 1} was released and charged already, and its noised sum is not in this "
@@ -174,7 +177,7 @@ def _tracker(
     name: TrackerName, prepared: Prepared, folder: RunFolder, lines: Sequence[Mapping[str, Any]], resumed: bool
 ) -> Tracker:
     """A tracker that knows all rounds before: after a resume it is told them again."""
-    tracker = make_tracker(name, folder.path, json.loads(prepared.config.canonical()), anew=resumed)
+    tracker = make_tracker(name, folder.path, json.loads(shown_config(prepared.config).canonical()), anew=resumed)
     for line in lines:
         tracker.log(line["round"], numbers(line))
     return tracker
@@ -216,7 +219,8 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
     if not folder.exists():
         if prepared.secrets is not None:
             begin(folder, prepared.secrets)
-        folder.create(prepared.config.canonical(), prepared.manifest)
+            keep_config(folder, prepared.config.canonical())
+        folder.create(shown_config(prepared.config).canonical(), prepared.manifest)
         return fresh
     if not resume:
         raise CheckpointError(

@@ -18,6 +18,7 @@ from fedlora.core.method import Method
 from fedlora.data import TextData, label_counts
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
+from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.rank_profiles import is_attention
 from fedlora.training.models import AdaptedModel, model_digests
 from fedlora.training.prompting import find_template
@@ -34,7 +35,7 @@ def manifest(
     first = next(iter(parts.values()))
     counts = label_counts([y for p in parts.values() for y in p.labels or ()], _ranges(parts)) if first.labels else None
     return {
-        "config_digest": config.digest(),
+        "config_digest": shown_config(config).digest(),
         **code_facts(),
         "device": str(torch.device(config.model.chosen_device())),
         "threads": torch.get_num_threads(),

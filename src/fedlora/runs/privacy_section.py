@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from fedlora.errors import BudgetSpent
 from fedlora.privacy.geometry import Geometry, Shape
-from fedlora.privacy.ledger import Budget
+from fedlora.privacy.ledger import Budget, Ledger
 from fedlora.runs.sections import Positive, Section
 from fedlora.server.private_options import Privacy, Releases
 
@@ -25,8 +26,9 @@ class PrivacySection(Section):
     directions of the output side ("left"), or of both ("two-sided"). rank: R of the server's update (default: the
     largest client's). most_examples: a client counts min(n_i, most_examples) / most_examples; without it all count
     alike. population: a name for these clients, and ledger: the file where all runs on them are charged; keep it.
-    budget: most epsilon that all of them together may ever spend at `delta` (default: what this run needs by itself, so
-    that a second one on the same clients has to say how much more it may).
+    budget: most epsilon that all of them together may ever spend at `delta`. The ledger's first run writes it there
+    (default: what that run needs by itself), and later ones are held to it: `fedlora privacy LEDGER --budget` sets
+    another. Later it is a limit of this run alone, below the ledger's.
     """
 
     clip: Above
@@ -80,8 +82,27 @@ class PrivacySection(Section):
         return participation if self.sampling == "poisson" else 1.0
 
     def most(self, rounds: int, participation: float) -> Budget:
-        """What the population may have spent when this run is over."""
+        """What the population may have spent when this run is over, where its ledger does not say."""
         return Budget(self.budget or self.epsilon or self.cost(rounds, participation) * (1 + 1e-9), self.delta)
+
+    def limit(self, ledger: Ledger, rounds: int, participation: float) -> Budget | None:
+        """What to charge with: this run's own limit beside the ledger's; None: the ledger's alone.
+
+        Raises:
+            BudgetSpent: privacy.budget is more than the ledger says. LedgerError: it cannot be read.
+        """
+        recorded = ledger.budget()
+        if recorded is None:
+            return self.most(rounds, participation)
+        own = None if self.budget is None else Budget(self.budget, self.delta)
+        if own is not None and own.delta == recorded.delta and own.epsilon > recorded.epsilon:
+            raise BudgetSpent(
+                f"privacy.budget = {own.epsilon:g}, and the ledger {ledger.path.name} says that its population may "
+                f"spend {recorded.epsilon:g} in all. To raise that is a decision that stays in the ledger: fedlora "
+                f"privacy {ledger.path.name} --budget {own.epsilon:g} --delta {own.delta:g} --because '...'. Else "
+                f"leave privacy.budget out: the ledger's counts."
+            )
+        return own
 
     def build(
         self, releases: Releases, *, clients: Sequence[str], largest: int, rounds: int, participation: float, seed: int

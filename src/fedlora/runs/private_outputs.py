@@ -1,4 +1,5 @@
-"""What a private run writes: what `fedlora.privacy.released` lets out of its manifest, metrics and summary.
+"""What a private run writes: what `fedlora.privacy.released` lets out of its configuration, manifest, metrics and
+summary.
 
 A name that is not on the list is not written. Where readers of these files expect a table it stays, empty: an empty
 table says nothing. Held-out examples are public in a private run: `private_checks` refuses others.
@@ -10,6 +11,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedlora.privacy.released import filtered, items
+from fedlora.runs.config import RunConfig
+from fedlora.runs.own_files import with_paths
+
+WITHHELD = "withheld"
+
+
+def shown_config(config: RunConfig) -> RunConfig:
+    """What everybody may read of a configuration: itself; of a private run without the names of clients' files, which
+    can say who somebody is and what is in there. The run's folder, its card and trackers have this one, and its digest;
+    the whole one is in RUN/private."""
+    if config.privacy is None:
+        return config
+    theirs = {f"data.clients.{client}": WITHHELD for client in config.data.clients}
+    if config.data.train not in (None, "demo"):
+        theirs["data.train"] = WITHHELD
+    return with_paths(config, theirs)
 
 
 def public_manifest(facts: Mapping[str, Any]) -> dict[str, Any]:

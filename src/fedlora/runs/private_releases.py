@@ -2,6 +2,7 @@
 
 RUN/private/    for the server alone (mode 700): nothing of it may be handed out
     run.json        the run's id in the ledger
+    config.json     the configuration, with the paths of clients' data, which RUN/config.json has not
     content.json    digests and sizes of clients' data, which a resume compares
     sample.json     who was drawn for the round that is being played (privacy.sampling = "poisson")
     journal/        the noised sums
@@ -150,6 +151,11 @@ def begin(folder: RunFolder, content: Mapping[str, Any]) -> None:
     if not (home / "run.json").is_file():  # there after a kill, or where somebody took the manifest away
         files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8)}))
     files.write(home / "content.json", json.dumps(content, sort_keys=True))
+
+
+def keep_config(folder: RunFolder, config: str) -> None:
+    """The whole configuration, of which the run's folder shows a part."""
+    files.write(private_folder(folder) / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
 
 
 def read_private(folder: RunFolder, name: str) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fedlora.core.echo import markdown_cell
 from fedlora.errors import ConfigError
 from fedlora.privacy.accounting import epsilon, epsilon_up
 from fedlora.privacy.ledger import Ledger
@@ -76,7 +78,7 @@ def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
     if section is None:
         raise ConfigError("this configuration has no table [privacy].")
     ledger = Ledger(Path(section.ledger), section.population)
-    return OnDisk(folder, run, ledger, section.most(rounds, share), rounds, section.delta)
+    return OnDisk(folder, run, ledger, section.limit(ledger, rounds, share), rounds, section.delta)
 
 
 def told(spent: Mapping[str, Any]) -> str:
@@ -89,4 +91,22 @@ def told(spent: Mapping[str, Any]) -> str:
         f"{spent['clients']} clients a round); unit: one client's contribution, against those who get what the server "
         f"releases. All runs on these clients together, as their ledger has it and as planned: epsilon "
         f"{epsilon_up(ledger['planned_epsilon'])}"
+        + "".join(f"; {markdown_cell(what, 1000)}" for what in of_people(ledger))
     )
+
+
+def of_people(ledger: Mapping[str, Any]) -> Iterator[str]:
+    """What people decided, of `Ledger.describe`: budgets after the first, earlier trainings, and that it moved."""
+    for before, after in pairwise(ledger.get("budgets", [])):
+        raised = "raised" if after["epsilon"] > before["epsilon"] and after["delta"] >= before["delta"] else "set"
+        yield (
+            f"budget {raised} on {after['time'][:10]} from epsilon {before['epsilon']:g} at delta {before['delta']:g} "
+            f"to {after['epsilon']:g} at {after['delta']:g}: {after['reason']}"
+        )
+    for earlier in ledger.get("earlier", []):
+        yield (
+            f"earlier training charged, {earlier['rounds']} rounds of noise multiplier "
+            f"{earlier['noise_multiplier']:g} and sampling {earlier['sampling']:g}: {earlier['reason']}"
+        )
+    for reason in ledger.get("moved", []):
+        yield f"ledger moved: {reason}"

@@ -15,6 +15,8 @@ from fedlora.errors import CheckpointError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.manifest import prompted
+from fedlora.runs.private_outputs import shown_config
+from fedlora.runs.private_releases import keep_config, read_private
 from fedlora.runs.unused import has_no_effect
 
 # What is stored, shown or measured on the way; no round depends on it. run.rounds has a rule of its own below, and
@@ -23,6 +25,7 @@ HARMLESS = frozenset((
     "run.workers", "run.threads", "data.template",
     "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads", "run.track",
     "evaluate.every", "evaluate.clients_at_end",
+    "privacy.budget",  # of the population; no round depends on it, and the ledger has its own
 ))  # fmt: skip
 
 
@@ -88,12 +91,16 @@ def settle(folder: RunFolder, config: RunConfig, manifest: Mapping[str, Any]) ->
     folder.reopen()
     stored = folder.read_json("manifest.json")
     own = {name: manifest[name] for name in ("config_digest", "model")}
-    folder.create(config.canonical(), {**stored, **own})
+    if config.privacy is not None:
+        keep_config(folder, config.canonical())
+    folder.create(shown_config(config).canonical(), {**stored, **own})
 
 
 def _stored(folder: RunFolder) -> RunConfig:
+    whole = (folder.path / "private" / "config.json").is_file()  # a private run's; those of before had no other
+    found = read_private(folder, "config.json") if whole else folder.read_json("config.json")
     try:
-        return RunConfig.model_validate(folder.read_json("config.json"))
+        return RunConfig.model_validate(found)
     except ValidationError as error:
         wrong = "; ".join(".".join(map(str, e["loc"])) for e in error.errors())
         raise CheckpointError(

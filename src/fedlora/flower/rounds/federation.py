@@ -217,7 +217,8 @@ def told(summary: Mapping[str, Any]) -> str:
     if early and "privacy" in summary and early.get("best_round") is None:
         return (
             f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, raise "
-            f"privacy.budget in federation.toml, if the population may lose more."
+            f"the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), and start it "
+            f"again."
         )
     if early:
         return (

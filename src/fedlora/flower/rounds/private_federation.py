@@ -95,10 +95,10 @@ def opened_private(
         run = str(json.loads(path.read_text(encoding="utf-8"))["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); restore it from a backup.") from error
-    releases = _releases(settings, folder, run)
     try:
+        releases = _releases(settings, folder, run)
         releases.check_charged(done)
-    except (CheckpointError, LedgerError) as error:
+    except (CheckpointError, LedgerError, BudgetSpent) as error:
         raise ConfigError(str(error)) from error
     privacy = replace(_privacy(private), releases=releases, diary=releases.note)
     return PrivateRun(replace(private, privacy=privacy), releases, plan)
@@ -116,7 +116,7 @@ def _releases(settings: FederationSettings, folder: Path, run: str) -> OnDisk:
         raise ConfigError("this federation has no table [privacy].")
     ledger = Ledger(Path(section.ledger), section.population)
     more: dict[str, Any] = {"rounds": rounds, "delta": section.delta}
-    return OnDisk(folder, run, ledger, section.most(rounds, 1.0), **more)
+    return OnDisk(folder, run, ledger, section.limit(ledger, rounds, 1.0), **more)
 
 
 __all__ = ["check_affordable", "opened_private", "planned"]

@@ -57,10 +57,19 @@ def standing(folder: FederationFolder) -> Standing:
     why = ""
     if summary is not None and summary.get("rounds") == done and summary.get("settings") == _travelling(settings):
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
+    if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
+        why = ""  # it ended for want of budget, and the ledger may say another one by now: it is asked again
     quorum = settings.server.quorum or 1
     if settings.privacy is not None:  # it begins once all were there, and waits for nobody later
         quorum = 0 if done or has_released(folder) else len(ranks)
     return Standing(settings.id, rounds, done, quorum, ranks, why, settings.privacy)
+
+
+def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool:
+    try:
+        return Path(privacy.ledger).stat().st_mtime_ns > folder.summary.stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def rounds_done(folder: FederationFolder) -> int:

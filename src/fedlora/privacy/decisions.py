@@ -1,0 +1,72 @@
+"""What people decide about a population and write into its ledger, each with the reason: what it has spent elsewhere,
+how much it may spend, and that the file has moved. All of it is public, and stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedlora.core.echo import quoted
+from fedlora.errors import HyperparameterError, LedgerError
+from fedlora.privacy.accounting import LEAST_NOISE, Spending
+from fedlora.privacy.events import Budget
+
+MOST_LETTERS = 500
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Releases made of these clients' data by no run of this ledger: an adapter trained before, trials elsewhere.
+
+    Args:
+        reason: which training that was. noise_multiplier, rounds, sampling: its z, T and q, with one client as unit.
+
+    Raises:
+        HyperparameterError: impossible numbers, or too little noise for epsilon to be finite. LedgerError: no reason.
+
+    Example:
+        >>> ledger = Ledger(Path("hospitals.jsonl"), population="six hospitals")
+        >>> line = ledger.charge_earlier(Earlier("the adapter of 2025, where we start from", 1.0, rounds=20))
+        >>> line, round(ledger.spent(delta=1e-3), 2)
+        (1, 23.06)
+    """
+
+    reason: str
+    noise_multiplier: float
+    rounds: int
+    sampling: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_reason(self.reason)
+        if self.spending.rounds < 1:
+            raise HyperparameterError("privacy: an earlier training had rounds; got 0.")
+        if self.noise_multiplier < LEAST_NOISE:
+            raise HyperparameterError(
+                f"privacy: a training with noise multiplier {self.noise_multiplier:g} has no finite epsilon, and no "
+                f"ledger can pay for it afterwards. What was trained on these clients without noise is no start of a "
+                f"private run: start from one that never saw them."
+            )
+
+    @property
+    def spending(self) -> Spending:
+        return Spending(self.noise_multiplier, self.rounds, self.sampling)
+
+
+@dataclass(frozen=True)
+class BudgetSet:
+    """A budget of the population, from line `number` on. time: UTC, for people."""
+
+    number: int
+    time: str
+    budget: Budget
+    reason: str
+
+
+def check_reason(reason: str) -> None:
+    """Raises `LedgerError` unless it is a line of text that somebody can read."""
+    sound = isinstance(reason, str) and reason.strip() and reason.isprintable() and len(reason) <= MOST_LETTERS
+    if not sound:
+        raise LedgerError(
+            f"say in a few words why, on one line of at most {MOST_LETTERS} letters: the reason stays in the ledger, "
+            f"where everybody reads it; got {quoted(reason)}."
+        )

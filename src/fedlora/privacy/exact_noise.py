@@ -1,0 +1,39 @@
+"""Exact discrete Gaussian noise on integers.
+
+It is opendp's `make_gaussian`: the sampler of Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential
+Privacy" (2020), on the system's cryptographic randomness. About 13 microseconds an entry (measured, one core): a
+million entries take 13 seconds a round. Torch's generators and Python's `random` are never used here: torch's CPU
+generator keeps 32 bits of its seed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlora.privacy import extras
+
+_AT_ONCE = 2**16  # entries that one call draws
+
+
+def with_noise(total: Tensor, scale: float) -> Tensor:
+    """int64 (d,): an independent N_Z(0, scale^2) added to each entry. The caller has seen to it that both fit.
+
+    Raises:
+        HyperparameterError: opendp is missing.
+    """
+    measure = _measurement(scale)
+    starts = range(0, len(total), _AT_ONCE)
+    parts = (measure(total[at : at + _AT_ONCE].tolist()) for at in starts)
+    return torch.cat([torch.tensor(part, dtype=torch.int64) for part in parts])
+
+
+@functools.lru_cache(maxsize=16)
+def _measurement(scale: float) -> Any:
+    """A list of integers -> the list with noise."""
+    dp = extras.opendp()
+    dp.enable_features("contrib")
+    return dp.m.make_gaussian(dp.vector_domain(dp.atom_domain(T="i64")), dp.l2_distance(T=float), scale=scale)

@@ -1,0 +1,150 @@
+"""`simulate` and `play`: rounds one after the other, each from the state that the last one left."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from fedlora.core.messages import Client, Form
+from fedlora.core.sent import Tamperer
+from fedlora.core.trainer import OneByOne, Trainer, Workers
+from fedlora.errors import HyperparameterError
+from fedlora.server import sample_clients
+from fedlora.server.server import Server
+from fedlora.server.state import RunState
+from fedlora.simulation.hooks import UploadHook
+from fedlora.simulation.private import check_private
+from fedlora.simulation.records import ClientDone, Evaluator, RoundRecord
+from fedlora.simulation.round import Round
+
+log = logging.getLogger(__name__)
+
+
+def simulate(
+    server: Server,
+    clients: Sequence[Client],
+    trainer: Trainer | Workers,
+    state: RunState,
+    *,
+    rounds: int,
+    participation: float = 1.0,
+    seed: int = 0,
+    evaluator: Evaluator | None = None,
+    evaluate_every: int = 1,
+    form: Form = "factors",
+    hooks: Sequence[UploadHook] = (),
+    adversary: Tamperer | None = None,
+) -> Iterator[RoundRecord]:
+    """Run from `state` until `rounds` rounds are done, yielding each round's record.
+
+    Args:
+        trainer: trains one client at a time; or `Workers`, which say how many at once and where, as `Together`.
+        participation: share of clients a round, at least one client; 1 for a private server, which samples itself and
+            secretly. seed: of the client sampling.
+        evaluate_every: rounds between evaluations; the last round is always evaluated.
+        form: what clients upload, factors or their subspace form. hooks: what becomes of each upload on its way, one
+            after the other: experiments such as `analysis.audit.GaugeStress`. adversary: clients that lie, knowing all
+            uploads of a round, before any hook: experiments such as `attacks.Adversary`.
+
+    Raises:
+        HyperparameterError: two clients of one id; an evaluator that gives no numbers by name.
+        ClientFailed: a client's work raised, and the server has no quorum. With one, the round goes on without it.
+        UploadRefused, QuorumNotMet: as `Server.aggregate`. The records yielded so far are unaffected.
+
+    Example:
+        >>> for record in simulate(server, clients, trainer, start(server, seed_adapter), rounds=2):
+        ...     print(record.round, record.losses)
+        1 {'site-1': 0.5, 'site-2': 0.5}
+        2 {'site-1': 0.5, 'site-2': 0.5}
+    """
+    played = play(
+        server, clients, trainer, state, rounds=rounds, participation=participation, seed=seed, evaluator=evaluator,
+        evaluate_every=evaluate_every, form=form, hooks=hooks, adversary=adversary,
+    )  # fmt: skip
+    return (event for event in played if isinstance(event, RoundRecord))
+
+
+def play(
+    server: Server,
+    clients: Sequence[Client],
+    trainer: Trainer | Workers,
+    state: RunState,
+    *,
+    rounds: int,
+    participation: float = 1.0,
+    seed: int = 0,
+    evaluator: Evaluator | None = None,
+    evaluate_every: int = 1,
+    form: Form = "factors",
+    hooks: Sequence[UploadHook] = (),
+    adversary: Tamperer | None = None,
+) -> Iterator[ClientDone | RoundRecord]:
+    """`simulate`, with an event for each client that is done as well: what a progress bar shows.
+
+    Example:
+        >>> for event in play(server, clients, trainer, start(server, seed_adapter), rounds=1):
+        ...     print(type(event).__name__)
+        ClientDone
+        ClientDone
+        RoundRecord
+    """
+    by_id = {client.id: client for client in clients}
+    if len(by_id) < len(clients):
+        names = [client.id for client in clients]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise HyperparameterError(
+            f"{len(twice)} client ids occur more than once, {twice[0]!r} for one. A client's memory and its part in "
+            f"the mean go by its id: give each its own."
+        )
+    if form not in get_args(Form):
+        raise HyperparameterError(f"form is one of {get_args(Form)}; got {form!r}.")
+    if evaluate_every < 1:
+        raise HyperparameterError(f"evaluate_every is a number of rounds >= 1; got {evaluate_every}.")
+    if not isinstance(state, RunState):
+        raise HyperparameterError(
+            f"state is a RunState, as `start(server, seed_adapter)` or a record has it; got a {type(state).__name__}."
+        )
+    if not isinstance(trainer, Workers) and not callable(getattr(trainer, "train", None)):
+        raise HyperparameterError(
+            f"trainer has a method train(download, adapter, position) -> Trained; {trainer!r:.80} has none."
+        )
+    if evaluator is not None and not callable(getattr(evaluator, "evaluate", None)):
+        raise HyperparameterError(
+            f"evaluator has a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
+        )
+    if server.privacy is not None:
+        check_private(server.privacy, by_id, participation, trainer, adversary)
+    workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
+    if adversary is not None:
+        log.warning("clients of this federation lie on purpose, and its results are an experiment's: %r", adversary)
+    while state.round < rounds:
+        round = Round(server, state, form, hooks, adversary)
+        chosen = round.asked
+        if chosen is None:
+            chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
+        yield from round.play([by_id[c] for c in chosen], workers)
+        record = round.record()
+        state = record.state
+        if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
+            with round.clock("evaluate"):
+                metrics = _checked_metrics(evaluator.evaluate(server, state))
+            record = replace(record, metrics=metrics, seconds=dict(round.clock.seconds))
+        yield record
+
+
+def _checked_metrics(metrics: Any) -> Mapping[str, float]:
+    """What an evaluator gave, if it is numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise HyperparameterError(
+            f"evaluate() returns metrics by name, as {{'accuracy': 0.9}}; got a {type(metrics).__name__}."
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise HyperparameterError(
+                f"evaluate() returns one plain number for each metric; got {value!r:.80} for {name!r}. Of a tensor "
+                f"that is .item()."
+            )
+    return metrics

@@ -1,0 +1,49 @@
+"""Private rounds in the engine: what it may be asked to play, and what a record tells of one: of no single client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fedlora.core.sent import Tamperer
+from fedlora.core.trainer import Together, Trainer, Workers
+from fedlora.errors import HyperparameterError
+from fedlora.server.private_options import Privacy
+from fedlora.server.state import RunState
+from fedlora.simulation.records import RoundRecord
+from fedlora.simulation.traffic import Traffic
+
+
+def check_private(
+    privacy: Privacy,
+    clients: Iterable[str],
+    participation: float,
+    trainer: Trainer | Workers,
+    adversary: Tamperer | None,
+) -> None:
+    """Raises `HyperparameterError` where the engine would play other rounds than those that the ledger charges."""
+    if participation != 1.0:
+        raise HyperparameterError(
+            f"participation = {participation:g} draws clients by a public seed, and privacy counts on a secret draw: "
+            f"leave participation out and set Privacy(sampling={participation:g})."
+        )
+    apart = sorted(set(clients) ^ set(privacy.clients))
+    if apart:
+        who = "is not among the clients given" if apart[0] in privacy.clients else "is not in Privacy(clients=...)"
+        raise HyperparameterError(
+            f"the clients given and the {len(privacy.clients)} of Privacy(clients=...) differ in {len(apart)}: "
+            f"{apart[0]!r} for one {who}. The round draws from those, and the mean divides by how many they are: name "
+            f"the same ones in both."
+        )
+    if isinstance(trainer, Together) and trainer.size > 1:
+        raise HyperparameterError(
+            f"Together(size={trainer.size}) trains clients in one batch, so that one client changes what others "
+            f"send, and privacy bounds what it sends itself: hand in the trainer, or workers that train each "
+            f"client by itself."
+        )
+    if adversary is not None:
+        raise HyperparameterError("an adversary's doings are told, and a private round tells of no single client.")
+
+
+def private_record(state: RunState, seconds: Mapping[str, float], server_rank: float) -> RoundRecord:
+    """Of a round that tells nothing but what it became."""
+    return RoundRecord(state.round, state, {}, {}, {}, {}, seconds, Traffic(), server_rank, ())

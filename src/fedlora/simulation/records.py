@@ -1,0 +1,76 @@
+"""What a simulated federation tells while it plays: a client that is done, a round that is, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from fedlora.core.messages import Upload
+from fedlora.core.sent import Attacked
+from fedlora.server.server import Server
+from fedlora.server.state import RunState
+from fedlora.simulation.traffic import Traffic
+
+
+class Evaluator(Protocol):
+    """Measures a state, on whatever it was made for.
+
+    Example:
+        >>> class Size:
+        ...     def evaluate(self, server, state):
+        ...         return {"norm": sum(lora.norm() for lora in server.global_update(state.server).values())}
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1, evaluator=Size()))
+        >>> sorted(record.metrics)
+        ['norm']
+    """
+
+    def evaluate(self, server: Server, state: RunState) -> Mapping[str, float]:
+        """Metric name -> value."""
+
+
+@dataclass(frozen=True)
+class ClientDone:
+    """One client of a round is done. loss: its mean training loss, None where it failed. refused: why it does not
+    count; None: it does, as far as its own upload goes, or it abstained. A defence judges later: see the record.
+
+    Example:
+        >>> played = play(server, clients, trainer, start(server, seed_adapter), rounds=1)
+        >>> [event.client for event in played if isinstance(event, ClientDone)]
+        ['site-1', 'site-2']
+    """
+
+    round: int
+    client: str
+    loss: float | None
+    refused: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class RoundRecord:
+    """One finished round.
+
+    round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i of those that counted
+    ({} of a sketched round, whose server sees sums only). refused: client -> why not (a refused upload or a failed
+    client). seconds: by phase. server_rank: the mean over modules of the state's rank. metrics: of the evaluator, {}
+    where it did not run. uploads: those that counted, as the server got them; () where it drops them. Of a private
+    round nothing but state, metrics, seconds and server_rank is told; `state.clients` is a secret: who took part.
+    attacked: what an adversary did, None where there is none.
+
+    Example:
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
+        >>> record.round, record.losses, record.weights
+        (1, {'site-1': 0.5, 'site-2': 0.5}, {'site-1': 0.5, 'site-2': 0.5})
+    """
+
+    round: int
+    state: RunState
+    losses: Mapping[str, float]
+    weights: Mapping[str, float]
+    refused: Mapping[str, str]
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+    bytes: Traffic
+    server_rank: float
+    uploads: tuple[Upload, ...]
+    attacked: Attacked | None = None
