@@ -217,8 +217,8 @@ def told(summary: Mapping[str, Any]) -> str:
     if early and "privacy" in summary and early.get("best_round") is None:
         return (
             f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, raise "
-            f"the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), and start it "
-            f"again."
+            f"the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), and start "
+            f"it again."
         )
     if early:
         return (
