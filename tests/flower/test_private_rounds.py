@@ -272,7 +272,7 @@ def test_nothing_that_leaves_tells_what_became_of_a_site(
         elif kind == "harmed":
             grid.offline = {"two"}
         caplog.clear()
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.INFO, "fedlora"):
             result = strategy.start(grid, num_rounds=2)
         found[kind] = everything(folder, grid, caplog.text)
         assert {tuple(dict(m)) for m in result.train_metrics_clientapp.values()} == {("clients", "loss")}
@@ -426,5 +426,5 @@ def test_killed_at_any_stage_the_same_sums_leave_and_are_charged_once(tmp_path: 
         again = {round for round, _ in one["trained"]}
         assert again == (set() if len(one["journal"]) == 2 else {2}), one
         assert one["lines"] == [1, 2], one
-        if len(one["journal"]) == 2:
-            assert one["digest"] == one["from the journal"], one
+        assert one["digest"] == one.get("from the journal", one["digest"]), one
+    assert any("from the journal" in one for one in found.values())

@@ -131,7 +131,7 @@ def main(folder: Path) -> None:
         lines = (home / "out" / "rounds.jsonl").read_text().splitlines()
         entry |= {"trained": trained(log), "after": journal(home), "lines": [json.loads(x)["round"] for x in lines]}
         entry |= {"charged": charged(home), "digest": (home / "digest").read_text()}
-        if len(entry["journal"]) == ROUNDS:
+        if stage == "before its line":
             shutil.rmtree(home / "server")  # from the journal alone, with nobody trained
             log.unlink(missing_ok=True)
             if forked(again) or trained(log):
