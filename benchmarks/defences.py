@@ -3,11 +3,11 @@
     python benchmarks/defences.py [--d 768] [--repeats 7] [--modules 4] [--json FILE] [--quick]
 
 25 clients of ranks 8 to 32 on modules of d x d, float32, the second round, so that readouts are no zeros. Rows: the
-server's aggregation by glora without a rule; its look at terms that cancel; the changes' Gram matrix alone (readouts included); the rules alone, on
-that matrix; the aggregation with each rule. A rule that moves changes adds what clients were sent to the mean, which
-has as many columns more as these readouts have different ones. The second row is a round without a rule of that many,
-from one client more: what the exact sum costs by itself where a rule leaves nobody out. One thread, contestants
-interleaved, processor time: ratios count, absolute times do not.
+server's aggregation by glora without a rule; its look at terms that cancel; the changes' Gram matrix alone (readouts
+included); the rules alone, on that matrix; the aggregation with each rule. A rule that moves changes adds what clients
+were sent to the mean, which has as many columns more as these readouts have different ones. One row is a round without
+a rule of that many, from one client more: what the exact sum costs by itself where a rule leaves nobody out. One
+thread, contestants interleaved, processor time: ratios count, absolute times do not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora.linalg import distinct
 from fedlora.linalg.parallel import one_by_one
 from fedlora.server.cancelling import cancelling
-from fedlora.linalg import distinct
 from fedlora.server.changes import Changes, Sent, changes
 from fedlora.server.judging import weigh
 from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum, Rule

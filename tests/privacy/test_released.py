@@ -9,7 +9,8 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -171,12 +172,72 @@ def test_a_federation_s_lines_are_on_the_list() -> None:
     listed = {place: {item.name.split(".")[0] for item in items(place)} for place in places()}
     assert keys_of(attempt, "capped") | keys_of(sites, "site_mean") <= listed["rounds.jsonl"]
     assert keys_of(finishing.finish, "stopped_early") <= listed["federation summary.json"]
-    for kind in (events.Began, events.Fated, events.Done, events.Again, events.PolicyChanged):
-        assert {field.name for field in fields(kind)} <= listed["events.jsonl"]
+    for kind in get_args(events.Event):  # each kind as a whole, or field by field
+        facts = {kind.NAME: {field.name: 0 for field in fields(kind)}}
+        assert unlisted("events.jsonl", facts) == [] or fate_of("events.jsonl", kind.NAME) is not None, kind
+    for dropped in ("fate", "awaited", "again"):
+        assert fate_of("events.jsonl", dropped) == "dropped"
     told = set(re.findall(r"^    fedlora_(\w+?)(?:_total)?(?:{|  )", metrics.__doc__ or "", re.M))
     told = {name.removesuffix("_seconds") if name == "last_event_timestamp_seconds" else name for name in told}
     known = listed["prometheus"] | {"upload_bytes", "last_event_timestamp"}
     assert told <= known, told - known
+    assert {"privacy_epsilon", "nodes_online", "client_fate"} <= told
+    history = pytest.importorskip("fedlora.flower.rounds.settings_history")
+    assert keys_of(history.History.with_, "held_out") <= listed["settings.json"]
+
+
+def a_status() -> Any:
+    """Of a private federation with one site, as `fedlora flower status` has it, while a round is played."""
+    status = pytest.importorskip("fedlora.flower.serving.status")
+    events = pytest.importorskip("fedlora.flower.rounds.events")
+    progress = pytest.importorskip("fedlora.flower.serving.progress")
+    standing = pytest.importorskip("fedlora.flower.serving.standing")
+    privacy = pytest.importorskip("fedlora.flower.terms.privacy")
+    terms = privacy.FederationPrivacy(clip=1.0, epsilon=8.0, delta=1e-4, population="p", ledger="l", members=["a"])
+    line = {"losses": {"a": 0.5}, "fates": {"a": {"fate": "trained", "why": ""}}, "weights": {"a": 1.0}, "seconds": 3.0,
+            "metrics": {"accuracy": 1.0}, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}  # fmt: skip
+    told = progress.progress_of(
+        [events.Done(1, line), events.Began(2, 1, ["a"], {}, 60.0, at="2026-01-01T00:00:00+00:00")]
+    )
+    site = status.SiteStatus("a", 4, "online", 1.0, "trained", "why", 0.5, 0.7, 1, 1000)
+    return status.Status(standing.Standing("f", 3, 1, 0, {"a": 4}, "", terms), told, (site,), 17, True, 1000, 2000)
+
+
+def test_a_status_is_on_the_list_and_shows_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status --json` of a private federation: members and ranks, and what was spent."""
+    status = pytest.importorskip("fedlora.flower.serving.status")
+    monkeypatch.setattr(status, "promise", lambda terms, rounds: "epsilon 8")
+    found = a_status()
+    whole = {**found._whole(10), "privacy": found.privacy()}
+    assert unlisted("status", whole) == []
+    assert all(unlisted("status round", one) == [] for one in whole["last_rounds"])
+    told = found.as_json()
+    assert told["sites"] == {"a": {"rank": 4}} and told["playing"]["asked"] == ["a"]
+    assert told["last_rounds"] == [
+        {"round": 1, "metrics": {"accuracy": 1.0}, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}
+    ]
+    assert told["privacy"] == {"promise": "epsilon 8", "epsilon": 1.0, "epsilon_planned": 8.0}
+    assert {"quorum", "database_bytes", "disk_free_bytes", "last_event"}.isdisjoint(told)
+    assert "no answer yet" not in found.headline()
+
+
+def test_prometheus_gets_of_a_private_federation_what_is_on_the_list(tmp_path: Path) -> None:
+    metrics = pytest.importorskip("fedlora.flower.serving.metrics")
+    places_ = pytest.importorskip("fedlora.flower.places")
+    found, exposed = a_status(), metrics.Exposed(places_.FederationFolder(tmp_path))
+    exposed.see(found.progress, [], found.standing)
+    names = {metric.name.removeprefix("fedlora_") for metric in exposed.collect()}
+    assert names == {"round", "rounds", "ended", "metric", "privacy_epsilon", "privacy_epsilon_planned"}
+    exposed.see(found.progress, [], replace(found.standing, privacy=None))
+    assert {"client_loss", "node_online", "database_bytes"} <= {
+        metric.name.removeprefix("fedlora_") for metric in exposed.collect()
+    }
+
+
+def test_what_serve_says_of_a_private_round_names_nobody() -> None:
+    lines = pytest.importorskip("fedlora.flower.serving.lines")
+    found = a_status()
+    assert lines.round_line(found.progress.lines[1], 1, 3) == "round 1 of 3  epsilon 1.000 of 8.000  accuracy 1.000"
 
 
 # ---- the filter ------------------------------------------------------------------------------------------------------

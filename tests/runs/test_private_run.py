@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError
-from fedlora.flower.terms.settings_from_run import from_tables
 from fedlora.privacy import Budget, Event, Ledger, Mechanism, accounting, fate_of, released
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.runs import private_outputs
@@ -486,11 +485,6 @@ def test_clients_files_need_public_data_to_measure_on(place: Path) -> None:
 def test_a_delta_of_one_in_n_is_no_promise(place: Path) -> None:
     with pytest.raises(ConfigError, match="promises nothing"):
         prepare(configured(place, "privacy.delta=0.4"))
-
-
-def test_flower_says_that_it_is_not_private() -> None:
-    with pytest.raises(ConfigError, match="do not call this federation private"):
-        from_tables({"privacy": {"clip": 1.0}, "data": {"labels": ["a", "b"]}})
 
 
 def test_a_config_without_the_table_is_as_before(place: Path) -> None:

@@ -5,44 +5,29 @@ A star stands for any one name. Where a table is not named further inside, it go
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-Fate = Literal["released", "privatised", "if-public", "secret", "dropped"]
-
-
-@dataclass(frozen=True)
-class Item:
-    """One thing at one place. name: with dots between the tables that it is in. reason: of its fate."""
-
-    place: str
-    name: str
-    fate: Fate
-    reason: str
-
-
-PUBLIC = "a public constant: configuration, code, base model or plan"
-MADE = "made of public things and noised sums alone (post-processing)"
-PAID = "the mechanism's output: charged in the ledger"
-LEDGER = "the ledger is public"
-TESTED = "a released model on held-out examples, which must be no client's"
-LOSS = "a function of one client's data, not noised"
-COUNT = "how many examples a client has is the client's; the weight uses min(n_i, n_max), and never shows it"
-WHO = "who took part, failed or was refused: amplification needs it secret, and a refusal is a client's own"
-UPLOADS = "computed of the uploads themselves, not of the noised sum"
-TRAFFIC = "sizes and times tell who took part and how much data it has"
-RESUME = "needed to go on after a crash; holds what clients did"
-ITSELF = "a client's own upload"
-OWN = "what one client gets by its own history is private towards the others only where it reaches that client alone"
-CHOICE = "a choice among states by what was measured: public where the measurement is"
-REFUSED = "it tells what single clients did or were taken for; attacks and robust rules are refused beside [privacy]"
-PLACES = "the names of clients' files can say who they are and what is in there"
-DATA = "facts about clients' data; a digest lets whoever guesses the data confirm it"
-
-
-def _items(place: str, fate: Fate, reason: str, *names: str) -> tuple[Item, ...]:
-    return tuple(Item(place, name, fate, reason) for name in names)
-
+from fedlora.privacy.federation_list import FEDERATION
+from fedlora.privacy.release_items import (
+    CHOICE,
+    COUNT,
+    DATA,
+    ITSELF,
+    LEDGER,
+    LOSS,
+    MADE,
+    OWN,
+    PAID,
+    PLACES,
+    PUBLIC,
+    REFUSED,
+    RESUME,
+    TESTED,
+    TRAFFIC,
+    UPLOADS,
+    WHO,
+    Fate,
+    Item,
+)  # fmt: skip
+from fedlora.privacy.release_items import as_items as _items
 
 RELEASES: tuple[Item, ...] = (
     # what a client is sent
@@ -207,113 +192,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("tracker", "dropped", TRAFFIC, "seconds", "bytes", "clients"),
     *_items("tracker", "dropped", UPLOADS, "padded_error", "norms"),
     *_items("tracker", "dropped", REFUSED, "change", "weight_after"),
-    # a federation on Flower: FED/server/rounds.jsonl. Who takes part is public there (q = 1); what came of it is not
-    *_items("rounds.jsonl", "released", PUBLIC, "round"),
-    *_items("rounds.jsonl", "released", LEDGER, "privacy"),
-    *_items("rounds.jsonl", "released", MADE, "server_rank"),
-    *_items("rounds.jsonl", "if-public", TESTED, "metrics"),
-    *_items(
-        "rounds.jsonl",
-        "dropped",
-        LOSS,
-        "losses",
-        "norms",
-        "far",
-        "site_metrics",
-        "site_mean",
-        "site_unmeasured",
-        "site_counts",
-        "site_share",
-        "site_capped",
-    ),
-    *_items("rounds.jsonl", "dropped", WHO, "weights", "refused", "fates", "attempt"),
-    *_items("rounds.jsonl", "dropped", COUNT, "capped"),
-    *_items("rounds.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
-    # FED/server/events.jsonl
-    *_items(
-        "events.jsonl", "released", PUBLIC, "at", "event", "round", "asked", "deadline", "added", "removed", "changed"
-    ),
-    *_items("events.jsonl", "dropped", LOSS, "loss", "norm"),
-    *_items("events.jsonl", "dropped", COUNT, "examples"),
-    *_items("events.jsonl", "dropped", WHO, "attempt", "client", "fate", "why", "not_asked", "line"),
-    *_items("events.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
-    # FED/server/summary.json: `flower.rounds.finishing`
-    *_items(
-        "federation summary.json",
-        "released",
-        PUBLIC,
-        "federation",
-        "finished",
-        "method",
-        "rounds",
-        "of",
-        "metric",
-        "measured_by",
-        "adapter",
-        "versions",
-        "settings",
-    ),
-    *_items("federation summary.json", "released", LEDGER, "privacy"),
-    *_items(
-        "federation summary.json",
-        "released",
-        MADE,
-        "diagnostics.*.rank",
-        "diagnostics.*.components",
-        "diagnostics.*.server_rank",
-        "diagnostics.*.singular_values",
-        "diagnostics.*.approximation",
-    ),
-    *_items("federation summary.json", "released", PUBLIC, "diagnostics.*.deviations"),
-    *_items(
-        "federation summary.json",
-        "dropped",
-        UPLOADS,
-        "diagnostics.*.total_rank",
-        "diagnostics.*.union_rank",
-        "diagnostics.*.full_rank",
-        "diagnostics.*.gap",
-        "diagnostics.*.tied",
-        "diagnostics.*.captured",
-        "diagnostics.*.kept",
-        "diagnostics.*.error",
-        "diagnostics.*.dropped",
-        "diagnostics.*.rounding",
-    ),
-    *_items(
-        "federation summary.json",
-        "dropped",
-        WHO,
-        "diagnostics.*.client_ranks",
-        "diagnostics.*.weights",
-        "sites",
-        "refusals",
-    ),
-    *_items("federation summary.json", "if-public", TESTED, "validation", "test", "confusion"),
-    *_items("federation summary.json", "if-public", CHOICE, "best_round", "stopped_early"),
-    *_items("federation summary.json", "dropped", LOSS, "site_test"),
-    *_items("federation summary.json", "dropped", TRAFFIC, "seconds"),
-    # Prometheus, without the prefix fedlora_: `flower.serving.metrics`
-    *_items(
-        "prometheus",
-        "released",
-        PUBLIC,
-        "round",
-        "rounds",
-        "ended",
-        "database_bytes",
-        "disk_free_bytes",
-        "nodes_online",
-        "node_online",
-    ),
-    *_items("prometheus", "released", LEDGER, "privacy"),
-    *_items("prometheus", "if-public", TESTED, "metric"),
-    *_items("prometheus", "dropped", LOSS, "loss", "client_loss", "client_norm"),
-    *_items("prometheus", "dropped", WHO, "client_fate"),
-    *_items("prometheus", "dropped", TRAFFIC, "round_seconds", "upload_bytes", "last_event_timestamp_seconds"),
-    # FED/: each entry of the server's folder as a whole
-    *_items("federation folder", "released", MADE, "adapter", "rounds.jsonl", "summary.json", "events.jsonl"),
-    *_items("federation folder", "if-public", CHOICE, "best"),
-    *_items("federation folder", "secret", RESUME, "checkpoints", "private", "journal", "logs", "superlink.db"),
-    *_items("federation folder", "dropped", OWN, "clients"),
+    *FEDERATION,
 )
+
+__all__ = ["RELEASES", "Fate", "Item"]

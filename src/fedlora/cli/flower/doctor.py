@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from fedlora.cli.flower.common import needed
-from fedlora.cli.screen import complain, console, print_json, red
+from fedlora.cli.screen import cell, complain, console, print_json, red
+from fedlora.core.echo import shown
 
 
 def doctor(
@@ -36,7 +38,8 @@ def doctor(
     else:
         table = Table("", "found", "")
         for what, found, sound in rows:
-            table.add_row(what, found, "ok" if sound else "not yet" if sound is None else red("no"))
+            sign = "ok" if sound else "not yet" if sound is None else red("no")
+            table.add_row(cell(what), Text(shown(found, 2000)), sign)
         console.print(table)
     if any(sound is False for _, _, sound in rows):
         wrong = "; ".join(f"{what}: {found}" for what, found, sound in rows if sound is False)

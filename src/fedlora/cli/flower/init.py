@@ -94,19 +94,36 @@ def init(
         f"  4. admit each by what it sends back: fedlora flower admit {folder} request.toml",
         f"A round needs {made.settings.server.quorum} of them (server.quorum in {here}/federation.toml).",
     ]
+    if made.settings.privacy is not None:
+        from fedlora.flower.terms.privacy import promise
+
+        lines[-1] = (
+            f"Private: {promise(made.settings.privacy, made.settings.run.rounds)}. All sites are asked in every round, "
+            f"and who is missing counts as zero: it begins once all are online. Members, rounds and [privacy] stay. "
+            f"What was spent: fedlora privacy {made.settings.privacy.ledger}"
+        )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: int) -> None:
     from fedlora.flower.setup.init_steps import trial
-    from fedlora.runs.config import load_config
+    from fedlora.runs.config import load_config, located, override_in, parse_config
+    from fedlora.runs.reading import read_tables
 
     demo = Path(sys.modules["fedlora"].__file__ or "").parent / "demo.toml"
     three = [
         "clients.count=3", "clients.ranks=[2,4,8]", "run.rounds=3", "server.quorum=2", "run.threads=1",
         "evaluate.every=1", "evaluate.clients_at_end=false",
     ]  # fmt: skip
-    loaded = load_config(config or demo, [*(three if config is None else []), *sets])
+    private = config is None and any(key.startswith("privacy.") for key in sets)
+    if private:  # a private round has no quorum, and the demo's file has one
+        raw = read_tables(demo)
+        raw.get("server", {}).pop("quorum", None)
+        for key in [*(key for key in three if not key.startswith("server.quorum")), *sets]:
+            override_in(raw, key)
+        loaded = located(parse_config(raw), Path.cwd())
+    else:
+        loaded = load_config(config or demo, [*(three if config is None else []), *sets])
     notes.print("loading the model, for the common start ...")
     trial(folder, loaded, superlink_port)
     console.print(f"{folder}: ready. Try it on this machine: fedlora flower up {folder}", markup=False, soft_wrap=True)

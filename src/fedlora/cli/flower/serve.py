@@ -108,6 +108,8 @@ def tell_end(folder: Path, now: Any, command: str = "serve") -> None:
     if not place.adapter.is_dir():
         text = f"{now.name}: {now.why} after {now.done} rounds; the summary is {place.summary}."
     more = f"For more rounds raise [run] rounds in {place.settings} and start it again."
+    if now.privacy is not None:
+        more = "Epsilon was promised for these rounds: more are another federation, charged to the same ledger."
     console.print(f"{text} {more}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -131,6 +133,9 @@ def _show(found: Any, rounds: int) -> None:
     from fedlora.server.judged import of_run, remarks, told
 
     console.print(found.headline(), markup=False, highlight=False, soft_wrap=True)
+    if found.private:
+        _show_private(found, rounds)
+        return
     last = found.progress.lines.get(found.progress.round, {}).get("defence") or {}
     judged = last.get("clients") or {}
     ruled = ["weight, after the rule"] if judged else []
@@ -158,11 +163,33 @@ def _show(found: Any, rounds: int) -> None:
     )  # fmt: skip
 
 
+def _show_private(found: Any, rounds: int) -> None:
+    """Members and their ranks are public, and what was spent; who was there is not told."""
+    table = Table("site", "rank")
+    for site in found.sites:
+        table.add_row(cell(site.name), cell(site.rank))
+    console.print(table)
+    if rounds and found.progress.lines:
+        console.print(_rounds_table(found.progress, rounds))
+    console.print(
+        f"private: {found.privacy()['promise']}.\nWho is online, late or refused is told to nobody but the server's "
+        f"operator, in server/private/log.",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
 def _rounds_table(progress: Any, count: int) -> Table:
-    from fedlora.flower.serving.progress import fates_of, loss_of
+    from fedlora.flower.serving.progress import fates_of, loss_of, spent_of
 
     shown = sorted(progress.lines.items())[-count:]
     names = sorted({str(name) for _, line in shown for name in line.get("metrics") or {}})
+    if any(spent_of(line) is not None for _, line in shown):
+        table = Table("round", "epsilon", "of planned", *names)
+        for number, line in shown:
+            spent = spent_of(line) or (None, None)
+            metrics = line.get("metrics") or {}
+            table.add_row(str(number), *(_number(x) for x in spent), *(_number(metrics.get(name)) for name in names))
+        return table
     table = Table("round", "loss", "seconds", "trained", "not", *names)
     for number, line in shown:
         fates = fates_of(line)

@@ -25,6 +25,7 @@ from fedlora.flower.rounds.events import Fate, Fated
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.norms import far_ones, update_norm
 from fedlora.flower.terms.policy import Policy, shares_lost
+from fedlora.server.intake import Intake
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState, Tally
 from fedlora.server.terms import ranks_of
@@ -49,7 +50,8 @@ class Closed:
 class Attempt:
     """One attempt. Mutable, used up by `close`.
 
-    number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages.
+    number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages. intake: of the
+    round, where it is open already.
     """
 
     def __init__(
@@ -63,16 +65,18 @@ class Attempt:
         *,
         attempt: int,
         deadline: float,
+        intake: Intake | None = None,
     ) -> None:
         self.server, self.policy, self.codec, self.memory, self.drawn = server, policy, codec, memory, drawn
         self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
         self.group = f"{memory.run}-{self.number}-{attempt - 1}"
-        self._online = online
+        self._online, self._intake = online, intake
         self._sent: dict[str, Download] = {}
         self._taken: dict[str, Reply] = {}
         self._fates: dict[str, Fated] = {}
         self._refusals = dict(memory.refusals)
         self._terms = server.terms(memory.state.server)
+        self.private = server.privacy is not None
 
     def questions(self) -> Iterator[Question]:
         """A message for each one who is asked, at its own rank, made when it is drawn."""
@@ -154,10 +158,10 @@ class Attempt:
         Raises:
             QuorumNotMet: too few usable uploads, or some that do not fit together. The state is unchanged.
         """
-        state, opened = self.memory.state, self.server.open(self.memory.state.server)
+        state, opened = self.memory.state, self._intake or self.server.open(self.memory.state.server)
         taken = {name: self._taken[name] for name in self.policy.clients if name in self._taken}  # not as they came
         claimed = {name: float(reply.upload.num_examples) for name, reply in taken.items()}
-        counts = self.policy.examples(claimed)
+        counts = self._counts(claimed)
         for name, count in counts.items():
             try:
                 opened.add(replace(taken[name].upload, num_examples=count))
@@ -181,6 +185,8 @@ class Attempt:
                 self._refusals.pop(name, None)
             elif name in memories:
                 memories[name] = replace(before, held=None)  # what it holds now is not known
+        if self.private and not self._sent:  # the sum was there: who trained for it before the kill is not known
+            memories = {name: replace(memory, held=None) for name, memory in memories.items()}
         known = {**self.memory.examples, **{name: claimed[name] for name in trained}}
         memory = FlowerState(
             self.memory.run, RunState(after.round, after, ReadOnly(memories)), self.refusals,
@@ -190,10 +196,19 @@ class Attempt:
         mean = sum(losses.values()) / len(losses) if losses else math.nan
         overturned = tuple(self._fates[name] for name in taken if name not in trained)
         by_examples = self.server.weighting == "examples"
-        capped = shares_lost({name: claimed[name] for name in trained}, counts) if by_examples else {}
+        capped = (
+            shares_lost({name: claimed[name] for name in trained}, counts) if by_examples and not self.private else {}
+        )
         return Closed(memory, self._line(after, losses, trained, capped), overturned, len(trained), mean)
 
     # -------------------------------------------------------------------------------------------------------- inside
+
+    def _counts(self, claimed: Mapping[str, float]) -> dict[str, float]:
+        """What each one's examples count for. In a private round nobody's depend on the others: there is no share cap
+        over those who came."""
+        if self.private:
+            return {name: min(n, self.policy.max_examples) for name, n in claimed.items()}
+        return self.policy.examples(claimed)
 
     def _judged(self, name: str, message: Message) -> Reply | str:
         """What a client sent, checked against the round's terms; or why that is not used."""

@@ -19,13 +19,16 @@ from flwr.serverapp import Grid
 
 from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core import checkpoint
-from fedlora.errors import ConfigError
+from fedlora.errors import BudgetSpent, ConfigError, LedgerError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.collecting import Clock
 from fedlora.flower.rounds.finishing import finish
 from fedlora.flower.rounds.measured_where import check, choosing_of, due, sites_measure
+from fedlora.flower.rounds.private_federation import opened_private, planned
+from fedlora.flower.rounds.private_strategy import PrivateFedLoRA
+from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
@@ -39,6 +42,8 @@ from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.folder import plain
+from fedlora.runs.private_plan import PrivacyPlan
+from fedlora.runs.private_run import PrivateRun
 from fedlora.runs.tracking import Tracker, make_tracker
 from fedlora.server.server import start
 from fedlora.training.metrics import score_name
@@ -59,6 +64,7 @@ class Federation:
     at_server: AtServer
     choosing: Choosing | None
     history: History
+    private: PrivateRun | None = None
 
     @property
     def best_checkpoint(self) -> Path:
@@ -95,7 +101,8 @@ class Federation:
 def open_federation(
     folder: Path, *, identify: Identify = registered_names, clock: Clock = time, measure: bool = True
 ) -> Federation:
-    """A federation at its last checkpoint, checked against the settings of the rounds before. Nothing is written.
+    """A federation at its last checkpoint, checked against the settings of the rounds before. Nothing is written but,
+    the first time, a private one's id.
 
     Args:
         measure: load what the server measures with, where it has a model.
@@ -111,6 +118,9 @@ def open_federation(
     policy = Policy.read(home.policy)
     server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
     seed_adapter, spec = read_adapter(home.start, scaling=settings.lora.unit)
+    plan: PrivacyPlan | None = None
+    if settings.privacy is not None:
+        server, plan = planned(settings, server, seed_adapter)
     began = start(server, seed_adapter)
     check_readouts(settings, server, began)
     agreement = Agreement.read(home.agreement)
@@ -126,30 +136,35 @@ def open_federation(
     examples = at_server.examples if choosing is not None and choosing.by == "server" else None
     held_out = held_out_digest(settings, examples) if measure else history.held_out
     history = history.with_(settings, rounds, held_out)
-    strategy = FedLoRA(
-        server,
-        policy,
-        began,
-        run=settings.id,
-        folder=home.checkpoints,
-        resume=True,
-        participation=settings.run.participation,
-        seed=settings.run.seed,
-        codec=OwnClients(
+    more: dict[str, Any] = {
+        "run": settings.id,
+        "folder": home.checkpoints,
+        "resume": True,
+        "seed": settings.run.seed,
+        "codec": OwnClients(
             settings.server.upload,
             settings.travelling(),
             server_facts(settings, agreement, seed_adapter.modules),
             known=lambda: Agreement.read(home.agreement).facts,
         ),
-        identify=identify,
-        clock=clock,
-        policy_file=home.policy,
-        record=home.server,
-        asking=Asking(
+        "identify": identify,
+        "clock": clock,
+        "policy_file": home.policy,
+        "record": home.server,
+    }
+    private: PrivateRun | None = None
+    strategy: FedLoRA
+    if settings.privacy is not None and plan is not None:
+        private = opened_private(home, settings, server, plan, rounds)
+        strategy = PrivateFedLoRA(policy, began, private=private, terms=settings.privacy, **more)
+    else:
+        asking = Asking(
             score_name(settings.evaluate.metric), lambda round: sites_measure(settings) and due(settings, round)
-        ),
-    )
-    return Federation(home, settings, strategy, spec, agreement.facts.base, at_server, choosing, history)
+        )
+        strategy = FedLoRA(
+            server, policy, began, participation=settings.run.participation, asking=asking, **more
+        )  # fmt: skip
+    return Federation(home, settings, strategy, spec, agreement.facts.base, at_server, choosing, history, private)
 
 
 def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:
@@ -183,7 +198,10 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         trackers = _trackers(federation)
         strategy.after_round = _AfterRound(federation, trackers)
         if federation.stopped(federation.lines()) is None:
-            strategy.start(grid, num_rounds=settings.run.rounds)
+            try:
+                strategy.start(grid, num_rounds=settings.run.rounds)
+            except (BudgetSpent, LedgerError) as error:  # it would come again
+                raise ConfigError(str(error)) from error
         asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised since
         if asked > settings.run.rounds and federation.stopped(federation.lines()) is None:
             log.info("%d rounds are asked for by now: it goes on, with the settings of now", asked)
@@ -196,10 +214,21 @@ def told(summary: Mapping[str, Any]) -> str:
     if not summary.get("finished", True):
         return f"{summary['rounds']} of {summary['of']} rounds are played, and the rest follow."
     early = summary.get("stopped_early")
+    if early and "privacy" in summary and early.get("best_round") is None:
+        return (
+            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, raise "
+            f"the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), and start "
+            f"it again."
+        )
     if early:
         return (
             f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, raise "
             f"evaluate.patience in federation.toml, or leave it out."
+        )
+    if "privacy" in summary:
+        return (
+            f"this federation is finished: all {summary['rounds']} rounds are played that epsilon was promised for, "
+            f"and its adapter is in server/adapter. More rounds are another federation, charged to the same ledger."
         )
     return (
         f"this federation is finished: all {summary['rounds']} rounds are played, and its adapter is in "
@@ -228,10 +257,10 @@ class _AfterRound:
         if choosing is not None and choosing.replaces(whole, best):
             checkpoint.keep_also(federation.best_checkpoint, federation.folder.checkpoints, state.round, keep=2)
         for tracker in self.trackers:
-            tracker.log(line["round"], numbers_of_round(whole))
+            tracker.log(line["round"], numbers(federation, whole))
         stopped = federation.stopped([*before, whole])
         if stopped is not None:
-            log.info("round %d: %s", line["round"], stopped["why"])
+            log.info("round %d: %s", line["round"], stopped["why"], extra=RELEASED)  # by public examples, if private
             strategy.stop("stopped early")
         return facts
 
@@ -246,8 +275,14 @@ def _trackers(federation: Federation) -> list[Tracker]:
     ]
     for tracker in made:
         for line in lines:
-            tracker.log(line["round"], numbers_of_round(line))
+            tracker.log(line["round"], numbers(federation, line))
     return made
+
+
+def numbers(federation: Federation, line: Line) -> dict[str, float]:
+    """What trackers are told of a round; of a private one what may leave."""
+    found = numbers_of_round(line)
+    return found if federation.private is None else public_numbers(found, line)
 
 
 def _finished(federation: Federation) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Fated, read_events
 from fedlora.flower.rounds.measured_where import sites_test
 from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.rounds.private_words import public_summary
 from fedlora.flower.rounds.results import Results, taken_part
 from fedlora.flower.rounds.site_evaluation import SiteRound
 from fedlora.flower.terms.settings import FederationSettings
@@ -56,6 +57,7 @@ def finish(grid: Grid, federation: Federation, trackers: Sequence[Tracker]) -> d
         federation.base_digest,
         _examples(home),
         judged,
+        None if federation.private is None else federation.private.spent(state.round),
     )
     scores: dict[str, dict[str, float]] = {}
     confusion: dict[str, Any] = {}
@@ -95,7 +97,7 @@ def finish(grid: Grid, federation: Federation, trackers: Sequence[Tracker]) -> d
             "best": best_line[key] if best_line is not None else {},
         },
         "best_round": best_line["round"] if best_line is not None else None,
-        "stopped_early": federation.stopped(lines),
+        "stopped_early": federation.stopped(lines) or getattr(strategy, "out_of_budget", None),
         "test": {"last": scores.get("adapter", {}), "best": scores.get("best", {})},
         "confusion": _confusion(settings, confusion),
         "site_test": {
@@ -105,12 +107,14 @@ def finish(grid: Grid, federation: Federation, trackers: Sequence[Tracker]) -> d
         "sites": taken_part(strategy.policy, lines),
         "refusals": dict(strategy.memory.refusals),
         **({"defence": judged} if judged is not None else {}),
-        "seconds": sum(line["seconds"] for line in lines),
+        "seconds": sum(line["seconds"] or 0.0 for line in lines),
         "adapter": "adapter" in scores,
         "versions": code_facts()["versions"],
         "settings": json.loads(settings.travelling()),
         "diagnostics": server.diagnostics(state.server),
     }  # fmt: skip
+    if results.spent is not None:
+        summary = public_summary(summary, results.spent)
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
 

@@ -29,6 +29,7 @@ from fedlora.runs.card import model_card
 from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import write_export
 from fedlora.runs.manifest import code_facts
+from fedlora.runs.private_run import told
 from fedlora.runs.readouts import global_adapter, with_base_change
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
@@ -43,7 +44,7 @@ class Results:
 
     spec: of the common start. base_digest: of the base model's weights, as agreed on, "" where it is not known.
     examples: client -> how many it said it trained on; of those that left, too. judged: what a robust rule did in all
-    rounds (`server.judged.of_run`).
+    rounds (`server.judged.of_run`). spent: of a private federation what the card says of it.
     """
 
     settings: FederationSettings
@@ -54,6 +55,7 @@ class Results:
     base_digest: str
     examples: Mapping[str, float]
     judged: Mapping[str, Any] | None = None
+    spent: Mapping[str, Any] | None = None
 
     def write_model(self, place: Path, state: RunState, scores: Mapping[str, float], by: str = "server") -> None:
         """The server's model, as one adapter with everything that belongs to it. by: who measured the scores."""
@@ -83,6 +85,7 @@ class Results:
             self._facts(by), config, adapter, round, scores,
             client=client, base=base,
             tokenizer=here.tokenizer is not None, judged=self.judged,
+            privacy=None if self.spent is None else told(self.spent),
         )  # fmt: skip
         write_export(
             place, adapter, self._named(base), here.tokenizer, self.settings.data.labels or (), card,

@@ -79,6 +79,7 @@ class History:
                     f"another federation (fedlora flower init)."
                 )
             _check_schedule(before, settings, rounds)
+            _check_promise(before, settings, rounds)
         for change in changes:
             log.info(
                 "settings: %s was %s and is %s from round %d on",
@@ -121,6 +122,16 @@ def _check_schedule(before: FederationSettings, settings: FederationSettings, ro
             f"run.rounds was {was} and is {now} now: with train.schedule = {settings.train.schedule!r} the learning "
             f"rate of every round depends on their number, and {rounds} are played. Set it back, or set "
             f"train.schedule = 'constant' too."
+        )
+
+
+def _check_promise(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
+    """Raises `ConfigError` where epsilon was promised for another number of rounds."""
+    was, now = before.run.rounds, settings.run.rounds
+    if was != now and settings.privacy is not None:
+        raise ConfigError(
+            f"run.rounds was {was} and is {now} now: {rounds} private rounds are played, and epsilon was promised for "
+            f"{was}. Set it back. For more rounds make another federation that charges the same ledger."
         )
 
 

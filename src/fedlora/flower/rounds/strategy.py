@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -35,7 +35,7 @@ from fedlora.flower.messages.records import to_array
 from fedlora.flower.rounds import server_log
 from fedlora.flower.rounds.attempt import Attempt, Closed
 from fedlora.flower.rounds.collecting import Answer, Awaiting, Clock, Limit, Question, collect
-from fedlora.flower.rounds.drawing import draw
+from fedlora.flower.rounds.drawing import Drawn, draw
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.online import Identify, registered_names, who_is_online
@@ -44,6 +44,7 @@ from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
 from fedlora.runs.defence import check_rule
+from fedlora.server.intake import Intake
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
@@ -73,6 +74,8 @@ class FedLoRA(Strategy):
         ConfigError: a method that these clients cannot run, or a server that needs a second exchange of messages; a
             checkpoint of another run.
     """
+
+    PRIVATE: ClassVar[bool] = False  # whether its rounds are those of a server with privacy
 
     def __init__(
         self,
@@ -107,8 +110,13 @@ class FedLoRA(Strategy):
                 if loaded[1].run != run:
                     raise ConfigError(f"{folder} holds the run {loaded[1].run!r}, not {run!r}.")
                 self.memory = loaded[1]
+        if (server.privacy is not None) != self.PRIVATE:
+            raise ConfigError(
+                "a server with privacy is played by PrivateFedLoRA, and no other server: FedLoRA plays rounds again, "
+                "and tells what became of single sites."
+            )
         self._check(policy)
-        if server.open(self.memory.state.server).exchanges > 1:
+        if not self.PRIVATE and server.open(self.memory.state.server).exchanges > 1:
             raise ConfigError("the Flower app has no second exchange in a round, which a sketch needs; simulate it.")
         self.fates: Mapping[str, Fated] = {}  # of the last attempt
         self.online: Mapping[str, int] = {}  # as it was when it was last looked at
@@ -117,6 +125,7 @@ class FedLoRA(Strategy):
         self._asking, self._evaluation = asking, SiteEvaluation("validation", run, 0, {}, {})
         self._stopped: str | None = None
         self._policy_told = ""
+        self._opened: Intake | None = None  # a round that says itself whom to ask
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
@@ -160,6 +169,8 @@ class FedLoRA(Strategy):
             while self.round < num_rounds and self._stopped is None:
                 number = self.round + 1
                 closed = self._play(grid, timeout, num_rounds)
+                if closed is None:
+                    continue
                 result.train_metrics_clientapp[number] = MetricRecord({"clients": closed.trained, "loss": closed.loss})
             why = self._stopped or "complete"
         except QuorumNotMet:
@@ -173,8 +184,8 @@ class FedLoRA(Strategy):
         result.arrays = self._arrays(self.memory.state.server)
         return result
 
-    def _play(self, grid: Grid, timeout: float | None, rounds: int) -> Closed:
-        """One round, in as many attempts as the policy has."""
+    def _play(self, grid: Grid, timeout: float | None, rounds: int) -> Closed | None:
+        """One round, in as many attempts as the policy has. None: none was played, and `stop` was called."""
         number, attempt = self.round + 1, 0
         while True:
             attempt += 1
@@ -194,7 +205,7 @@ class FedLoRA(Strategy):
                 continue
             for fated in closed.overturned:
                 self._event(fated)
-                server_log.fate(fated)
+                self._tell(fated)
             self.fates = trial.fates
             line = {**closed.line, "seconds": round(self._clock.monotonic() - began, 3)}
             self.lines.put(line)  # before the checkpoint: a line too many is cut off again, a missing one is not made
@@ -207,30 +218,39 @@ class FedLoRA(Strategy):
     def _attempt(self, grid: Grid, attempt: int, deadline: float) -> Attempt:
         """Ask, and take what comes until the deadline."""
         number, self.online = self.round + 1, self._online(grid)
-        drawn = draw(
-            self.policy, self.memory.refusals, self.online,
-            participation=self._participation, seed=self._seed, round=self.round,
-        )  # fmt: skip
+        drawn = self._draw()
         trial = Attempt(
-            self.server, self.policy, self._codec, self.memory, drawn, self.online, attempt=attempt, deadline=deadline
-        )
+            self.server, self.policy, self._codec, self.memory, drawn, self.online, attempt=attempt, deadline=deadline,
+            intake=self._opened,
+        )  # fmt: skip
         others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         self._event(Began(number, attempt, drawn.asked, others, deadline))
         for fated in trial.fates.values():
-            server_log.fate(fated)
+            self._tell(fated)
         for answer in collect(
             grid, trial.questions(), deadline=deadline, clock=self._clock, awaiting=self._awaiting(number, "training")
         ):
             fated = trial.take(answer)
             del answer
             self._event(fated)
-            server_log.fate(fated)
+            self._tell(fated)
         self.fates = trial.fates
         for name in drawn.asked:
             if name not in trial.asked:  # the method cannot serve it
                 self._event(self.fates[name])
-                server_log.fate(self.fates[name])
+                self._tell(self.fates[name])
         return trial
+
+    def _draw(self) -> Drawn:
+        """Who is asked now."""
+        return draw(
+            self.policy, self.memory.refusals, self.online,
+            participation=self._participation, seed=self._seed, round=self.round,
+        )  # fmt: skip
+
+    def _tell(self, fated: Fated) -> None:
+        """What became of one who was asked, or is missing."""
+        server_log.fate(fated)
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
         """What comes after a round that is stored: evaluation, and its line as it will stay."""

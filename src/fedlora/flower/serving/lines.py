@@ -7,7 +7,8 @@ from typing import Any
 
 from fedlora.core.echo import shown
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
-from fedlora.flower.serving.progress import fates_of, loss_of
+from fedlora.flower.serving.progress import fates_of, loss_of, spent_of
+from fedlora.privacy.accounting import epsilon_up
 
 WIDTH = 71  # columns: with the time before a line, 80
 _QUIET = ("trained", "offline", "not drawn", "quarantined")  # told with the round, and not by a line each
@@ -46,6 +47,8 @@ def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
     """
     loss, seconds = loss_of(line), line.get("seconds")
     head = f"round {number}" + (f" of {rounds}" if rounds else "")
+    if (spent := spent_of(line)) is not None:
+        return f"{head}  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}{_score(line)}"
     head += f"  loss {_number(loss, 3)}" if loss is not None else "  no loss"
     head += f"  {seconds:.0f} s" if isinstance(seconds, int | float) else ""
     head += _score(line)

@@ -18,6 +18,12 @@
     fedlora_disk_free_bytes                   where the federation's folder is
     fedlora_last_event_timestamp_seconds      when something happened last
     fedlora_ended                             1 once no more rounds are to be played
+    fedlora_privacy_epsilon                   of a private federation: epsilon of the rounds that are done
+    fedlora_privacy_epsilon_planned           of all its rounds
+    fedlora_privacy_population_epsilon        of all runs on these clients, as their ledger has it
+    fedlora_privacy_delta                     at which all of these are
+
+Of a private federation only what may leave is told (`fedlora.privacy.federation_list`): no loss, no fate, no name.
 
 All are gauges of what the folder says, also those that only grow: after a restart they go on where they were.
 """
@@ -39,6 +45,7 @@ from fedlora.flower.serving import database
 from fedlora.flower.serving.progress import Progress, loss_of
 from fedlora.flower.serving.standing import Standing, room_of
 from fedlora.flower.serving.superlink import NodeFacts
+from fedlora.privacy.released import fate_of
 
 
 class Exposed(Collector):
@@ -54,8 +61,14 @@ class Exposed(Collector):
             self._last = progress, tuple(nodes), standing
 
     def collect(self) -> Iterator[Metric]:
+        """All that is known; of a private federation, what the list of releases lets out."""
         with self._lock:
             progress, nodes, standing = self._last
+        for metric in self._known(progress, nodes, standing):
+            if (standing is not None and standing.privacy is None) or _leaves(metric.name):
+                yield metric
+
+    def _known(self, progress: Progress, nodes: Sequence[NodeFacts], standing: Standing | None) -> Iterator[Metric]:
         line = progress.lines.get(progress.round, {})
         yield _gauge("round", "rounds that are done", progress.round)
         if standing is not None:
@@ -90,6 +103,16 @@ class Exposed(Collector):
             yield _each("node_online", "whether the client's node is online", there)
         yield _gauge("database_bytes", "of the SuperLink's database", database.size(self._folder.database))
         yield _gauge("disk_free_bytes", "where the federation's folder is", room_of(self._folder))
+        privacy = line.get("privacy") or {}
+        ledger = privacy.get("ledger") or {}
+        for name, what, value in (
+            ("privacy_epsilon", "epsilon of the private rounds that are done", privacy.get("epsilon")),
+            ("privacy_epsilon_planned", "epsilon of all planned rounds", privacy.get("epsilon_planned")),
+            ("privacy_population_epsilon", "epsilon of all runs on these clients", ledger.get("epsilon")),
+            ("privacy_delta", "at which epsilon is", privacy.get("delta")),
+        ):
+            if isinstance(value, int | float):
+                yield _gauge(name, what, value)
         if progress.heard:
             at = datetime.fromisoformat(progress.heard).timestamp()
             yield _gauge("last_event_timestamp_seconds", "when something happened last", at)
@@ -117,6 +140,10 @@ def exposing(exposed: Exposed, address: str) -> Iterator[int]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _leaves(name: str) -> bool:
+    return fate_of("prometheus", name.removeprefix("fedlora_")) in ("released", "privatised", "if-public")
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

@@ -88,4 +88,14 @@ def loss_of(line: Mapping[str, Any]) -> float | None:
     return sum(weights[c] * losses[c] for c in losses) / sum(weights.values()) if losses else None
 
 
-__all__ = ["Progress", "after", "fates_of", "loss_of", "progress_of"]
+def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Epsilon of a private round and those before it, and of all that are planned; None of a round that is not."""
+    privacy = line.get("privacy")
+    if not isinstance(privacy, Mapping):
+        return None
+    found = [privacy.get(name) for name in ("epsilon", "epsilon_planned")]
+    so_far, planned = (float(x) if isinstance(x, int | float) else math.inf for x in found)
+    return so_far, planned
+
+
+__all__ = ["Progress", "after", "fates_of", "loss_of", "progress_of", "spent_of"]

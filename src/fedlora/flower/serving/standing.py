@@ -12,7 +12,9 @@ from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
 
 _LEAST_ROOM = 16_000_000  # bytes
@@ -21,7 +23,8 @@ _LEAST_ROOM = 16_000_000  # bytes
 @dataclass(frozen=True)
 class Standing:
     """name: the federation's. rounds: asked for. done: played. quorum: usable answers that a round needs. ranks: of
-    those who may take part. why: "complete" or "stopped early" where nothing is left to do, else ""."""
+    those who may take part. why: "complete" or "stopped early" where nothing is left to do, else "". privacy: the
+    table, where the rounds are private: then nothing is said of single sites."""
 
     name: str
     rounds: int
@@ -29,6 +32,7 @@ class Standing:
     quorum: int
     ranks: Mapping[str, Any]
     why: str = ""
+    privacy: FederationPrivacy | None = None
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -53,7 +57,19 @@ def standing(folder: FederationFolder) -> Standing:
     why = ""
     if summary is not None and summary.get("rounds") == done and summary.get("settings") == _travelling(settings):
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
-    return Standing(settings.id, rounds, done, settings.server.quorum or 1, ranks, why)
+    if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
+        why = ""  # it ended for want of budget, and the ledger may say another one by now: it is asked again
+    quorum = settings.server.quorum or 1
+    if settings.privacy is not None:  # it begins once all were there, and waits for nobody later
+        quorum = 0 if done or has_released(folder) else len(ranks)
+    return Standing(settings.id, rounds, done, quorum, ranks, why, settings.privacy)
+
+
+def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool:
+    try:
+        return Path(privacy.ledger).stat().st_mtime_ns > folder.summary.stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def rounds_done(folder: FederationFolder) -> int:

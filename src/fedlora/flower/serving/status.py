@@ -15,6 +15,8 @@ from fedlora.flower.serving.progress import Progress, fates_of, loss_of, progres
 from fedlora.flower.serving.serve_lock import holder
 from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
+from fedlora.flower.terms.privacy import promise
+from fedlora.privacy.released import filtered
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,27 @@ class Status:
     database: int
     free: int
 
+    @property
+    def private(self) -> bool:
+        """Whether nothing may be told of single sites."""
+        return self.standing.privacy is not None
+
+    def privacy(self) -> dict[str, Any]:
+        """What a private federation promises, and what its last round says that was spent."""
+        terms, line = self.standing.privacy, self.progress.lines.get(self.progress.round, {})
+        if terms is None:
+            return {}
+        return {"promise": promise(terms, self.standing.rounds), **(line.get("privacy") or {})}
+
     def as_json(self, rounds: int = 10) -> dict[str, Any]:
-        """For programs: all of it, with the last `rounds` rounds."""
+        """For programs: all of it, with the last `rounds` rounds; of a private federation what may leave."""
+        if not self.private:
+            return self._whole(rounds)
+        told = {**self._whole(rounds), "privacy": self.privacy()}
+        told["last_rounds"] = [filtered("status round", one, public=True) for one in told["last_rounds"]]
+        return filtered("status", told, public=True)
+
+    def _whole(self, rounds: int) -> dict[str, Any]:
         playing, now = self.progress.playing, self.standing
         return {
             "name": now.name,
@@ -94,6 +115,7 @@ class Status:
                     "measure_seconds": line.get("measure_seconds"),
                     "fates": fates_of(line),
                     "metrics": dict(line.get("metrics") or {}),
+                    **({"privacy": dict(line["privacy"])} if line.get("privacy") else {}),
                 }
                 for number, line in sorted(self.progress.lines.items())[-rounds:]
             ],
@@ -108,7 +130,8 @@ class Status:
         elif progress.playing is not None and self.served_by is not None:
             waiting = [name for name in progress.playing.asked if name not in progress.fates]
             state = f"round {progress.playing.round} of {now.rounds} goes on"
-            state += f", {_ago(progress.playing.at)}; no answer yet: {', '.join(waiting)}" if waiting else ""
+            if not self.private:
+                state += f", {_ago(progress.playing.at)}; no answer yet: {', '.join(waiting)}" if waiting else ""
         else:
             state = f"{now.done} of {now.rounds} rounds are done"
         began = f", begun {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""

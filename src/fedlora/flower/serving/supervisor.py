@@ -18,12 +18,14 @@ from typing import Protocol
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving import database
 from fedlora.flower.serving.lines import nodes_line, size_of, time_of
 from fedlora.flower.serving.serve_lock import serving
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, RunFacts, SuperLinkError
 from fedlora.flower.serving.telling import Say, Seen, Telling
+from fedlora.flower.terms.privacy import promise
 
 _NO_ROOM = ("No space left", "disk is full", "Disk quota exceeded")
 
@@ -140,12 +142,19 @@ class Supervisor:
         if left := self.link.left():
             self._say(f"{len(left)} processes of an earlier run were still there: ended")
             children.end_all(left)
-        if (gained := database.shrink(self.folder.database)) > 10_000_000:
+        gained = database.shrink(self.folder.database)
+        if gained > 10_000_000 and self.telling.standing().privacy is None:
             self._say(f"the SuperLink's database gave {size_of(gained)} back")
         self.telling.events(quietly=True)
         now = self.telling.standing()
         self._done = now.done
         self._say(f"{now.name}: {len(now.clients)} sites, {now.rounds} rounds, {now.done} of them done")
+        if now.privacy is not None:
+            self._say(f"private: {promise(now.privacy, now.rounds)}. docs/privacy.md")
+            self._say(
+                f"nothing that is said here tells of single sites: who is online, late or refused stands in "
+                f"{private_folder(self.folder)}/log, for this server's operator alone. Look there after round 1"
+            )
 
     def _bring_up(self) -> None:
         """The SuperLink, its list of keys, and no run of an earlier one."""
@@ -155,7 +164,11 @@ class Supervisor:
                 raise Stopped
             self._up = True
             held = size_of(database.size(self.folder.database))
-            self._say(f"SuperLink at {self.link.address} (TLS, node authentication); its database holds {held}")
+            private = self.telling.standing().privacy is not None  # how much there is tells who sent
+            self._say(
+                f"SuperLink at {self.link.address} (TLS, node authentication)"
+                + ("" if private else f"; its database holds {held}")
+            )
         for run in self.link.runs():
             if not run.over:
                 self._say(f"an earlier run was left {run.status}: stopped")
@@ -190,7 +203,14 @@ class Supervisor:
             self._keep_keys()
             now = self.telling.standing()
             there = nodes_line(self.telling.online, now.clients, now.quorum)
-            self.telling.again(f"waiting for sites; {there}", key=there)  # said when it changed, too
+            if now.privacy is None:
+                self.telling.again(f"waiting for sites; {there}", key=there)  # said when it changed, too
+            else:
+                self.telling.again(
+                    f"waiting until all {len(now.clients)} sites are online: a private federation begins then, and "
+                    f"waits for nobody later. Who is missing stands in {private_folder(self.folder)}/log; who will not "
+                    f"come is taken out by `fedlora flower remove`"
+                )
             self._sleep(self._pace.nodes)
 
     def _enough(self) -> bool:
@@ -266,7 +286,10 @@ class Supervisor:
         elif "fedlora.errors.ConfigError" in words:
             raise ConfigError(facts.details.removeprefix("ServerApp failed with exception: ") or words)
         elif facts.status == "finished:failed":
-            raise Lost(f"the run failed: {facts.details or children.last_words(words)}")
+            said = facts.details or (
+                children.last_words(words) if now.privacy is None else "logs/serverapp.log says why"
+            )
+            raise Lost(f"the run failed: {said}")
         else:
             raise Lost(f"the run is {facts.status}, and {now.done} of {now.rounds} rounds are done")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import EventReader
+from fedlora.flower.rounds.private_words import append_secret, private_folder
 from fedlora.flower.serving.lines import lines_of, nodes_line
 from fedlora.flower.serving.progress import Progress, after
 from fedlora.flower.serving.standing import Standing, standing
@@ -61,7 +63,14 @@ class Telling:
         if line != self._there:
             self._there = line
             self._said_at[line] = time.monotonic()
+            self.say_of_sites(line)
+
+    def say_of_sites(self, line: str) -> None:
+        """What names single sites: of a private federation it goes to the log that is secret."""
+        if self._standing.privacy is None:
             self.say(line)
+        else:
+            append_secret(private_folder(self.folder), f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {line}")
 
     @property
     def online(self) -> list[str]:

@@ -17,6 +17,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import connection
 from fedlora.flower.setup import doors, handshake
 from fedlora.flower.setup.policy_file import Rank
+from fedlora.flower.setup.private_checkup import privacy_rows
 from fedlora.flower.setup.project import check_quorum
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.facts import Agreement, admitted
@@ -45,6 +46,7 @@ def checked_folder(folder: Path) -> list[Row]:
         lambda: _place(there),
         lambda: _start(there, settings, policy.clients),
         lambda: _sites(there, settings, policy),
+        lambda: privacy_rows(there, settings, policy),
         lambda: _certificates(there, settings.network),
         lambda: _private(there),
         lambda: _doors(there, settings.network),
@@ -95,7 +97,10 @@ def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy
     names = list(policy.clients)
     try:
         check_quorum(settings, len(names))
-        rows: list[Row] = [("quorum", f"{settings.server.quorum or 1} of {len(names)} sites", True)]
+        quorum = f"{settings.server.quorum or 1} of {len(names)} sites"
+        if settings.privacy is not None:
+            quorum = f"none: all {len(names)} sites are asked, and who is missing counts as zero"
+        rows: list[Row] = [("quorum", quorum, True)]
     except FedLoRAError as error:
         rows = [("quorum", str(error), False)]
     rows += _rule(there, settings, policy)

@@ -8,6 +8,7 @@ from pathlib import Path
 from fedlora.core.folders import replacing_folder
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.setup.dealing import dealt_out, write_rows
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.project import Federation, check_quorum, write_federation
@@ -31,7 +32,8 @@ def federation(
         ConfigError, AdapterFormatError: what is wrong with the settings, the start or the model.
     """
     network = NetworkSection(name=name, port=port, superlink_port=superlink_port)
-    settings = with_quorum(read_run_file(config, overrides, labels, network=network), len(clients))
+    settings = read_run_file(config, overrides, labels, network=network)
+    settings = with_members(with_quorum(settings, len(clients)), clients)
     check_quorum(settings, len(clients))
     if start is not None:
         begun = given_start(start, settings)
@@ -43,6 +45,7 @@ def federation(
     else:
         begun = made_start(settings, settings.at_server.model, max(clients.values()))
     check_ranks(begun.shapes, clients)
+    check_private(settings, begun)
     agreement = Agreement()
     if start is None and settings.at_server.model is not None:
         facts = model_facts(settings.at_server.model, settings)
@@ -53,11 +56,27 @@ def federation(
 def with_quorum(settings: FederationSettings, sites: int) -> FederationSettings:
     """With a quorum: where none is asked for, more than half of those who take part in a round. One site that is early
     would else play all rounds alone."""
-    if settings.server.quorum is not None:
+    if settings.server.quorum is not None or settings.privacy is not None:  # a private round has none
         return settings
     asked = len(sample_clients([str(k) for k in range(sites)], settings.run.participation, seed=0, round=0))
     server = settings.server.model_copy(update={"quorum": asked // 2 + 1})
     return settings.model_copy(update={"server": server})
+
+
+def with_members(settings: FederationSettings, clients: Mapping[str, Rank]) -> FederationSettings:
+    """A private federation's settings with who is to take part, for good. Raises `ConfigError`: a site is no member."""
+    if settings.privacy is None:
+        return settings
+    largest = max(rank if isinstance(rank, int) else max(rank.values()) for rank in clients.values())
+    return settings.model_copy(update={"privacy": settings.privacy.for_members(list(clients), largest).checked()})
+
+
+def check_private(settings: FederationSettings, start: Start) -> None:
+    """Raises `ConfigError` where [privacy] cannot be kept, would leave nothing but noise, or passes the budget of its
+    population: before anything is written."""
+    if settings.privacy is not None:
+        server = settings.server.build(settings.method.build(), settings.run.seed)
+        check_affordable(settings, *planned(settings, server, start.adapter))
 
 
 def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
@@ -65,10 +84,12 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
     prepared = prepare(config, None)
     dealt = dealt_out(config, prepared, NetworkSection(port=superlink_port, superlink_port=superlink_port))
     clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}
-    check_quorum(dealt.settings, len(clients))
-    facts = model_facts(config.model.path, dealt.settings)
+    settings, start = with_members(dealt.settings, clients), Start(prepared.seed_adapter, prepared.spec)
+    check_quorum(settings, len(clients))
+    check_private(settings, start)
+    facts = model_facts(config.model.path, settings)
     agreement, _ = Agreement().with_(facts, "the trial's own model")
-    made = Federation(dealt.settings, clients, Start(prepared.seed_adapter, prepared.spec), agreement)
+    made = Federation(settings, clients, start, agreement)
     with replacing_folder(folder) as building:
         write_federation(building, folder.resolve(), made)
         there = FederationFolder(building)
@@ -79,4 +100,4 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
             write_site(there, folder.resolve(), site, own, config, facts)
 
 
-__all__ = ["federation", "trial", "with_quorum"]
+__all__ = ["check_private", "federation", "trial", "with_members", "with_quorum"]

@@ -76,6 +76,7 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
                 f"{settings.id!r}: the site joined with another server's join.toml. Send it {there.join(asked.site)}."
             )
         name, before = asked.site, policy.clients.get(asked.site)
+        _check_member(settings, name)
         now = _rank(there, name, before, rank, list(policy.clients))
         _check_ranks(there, {name: now})
         old = _old_key(there, asked, rotate)
@@ -99,6 +100,12 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
     return Admitted(name, asked.fingerprint, now, before, old, known, learned, told, online)
 
 
+def _check_member(settings: FederationSettings, name: str) -> None:
+    """Raises `ConfigError` for a site that a private federation did not count."""
+    if settings.privacy is not None:
+        settings.privacy.check_members([name])
+
+
 def invite(home: Path, name: str, rank: int | None) -> Path:
     """The join file of a site: of a new one, or of one that the policy has, written anew. Returns where it is.
 
@@ -110,6 +117,7 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
         known = policy.clients.get(name)
         if known is None:
             check_site(name, list(policy.clients))
+            _check_member(settings, name)
             if rank is None:
                 raise ConfigError(f"{quoted(name)} is a new site, and has no rank yet: --new {name}=8.")
             checked_rank(rank, name)

@@ -29,9 +29,22 @@ quarantine = 3      # refused uploads in a row after which a site is no longer a
 """
 
 
-def policy_text(clients: Mapping[str, Rank]) -> str:
-    """A new policy with safe defaults."""
-    return _HEAD + "".join(f"{_line(name, rank)}\n" for name, rank in clients.items())
+_PRIVATE_HEAD = """\
+# Who is asked: the server's word, whatever a client claims. Read anew at the beginning of each round.
+# The federation is private: all of them are asked in every round, who does not answer counts as zero, and nobody is
+# added to privacy.members of federation.toml. Sites are let in by `fedlora flower admit`.
+deadline = 600.0    # seconds; a round waits so long for sites to be online, and so long for their answers
+retries = 0         # a private round is played once
+quarantine = 0      # and everybody is asked
+# max_upload_mb = 100  # of one reply; left out: twice what the site's own upload can have, and 1 MB
+
+[clients]           # name = rank
+"""
+
+
+def policy_text(clients: Mapping[str, Rank], *, private: bool = False) -> str:
+    """A new policy with safe defaults. private: of a federation with [privacy]."""
+    return (_PRIVATE_HEAD if private else _HEAD) + "".join(f"{_line(name, rank)}\n" for name, rank in clients.items())
 
 
 def with_client(text: str, name: str, rank: Rank) -> str:

@@ -61,7 +61,7 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
     building.chmod(0o700)
     there = FederationFolder(building)
     made.settings.write(there.settings)
-    there.policy.write_text(policy_text(made.clients), encoding="utf-8")
+    there.policy.write_text(policy_text(made.clients, private=made.settings.privacy is not None), encoding="utf-8")
     write_adapter(there.start, made.start.adapter, made.start.spec)
     for name in ("keys", "requests"):
         (building / name).mkdir(mode=0o700)

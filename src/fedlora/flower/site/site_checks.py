@@ -20,6 +20,7 @@ from fedlora.flower.site.reach import NOTICED, Found, Server, look, private_key
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts, check
 from fedlora.flower.terms.joining import JoinFile, Request
+from fedlora.flower.terms.privacy import promise
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig
@@ -77,6 +78,8 @@ def checked_work(join: JoinFile, site: Site, cache: Path | None = None) -> tuple
     except FedLoRAError as error:
         return [("settings", str(error), False)], Facts()
     rows = _data(settings, join, site)
+    if settings.privacy is not None:  # the server's promise; a site sets nothing of it
+        rows.append(("privacy", promise(settings.privacy, settings.run.rounds), True))
     base, facts = _base(settings, join, site, cache)
     return [*rows, *base], facts
 
@@ -205,7 +208,7 @@ def main() -> None:
     wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
     worth = ("nothing of", ": little")
     told = [f"{what}: {found}" for what, found, _ in rows
-            if what in ("versions", "new key") or any(words in found for words in worth)]  # fmt: skip
+            if what in ("versions", "new key", "privacy") or any(words in found for words in worth)]  # fmt: skip
     print(json.dumps({"wrong": wrong, "told": told}))
 
 

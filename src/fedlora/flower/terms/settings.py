@@ -2,8 +2,8 @@
 
 id = "fed-4f21c0"       made once; sites keep their state by it
 [network] [at_server]   the server's alone
-[model] [data] [lora] [method] [server] [defence] [train] [run] [evaluate]    as in a run's file, without what belongs
-                        to one machine: paths, the dealing out of one file, worker processes
+[model] [data] [lora] [method] [server] [defence] [privacy] [train] [run] [evaluate]    as in a run's file, without what
+                        belongs to one machine: paths, the dealing out of one file, worker processes
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fedlora.core import files
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewhere, refuse_elsewhere
+from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig
 from fedlora.runs.defence import DefenceSection
@@ -49,14 +50,10 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # What may not change once a round is played: sites and the server would hold parts that do not belong together.
-FIXED = ("id", "model", "lora", "method", "data.labels", "run.seed", "server.heads", "server.upload")
+FIXED = ("id", "model", "lora", "method", "data.labels", "run.seed", "server.heads", "server.upload", "privacy")
 
-
-NOT_PRIVATE = (
-    "[privacy] is of `fedlora run`, in one process: a federation on Flower has no private rounds yet. Its rounds are "
-    "attempted again where too few sites answer, and its logs tell losses and refusals of single sites, so no epsilon "
-    "would hold. Leave the table out, and do not call this federation private"
-)
+# Of the table [privacy] these may: where it is charged, and how much all runs together may spend.
+_FREE = ("privacy.ledger", "privacy.budget")
 
 _HEAD = f"""\
 # What server and sites agree on. Sites receive it with every message: edit it here, and nowhere else.
@@ -156,13 +153,12 @@ class FederationSettings(Section):
     train: TrainSection = TrainSection()
     run: RunSection = RunSection()
     evaluate: EvaluateSection = EvaluateSection()
+    privacy: FederationPrivacy | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _not_private(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and raw.get("privacy") is not None:
-            raise ValueError(NOT_PRIVATE)
-        return raw
+    def _private_defaults(cls, raw: Any) -> Any:
+        return with_private_defaults(raw)
 
     @field_validator("id")
     @classmethod
@@ -192,6 +188,8 @@ class FederationSettings(Section):
         Raises:
             ConfigError: keys that would do nothing, or contradict each other.
         """
+        if wrong := list(refusals(self)):
+            raise ConfigError("; ".join(wrong))
         idle = unused(self._everything())
         if idle:
             raise ConfigError(f"{'; '.join(dict.fromkeys(idle))}. Leave it out")
@@ -207,9 +205,14 @@ class FederationSettings(Section):
 
     def travelling(self) -> str:
         """What goes to the sites, as canonical JSON: all but [network] and [at_server]. Defaults too, for another
-        version may have others; a [defence] only where there is one, for a version before it knows no such table."""
-        beside = {"network", "at_server"} | ({"defence"} if self.defence.rule == "none" else set())
+        version may have others; [defence] and [privacy] only where they are, for a version before them knows no such
+        table, and of [privacy] not the ledger's path."""
+        beside: dict[str, Any] = {"network": True, "at_server": True, "privacy": {"ledger"}}
+        if self.defence.rule == "none":
+            beside["defence"] = True
         said = self.model_dump(mode="json", exclude=beside)
+        if self.privacy is None:
+            del said["privacy"]
         return json.dumps(said, sort_keys=True)
 
     @classmethod
@@ -235,7 +238,10 @@ class FederationSettings(Section):
         raw = read_tables(path, "federation's settings")
         refuse_elsewhere(raw)
         try:
-            return checked(cls, raw).check().located(path.parent)
+            found = checked(cls, raw).check().located(path.parent)
+            if found.privacy is not None:
+                found.privacy.checked()
+            return found
         except ConfigError as error:
             raise ConfigError(f"the federation's settings {path}: {error}.") from error
 
@@ -259,7 +265,10 @@ class FederationSettings(Section):
                 changes[part] = str((folder / path).resolve())
         if here.model and here.model not in PACKAGED and (folder / here.model).exists():
             changes["model"] = str((folder / here.model).resolve())
-        return self.model_copy(update={"at_server": here.model_copy(update=changes)})
+        private = self.privacy
+        if private is not None and private.ledger:
+            private = private.model_copy(update={"ledger": str((folder / private.ledger).resolve())})
+        return self.model_copy(update={"at_server": here.model_copy(update=changes), "privacy": private})
 
     # -------------------------------------------------------------------------------------------------- what it means
 
@@ -335,7 +344,9 @@ class FederationSettings(Section):
 
     def fixed(self) -> dict[str, Any]:
         """Key -> value of what must not change once a round is played."""
-        return {key: value for key, value in _flat(self).items() if _is_fixed(key)}
+        return {
+            key: value for key, value in _flat(self).items() if _is_fixed(key) and (key, value) != ("privacy", None)
+        }
 
     def fixed_digest(self) -> str:
         """SHA-256, first 16 hex digits, of what must not change once a round is played."""
@@ -370,7 +381,7 @@ def changed(old: FederationSettings, new: FederationSettings) -> tuple[Change, .
 
 
 def _is_fixed(key: str) -> bool:
-    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)
+    return key not in _FREE and any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)
 
 
 def _flat(settings: FederationSettings) -> dict[str, Any]:

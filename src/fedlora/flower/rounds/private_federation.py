@@ -1,0 +1,122 @@
+"""A private federation on its folder and its ledger: what is planned, what releases, and what was spent.
+
+FED/server/private/    for the server alone (mode 700), as RUN/private of `fedlora run`
+    run.json    its id in the ledger         journal/    the noised sums         log    what became of single sites
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import files
+from fedlora.core.lora import Adapter
+from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError, LedgerError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.private_words import private_folder
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.privacy.ledger import Ledger
+from fedlora.runs.private_plan import PrivacyPlan, plan_of
+from fedlora.runs.private_releases import OnDisk, Planned
+from fedlora.runs.private_run import PrivateRun
+from fedlora.server.private_options import Privacy
+from fedlora.server.private_round import PrivateRound
+from fedlora.server.server import Server
+
+
+def planned(settings: FederationSettings, server: Server, start: Adapter) -> tuple[Server, PrivacyPlan]:
+    """The server as [privacy] says, and what its rounds cost: from public constants alone. It releases nothing yet.
+
+    Args:
+        server: of these settings, without privacy. start: the common one, of the largest rank.
+
+    Raises:
+        ConfigError: no [privacy], or a method, server or start that cannot be private: which, and why.
+    """
+    section = settings.privacy
+    if section is None:
+        raise ConfigError("this federation has no table [privacy].")
+    rounds, largest = settings.run.rounds, max(start.ranks.values())
+    try:
+        privacy = section.build(
+            Planned(), clients=section.named(), largest=largest, rounds=rounds, participation=1.0,
+            seed=settings.run.seed,
+        )  # fmt: skip
+        private = replace(server, privacy=privacy)
+        opened = private.open(private.init(start))
+        cost = section.cost(rounds, 1.0)
+    except HyperparameterError as error:
+        raise ConfigError(f"[privacy] cannot be kept: {error}") from error
+    if not isinstance(opened, PrivateRound):
+        raise ConfigError("this federation has no table [privacy].")
+    return private, plan_of(privacy, opened.layout, opened.mechanism, rounds, cost, section.delta)
+
+
+def check_affordable(settings: FederationSettings, private: Server, plan: PrivacyPlan) -> None:
+    """Before anything is released.
+
+    Raises:
+        ConfigError: the noise would leave nothing, or all rounds would pass the population's budget; nothing is
+            charged.
+    """
+    plan.require_signal()
+    privacy = _privacy(private)
+    try:
+        _releases(settings, Path(), "planned").check_budget(privacy.mechanism(plan.size), plan.size, 1.0)
+    except (BudgetSpent, LedgerError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def opened_private(
+    home: FederationFolder, settings: FederationSettings, private: Server, plan: PrivacyPlan, done: int
+) -> PrivateRun:
+    """The federation as it goes on after `done` rounds. The first time its id is written.
+
+    Raises:
+        ConfigError: as `check_affordable`; a ledger that lacks rounds that were released. CheckpointError.
+    """
+    folder = private_folder(home)
+    path = folder / "run.json"
+    if not path.is_file():
+        if done:
+            raise CheckpointError(
+                f"{path} is gone, and {done} private rounds are played: what they were charged as is not known. "
+                f"Restore {folder} from a backup."
+            )
+        check_affordable(settings, private, plan)
+        for secret in (folder, home.checkpoints):  # these say who took part
+            secret.mkdir(parents=True, exist_ok=True)
+            secret.chmod(0o700)
+        files.write(path, json.dumps({"run": secrets.token_hex(8)}))
+    try:
+        run = str(json.loads(path.read_text(encoding="utf-8"))["run"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); restore it from a backup.") from error
+    try:
+        releases = _releases(settings, folder, run)
+        releases.check_charged(done)
+    except (CheckpointError, LedgerError, BudgetSpent) as error:
+        raise ConfigError(str(error)) from error
+    privacy = replace(_privacy(private), releases=releases, diary=releases.note)
+    return PrivateRun(replace(private, privacy=privacy), releases, plan)
+
+
+def _privacy(private: Server) -> Privacy:
+    if private.privacy is None:
+        raise ConfigError("this federation has no table [privacy].")
+    return private.privacy
+
+
+def _releases(settings: FederationSettings, folder: Path, run: str) -> OnDisk:
+    section, rounds = settings.privacy, settings.run.rounds
+    if section is None:
+        raise ConfigError("this federation has no table [privacy].")
+    ledger = Ledger(Path(section.ledger), section.population)
+    more: dict[str, Any] = {"rounds": rounds, "delta": section.delta}
+    return OnDisk(folder, run, ledger, section.limit(ledger, rounds, 1.0), **more)
+
+
+__all__ = ["check_affordable", "opened_private", "planned"]

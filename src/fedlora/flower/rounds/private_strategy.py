@@ -1,0 +1,195 @@
+"""PrivateFedLoRA: rounds of one clipped and noised sum on a network. docs/privacy.md says what it promises.
+
+All members are asked in every round, once. Who is refused, offline, late, fails or abstains counts as zero, and the
+round takes place: there is no quorum, no second attempt, no second draw. The noised sum is written down and charged
+before anything of the round is told or stored; after a kill the same sum is used again, and nobody is asked for it.
+What is told of a round is what the list of releases lets out; what became of single sites stands in private/log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, FedLoRAError, LedgerError
+from fedlora.flower.rounds import server_log
+from fedlora.flower.rounds.attempt import Attempt, Closed
+from fedlora.flower.rounds.drawing import Drawn
+from fedlora.flower.rounds.events import Done, Ended, Event, Fate, Fated, PolicyChanged
+from fedlora.flower.rounds.private_words import RELEASED, logs_kept_secret, public_event, public_line
+from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.privacy import FederationPrivacy, check_policy
+from fedlora.privacy.accounting import epsilon_up
+from fedlora.runs.private_run import PrivateRun
+from fedlora.server.private_options import Privacy
+from fedlora.server.state import RunState
+
+log = logging.getLogger(__name__)
+_OURS = (ConfigError, CheckpointError, LedgerError, BudgetSpent)  # whose words are of the server's own files
+
+
+class PrivateFedLoRA(FedLoRA):
+    """As `FedLoRA`, private.
+
+    Args:
+        policy: who is asked; with quarantine = 0, retries = 0 and no share cap. private: its server, which releases,
+            and its plan. terms: [privacy] of the federation. more: as `FedLoRA`; sites are never asked to measure.
+
+    Raises:
+        ConfigError: a policy that breaks what is promised.
+    """
+
+    PRIVATE = True
+
+    def __init__(
+        self, policy: Policy, state: RunState, *, private: PrivateRun, terms: FederationPrivacy, **more: Any
+    ) -> None:
+        self.private, self._terms = private, terms
+        self.out_of_budget: Mapping[str, Any] | None = None
+        if more.get("asking") is not None or more.get("participation", 1.0) != 1.0:
+            raise ConfigError("a private federation asks all members in every round, and none of them to measure.")
+        super().__init__(private.server, policy, state, **more)
+
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        """As `FedLoRA.start`. A round for which the population's budget has no room ends the rounds.
+
+        Raises:
+            BudgetSpent: there is no room for the first one. ConfigError, CheckpointError, LedgerError: of the server's
+                files. FedLoRAError: anything else; the reason is told to private/log alone.
+        """
+        server_log.listen()
+        with logs_kept_secret(self._note):
+            try:
+                return super().start(*args, **kwargs)
+            except _OURS:
+                raise
+            except Exception as error:
+                self._note(f"the rounds failed: {type(error).__name__}: {error}")
+                raise FedLoRAError(
+                    f"round {self.round + 1} of a private federation failed. Nothing of it was released, or what was "
+                    f"is stored; the reason may tell of single sites, and stands in {self.private.releases.folder}/log."
+                ) from None
+
+    # ------------------------------------------------------------------------------------------------------ the rounds
+
+    def _play(self, grid: Grid, timeout: float | None, rounds: int) -> Closed | None:
+        number = self.round + 1
+        self._read_policy(number)
+        deadline = timeout or self.policy.deadline
+        try:
+            self._opened = self.server.open(self.memory.state.server)
+            asked = bool(self._opened.asked)
+            if asked:
+                self._require_room(number)  # before anybody trains for it
+                self._wait_for_members(grid, deadline)
+            trial = self._attempt(grid, 1, deadline)
+            if asked:
+                self._tell_lost(number, trial)
+            closed = trial.close()  # written down and charged in there
+        except BudgetSpent as spent:
+            if not self.round:
+                raise
+            self._out_of_budget(number, rounds, spent)
+            return None
+        self.fates = {}
+        line = public_line({**closed.line, "seconds": None}, self.private.spent(number))
+        self.lines.put(line)
+        self.memory = closed.memory
+        self._save()
+        self._finish(grid, line)
+        p = line["privacy"]
+        log.info(
+            "round %d of %d: epsilon %s of the planned %s at delta %g", number, rounds, epsilon_up(p["epsilon"]),
+            epsilon_up(p["epsilon_planned"]), p["delta"], extra=RELEASED,
+        )  # fmt: skip
+        return replace(closed, trained=0, loss=math.nan, overturned=())
+
+    def _draw(self) -> Drawn:
+        """All members; nobody, where the round's noised sum is there already."""
+        asked = self._opened.asked if self._opened is not None else None
+        fates = dict[str, tuple[Fate, str]]()
+        for name in self.policy.clients:
+            if name not in (asked or ()):
+                fates[name] = ("not drawn", "")
+            elif name not in self.online:
+                fates[name] = ("offline", "it is not online")
+        return Drawn(tuple(name for name in self.policy.clients if name not in fates), fates)
+
+    def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
+        """What comes after a round that is stored: nobody else measures than the server, on public examples."""
+        more = self.after_round(line) if self.after_round is not None else None
+        line = public_line({"metrics": {}, **line, **(more or {})}, line["privacy"])
+        self.lines.put(line)
+        self._event(Done(line["round"], line))
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    @property
+    def _privacy(self) -> Privacy:
+        found = self.server.privacy
+        if found is None:
+            raise ConfigError("PrivateFedLoRA needs a server with privacy.")
+        return found
+
+    def _check(self, policy: Policy) -> None:
+        check_policy(policy, self._terms)
+        super()._check(policy)
+
+    def _require_room(self, number: int) -> None:
+        """Raises `BudgetSpent` where this round would pass the population's budget."""
+        releases, plan = self.private.releases, self.private.plan
+        event = releases.event(number, self._privacy.mechanism(plan.size), plan.size, 1.0)
+        releases.ledger.check(event, releases.budget, 1)
+
+    def _wait_for_members(self, grid: Grid, seconds: float) -> None:
+        """Until all members are online, or so long: then the round goes on with those who are."""
+        until = self._clock.monotonic() + seconds
+        while set(self.policy.clients) - set(self._online(grid)) and self._clock.monotonic() < until:
+            self._clock.sleep(1.0)
+
+    def _out_of_budget(self, number: int, rounds: int, spent: BudgetSpent) -> None:
+        why = (
+            "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile"
+        )
+        if self.private.releases.was_charged(number):
+            why = (
+                f"this federation's own round {number} was released and charged already, and its noised sum is not in "
+                f"this folder: the folder is a copy, or was set back. Go on in the folder that has it"
+            )
+        self.out_of_budget = {"round": self.round, "of": rounds, "best_round": None, "best": None, "why": why}
+        log.warning("round %d is not played: %s", number, spent, extra=RELEASED)
+        self.stop("budget")
+
+    def _event(self, event: Event) -> None:
+        public = public_event(event, list(self.policy.clients))
+        if public is not None:
+            super()._event(public)
+        if isinstance(event, Fated) and event.fate == "trained":
+            loss = "" if event.loss is None else f", loss {event.loss:.4g}"
+            self._note(f"{event.client} answered: {event.examples} examples in {event.seconds} s{loss}")
+        elif isinstance(event, PolicyChanged | Ended) and event.why != getattr(public, "why", ""):
+            self._note(event.why)
+
+    def _tell(self, fated: Fated) -> None:
+        """Nobody: `_tell_lost` does, to the log that is secret."""
+
+    def _tell_lost(self, number: int, trial: Attempt) -> None:
+        """Of those who sent nothing that could be looked at. Whom the round itself refuses it notes itself."""
+        for name, fated in trial.fates.items():
+            if fated.fate != "trained":
+                self._privacy.note(number, name, f"{fated.fate}: {fated.why}")
+        for name in sorted(set(self._terms.named()) - set(self.policy.clients)):
+            self._privacy.note(number, name, "removed: policy.toml does not name it")
+
+    def _note(self, what: str) -> None:
+        self._privacy.note(self.round + 1, "", what)
+
+
+__all__ = ["PrivateFedLoRA"]

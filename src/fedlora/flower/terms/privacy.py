@@ -1,0 +1,169 @@
+"""The table [privacy] of a federation: that of a run, and what a network makes different.
+
+The ledger counts on q = 1: who takes part can be seen in traffic and timing. All members are asked in every round, and
+the mean is divided by a number of the settings, whoever answers. It is a promise of the server's: a site sets nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
+
+from fedlora.errors import ConfigError, HyperparameterError
+from fedlora.flower.terms.policy import Policy
+from fedlora.privacy.accounting import epsilon_up
+from fedlora.runs.privacy_section import PrivacySection, with_private_server
+
+if TYPE_CHECKING:
+    from fedlora.flower.terms.settings import FederationSettings
+
+
+class FederationPrivacy(PrivacySection):
+    """As [privacy] of a run; docs/privacy.md.
+
+    members: the names of all sites that may ever take part. They are public; the noised sum is divided by how many they
+    are, whoever answers. `init` writes them. ledger: a path of the server's, which does not travel; "" at a site.
+    """
+
+    ledger: str = ""
+    members: list[Annotated[str, Field(min_length=1)]] | None = None
+
+    @model_validator(mode="after")
+    def _all_every_round(self) -> FederationPrivacy:
+        if self.sampling == "poisson":
+            raise ValueError(
+                "privacy.sampling = 'poisson' makes epsilon smaller only while nobody can see who takes part, and on a "
+                "network traffic and timing show it: a federation's ledger uses q = 1, and all members are asked in "
+                "every round. Leave sampling out; the secret draw is for `fedlora run`, in one process"
+            )
+        return self
+
+    def named(self) -> tuple[str, ...]:
+        """The members. Raises `ConfigError` where they are not there."""
+        if not self.members:
+            raise ConfigError(
+                "privacy.members is missing: the names of all sites that may ever take part. The mean is divided by "
+                "how many they are, whoever answers. `fedlora flower init` writes them"
+            )
+        if len(set(self.members)) < len(self.members):
+            raise ConfigError(f"privacy.members names a site twice: {', '.join(self.members)}")
+        return tuple(self.members)
+
+    def for_members(self, clients: Sequence[str], largest: int) -> FederationPrivacy:
+        """With what `init` knows, where it is not set: who they are, and their largest rank as the server's. Raises
+        `ConfigError` where a site is no member."""
+        found = self.model_copy(update={"members": self.members or list(clients), "rank": self.rank or largest})
+        found.check_members(clients)
+        return found
+
+    def check_members(self, clients: Iterable[str]) -> None:
+        """Raises `ConfigError` for a site that is no member."""
+        members = self.named()
+        if odd := [name for name in clients if name not in members]:
+            raise ConfigError(
+                f"{odd[0]!r} is none of the {len(members)} members of this private federation "
+                f"({', '.join(members[:5])}{', ...' if len(members) > 5 else ''}): the mean is divided by their number "
+                f"in every round, as it was promised, and nobody is added. To let more sites in, make another "
+                f"federation that charges the same ledger, or name them in privacy.members before the first round"
+            )
+
+    def checked(self) -> FederationPrivacy:
+        """This, at a server. Raises `ConfigError`."""
+        members = len(self.named())
+        if not self.ledger:
+            raise ConfigError("privacy.ledger is missing: the file where all runs on these clients are charged")
+        if self.delta >= 1 / members:
+            raise ConfigError(
+                f"privacy.delta = {self.delta:g} with {members} clients: to show one of them at random, whole, has "
+                f"delta = 1 / n = {1 / members:.2g}, so this promises nothing. Take a delta far below it"
+            )
+        return self
+
+
+def with_private_defaults(raw: Any) -> Any:
+    """A federation's tables in which [privacy], where it is there, has set what nobody set in [server] and [data]: the
+    sites hold nothing out, for what they measure would be released without noise."""
+    raw = with_private_server(raw)
+    if not isinstance(raw, Mapping) or raw.get("privacy") is None or not isinstance(raw.get("data", {}), Mapping):
+        return raw
+    return {**raw, "data": {"validation": 0.0, "test": 0.0, **raw.get("data", {})}}
+
+
+def refusals(settings: FederationSettings) -> Iterator[str]:
+    """A line for each setting that [privacy] cannot go with. The server's own are `server.private_options`'."""
+    data, run, evaluate = settings.data, settings.run, settings.evaluate
+    if settings.privacy is None:
+        return
+    if run.participation != 1.0:
+        yield (
+            f"run.participation = {run.participation:g} draws some of the sites, and [privacy] on a network asks all "
+            f"of them in every round (q = 1): leave it out"
+        )
+    if settings.server.quorum is not None:
+        yield (
+            f"server.quorum = {settings.server.quorum} repeats a round in which too few answer, and whether a private "
+            f"round takes place would say who came: who is missing counts as zero. Leave it out"
+        )
+    if settings.defence.rule != "none":
+        yield (
+            f"defence.rule = {settings.defence.rule!r} weighs each site by what the others sent, so that one site's "
+            f"part has no bound: leave [defence] or [privacy] out"
+        )
+    for part in ("validation", "test"):
+        if share := getattr(data, part):
+            yield (
+                f"data.{part} = {share:g} is measured at the sites, on their own data, and scores without noise would "
+                f"leave: leave it out, and let the server measure on a file of public data (at_server.{part})"
+            )
+    if evaluate.target == "clients" or evaluate.clients_at_end:
+        key = "evaluate.target = 'clients'" if evaluate.target == "clients" else "evaluate.clients_at_end"
+        yield f"{key} measures at the sites, on their own data, and scores without noise would leave: leave it out"
+    if run.readouts:
+        yield "run.readouts writes what single sites get, and a private federation tells of none: leave it out"
+
+
+def promise(privacy: FederationPrivacy, rounds: int) -> str:
+    """What everybody may be told that the federation promises, in a sentence."""
+    try:
+        epsilon = f"epsilon {epsilon_up(privacy.cost(rounds, 1.0))}"
+    except HyperparameterError:  # without the libraries of fedlora[privacy], as at a site
+        epsilon = (
+            f"epsilon {privacy.epsilon:g}"
+            if privacy.epsilon is not None
+            else (f"noise multiplier {privacy.noise_multiplier:g} (epsilon needs pip install 'fedlora[privacy]')")
+        )
+    return (
+        f"{epsilon} at delta {privacy.delta:g} for all {rounds} rounds; the unit is one site: its whole part in a "
+        f"round is there, or is zero. The server is trusted: it sees every update"
+    )
+
+
+def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
+    """Raises `ConfigError` for a policy that would break what privacy promises."""
+    wrong = []
+    try:
+        privacy.check_members(policy.clients)
+    except ConfigError as error:
+        wrong.append(str(error))
+    if policy.max_weight_share is not None:
+        wrong.append(
+            f"max_weight_share = {policy.max_weight_share:g} holds one site to a share of those who came, so that who "
+            f"came changes what one site does; the clip bounds it here. Leave it out"
+        )
+    if policy.quarantine:
+        wrong.append(
+            f"quarantine = {policy.quarantine} asks a site no longer, which traffic shows, and all members are asked "
+            f"in every round. Set quarantine = 0"
+        )
+    if policy.retries:
+        wrong.append(
+            f"retries = {policy.retries} plays a round again where too few answer, and a private round is played once, "
+            f"whoever comes. Set retries = 0"
+        )
+    if wrong:
+        raise ConfigError(f"[privacy] cannot be kept with this policy.toml: {'; '.join(wrong)}.")
+
+
+__all__ = ["FederationPrivacy", "check_policy", "promise", "refusals", "with_private_defaults"]

@@ -1,0 +1,176 @@
+"""The list of releases of a federation on Flower. Who its members are is public, and all of them are asked (q = 1); who
+was there, and what came of it, is not told.
+"""
+
+from __future__ import annotations
+
+from fedlora.privacy.release_items import (
+    CHOICE,
+    COUNT,
+    ITSELF,
+    LEDGER,
+    LOSS,
+    MADE,
+    OWN,
+    PUBLIC,
+    REFUSED,
+    RESUME,
+    TESTED,
+    TRAFFIC,
+    UPLOADS,
+    WHO,
+    Item,
+    as_items,
+)  # fmt: skip
+
+_OF_STATE = ("rank", "components", "server_rank", "singular_values", "approximation")
+_OF_UPLOADS = (
+    "total_rank", "union_rank", "full_rank", "gap", "tied", "captured", "kept", "error", "dropped", "rounding",
+)  # fmt: skip
+_SITES = ("site_metrics", "site_mean", "site_unmeasured", "site_counts", "site_share", "site_capped")
+
+
+def _of_modules(*names: str) -> tuple[str, ...]:
+    return tuple(f"diagnostics.*.{name}" for name in names)
+
+
+FEDERATION: tuple[Item, ...] = (
+    # FED/server/rounds.jsonl
+    *as_items("rounds.jsonl", "released", PUBLIC, "round"),
+    *as_items("rounds.jsonl", "released", LEDGER, "privacy"),
+    *as_items("rounds.jsonl", "if-public", TESTED, "metrics"),
+    *as_items("rounds.jsonl", "dropped", LOSS, "losses", "norms", "far", *_SITES),
+    *as_items("rounds.jsonl", "dropped", WHO, "weights", "refused", "fates", "attempt"),
+    *as_items("rounds.jsonl", "dropped", COUNT, "capped"),
+    *as_items("rounds.jsonl", "dropped", TRAFFIC, "seconds", "measure_seconds", "bytes"),
+    *as_items("rounds.jsonl", "dropped", REFUSED, "defence"),
+    # FED/server/events.jsonl: KIND.FIELD. `asked` names all members, online or not; a line of `done` is that of
+    # rounds.jsonl, which has its own list
+    *as_items(
+        "events.jsonl", "released", PUBLIC, *(f"began.{n}" for n in ("round", "attempt", "asked", "deadline", "at"))
+    ),
+    *as_items("events.jsonl", "dropped", WHO, "began.not_asked"),
+    *as_items("events.jsonl", "released", PUBLIC, "done"),
+    *as_items(
+        "events.jsonl",
+        "released",
+        PUBLIC,
+        *(f"policy.{n}" for n in ("round", "added", "removed", "changed", "why", "at")),
+    ),
+    *as_items("events.jsonl", "released", PUBLIC, *(f"ended.{n}" for n in ("round", "why", "at"))),
+    *as_items("events.jsonl", "dropped", WHO, "fate", "awaited", "again"),
+    # FED/server/summary.json: `flower.rounds.finishing`
+    *as_items(
+        "federation summary.json",
+        "released",
+        PUBLIC,
+        "federation",
+        "finished",
+        "method",
+        "rounds",
+        "of",
+        "metric",
+        "measured_by",
+        "adapter",
+        "versions",
+        "settings",
+        "withheld",
+    ),
+    *as_items("federation summary.json", "released", LEDGER, "privacy"),
+    *as_items("federation summary.json", "released", MADE, *_of_modules(*_OF_STATE)),
+    *as_items("federation summary.json", "released", PUBLIC, *_of_modules("deviations")),
+    *as_items("federation summary.json", "dropped", UPLOADS, *_of_modules(*_OF_UPLOADS)),
+    *as_items("federation summary.json", "dropped", WHO, *_of_modules("client_ranks", "weights"), "sites", "refusals"),
+    *as_items("federation summary.json", "if-public", TESTED, "validation", "test", "confusion"),
+    *as_items("federation summary.json", "if-public", CHOICE, "best_round", "stopped_early"),
+    *as_items("federation summary.json", "dropped", LOSS, "site_test"),
+    *as_items("federation summary.json", "dropped", TRAFFIC, "seconds"),
+    *as_items("federation summary.json", "dropped", REFUSED, "defence"),
+    # FED/server/settings.json: `flower.rounds.settings_history`
+    *as_items("settings.json", "released", PUBLIC, "at", "rounds", "settings", "held_out", "changed"),
+    # Prometheus, without the prefix fedlora_: `flower.serving.metrics`
+    *as_items("prometheus", "released", PUBLIC, "round", "rounds", "ended"),
+    *as_items(
+        "prometheus",
+        "released",
+        LEDGER,
+        "privacy_epsilon",
+        "privacy_epsilon_planned",
+        "privacy_delta",
+        "privacy_population_epsilon",
+    ),
+    *as_items("prometheus", "if-public", TESTED, "metric"),
+    *as_items("prometheus", "dropped", LOSS, "loss", "client_loss", "client_norm"),
+    *as_items("prometheus", "dropped", WHO, "client_fate", "nodes_online", "node_online"),
+    *as_items(
+        "prometheus",
+        "dropped",
+        TRAFFIC,
+        "round_seconds",
+        "upload_bytes",
+        "last_event_timestamp_seconds",
+        "database_bytes",
+        "disk_free_bytes",
+    ),
+    # fedlora flower status, and --json; a round of its last_rounds
+    *as_items(
+        "status",
+        "released",
+        PUBLIC,
+        "name",
+        "round",
+        "rounds",
+        "finished",
+        "served_by",
+        "superlink",
+        "began",
+        "ended",
+        "last_rounds",
+        "playing.round",
+        "playing.asked",
+        "playing.since",
+        "sites.*.rank",
+    ),
+    *as_items("status", "released", LEDGER, "privacy"),
+    *as_items(
+        "status",
+        "dropped",
+        WHO,
+        "quorum",
+        "playing.attempt",
+        "playing.fates",
+        "sites.*.node",
+        "sites.*.last_seen",
+        "sites.*.fate",
+        "sites.*.why",
+        "sites.*.rounds",
+    ),
+    *as_items("status", "dropped", LOSS, "sites.*.loss", "sites.*.norm"),
+    *as_items("status", "dropped", TRAFFIC, "last_event", "database_bytes", "disk_free_bytes", "sites.*.upload_bytes"),
+    *as_items("status round", "released", PUBLIC, "round"),
+    *as_items("status round", "released", LEDGER, "privacy"),
+    *as_items("status round", "if-public", TESTED, "metrics"),
+    *as_items("status round", "dropped", LOSS, "loss"),
+    *as_items("status round", "dropped", WHO, "fates"),
+    *as_items("status round", "dropped", TRAFFIC, "seconds", "measure_seconds"),
+    # FED/server/: each entry as a whole; and what of FED/ itself says who was there
+    *as_items(
+        "federation folder",
+        "released",
+        MADE,
+        "adapter",
+        "rounds.jsonl",
+        "summary.json",
+        "events.jsonl",
+        "settings.json",
+    ),
+    *as_items("federation folder", "released", MADE, "tensorboard"),
+    *as_items("federation folder", "if-public", CHOICE, "best"),
+    *as_items(
+        "federation folder", "secret", RESUME, "checkpoints", "private", "journal", "logs", "superlink.db", ".lock"
+    ),
+    *as_items("federation folder", "dropped", OWN, "clients"),
+    *as_items("federation folder", "dropped", ITSELF, "uploads"),
+)
+
+__all__ = ["FEDERATION"]

@@ -1,0 +1,195 @@
+"""A private federation's folder: settings, `init`, doctor, what sites can see, and rounds on real tiny models.
+
+Kinds of evidence: *contract* (what is refused, written and said).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+pytest.importorskip("flwr")
+pytest.importorskip("opendp")
+pytest.importorskip("dp_accounting")
+
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.federation import told
+from fedlora.flower.serving.standing import standing
+from fedlora.flower.setup.init_steps import federation
+from fedlora.flower.setup.members import invite
+from fedlora.flower.setup.policy_file import policy_text
+from fedlora.flower.setup.private_checkup import privacy_rows
+from fedlora.flower.setup.project import make_federation
+from fedlora.flower.site.site_checks import checked_work
+from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.privacy import promise
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.settings_from_run import from_tables
+from fedlora.flower.terms.site_file import Site
+from fedlora.privacy import recompute
+from support.federation_folders import RANKS, FederationOnDisk
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.training_data import LABELS
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
+
+PRIVATE: dict[str, Any] = {
+    "clip": 1.0, "noise_multiplier": 0.05, "delta": 1e-3, "population": "three sites", "ledger": "sites.jsonl",
+    "members": list(RANKS), "shape": "two-sided", "dims": 4,
+}  # fmt: skip
+TABLES: dict[str, Any] = {
+    "id": "f", "data": {"labels": ["no", "yes"]}, "lora": {"targets": ["query"]}, "privacy": PRIVATE,
+}  # fmt: skip
+
+
+def with_(**tables: Any) -> dict[str, Any]:
+    return {**TABLES, **{name: {**TABLES.get(name, {}), **table} for name, table in tables.items()}}
+
+
+def loaded(folder: Path, **tables: Any) -> FederationSettings:
+    path = folder / "federation.toml"
+    path.write_text(tomli_w.dumps(with_(**tables)))
+    return FederationSettings.load(path)
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_path: Path) -> None:
+    settings = loaded(tmp_path)
+    assert (settings.server.missing, settings.server.weighting) == ("zero", "uniform")
+    assert (settings.data.validation, settings.data.test) == (0.0, 0.0)
+    assert settings.privacy is not None and settings.privacy.ledger == str(tmp_path / "sites.jsonl")
+    said = json.loads(settings.travelling())["privacy"]
+    assert "ledger" not in said and said["members"] == list(RANKS) and str(tmp_path) not in settings.travelling()
+    there = FederationSettings.from_travelling(settings.travelling())
+    assert there.fixed_digest() == settings.fixed_digest() and there.travelling() == settings.travelling()
+    settings.write(tmp_path / "again.toml")
+    assert FederationSettings.load(tmp_path / "again.toml") == settings
+    assert there.for_site(Site(name="acme", data="a.csv", model="m")).privacy is None  # nothing of it is a site's
+
+
+def test_a_federation_without_the_table_travels_as_before() -> None:
+    settings = from_tables({k: v for k, v in TABLES.items() if k != "privacy"}, id="f")
+    assert "privacy" not in json.loads(settings.travelling()) and "privacy" not in settings.fixed()
+    assert settings.data.validation == 0.1
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"privacy": {"sampling": "poisson"}}, "traffic and timing show it"),
+        ({"run": {"participation": 0.5}}, "asks all of them in every round"),
+        ({"server": {"quorum": 2}}, "would say who came"),
+        ({"defence": {"rule": "clip"}}, "one site's part has no bound"),
+        ({"data": {"validation": 0.1}}, r"data\.validation = 0\.1 is measured at the sites"),
+        ({"data": {"test": 0.1}}, r"data\.test = 0\.1 is measured at the sites"),
+        ({"evaluate": {"target": "clients"}}, "scores without noise would leave"),
+        ({"run": {"readouts": True}}, r"run\.readouts"),
+        ({"evaluate": {"patience": 3}}, "nobody holds anything out"),
+        ({"privacy": {"members": None}}, r"privacy\.members is missing"),
+        ({"privacy": {"members": ["a", "a"]}}, "names a site twice"),
+        ({"privacy": {"delta": 0.4}}, "promises nothing"),
+        ({"privacy": {"epsilon": 3.0}}, "give one of"),
+        ({"privacy": {"ledger": ""}}, r"privacy\.ledger is missing"),
+    ],
+)
+def test_what_would_break_the_promise_is_refused(tmp_path: Path, tables: dict[str, Any], words: str) -> None:
+    found = with_(**tables)
+    found["privacy"] = {k: v for k, v in found["privacy"].items() if v is not None}
+    (tmp_path / "federation.toml").write_text(tomli_w.dumps(found))
+    with pytest.raises(ConfigError, match=words):
+        FederationSettings.load(tmp_path / "federation.toml")
+
+
+# ---- the folder, its doctor, and what a site sees --------------------------------------------------------------------
+
+
+def test_init_doctor_and_sites(tmp_path: Path) -> None:
+    """`fedlora flower init` with [privacy] and no word of a quorum; who is no member is not invited."""
+    fed = FederationOnDisk(tmp_path, data={"validation": 0.0, "test": 0.0})
+    run = {
+        "model": {"path": str(fed.model)}, "lora": {"targets": ["query", "value"]}, "data": {"labels": list(LABELS)},
+        "run": {"rounds": 3}, "privacy": {k: v for k, v in PRIVATE.items() if k != "members"},
+    }  # fmt: skip
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(run))
+    made = federation(tmp_path / "run.toml", [], "fl.example.org", RANKS, None, None, 443, 18080, None, "8G")
+    terms = made.settings.privacy
+    assert terms is not None and terms.members == list(RANKS) and terms.rank == 4
+    assert made.settings.server.quorum is None
+    home = tmp_path / "made"
+    make_federation(home, made)
+    policy = Policy.read(home / "policy.toml")
+    assert (policy.retries, policy.quarantine, dict(policy.clients)) == (0, 0, RANKS)
+    assert Policy.read(FederationFolder(home).policy) == policy and "retries = 1" in policy_text(RANKS)
+    rows = privacy_rows(FederationFolder(home), FederationSettings.load(home / "federation.toml"), policy)
+    assert [row[0] for row in rows] == ["privacy", "ledger"] and all(row[2] for row in rows)
+    assert rows[0][1].startswith("epsilon 706.09") and "nothing is charged yet" in rows[1][1]
+    with pytest.raises(ConfigError, match="'dublin' is none of the 3 members"):
+        invite(home, "dublin", 4)
+
+    join = JoinFile.read(home / "join" / "acme.toml")
+    site = Site(name="acme", data=str(tmp_path / "acme.jsonl"), model=str(fed.model))
+    (row,) = [row for row in checked_work(join, site)[0] if row[0] == "privacy"]
+    assert row[1] == rows[0][1] and "the unit is one site" in row[1] and "The server is trusted" in row[1]
+
+    with pytest.raises(ConfigError, match="this budget leaves nothing"):
+        tables = {**run, "privacy": {**run["privacy"], "noise_multiplier": 50.0}}
+        (tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
+        federation(tmp_path / "run.toml", [], "fl.example.org", RANKS, None, None, 443, 18080, None, "8G")
+
+
+def test_a_site_without_the_libraries_still_sees_the_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedlora.errors import HyperparameterError
+    from fedlora.flower.terms.privacy import FederationPrivacy
+
+    def missing(*_: Any) -> float:
+        raise HyperparameterError("not installed")
+
+    monkeypatch.setattr(FederationPrivacy, "cost", missing)
+    plain = {k: v for k, v in PRIVATE.items() if k != "noise_multiplier"}
+    assert promise(FederationPrivacy(**plain, epsilon=8.0), 3).startswith("epsilon 8 at delta 0.001 for all 3 rounds")
+    assert promise(FederationPrivacy(**PRIVATE), 3).startswith("noise multiplier 0.05 ")
+
+
+def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -> None:
+    """Real tiny models; one site is away and one is ill. Nothing but the secrets tells of it; rounds are what was
+    promised; the ledger is recomputed by dp-accounting."""
+    fed = FederationOnDisk(tmp_path, data={"validation": 0.0, "test": 0.0}, privacy=PRIVATE, run={"rounds": 2})
+    fed.write(at_server=fed.at_server())
+    text = tomli_w.dumps({"retries": 0, "quarantine": 0, "deadline": 30.0, "clients": RANKS})
+    (fed.home / "policy.toml").write_text(text)
+    assert standing(FederationFolder(fed.home)).quorum == 3  # it begins once all are there
+    grid = fed.grid()
+    grid.offline = {"cork"}
+    summary = fed.play(grid)
+    assert standing(FederationFolder(fed.home)).quorum == 0  # and waits for nobody later
+    assert summary["privacy"]["epsilon"] == summary["privacy"]["epsilon_planned"]
+    assert not summary["sites"] and not summary["refusals"] and summary["seconds"] is None
+    assert "sites" in summary["withheld"]["federation summary.json"]
+    found = recompute(fed.home / "sites.jsonl")
+    assert len(found.events) == 2 and found.epsilon == pytest.approx(summary["privacy"]["epsilon"], rel=1e-6)
+    card = (fed.home / "server" / "adapter" / "README.md").read_text()
+    assert "| differential privacy | epsilon " in card and "not told, a private run" in card
+    server = fed.home / "server"
+    for path in server.rglob("*"):
+        inside = path.relative_to(server).parts[0]
+        if path.is_file() and inside not in ("private", "checkpoints", ".lock"):
+            words = path.read_bytes()
+            assert b"offline" not in words and b"not online" not in words and str(tmp_path).encode() not in words, path
+    assert "cork does not count: offline" in (server / "private" / "log").read_text()
+    for secret in ("private", "checkpoints"):
+        assert not (server / secret).stat().st_mode & 0o077
+    assert "all 2 rounds are played that epsilon was promised for" in told(summary)
+    fed.write(run={"rounds": 3})
+    with pytest.raises(ConfigError, match="epsilon was promised for 2"):
+        fed.play()
+    fed.write(run={"rounds": 2}, privacy={"clip": 2.0})
+    with pytest.raises(ConfigError, match=r"privacy\.clip was 1\.0 and is 2\.0"):
+        fed.play()

@@ -1,0 +1,430 @@
+"""Private rounds on Flower: toys over its wire format, with the real journal, ledger and list of releases.
+
+Kinds of evidence: *parity* (bit for bit the in-process engine's private run, with the same noise), *property*
+(neighbours in exact integers), *non-interference* (where what is released is held fixed, nothing else that leaves may
+differ whatever becomes of the sites), *hostile input*.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+pytest.importorskip("opendp")
+pytest.importorskip("dp_accounting")
+
+from flwr.app import ArrayRecord, Error, Message, MetricRecord
+
+from fedlora import Client
+from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError
+from fedlora.flower.messages.records import to_array, to_tensor
+from fedlora.flower.rounds.events import Began, Done, Ended, read_events
+from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.terms.policy import Policy
+from fedlora.privacy import Budget, Geometry, Ledger
+from fedlora.privacy.events import Event
+from fedlora.privacy.exact import squared_norm
+from fedlora.privacy.mechanism import Mechanism
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from support.flower_grid import RANKS, LocalGrid, Watching, bits, seed_adapter
+from support.private_flower import DELTA, fixed_noise, private_federation, private_run, same_noise, same_release
+
+HERE = Path(__file__).parent
+Meddle = Callable[[Message, Message], Any]
+
+
+def of_values(value: float) -> Meddle:
+    """Every number that was sent becomes this one."""
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        found = dict(reply.content["arrays"])
+        for key in [k for k in found if k.startswith(("B/", "A/", "heads/"))]:
+            found[key] = to_array(torch.full(tuple(found[key].shape), value))
+        reply.content["arrays"] = ArrayRecord(found)
+        return reply
+
+    return meddle
+
+
+def of_shape(asked: Message, reply: Message) -> Message:
+    found = dict(reply.content["arrays"])
+    found["B/a.q"] = to_array(torch.ones(3, 3))
+    reply.content["arrays"] = ArrayRecord(found)
+    return reply
+
+
+def claiming(**numbers: Any) -> Meddle:
+    def meddle(asked: Message, reply: Message) -> Message:
+        said = {**dict(reply.content["metrics"]), **{k.replace("_", "-"): v for k, v in numbers.items()}}
+        reply.content["metrics"] = MetricRecord(said)
+        return reply
+
+    return meddle
+
+
+def empty(asked: Message, reply: Message) -> Message:
+    for name in list(reply.content):
+        del reply.content[name]
+    return reply
+
+
+HARM: dict[str, Meddle] = {
+    "late": lambda asked, reply: None,
+    "failed": lambda asked, reply: Message(Error(2, "a row of 'secret.csv' is bad"), reply_to=asked),
+    "nan": of_values(float("nan")),
+    "1e38": of_values(1e38),
+    "wrong shape": of_shape,
+    "nothing in it": empty,
+    "a loss of -1": claiming(loss=-1.0),
+    "a loss of NaN": claiming(loss=float("nan")),
+    "0 examples": claiming(num_examples=0.0),
+    "1e300 examples": claiming(num_examples=1e300),
+    "twice": lambda asked, reply: [reply, reply],
+    "twice, the first one bad": lambda asked, reply: [of_values(float("nan"))(asked, Message(reply.content, reply_to=asked)), reply],  # noqa: E501
+}  # fmt: skip
+
+
+def released(folder: Path, round: int) -> torch.Tensor:
+    """The journal's integers, less the noise of `same_noise`."""
+    (path,) = (folder / "private" / "journal").glob(f"round-{round:05d}-*.noised")
+    _, _, body = path.read_bytes().partition(b"\n")
+    found = torch.frombuffer(bytearray(body), dtype=torch.int64)
+    return found - fixed_noise(len(found))
+
+
+# ---- the same as in one process --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "geometry"),
+    [
+        ("glora", Geometry("two-sided", 3)),
+        ("glora", Geometry()),
+        ("flexlora", Geometry("left", 3)),
+        ("ffa-lora", Geometry()),
+    ],
+)  # fmt: skip
+def test_a_private_federation_is_the_engine_s_private_run_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, geometry: Geometry
+) -> None:
+    """States and what each client was given to train; the noise is the same, and so are the ledgers' events."""
+    monkeypatch.setattr(Mechanism, "noised", same_noise)
+    ranks = dict.fromkeys(RANKS, 4) if method == "ffa-lora" else RANKS
+    there, here = Watching(), Watching()
+    options: dict[str, Any] = {"method": method, "geometry": geometry}
+    run = private_run(tmp_path / "flower", ranks, **options)
+    strategy, grid = private_federation(tmp_path / "flower", ranks, trainer=there, run=run)
+    strategy.start(grid, num_rounds=3)
+    server = private_run(tmp_path / "engine", ranks, **options).server
+    clients = [Client(name, rank) for name, rank in ranks.items()]
+    records = list(simulate(server, clients, here, start(server, seed_adapter()), rounds=3))
+    assert bits(strategy.memory.state.server) == bits(records[-1].state.server) and there.got == here.got
+    mine, theirs = ([c.event for c in Ledger(tmp_path / at / "ledger.jsonl", "toys").events()]
+                    for at in ("flower", "engine"))  # fmt: skip
+    assert mine == theirs and len(mine) == 3 and {e.sampling for e in mine} == {1.0}
+
+
+# ---- what one site can do --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", [*HARM, "offline", "removed"])
+def test_whatever_one_site_does_moves_the_sum_by_no_more_than_the_ledger_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    """Exact integers, the second round (so that readouts are not zero): with "two" as it is, with it harmful, and with
+    its part zero. The others' parts are the same in all; where it is refused its part is exactly zero."""
+    monkeypatch.setattr(Mechanism, "noised", same_noise)
+    sums = {}
+    for kind in ("as it is", harm, "zero"):
+        folder = tmp_path / kind.replace(" ", "-")
+        strategy, grid = private_federation(folder)
+        strategy.start(grid, num_rounds=1)
+        if kind == harm == "removed":
+            strategy.policy = Policy({k: v for k, v in RANKS.items() if k != "two"}, retries=0, quarantine=0)
+        elif kind == harm and harm in HARM:
+            grid.meddle = {"two": HARM[harm]}
+        elif kind != "as it is":
+            grid.offline = {"two"}
+        strategy.start(grid, num_rounds=2)
+        sums[kind] = released(folder, 2)
+    bound = Mechanism.of(1.0, 1.0, len(sums["zero"])).bound(len(sums["zero"]))
+    for kind in ("as it is", harm):
+        assert squared_norm(sums[kind] - sums["zero"]) <= bound**2, kind
+    assert squared_norm(sums["as it is"] - sums["zero"]) > 0  # or nothing is tested here
+    if harm in ("1e300 examples", "twice"):  # all count alike, once
+        assert torch.equal(sums[harm], sums["as it is"])
+    elif harm != "1e38":
+        assert torch.equal(sums[harm], sums["zero"])
+
+
+def test_a_huge_change_is_cut_to_the_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1e4 in every number is far beyond C = 1: it counts with norm C, and no more."""
+    monkeypatch.setattr(Mechanism, "noised", same_noise)
+    strategy, grid = private_federation(tmp_path)
+    grid.meddle = {"two": of_values(1e4)}
+    grid.offline = {"one", "three"}
+    strategy.start(grid, num_rounds=1)
+    total = released(tmp_path, 1)
+    mechanism = Mechanism.of(1.0, 1.0, len(total))
+    assert float(total.double().norm()) * mechanism.grid == pytest.approx(1.0, abs=1e-3)
+    assert squared_norm(total) <= mechanism.bound(len(total)) ** 2
+
+
+def test_strangers_are_not_asked_and_nobody_is_asked_twice(tmp_path: Path) -> None:
+    strategy, grid = private_federation(tmp_path, others=("mallory",))
+    grid.meddle = {"two": HARM["late"]}
+    strategy.start(grid, num_rounds=2)
+    asked = [grid.nodes[m.metadata.dst_node_id][0] for m in grid.sent]
+    assert asked == [*RANKS, *RANKS]  # one attempt each, in order
+    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 2
+
+
+def test_a_round_without_answers_takes_place_and_is_charged(tmp_path: Path) -> None:
+    """Pure noise: z = 1 and n = 3, so that the mean change of each of 3 x 3 x 2 numbers and the head has deviation 1/3.
+    It waits for the members as long as a round's deadline, and then goes on."""
+    strategy, grid = private_federation(tmp_path, run=private_run(tmp_path, geometry=Geometry()))
+    grid.offline = set(RANKS)
+    began = strategy._clock.monotonic()
+    strategy.start(grid, num_rounds=1)
+    assert strategy.round == 1 and not grid.sent and strategy._clock.monotonic() - began >= 50.0
+    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 1
+    before, after = start(strategy.server, seed_adapter()).server, strategy.memory.state.server
+    moved = (after.heads["head.weight"] - before.heads["head.weight"]).double()
+    assert 0.1 < float(moved.std()) < 0.6
+    assert "ALL 3 clients that were asked failed" in (tmp_path / "private" / "log").read_text()
+
+
+def test_the_mean_is_divided_by_the_members_whoever_is_in_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same released sum gives the same state with one, or with all three, in policy.toml."""
+    monkeypatch.setattr(Mechanism, "noised", same_release)
+    states = []
+    for names in (("one",), tuple(RANKS)):
+        folder = tmp_path / str(len(names))
+        policy = Policy({name: RANKS[name] for name in names}, retries=0, quarantine=0, deadline=50.0)
+        strategy, grid = private_federation(folder, policy=policy)
+        strategy.start(grid, num_rounds=1)
+        states.append(bits(strategy.memory.state.server))
+    assert states[0] == states[1]
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def without_times(text: str) -> list[Any]:
+    """And without digests of what holds a time."""
+    lines = [{k: v for k, v in json.loads(line).items() if k != "at"} for line in text.splitlines()]
+    for line in lines:
+        line.get("privacy", {}).get("ledger", {}).pop("tip", None)
+    return lines
+
+
+def everything(folder: Path, grid: LocalGrid, log: str) -> dict[str, Any]:
+    """All that leaves: what is written to be handed out, what is logged, and what unharmed sites are sent."""
+    out = folder / "out"
+    sent: dict[str, list[Any]] = {}
+    for message in grid.sent:
+        name, content = grid.nodes[message.metadata.dst_node_id][0], message.content
+        arrays = {
+            k: to_tensor(v, [None] * len(v.shape), k).tolist() for k, v in content.array_records["arrays"].items()
+        }
+        sent.setdefault(name, []).append(
+            (arrays, {k: v for k, v in content.config_records["config"].items() if k != "salt"})
+        )
+    return {
+        "files": sorted(path.name for path in out.iterdir()),
+        "rounds": without_times((out / "rounds.jsonl").read_text()),
+        "events": without_times((out / "events.jsonl").read_text()),
+        "log": log,
+        "ledger": [
+            {k: v for k, v in line.items() if k not in ("time", "before", "released")}
+            for line in without_times((folder / "ledger.jsonl").read_text())[1:]  # the first is of the file
+        ],
+        "sent": sent["one"],
+    }
+
+
+@pytest.mark.parametrize("harm", [*HARM, "offline"])
+def test_nothing_that_leaves_tells_what_became_of_a_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, harm: str
+) -> None:
+    """What is released is held fixed; so whatever differs between the two federations is a leak. The second site is
+    harmed in both rounds. Its fate stands in private/log, and nowhere else."""
+    monkeypatch.setattr(Mechanism, "noised", same_release)
+    found = {}
+    for kind in ("well", "harmed"):
+        folder = tmp_path / kind
+        strategy, grid = private_federation(folder)
+        if kind == "harmed" and harm in HARM:
+            grid.meddle = {"two": HARM[harm]}
+        elif kind == "harmed":
+            grid.offline = {"two"}
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "fedlora"):
+            result = strategy.start(grid, num_rounds=2)
+        found[kind] = everything(folder, grid, caplog.text)
+        assert {tuple(dict(m)) for m in result.train_metrics_clientapp.values()} == {("clients", "loss")}
+        assert all(dict(m)["clients"] == 0 for m in result.train_metrics_clientapp.values())
+        assert not strategy.fates and not strategy.refused
+    for part, well in found["well"].items():
+        assert found["harmed"][part] == well, part
+    assert len(found["well"]["sent"]) == 2
+    log = (tmp_path / "harmed" / "private" / "log").read_text()
+    if "twice" not in harm and "examples" not in harm and harm != "1e38":
+        assert "two does not count" in log and "2 of the 3 clients that were asked count" in log
+    assert "secret.csv" not in json.dumps(found["harmed"], default=str)
+
+
+def test_every_round_is_told_with_epsilon_and_members_and_no_more(tmp_path: Path) -> None:
+    """Epsilon of z = 1 at delta 1e-3 for one round, by dp-accounting itself (`tests/privacy/test_accounting.py`)."""
+    from fedlora.privacy import epsilon
+
+    strategy, grid = private_federation(tmp_path)
+    grid.offline = {"two"}
+    strategy.start(grid, num_rounds=2)
+    lines = without_times((tmp_path / "out" / "rounds.jsonl").read_text())
+    assert [line["privacy"]["epsilon"] for line in lines] == pytest.approx([epsilon(1.0, t, DELTA) for t in (1, 2)])
+    assert all(line["privacy"]["epsilon_planned"] == 20.0 and line["privacy"]["clients"] == 3 for line in lines)
+    assert all(not line["fates"] and not line["losses"] and line["seconds"] is None for line in lines)
+    events = read_events(tmp_path / "out" / "events.jsonl")
+    assert [type(e) for e in events] == [Began, Done, Began, Done, Ended]
+    assert all(e.asked == tuple(RANKS) and not e.not_asked for e in events if isinstance(e, Began))
+    for secret in (tmp_path / "private", tmp_path / "private" / "log"):
+        assert not secret.stat().st_mode & 0o077
+
+
+def test_what_breaks_in_the_server_is_told_to_the_operator_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, grid = private_federation(tmp_path)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("site two holds 17 rows")
+
+    monkeypatch.setattr("fedlora.flower.rounds.attempt.Attempt.close", broken)
+    with pytest.raises(FedLoRAError, match="stands in") as caught:
+        strategy.start(grid, num_rounds=1)
+    assert "17 rows" not in str(caught.value) and caught.value.__cause__ is None
+    assert "17 rows" not in caplog.text + (tmp_path / "out" / "events.jsonl").read_text()
+    assert "site two holds 17 rows" in (tmp_path / "private" / "log").read_text()
+
+
+def test_logs_are_as_before_when_the_rounds_are_over(tmp_path: Path) -> None:
+    package = logging.getLogger("fedlora")
+    before = package.handlers[:], package.propagate
+    strategy, grid = private_federation(tmp_path)
+    strategy.start(grid, num_rounds=1)
+    assert package.propagate == before[1]
+
+
+# ---- the budget ------------------------------------------------------------------------------------------------------
+
+
+def charge_elsewhere(folder: Path, size: int) -> None:
+    """Another run on the same clients spends."""
+    mechanism = Mechanism.of(1.0, 1.0, size)
+    other = Event.of(mechanism, size, run="other", round=1, sampling=1.0, rounds=1, delta=DELTA, released=64 * "0")
+    Ledger(folder / "ledger.jsonl", "toys").charge(other)
+
+
+def test_it_stops_before_the_budget_is_passed_and_nobody_trains_for_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Room for three rounds of z = 1; another run takes one of them."""
+    from fedlora.privacy import epsilon
+
+    run = private_run(tmp_path, budget=Budget(epsilon(1.0, 3, DELTA) * 1.001, DELTA))
+    strategy, grid = private_federation(tmp_path, run=run)
+    strategy.start(grid, num_rounds=1)
+    charge_elsewhere(tmp_path, run.plan.size)
+    with caplog.at_level(logging.INFO):
+        strategy.start(grid, num_rounds=3)
+    assert strategy.round == 2 and len(grid.sent) == 6
+    assert strategy.out_of_budget is not None and "others have charged its ledger" in strategy.out_of_budget["why"]
+    assert "round 3 is not played" in caplog.text
+    ends = [e.why for e in read_events(tmp_path / "out" / "events.jsonl") if isinstance(e, Ended)]
+    assert ends == ["complete", "budget"]
+    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 3
+
+
+def test_no_room_for_the_first_round_is_an_error(tmp_path: Path) -> None:
+    strategy, grid = private_federation(tmp_path, run=private_run(tmp_path, budget=Budget(1.0, DELTA)))
+    with pytest.raises(BudgetSpent):
+        strategy.start(grid, num_rounds=1)
+    assert not grid.sent and not Ledger(tmp_path / "ledger.jsonl", "toys").events()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"quarantine": 3}, "quarantine = 3 asks a site no longer"),
+        ({"retries": 1}, "retries = 1 plays a round again"),
+        ({"max_weight_share": 0.5}, "max_weight_share = 0.5 holds one site to a share of those who came"),
+        ({"clients": {**RANKS, "four": 2}}, "'four' is none of the 3 members"),
+    ],
+)
+def test_a_policy_that_breaks_the_bound_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        private_federation(tmp_path, policy=Policy(**{"clients": RANKS, "retries": 0, "quarantine": 0, **change}))
+
+
+def test_a_policy_that_is_changed_so_meanwhile_is_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
+    strategy, grid = private_federation(tmp_path, policy=Policy.read(path), policy_file=path)
+    strategy.start(grid, num_rounds=1)
+    path.write_text("retries = 2\nquarantine = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
+    strategy.start(grid, num_rounds=2)
+    assert strategy.policy.retries == 0 and "retries = 2" in (tmp_path / "private" / "log").read_text()
+    path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\n")
+    strategy.start(grid, num_rounds=3)
+    assert list(strategy.policy.clients) == ["one"]
+
+
+def test_a_private_server_is_for_the_private_strategy_alone(tmp_path: Path) -> None:
+    """Whoever writes a ServerApp of his own cannot play private rounds by a loop that tells and repeats."""
+    run = private_run(tmp_path)
+    with pytest.raises(ConfigError, match="played by PrivateFedLoRA"):
+        FedLoRA(run.server, Policy(RANKS), start(run.server, seed_adapter()))
+
+
+# ---- killed ----------------------------------------------------------------------------------------------------------
+
+
+def test_killed_at_any_stage_the_same_sums_leave_and_are_charged_once(tmp_path: Path) -> None:
+    """A real kill in each stage of the second round's end (`killed_private_federations`). After each: what the journal
+    held stays, byte for byte; each round has one sum and one event; nobody trains for a sum that was there."""
+    done = subprocess.run(
+        [sys.executable, str(HERE.parent / "support" / "killed_private_federations.py"), str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=200,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE.parent)])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    sums = {name: len(one["journal"]) for name, one in found.items()}
+    assert list(sums.values()) == [1, 2, 2, 2, 2], sums
+    assert found["before the charge"]["charged before"] == 1 and found["before its line"]["charged before"] == 2
+    for one in found.values():
+        assert set(one["journal"].items()) <= set(one["after"].items()) and len(one["after"]) == 2, one
+        assert [event[0] for event in one["charged"]] == [1, 2], one
+        assert {event[1] for event in one["charged"]} == set(one["after"].values()), one
+        again = {round for round, _ in one["trained"]}
+        assert again == (set() if len(one["journal"]) == 2 else {2}), one
+        assert one["lines"] == [1, 2], one
+        assert one["digest"] == one.get("from the journal", one["digest"]), one
+    assert any("from the journal" in one for one in found.values())
