@@ -235,4 +235,7 @@ def _apply(raw: dict[str, Any], changes: Changes) -> None:
             if not isinstance(table, dict):
                 known = ".".join(path[:depth])
                 raise ConfigError(f"{key!r} is no key: {known} is a value, not a table.")
-        table[last] = deepcopy(value)
+        if value == {}:
+            table.pop(last, None)  # a table that an axis before made, taken away
+        else:
+            table[last] = deepcopy(value)

@@ -13,8 +13,8 @@ from fedlora.privacy.accounting import epsilon
 from fedlora.privacy.ledger import Ledger
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_plan import PrivacyPlan, plan
 from fedlora.runs.privacy_section import SIMULATED
+from fedlora.runs.private_plan import PrivacyPlan, plan
 from fedlora.runs.private_releases import OnDisk, private_folder, read_private
 from fedlora.server.private_options import Privacy
 from fedlora.server.server import Server
@@ -92,8 +92,8 @@ def told(spent: Mapping[str, Any]) -> str:
     who = "all" if share == 1.0 else f"a secret draw of {share:g}"
     simulation = f"no account of anybody's data ({SIMULATED}): " if ledger["population"] == SIMULATED else ""
     return (
-        f"{simulation}epsilon {epsilon_up(spent['epsilon_planned'])} at delta {spent['delta']:g} for {spent['rounds_planned']} "
-        f"planned rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip {spent['clip']:g}, {who} of "
+        f"{simulation}epsilon {epsilon_up(spent['epsilon_planned'])} at delta {spent['delta']:g} for "
+        f"{spent['rounds_planned']} planned rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip {spent['clip']:g}, {who} of "
         f"{spent['clients']} clients a round); unit: one client's contribution, against those who get what the server "
         f"releases. All runs on these clients together, as their ledger has it and as planned: epsilon "
         f"{epsilon_up(ledger['planned_epsilon'])}"
