@@ -93,8 +93,8 @@ def told(spent: Mapping[str, Any]) -> str:
     simulation = f"no account of anybody's data ({SIMULATED}): " if ledger["population"] == SIMULATED else ""
     return (
         f"{simulation}epsilon {epsilon_up(spent['epsilon_planned'])} at delta {spent['delta']:g} for "
-        f"{spent['rounds_planned']} planned rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip {spent['clip']:g}, {who} of "
-        f"{spent['clients']} clients a round); unit: one client's contribution, against those who get what the server "
-        f"releases. All runs on these clients together, as their ledger has it and as planned: epsilon "
-        f"{epsilon_up(ledger['planned_epsilon'])}"
+        f"{spent['rounds_planned']} planned rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip "
+        f"{spent['clip']:g}, {who} of {spent['clients']} clients a round); unit: one client's contribution, against "
+        f"those who get what the server releases. All runs on these clients together, as their ledger has it and as "
+        f"planned: epsilon {epsilon_up(ledger['planned_epsilon'])}"
     )
