@@ -20,7 +20,7 @@ from fedlora.experiments.spec import Experiment, load_experiment
 from support.command_line import invoke
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if "\n<!-- filled: " in p.read_text(encoding="utf-8")]
 FILE = """
 title = "What epsilon costs"
 question = "How much?"
@@ -127,6 +127,8 @@ def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp
     assert "| 6 | 8.00 | 0.01 |" in page and "12 of 12 runs, commit abcdef0" in page
     assert page.endswith("<!-- end -->\n\nThe end.\n") and filled(page, tmp_path, results) == page
     assert "No run of it is stored yet (0 of 12)." in filled(MARKED, tmp_path, {})
+    said = "Write `<!-- filled: A B C -->` in a page."
+    assert filled(said, tmp_path, results) == said
     half = dict(list(results.items())[:3])
     assert "3 of 12 runs" in filled(MARKED, tmp_path, half)
 
@@ -135,6 +137,7 @@ def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp
     ("old", "new", "said"),
     [
         ("<!-- end -->", "", "not each is ended"),
+        ("old\n", "<!-- filled: tiny mini scores -->\nold\n", "not each is ended"),
         ("mini budgets", "mini prices", "names an experiment, a profile and one of"),
         ("mini budgets", "mini prices loss", "says nothing of prices loss"),
         ("mini budgets", "paper budgets", "has no profile 'paper'"),
@@ -168,6 +171,4 @@ def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_pat
 def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
     """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""
     text = page.read_text(encoding="utf-8")
-    if "<!-- filled: " not in text:
-        pytest.skip("it has no such table")
     assert filled(text, ROOT / "experiments", read_results(ROOT / "results" / "runs")) == text

@@ -241,9 +241,8 @@ def fill(
 ) -> None:
     """Write tables into Markdown pages, between <!-- filled: EXPERIMENT PROFILE KIND --> and <!-- end -->."""
     done = read_results(results)
-    for page in pages:
-        text = read_page(page)
-        new = filled(text, experiments, done)
+    found = [(page, text, filled(text, experiments, done)) for page in pages for text in [read_page(page)]]
+    for page, text, new in found:
         if new != text:
             files.write(page, new)
         notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)

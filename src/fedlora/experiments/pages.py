@@ -28,7 +28,8 @@ from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import CellScore, score_cells
 
-_BLOCK = re.compile(r"(<!-- filled: (?P<asked>[^\n]*?) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+_BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # markers have lines of their own
+_BLOCK = re.compile(rf"({_BEGIN}\n)(?:(?!<!-- filled: ).)*?(^<!-- end -->$)", flags=re.DOTALL | re.MULTILINE)
 KINDS = ("budgets", *(f"prices {score}" for score in SCORES), "scores")
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -44,7 +45,7 @@ def filled(text: str, experiments: Path, results: Mapping[str, Result]) -> str:
     Raises:
         ConfigError: a block that asks for what there is not, or has no end.
     """
-    begun = len(re.findall(r"<!-- filled: ", text))
+    begun = len(re.findall(_BEGIN, text, flags=re.MULTILINE))
     if begun != len(_BLOCK.findall(text)):
         raise ConfigError(f"a page has {begun} blocks '<!-- filled: ... -->', and not each is ended by '<!-- end -->'.")
     return _BLOCK.sub(lambda found: f"{found[1]}{_block(found['asked'], experiments, results)}{found[3]}", text)
@@ -82,7 +83,8 @@ def _rows(experiment: Experiment, profile: str, kind: str, results: Mapping[str,
         return budget_rows(spendings(experiment, profile, results), lines)
     if kind == "scores":
         return _score_rows(experiment, score_cells(experiment, profile, results))
-    return price_rows(prices(experiment, profile, results), kind.removeprefix("prices "))
+    columns, rows = price_rows(prices(experiment, profile, results), kind.removeprefix("prices "))
+    return [experiment.rows[0], *columns[1:]], [[cell or "not run" for cell in row] for row in rows]
 
 
 def _score_rows(experiment: Experiment, cells: Sequence[CellScore]) -> Rows:
