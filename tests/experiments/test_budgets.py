@@ -97,8 +97,15 @@ def test_runs_of_a_cell_that_spent_differently_are_no_cell(experiment: Experimen
     with pytest.raises(ConfigError, match="6, 8: its runs have not spent the same"):
         spendings(experiment, "mini", results)
     del results[run.digest].raw["privacy"]  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="some of its runs have"):
+    with pytest.raises(ConfigError, match=r"1 of its 2 runs have .privacy., and by budgets.none all have it"):
         spendings(experiment, "mini", results)
+
+
+def test_the_label_without_privacy_has_none(experiment: Experiment, tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(FILE.replace('none = "no privacy"', 'none = "8"'))
+    other = load_experiment(tmp_path / "tiny.toml")
+    with pytest.raises(ConfigError, match=r"no privacy: 0 of its 2 runs have .privacy."):
+        spendings(other, "mini", stored(experiment))
 
 
 def test_axes_that_are_not_there_are_refused(tmp_path: Path) -> None:

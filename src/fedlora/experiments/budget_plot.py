@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator, NullLocator
 
 from fedlora.experiments.budgets import Spent
 from fedlora.runs.plots import COLOURS, saved, words
@@ -56,9 +56,9 @@ def _panel(axis: Any, found: Sequence[Spent], labels: Sequence[str], score: str)
         axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         for cell in own[len(on) :]:  # noise next to none
             (least,), (largest,) = _band([cell], score)
-            mean = cell.mean(score)
+            mean, beside = cell.mean(score), edge * 1.2 ** (k - (len(labels) - 1) / 2)
             axis.errorbar(
-                [edge], [mean], yerr=[[mean - least], [largest - mean]], color=colour, marker=marker, markersize=9,
+                [beside], [mean], yerr=[[mean - least], [largest - mean]], color=colour, marker=marker, markersize=9,
                 capsize=5, markerfacecolor="white", markeredgewidth=2, linestyle="none",
             )  # fmt: skip
         for cell in measured:
@@ -71,7 +71,14 @@ def _panel(axis: Any, found: Sequence[Spent], labels: Sequence[str], score: str)
     axis.xaxis.set_major_locator(FixedLocator(list(ticks)))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xticklabels(list(ticks.values()))
-    axis.set(xlabel="epsilon of the whole run (smaller: more private)", ylabel=f"held-out {words(score)}")
+    name = "log-loss" if score == "loss" else words(score)
+    axis.set(xlabel="epsilon of the whole run (smaller: more private)", ylabel=f"held-out {name}")
+    if score == "loss":  # of a model that is sure and wrong it is many times a coin's
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_minor_locator(LogLocator(subs=(0.6, 0.7, 0.8)))
+        for side in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            side(FormatStrFormatter("%g"))
     axis.grid(alpha=0.3)
 
 

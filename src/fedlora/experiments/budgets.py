@@ -53,7 +53,7 @@ def spendings(
     """Every cell that has a result, in the order of the file; empty for an experiment without `budgets`.
 
     Raises:
-        ConfigError: runs of one cell that did not spend the same.
+        ConfigError: runs of one cell that did not spend the same, or that have [privacy] where the file says none.
     """
     axes = experiment.budgets
     if axes is None:
@@ -62,22 +62,25 @@ def spendings(
     for run in mains(experiment, profile, results, failed):
         if run.digest in results:
             found.setdefault((run.cell[axes.lines], run.cell[axes.axis]), {})[run.seed] = results[run.digest]
-    return [_spent(line, label, by_seed) for (line, label), by_seed in found.items()]
+    return [_spent(line, label, label != axes.none, by_seed) for (line, label), by_seed in found.items()]
 
 
-def _spent(line: str, label: str, by_seed: Mapping[int, Result]) -> Spent:
+def _spent(line: str, label: str, private: bool, by_seed: Mapping[int, Result]) -> Spent:
     scores: dict[str, dict[int, float]] = {}
     for seed, result in by_seed.items():
         for score in SCORES:
             value = result.raw["test"]["last"].get(score)
             if isinstance(value, int | float) and math.isfinite(value):
                 scores.setdefault(score, {})[seed] = float(value)
-    told = [result.raw.get("privacy") for result in by_seed.values()]
-    if any((one is None) != (told[0] is None) for one in told):
-        raise ConfigError(f"{line}, {label}: some of its runs have [privacy] and some have not.")
-    if told[0] is None:
+    told = [found for result in by_seed.values() if (found := result.raw.get("privacy")) is not None]
+    if len(told) != (len(by_seed) if private else 0):
+        raise ConfigError(
+            f"{line}, {label}: {len(told)} of its {len(by_seed)} runs have [privacy], and by budgets.none "
+            f"{'all have it' if private else 'none has'}."
+        )
+    if not private:
         return Spent(line, label, scores)
-    if len({tuple(one[key] for key in _SAME) for one in told if one is not None}) > 1:
+    if len({tuple(one[key] for key in _SAME) for one in told}) > 1:
         raise ConfigError(f"{line}, {label}: its runs have not spent the same.")
     e, delta, z, q, rounds, clip = (told[0][key] for key in _SAME)
     return Spent(line, label, scores, e, delta, z, q, rounds, clip)
