@@ -59,7 +59,7 @@ def test_the_noise_of_the_table_is_that_of_its_epsilon() -> None:
 
 
 def test_what_six_clients_can_expect_follows_from_z() -> None:
-    """signal = C / sqrt(6 parts); what drowns = z C / n (a b)^(1/4) / sqrt(T), of B (384 x 2); of the experiment's file."""
+    """signal = C / sqrt(6 parts); what drowns = z C / n (a b)^(1/4) / sqrt(T), of B (384 x 2)."""
     pytest.importorskip("dp_accounting")
     from fedlora.privacy import noise_multiplier_for
 
