@@ -15,13 +15,16 @@ from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet,
 from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet, widen_lines
 from fedlora.cli.screen import complain, console, notes, plotted, print_json
 from fedlora.cli.seeds import parse_seeds
+from fedlora.core import files
 from fedlora.errors import ConfigError
+from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
 from fedlora.experiments.numbers import parse_number, titled
 from fedlora.experiments.other_files import missing_files, other_files
+from fedlora.experiments.pages import filled, read_page
 from fedlora.experiments.plan import PlannedRun, check_number, chosen_value, dead_end, mains, searches, worst_values
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
-from fedlora.experiments.results import Result
+from fedlora.experiments.results import Result, read_results
 from fedlora.experiments.runner import Outcome, Places, missing
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import measured_by, paired, score_cells
@@ -177,7 +180,11 @@ def show_table(
         columns, rows = price_rows(found, score)
         sheets.append(Sheet(f"Held-out {score}, and in brackets what a {axis} costs or saves against {reference}",
                             columns, rows))  # fmt: skip
+    if experiment.budgets is not None and (spent := spendings(experiment, profile, done, given_up)):
+        sheets.append(Sheet("What each cell spent, and its scores", *budget_rows(spent, experiment.budgets.lines)))
     remarks = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
+    if any(done[run.digest].raw.get("privacy") for run in runs if run.digest in done):
+        remarks.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
     remarks += [*direction(which, cells), *_of_searches(experiment, profile, places, done)]
     remarks += widen_lines(experiment, profile, cells)
     remarks += other_files(missing(experiment, profile, places, None, given_up), done)
@@ -197,12 +204,25 @@ def draw(
     results: Results = _RESULTS,
     work: Work = _WORK,
 ) -> None:
-    """Curves over rounds, a line a cell with its spread over seeds."""
+    """Curves over rounds, a line a cell with its spread over seeds; with `budgets`, scores by epsilon."""
     experiment = _load(name, experiments)
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
     places = Places(results, work, None)
     done, given_up = places.finished(), places.given_up()
+    if experiment.budgets is not None:
+        found, lines = spendings(experiment, profile, done, given_up), experiment.budgets.lines
+        if not found:
+            raise ConfigError(f"experiment {name} has no result of profile {profile}; run some first.")
+        plotted(lambda: [_budget_plots().plot_budgets(found, experiment.title, lines, target)])
+        return
     plotted(lambda: [_plots().plot_curves(experiment, profile, done, target, given_up)])
+
+
+def _budget_plots() -> Any:
+    """`fedlora.experiments.budget_plot`, as `_plots`."""
+    from fedlora.experiments import budget_plot
+
+    return budget_plot
 
 
 def _plots() -> Any:
@@ -210,6 +230,21 @@ def _plots() -> Any:
     from fedlora.experiments import plots
 
     return plots
+
+
+@app.command()
+def fill(
+    pages: Annotated[list[Path], typer.Argument(help="Markdown pages with blocks to fill", show_default=False)],
+    experiments: Directory = _EXPERIMENTS,
+    results: Results = _RESULTS,
+) -> None:
+    """Write tables into Markdown pages, between <!-- filled: EXPERIMENT PROFILE KIND --> and <!-- end -->."""
+    done = read_results(results)
+    found = [(page, text, filled(text, experiments, done)) for page in pages for text in [read_page(page)]]
+    for page, text, new in found:
+        if new != text:
+            files.write(page, new)
+        notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)
 
 
 @app.command()
@@ -221,8 +256,8 @@ def report(
     work: Work = _WORK,
 ) -> None:
     """One self-contained HTML page of all experiments that have results."""
-    files = sorted(path for path in experiments.glob("*.toml") if path.stem != "paper_numbers")
-    loaded = [load_experiment(path) for path in files]
+    found = sorted(path for path in experiments.glob("*.toml") if path.stem != "paper_numbers")
+    loaded = [load_experiment(path) for path in found]
     if not loaded:
         raise ConfigError(f"there are no experiments in {experiments}.")
     places = Places(results, work, None)

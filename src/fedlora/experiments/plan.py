@@ -16,6 +16,7 @@ from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
 from fedlora.runs.own_files import contents, digest_of
+from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
 from fedlora.training.metrics import best_of
 
 
@@ -204,10 +205,10 @@ def _planned(
         _apply(raw, {"run.seed": seed})
         if value is not None and experiment.tune is not None:
             _apply(raw, {experiment.tune.key: value})
-        config = parse_config(raw)
+        config = parse_config(simulated(raw))
         files: Mapping[str, str] = {}
         if experiment.folder is not None:
-            config = located(config, experiment.folder)
+            config = with_ledger(located(config, experiment.folder), LEDGER)
             files = contents(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -234,4 +235,7 @@ def _apply(raw: dict[str, Any], changes: Changes) -> None:
             if not isinstance(table, dict):
                 known = ".".join(path[:depth])
                 raise ConfigError(f"{key!r} is no key: {known} is a value, not a table.")
-        table[last] = deepcopy(value)
+        if value == {}:
+            table.pop(last, None)  # a table that an axis before made, taken away
+        else:
+            table[last] = deepcopy(value)

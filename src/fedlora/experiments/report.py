@@ -14,6 +14,7 @@ from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import ConfigError
+from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
 from fedlora.experiments.digits import difference_in_words, in_words, shown
 from fedlora.experiments.numbers import titled
 from fedlora.experiments.plan import mains, worst_values
@@ -66,6 +67,7 @@ for use.</p>{% endif %}
 {% for d in e.differences %}<tr class="{{ 'decided' if d.decided }}"><td>{{ d.other }}</td><td>{{ d.where }}</td>
 <td>{{ d.mean }}</td><td>{{ d.interval }}</td><td>{{ d.pairs }}</td></tr>{% endfor %}
 </tbody></table></div>{% endif %}
+{% for line in e.simulated %}<p class="note">{{ line }}</p>{% endfor %}
 {% for table in e.prices %}<div class="scroll"><table><caption>{{ table.caption }}</caption>
 <thead><tr>{% for c in table.columns %}<th>{{ c }}</th>{% endfor %}</tr></thead><tbody>
 {% for row in table.rows %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>
@@ -100,6 +102,7 @@ def write_report(
     try:
         import jinja2
 
+        from fedlora.experiments.budget_plot import plot_budgets
         from fedlora.experiments.plots import plot_curves
     except ImportError as error:
         raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
@@ -115,10 +118,14 @@ def write_report(
             if not found:
                 continue
             used |= found
-            picture = io.BytesIO()
-            plot_curves(experiment, name, results, picture, failed)
-            encoded = base64.b64encode(picture.getvalue()).decode()
-            sections.append(_section(experiment, name, results, printed, failed) | {"pictures": [encoded]})
+            pictures = [io.BytesIO()]
+            plot_curves(experiment, name, results, pictures[0], failed)
+            if experiment.budgets is not None:
+                pictures.insert(0, io.BytesIO())
+                spent = spendings(experiment, name, results, failed)
+                plot_budgets(spent, experiment.title, experiment.budgets.lines, pictures[0])
+            encoded = [base64.b64encode(picture.getvalue()).decode() for picture in pictures]
+            sections.append(_section(experiment, name, results, printed, failed) | {"pictures": encoded})
     if not sections:
         raise ConfigError(f"no experiment has a result of profile {profile}; run some first.")
     page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
@@ -157,7 +164,8 @@ def _section(
         "note": experiment.profile(profile).note,
         "metric": titled(experiment.profile(profile).metric or experiment.metric, measured_by(cells)),
         "categories": _categories(experiment, profile, results, failed),
-        "prices": _prices(experiment, profile, results, failed),
+        "prices": [*_prices(experiment, profile, results, failed), *_budgets(experiment, profile, results, failed)],
+        "simulated": [SIMULATIONS] if spendings(experiment, profile, results, failed) else [],
         "worst": worst_values(experiment, profile, results, failed),
         "attacks": attacks_of([results[r.digest].raw["config"] for r in runs if r.digest in results]),
         "row_name": ", ".join(experiment.rows),
@@ -193,6 +201,16 @@ def _prices(
         )
         tables.append({"caption": f"{words}, with 95 % intervals over seeds", "columns": columns, "rows": rows})
     return tables
+
+
+def _budgets(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """What each cell spent; none for other experiments."""
+    if experiment.budgets is None:
+        return []
+    columns, rows = budget_rows(spendings(experiment, profile, results, failed), experiment.budgets.lines)
+    return [{"caption": "What each cell spent, and its held-out scores", "columns": columns, "rows": rows}]
 
 
 def _categories(

@@ -23,6 +23,7 @@ from fedlora.experiments.results import Result, read_results, summarise, write_r
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.own_files import contents, named
+from fedlora.runs.private_simulation import LEDGER, with_ledger
 from fedlora.runs.quiet import quiet_libraries
 
 Tick = Callable[[PlannedRun, int], None]
@@ -83,9 +84,10 @@ class Places:
 
     def keep(self, run: PlannedRun, wall_seconds: float) -> None:
         result = summarise(self.folder(run), wall_seconds)
-        if run.files:  # by content, so that neither the result nor what finds it depends on where they were
-            config = json.loads(named(run.config).canonical())
-            result |= {"digest": run.digest, "files": dict(run.files), "config": config}
+        # As it was planned, so that neither the result nor what finds it depends on where files and ledger were.
+        result |= {"digest": run.digest, "config": json.loads(named(run.config).canonical())}
+        if run.files:
+            result["files"] = dict(run.files)
         commit = result["commit"]
         write_result(self.results if commit and commit["clean"] else self.unclean, result)
         self.failure(run.digest).unlink(missing_ok=True)
@@ -226,14 +228,15 @@ def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
     if tick is not None:
         tick(run, 0)
     try:
-        if run.config.privacy is not None and run.files:
+        if run.config.privacy is not None and any(key.startswith("data.") for key in run.files):
             raise ConfigError(
                 "an experiment's results name data files by their digests, which say something about every client in "
                 "them, and [privacy] promises otherwise: use fedlora run, or data that everybody has (data.task)."
             )
-        prepared = prepare(run.config, places.data_root)
+        folder = places.folder(run)
+        prepared = prepare(with_ledger(run.config, str(folder.path / LEDGER)), places.data_root)
         _check_unchanged(run)
-        for record in execute(prepared, places.folder(run), resume=True):
+        for record in execute(prepared, folder, resume=True):
             if tick is not None:
                 tick(run, record.round)
         places.keep(run, time.perf_counter() - began)

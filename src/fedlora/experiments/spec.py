@@ -2,7 +2,8 @@
 
 title, question, claims         words
 [run.*]                         tables of a run's configuration, common to all; relative paths start at this file
-[axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis
+[axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis. An
+                                empty table takes a table away that axes before it made: { privacy = {} }
 [tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
 [profiles.mini], .paper         seeds, further changes, and which labels of an axis are run
 """
@@ -62,9 +63,19 @@ class Peace(Part):
     label: str
 
 
+class Budgets(Part):
+    """What privacy costs: the axis whose labels are budgets, of which `none` has no [privacy]; the axis that gives a
+    line each (`budgets`)."""
+
+    axis: str
+    none: str
+    lines: str
+
+
 class Experiment(Part):
     """One experiment's file. skip: combinations of labels that are no cell. paper: its key in paper_numbers.toml.
-    peace: where nobody attacks, for a table of what each row costs there beside what it saves elsewhere.
+    peace: where nobody attacks, for a table of what each row costs there beside what it saves elsewhere. budgets: for a
+    table and a picture of scores by epsilon.
 
     folder: where its relative paths start, the file's own. Its runs are then known by the content of what lies there.
     None for an experiment without a file (`comparison`), whose paths are absolute and whose runs are known by these.
@@ -85,6 +96,7 @@ class Experiment(Part):
     profiles: dict[str, Profile]
     skip: list[dict[str, str]] = []
     peace: Peace | None = None
+    budgets: Budgets | None = None
     _folder: Path | None = PrivateAttr(None)
 
     @property
@@ -153,6 +165,11 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         look("peace", experiment.peace.axis, experiment.peace.label)
         if experiment.reference is None or experiment.peace.axis == experiment.rows[0]:
             refuse("peace asks what each row costs beside a reference: name one, and another axis than the first row.")
+    if experiment.budgets is not None:
+        budgets = experiment.budgets
+        look("budgets", budgets.axis, budgets.none)
+        if budgets.lines not in axes or {budgets.axis, budgets.lines} != {*axes}:
+            refuse(f"budgets has an axis and lines, which are two axes and all that there are; got {', '.join(axes)}.")
     for name, profile in experiment.profiles.items():
         for axis, labels in profile.axes.items():
             for label in labels:

@@ -101,6 +101,7 @@ FEDERATION: tuple[Item, ...] = (
     ),
     *as_items("prometheus", "if-public", TESTED, "metric"),
     *as_items("prometheus", "dropped", LOSS, "loss", "client_loss", "client_norm"),
+    *as_items("prometheus", "dropped", UPLOADS, "client_weight", "client_weight_after", "client_left_out"),
     *as_items("prometheus", "dropped", WHO, "client_fate", "nodes_online", "node_online"),
     *as_items(
         "prometheus",

@@ -19,7 +19,7 @@ from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
 from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.defence import DefenceSection
-from fedlora.runs.privacy_section import PrivacySection, with_private_server
+from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
 from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import (
     PACKAGED,
@@ -112,7 +112,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     raw = read_tables(path)
     for override in overrides:
         override_in(raw, override)
-    return located(parse_config(raw), path.parent)
+    config = parse_config(raw)
+    if config.privacy is not None and config.privacy.population == SIMULATED:
+        raise ConfigError(
+            f"privacy.population = {SIMULATED!r} is what an experiment calls clients that it simulates, a population "
+            f"for each run. This run's clients are somebody: name whose data these are."
+        )
+    return located(config, path.parent)
 
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:

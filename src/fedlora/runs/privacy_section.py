@@ -15,6 +15,8 @@ from fedlora.server.private_options import Privacy, Releases
 
 Above = Annotated[float, Field(gt=0)]
 
+SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a population: `private_simulation`
+
 
 class PrivacySection(Section):
     """Differential privacy of what is released; the unit is one client, and the server is trusted. docs/privacy.md.

@@ -14,6 +14,7 @@ from fedlora.privacy.accounting import epsilon, epsilon_up
 from fedlora.privacy.ledger import Ledger
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
+from fedlora.runs.privacy_section import SIMULATED
 from fedlora.runs.private_plan import PrivacyPlan, plan
 from fedlora.runs.private_releases import OnDisk, private_folder, read_private
 from fedlora.server.server import Server
@@ -85,12 +86,13 @@ def told(spent: Mapping[str, Any]) -> str:
     """For the card: epsilon of the planned rounds, also where fewer were played, and of the whole population."""
     ledger, share = spent["ledger"], spent["sampling"]
     who = "all" if share == 1.0 else f"a secret draw of {share:g}"
+    simulation = f"no account of anybody's data ({SIMULATED}): " if ledger["population"] == SIMULATED else ""
     return (
-        f"epsilon {epsilon_up(spent['epsilon_planned'])} at delta {spent['delta']:g} for {spent['rounds_planned']} "
-        f"planned rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip {spent['clip']:g}, {who} of "
-        f"{spent['clients']} clients a round); unit: one client's contribution, against those who get what the server "
-        f"releases. All runs on these clients together, as their ledger has it and as planned: epsilon "
-        f"{epsilon_up(ledger['planned_epsilon'])}"
+        f"{simulation}epsilon {epsilon_up(spent['epsilon_planned'])} at delta {spent['delta']:g} for "
+        f"{spent['rounds_planned']} planned rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip "
+        f"{spent['clip']:g}, {who} of {spent['clients']} clients a round); unit: one client's contribution, against "
+        f"those who get what the server releases. All runs on these clients together, as their ledger has it and as "
+        f"planned: epsilon {epsilon_up(ledger['planned_epsilon'])}"
         + "".join(f"; {markdown_cell(what, 1000)}" for what in of_people(ledger))
     )
 

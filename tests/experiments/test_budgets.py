@@ -1,0 +1,181 @@
+"""Scores by epsilon: what each cell spent, the picture, and pages whose tables come from stored results alone.
+
+Kinds: oracle, hostile, end-to-end. Results are made up here, with numbers whose means are known.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.errors import ConfigError
+from fedlora.experiments.budgets import budget_rows, spendings
+from fedlora.experiments.pages import filled
+from fedlora.experiments.plan import mains
+from fedlora.experiments.results import Result, read_results, write_result
+from fedlora.experiments.spec import Experiment, load_experiment
+from support.command_line import invoke
+
+ROOT = Path(__file__).parents[2]
+PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if "\n<!-- filled: " in p.read_text(encoding="utf-8")]
+FILE = """
+title = "What epsilon costs"
+question = "How much?"
+rows = ["epsilon"]
+columns = ["clients"]
+budgets = { axis = "epsilon", none = "no privacy", lines = "clients" }
+[run.model]
+path = "demo"
+[run.method]
+name = "ffa-lora"
+[run.data]
+train = "demo"
+[axes.clients]
+6 = { "clients.count" = 6, "privacy.delta" = 1e-2 }
+50 = { "clients.count" = 50, "privacy.delta" = 1e-3 }
+[axes.epsilon]
+"no privacy" = { privacy = {} }
+"clip alone" = { "privacy.clip" = 1.0, "privacy.noise_multiplier" = 0.01 }
+8 = { "privacy.clip" = 1.0, "privacy.epsilon" = 8.0 }
+[profiles.mini]
+seeds = [0, 1]
+"""
+MARKED = "# A page\n\n<!-- filled: tiny mini budgets -->\nold\n<!-- end -->\n\nThe end.\n"
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Experiment:
+    (tmp_path / "tiny.toml").write_text(FILE)
+    return load_experiment(tmp_path / "tiny.toml")
+
+
+def stored(experiment: Experiment) -> dict[str, Result]:
+    """Accuracy 0.7 and 0.8 on the two seeds everywhere, log-loss 0.5; epsilon 7.9912 where there is privacy."""
+    found = {}
+    for run in mains(experiment, "mini", {}):
+        raw: dict[str, Any] = {
+            "digest": run.digest,
+            "config": json.loads(run.config.canonical()),
+            "metric": "accuracy",
+            "commit": {"id": "abcdef0123", "clean": True},
+            "machine": {"device": "cpu", "architecture": "x86_64"},
+            "test": {"last": {"accuracy": 0.7 + 0.1 * run.seed, "loss": 0.5}},
+        }
+        if run.config.privacy is not None:
+            raw["privacy"] = {
+                "epsilon_planned": 7.9912 if run.cell["epsilon"] == "8" else 40658.0,
+                "delta": run.config.privacy.delta, "noise_multiplier": 1.155, "sampling": 1.0, "rounds_planned": 8,
+                "clip": 1.0,
+            }  # fmt: skip
+        found[run.digest] = Result(run.digest, raw)
+    return found
+
+
+def test_a_label_takes_the_table_away_and_the_others_make_it(experiment: Experiment) -> None:
+    told = {(run.cell["clients"], run.cell["epsilon"]): run.config.privacy for run in mains(experiment, "mini", {})}
+    assert told["6", "no privacy"] is None and told["50", "no privacy"] is None
+    six, fifty = told["6", "8"], told["50", "8"]
+    assert six is not None and fifty is not None and (six.delta, fifty.delta) == (1e-2, 1e-3)
+
+
+def test_the_table_says_what_was_spent_and_epsilon_is_rounded_up(experiment: Experiment) -> None:
+    """Mean of 0.7 and 0.8 is 0.75, their standard deviation 0.0707; 7.9912 is at most 8.00, never 7.99."""
+    columns, rows = budget_rows(spendings(experiment, "mini", stored(experiment)), "clients")
+    assert columns[0] == "clients" and len(rows) == 6
+    assert rows[0] == ["6", "none", "", "", "", "", "0.750 ± 0.071", "0.500 ± 0.000", "2"]
+    assert rows[1][1] == "none (clip alone)"
+    assert rows[2] == ["6", "8.00", "0.01", "1.155", "1", "8", "0.750 ± 0.071", "0.500 ± 0.000", "2"]
+
+
+def test_runs_of_a_cell_that_spent_differently_are_no_cell(experiment: Experiment) -> None:
+    results = stored(experiment)
+    run = next(run for run in mains(experiment, "mini", {}) if run.cell["epsilon"] == "8")
+    results[run.digest].raw["privacy"]["epsilon_planned"] = 3.0  # type: ignore[index]
+    with pytest.raises(ConfigError, match="6, 8: its runs have not spent the same"):
+        spendings(experiment, "mini", results)
+    del results[run.digest].raw["privacy"]  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"1 of its 2 runs have .privacy., and by budgets.none all have it"):
+        spendings(experiment, "mini", results)
+
+
+def test_the_label_without_privacy_has_none(experiment: Experiment, tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(FILE.replace('none = "no privacy"', 'none = "8"'))
+    other = load_experiment(tmp_path / "tiny.toml")
+    with pytest.raises(ConfigError, match=r"no privacy: 0 of its 2 runs have .privacy."):
+        spendings(other, "mini", stored(experiment))
+
+
+def test_axes_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(FILE.replace('lines = "clients"', 'lines = "ranks"'))
+    with pytest.raises(ConfigError, match="two axes and all that there are"):
+        load_experiment(tmp_path / "x.toml")
+    (tmp_path / "x.toml").write_text(FILE.replace('none = "no privacy"', 'none = "nothing"'))
+    with pytest.raises(ConfigError, match="budgets names epsilon = 'nothing'"):
+        load_experiment(tmp_path / "x.toml")
+
+
+def test_the_picture_is_drawn_of_whole_and_of_half_grids(experiment: Experiment, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from fedlora.experiments.budget_plot import plot_budgets
+
+    results = stored(experiment)
+    for some in (results, dict(list(results.items())[:1]), dict(list(results.items())[-1:])):
+        made = plot_budgets(spendings(experiment, "mini", some), "T", "clients", tmp_path / "p.png")
+        assert isinstance(made, Path) and made.stat().st_size > 10_000
+
+
+def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp_path: Path) -> None:
+    results = stored(experiment)
+    page = filled(MARKED, tmp_path, results)
+    assert page.startswith("# A page\n\n<!-- filled: tiny mini budgets -->\n| clients |") and "old" not in page
+    assert "| 6 | 8.00 | 0.01 |" in page and "12 of 12 runs, commit abcdef0" in page
+    assert page.endswith("<!-- end -->\n\nThe end.\n") and filled(page, tmp_path, results) == page
+    assert "No run of it is stored yet (0 of 12)." in filled(MARKED, tmp_path, {})
+    said = "Write `<!-- filled: A B C -->` in a page."
+    assert filled(said, tmp_path, results) == said
+    half = dict(list(results.items())[:3])
+    assert "3 of 12 runs" in filled(MARKED, tmp_path, half)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("<!-- end -->", "", "not each is ended"),
+        ("old\n", "<!-- filled: tiny mini scores -->\nold\n", "not each is ended"),
+        ("mini budgets", "mini prices", "names an experiment, a profile and one of"),
+        ("mini budgets", "mini prices loss", "says nothing of prices loss"),
+        ("mini budgets", "paper budgets", "has no profile 'paper'"),
+        ("tiny mini", "huge mini", "cannot be read"),
+    ],
+)
+def test_a_block_that_cannot_be_filled_is_refused(
+    experiment: Experiment, tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        filled(MARKED.replace(old, new), tmp_path, stored(experiment))
+
+
+def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for result in stored(experiment).values():
+        write_result(tmp_path / "results" / "runs", result.raw)
+    (tmp_path / "page.md").write_text(MARKED)
+    where = ("--experiments", tmp_path, "--results", tmp_path / "results" / "runs")
+    said = invoke("experiment", "fill", tmp_path / "page.md", *where).stderr
+    assert "filled" in said and "| 6 | 8.00 |" in (tmp_path / "page.md").read_text()
+    assert "as it was" in invoke("experiment", "fill", tmp_path / "page.md", *where).stderr
+    invoke("experiment", "plot", "tiny", *where, "--work", tmp_path)
+    assert (tmp_path / "results" / "plots" / "tiny-mini.png").is_file()
+    said = invoke("experiment", "table", "tiny", *where, "--work", tmp_path, "--format", "markdown").output
+    table = " ".join(said.split())
+    assert "8.00" in table and "account of anybody's data" in table
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
+    """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""
+    text = page.read_text(encoding="utf-8")
+    assert filled(text, ROOT / "experiments", read_results(ROOT / "results" / "runs")) == text
