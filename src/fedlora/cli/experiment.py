@@ -129,12 +129,12 @@ def status(
         experiment = _load(name, experiments)
         search, given_up = searches(experiment, profile), places.given_up()
         cells = sum(1 for _ in experiment.cells(profile)) * len(experiment.profile(profile).seeds)
-        finished = sum(run.digest in done for run in mains(experiment, profile, done, given_up))
+        finished = sum(run.result(done) is not None for run in mains(experiment, profile, done, given_up))
         left = missing(experiment, profile, places, None, given_up)
         failed = sum(places.failure(run.digest).exists() for run in left)
         _tell(other_files(left, done))
         found[experiment.name] = {
-            "search": [sum(run.digest in done for run in search), len(search)],
+            "search": [sum(run.result(done) is not None for run in search), len(search)],
             "runs": [finished, cells], "failed": failed, "to_do": cells - finished,
         }  # fmt: skip
         f = found[experiment.name]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import shown
+from fedlora.experiments.merger_settings import check_run, resolved, searched_as
 from fedlora.experiments.numbers import parse_number
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
@@ -22,7 +23,8 @@ from fedlora.training.metrics import best_of
 @dataclass(frozen=True)
 class PlannedRun:
     """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
-    files: key -> content of its own data and model, where it is known by these (`own_files.contents`)."""
+    files: key -> content of its own data and model, where it is known by these (`own_files.contents`). mergers: label ->
+    settings of what is made of its uploads (`experiments.mergers`); of one cell the one label that it stands for."""
 
     cell: Cell
     seed: int
@@ -31,6 +33,15 @@ class PlannedRun:
     config: RunConfig
     digest: str
     files: Mapping[str, str] = field(default_factory=dict)
+    mergers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def result(self, results: Mapping[str, Result]) -> Result | None:
+        """What came of it, among results by digest: of its cell's merger where it has one. None where that is missing."""
+        found = results.get(self.digest)
+        if found is None or not self.mergers:
+            return found
+        each = [found.merged(label, merger) for label, merger in self.mergers.items()]
+        return None if None in each else each[0]
 
     @property
     def label(self) -> str:
@@ -49,8 +60,13 @@ def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
         for value in values:
             for seed in tune.seeds:
                 run = _planned(experiment, profile, cell, seed, value, searching=True)
-                planned.setdefault(run.digest, run)
+                planned[run.digest] = with_mergers_of(run, planned.get(run.digest))
     return list(planned.values())
+
+
+def with_mergers_of(run: PlannedRun, other: PlannedRun | None) -> PlannedRun:
+    """The run with the mergers of another one of its digest as well: one training serves both."""
+    return run if other is None else replace(other, mergers={**other.mergers, **run.mergers})
 
 
 def mains(
@@ -99,6 +115,9 @@ def _search(
         return None, None
     if len(values) == 1:
         return values[0], None
+    if experiment.merged is not None:  # controls go by what they are held against
+        axis, label = experiment.merged, cell[experiment.merged]
+        cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
     alike = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
     means: list[tuple[float, float]] = []
     metrics: set[str] = set()
@@ -106,7 +125,7 @@ def _search(
         runs = [_planned(experiment, profile, c, seed, value, searching=True) for c in alike for seed in tune.seeds]
         if any(run.digest in failed and run.digest not in results for run in runs):
             continue
-        found = [results[run.digest] for run in runs if run.digest in results]
+        found = [result for run in runs if (result := run.result(results)) is not None]
         if len(found) < len(runs):
             return None, None
         means.append((value, fmean(result.validation_best for result in found)))
@@ -196,11 +215,12 @@ def _planned(
     raw: dict[str, Any] = deepcopy(experiment.run)
     where = f"experiment {experiment.name}, {dict(cell)}"
     try:
-        for axis, label in cell.items():
-            _apply(raw, experiment.axes[axis][label])
+        changes = [experiment.axes[axis][label] for axis, label in cell.items() if axis != experiment.merged]
+        for change in changes:
+            _apply(raw, change)
         _apply(raw, experiment.profile(profile).set)
-        for axis, label in cell.items():  # a cell's own changes win over the profile's scale
-            _apply(raw, experiment.axes[axis][label])
+        for change in changes:  # a cell's own changes win over the profile's scale
+            _apply(raw, change)
         _apply(raw, {"run.seed": seed})
         if value is not None and experiment.tune is not None:
             _apply(raw, {experiment.tune.key: value})
@@ -213,7 +233,12 @@ def _planned(
         raise ConfigError(f"{where}: {error}") from error
     if value is not None and experiment.tune is not None:
         _check_number_key(config, experiment.tune.key, where)
-    return PlannedRun(cell, seed, value, searching, config, digest_of(config, files), files)
+    mergers: dict[str, dict[str, Any]] = {}
+    if experiment.merged is not None:
+        check_run(config, where)
+        label = cell[experiment.merged]
+        mergers[label] = resolved(experiment.axes[experiment.merged])[label]
+    return PlannedRun(cell, seed, value, searching, config, digest_of(config, files), files, mergers)
 
 
 def _check_number_key(config: RunConfig, key: str, where: str) -> None:
