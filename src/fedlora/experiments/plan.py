@@ -198,9 +198,15 @@ def at_the_edge(experiment: Experiment, profile: str, value: float | None) -> st
 
 
 def _searched(experiment: Experiment, profile: str) -> list[Cell]:
-    """The cells on which the search is run."""
+    """The cells on which the search is run: the profile's, at the labels to which the search is confined. These need
+    not be the profile's own."""
     at = experiment.tune.at if experiment.tune else {}
-    return [cell for cell in experiment.cells(profile) if all(cell[axis] == label for axis, label in at.items())]
+    found: list[Cell] = []
+    for cell in experiment.cells(profile):
+        moved = {**cell, **at}
+        if moved not in found and not experiment.skips(moved):
+            found.append(moved)
+    return found
 
 
 def _values(experiment: Experiment, profile: str) -> Sequence[float]:

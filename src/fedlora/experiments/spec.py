@@ -106,8 +106,12 @@ class Experiment(Part):
         labels = [[(axis, label) for label in chosen.get(axis, list(options))] for axis, options in self.axes.items()]
         for combination in itertools.product(*labels):
             cell = dict(combination)
-            if not any(all(cell.get(axis) == label for axis, label in skipped.items()) for skipped in self.skip):
+            if not self.skips(cell):
                 yield cell
+
+    def skips(self, cell: Cell) -> bool:
+        """Whether that combination of labels is no cell."""
+        return any(all(cell.get(axis) == label for axis, label in skipped.items()) for skipped in self.skip)
 
 
 def load_experiment(path: Path) -> Experiment:
