@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fedlora.adapters.uploads import read_uploads
+from fedlora.adapters.io import read_adapter
+from fedlora.adapters.uploads import read_facts
 from fedlora.analysis.audit import mean_update, relative_difference
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Upload
@@ -63,10 +64,14 @@ def merge_all(
 
 
 def _uploads(prepared: Prepared, folder: RunFolder) -> list[Upload]:
-    """What the clients sent, without the heads, which nobody trained."""
+    """What the clients sent, in the unit in which it travelled, without the heads, which nobody trained."""
     clients = {client.id: client for client in prepared.clients}
-    uploads, _ = read_uploads(folder.newest_uploads())
-    return [Upload(clients[u.client.id], u.num_examples, Adapter(u.adapter.modules)) for u in uploads]
+    uploads = []
+    for directory in folder.newest_uploads():
+        adapter, _ = read_adapter(directory, scaling=prepared.config.lora.unit)
+        name, examples = read_facts(directory)
+        uploads.append(Upload(clients[name], examples, Adapter(adapter.modules)))
+    return uploads
 
 
 def _update(server: Server, seed: Adapter, uploads: Sequence[Upload], mean: Update, merger: Merger) -> dict[str, LoRA]:

@@ -43,6 +43,14 @@ class PlannedRun:
         each = [found.merged(label, merger) for label, merger in self.mergers.items()]
         return None if None in each else each[0]
 
+    def left(self, results: Mapping[str, Result]) -> PlannedRun | None:
+        """What of it is to be done: with those mergers that were not made yet. None where all is there."""
+        found = results.get(self.digest)
+        if found is None:
+            return self
+        lacking = {label: merger for label, merger in self.mergers.items() if found.merged(label, merger) is None}
+        return replace(self, mergers=lacking) if lacking else None
+
     @property
     def label(self) -> str:
         """The cell, the value and the seed in words."""

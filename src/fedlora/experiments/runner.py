@@ -123,8 +123,8 @@ def missing(
     wanted = [*searches(experiment, profile), *mains(experiment, profile, done, failed)]
     found: dict[str, PlannedRun] = {}
     for run in wanted:
-        if run.result(done) is None and (seeds is None or run.searching or run.seed in seeds):
-            found[run.digest] = with_mergers_of(run, found.get(run.digest))
+        if (left := run.left(done)) is not None and (seeds is None or run.searching or run.seed in seeds):
+            found[run.digest] = with_mergers_of(left, found.get(run.digest))
     return list(found.values())
 
 
