@@ -25,7 +25,7 @@ ALPHA, POWER = 0.05, 0.8
 
 
 @dataclass(frozen=True)
-class Tested:
+class Weighed:
     """One question before the family is looked at. gaps: of the seeds, in the metric's unit, positive where the first
     is better. p_same, p_matters: of the two hypotheses. low, high: 95 % interval of the mean (t)."""
 
@@ -51,7 +51,7 @@ class Tested:
         return sum(gap > 0 for gap in self.gaps)
 
 
-def tested(gaps: Sequence[float], margin: float) -> Tested:
+def weigh(gaps: Sequence[float], margin: float) -> Weighed:
     """Both tests on one question's paired gaps.
 
     Gaps without any spread (the same bits on every seed) leave a t test nothing to divide by: they are what they are.
@@ -64,34 +64,37 @@ def tested(gaps: Sequence[float], margin: float) -> Tested:
     found = tuple(map(float, gaps))
     if max(found) == min(found):
         at = found[0]
-        return Tested(found, margin, 1.0 if at == 0 else 0.0, 0.0 if abs(at) < margin else 1.0, at, at)
+        return Weighed(found, margin, 1.0 if at == 0 else 0.0, 0.0 if abs(at) < margin else 1.0, at, at)
     from scipy import stats
 
     same = stats.ttest_1samp(found, 0.0)
     interval = same.confidence_interval(0.95)
     above = stats.ttest_1samp(found, -margin, alternative="greater").pvalue
     below = stats.ttest_1samp(found, margin, alternative="less").pvalue
-    return Tested(
+    return Weighed(
         found, margin, float(same.pvalue), float(max(above, below)), float(interval.low), float(interval.high)
     )
 
 
-def judge(family: Mapping[str, Tested], alpha: float = ALPHA) -> dict[str, Verdict]:
-    """Question -> verdict, at one error rate for the family. A question with both hypotheses rejected is equivalent."""
+def judge(family: Mapping[str, Weighed], alpha: float = ALPHA, *, others: int = 0) -> dict[str, Verdict]:
+    """Question -> verdict, at one error rate for the family. A question with both hypotheses rejected is equivalent.
+
+    others: further questions of the family that have no test; they stay open.
+    """
     hypotheses = sorted(
         [(test.p_same, name, "same") for name, test in family.items()]
         + [(test.p_matters, name, "matters") for name, test in family.items()]
     )
     left = {name: {"same", "matters"} for name in family}
     for p, name, kind in hypotheses:
-        open_questions = sum(bool(kinds) for kinds in left.values())
+        open_questions = others + sum(bool(kinds) for kinds in left.values())
         if p > alpha / open_questions:
             break
         left[name].discard(kind)
     return {name: _verdict(test, left[name]) for name, test in family.items()}
 
 
-def _verdict(test: Tested, left: set[str]) -> Verdict:
+def _verdict(test: Weighed, left: set[str]) -> Verdict:
     if "matters" not in left:
         return "equivalent"
     if "same" not in left:
