@@ -123,7 +123,7 @@ def test_one_training_serves_all_mergers(experiment: Experiment, places: Places)
 
 def test_a_new_merger_costs_no_training(folder: Path, experiment: Experiment, places: Places) -> None:
     """A label added later finds the run folder with its uploads: these are not written again."""
-    later = (folder / "once.toml").read_text().replace('[tune]', 'quarter = { name = "glora", rho = 0.25 }\n[tune]')
+    later = (folder / "once.toml").read_text().replace("[tune]", 'quarter = { name = "glora", rho = 0.25 }\n[tune]')
     (folder / "later.toml").write_text(later)
     more = load_experiment(folder / "later.toml")
     todo = missing(more, "mini", places)
@@ -166,7 +166,10 @@ def test_mergers_are_what_they_are_by_dense_algebra(experiment: Experiment, plac
     assert facts["shrunk"]["norm"] == pytest.approx(facts["half"]["norm"], rel=1e-5)
     assert facts["half"]["rank"] == 5 and facts["least"]["rank"] <= 5 and facts["exact"]["rank"] == 10
     optimum = float(torch.cat(list(best.values())).norm() / 2 / size)
-    assert facts["least"]["error"] == pytest.approx(optimum, rel=1e-3) and facts["least"]["error"] <= facts["half"]["error"]
+    assert (
+        facts["least"]["error"] == pytest.approx(optimum, rel=1e-3)
+        and facts["least"]["error"] <= facts["half"]["error"]
+    )
     assert facts["nothing"]["norm"] == 0 and facts["nothing"]["error"] == 1
 
 
@@ -175,7 +178,9 @@ def test_the_exact_merger_is_the_run_itself(experiment: Experiment, places: Plac
     for run in searches(experiment, "mini"):
         raw = places.finished(unclean=True)[run.digest].raw
         assert raw["mergers"]["exact"]["test"]["loss"] == pytest.approx(raw["test"]["last"]["loss"], rel=1e-5)
-        assert raw["mergers"]["exact"]["validation"]["loss"] == pytest.approx(raw["validation"]["last"]["loss"], rel=1e-5)
+        assert raw["mergers"]["exact"]["validation"]["loss"] == pytest.approx(
+            raw["validation"]["last"]["loss"], rel=1e-5
+        )
 
 
 def test_own_starts_share_no_rows(experiment: Experiment, places: Places) -> None:

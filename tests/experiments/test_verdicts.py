@@ -68,7 +68,9 @@ def test_the_step_down_by_hand() -> None:
     assert judge({"a": made(0.04, 0.9)}) == {"a": "better"}
 
 
-def family_errors(true: list[float], noise: str, runs: int, n: int = 8, margin: float = 1.0) -> tuple[float, float, float]:
+def family_errors(
+    true: list[float], noise: str, runs: int, n: int = 8, margin: float = 1.0
+) -> tuple[float, float, float]:
     """(shares of families with a false difference, a false equivalence, anything false). Gaps correlate over questions,
     as those of methods on one seed do."""
     draw = np.random.default_rng(0)

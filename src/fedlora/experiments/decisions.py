@@ -115,7 +115,9 @@ def answers(
             found.append(Answers(name, family, len(there), len(seeds)))
             continue
         gates = tuple(_gated(gate, s, seeds, scores, heads[s], claims.alpha) for s in family.setups) if gate else ()
-        found.append(Answers(name, family, len(seeds), len(seeds), _judged(family, gates, seeds, scores, claims.alpha), gates))
+        found.append(
+            Answers(name, family, len(seeds), len(seeds), _judged(family, gates, seeds, scores, claims.alpha), gates)
+        )
     return found
 
 

@@ -1,10 +1,10 @@
 """What a merger is: the settings behind the labels of an experiment's axis `merged`. A method, or a control:
 
-    exact mean, shrunk  the exact mean, each module scaled to the norm that the merger `like` gives it
-    least error         the same rank budget as the method `like`, in the basis of least error (GLoRA with basis energy)
-    no adapter          the pre-trained model with its drawn head
-    clients alone       the mean over (at most five) clients' own adapters, not merged
-    head alone          no LoRA, and the head trained on all clients' data (`head_alone`)
+exact mean, shrunk  the exact mean, each module scaled to the norm that the merger `like` gives it
+least error         the same rank budget as the method `like`, in the basis of least error (GLoRA with basis energy)
+no adapter          the pre-trained model with its drawn head
+clients alone       the mean over (at most five) clients' own adapters, not merged
+head alone          no LoRA, and the head trained on all clients' data (`head_alone`)
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ No script, no outside request: pictures are inside the page.
 
 from __future__ import annotations
 
-import base64
-import io
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,9 @@ from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import ConfigError
+from fedlora.experiments.claims import Claims
+from fedlora.experiments.decision_page import decision_part, encoded
+from fedlora.experiments.decisions import Answers
 from fedlora.experiments.digits import difference_in_words, in_words, shown
 from fedlora.experiments.numbers import titled
 from fedlora.experiments.plan import mains, worst_values
@@ -35,7 +36,7 @@ _PAGE = """<!doctype html>
  th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #999; }
  .paper { color: #7a4a00; background: #fff8ec; } .none { color: #999; } .decided { font-weight: 600; }
  img { max-width: 100%; } details { margin: .5rem 0; } pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; }
- .attack { color: #a00000; font-weight: 600; }
+ .attack { color: #a00000; font-weight: 600; } td.words { white-space: normal; text-align: left; }
  nav a { margin-right: 1rem; } .scroll { overflow-x: auto; } .note { color: #555; }
 </style></head><body>
 <h1>Experiments, profile {{ profile }}</h1>
@@ -45,6 +46,7 @@ and best rounds were chosen on a share of the training data, never on the test s
 <p class="note">Numbers on this ground are printed in the paper, at the paper's scale, with other models and data:
 <span class="paper">&nbsp;paper&nbsp;</span>. They stand here to be compared in their order and gaps only.</p>
 <nav>{% for e in experiments %}<a href="#{{ e.name }}">{{ e.name }}</a>{% endfor %}</nav>
+{{ decisions }}
 {% for e in experiments %}
 <h2 id="{{ e.name }}">{{ e.title }}</h2>
 <p>{{ e.question }}</p>
@@ -89,10 +91,12 @@ def write_report(
     results: Mapping[str, Result],
     paper: Path,
     failed: Mapping[str, str] | None = None,
+    decided: tuple[Claims, Sequence[Answers]] | None = None,
 ) -> None:
     """The page, of those experiments that have the profile and any result; with "mini" go all profiles but "paper".
 
-    failed: digest -> why, of runs of a search that failed.
+    failed: digest -> why, of runs of a search that failed. decided: the claims, and every family that has a plan; an
+    experiment whose families still wait for seeds is not shown, for that would be a look before its time.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
@@ -104,10 +108,14 @@ def write_report(
     except ImportError as error:
         raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
     printed, failed = _paper_numbers(paper), failed or {}
+    claims, families = decided or (None, [])
+    waiting = {one.family.experiment for one in families if not one.complete}
     sections: list[dict[str, Any]] = []
     used: dict[str, Result] = {}
     for experiment in experiments:
         for name in experiment.profiles:
+            if experiment.name in waiting:
+                continue
             if name != profile and (profile != "mini" or name == "paper"):
                 continue
             runs = mains(experiment, name, results, failed)
@@ -115,16 +123,21 @@ def write_report(
             if not found:
                 continue
             used |= found
-            picture = io.BytesIO()
-            plot_curves(experiment, name, results, picture, failed)
-            encoded = base64.b64encode(picture.getvalue()).decode()
-            sections.append(_section(experiment, name, results, printed, failed) | {"pictures": [encoded]})
-    if not sections:
+            pictures = (
+                []
+                if experiment.merged
+                else [encoded(lambda p, e=experiment, n=name: plot_curves(e, n, results, p, failed))]
+            )
+            sections.append(_section(experiment, name, results, printed, failed) | {"pictures": pictures})
+    if not sections and not families:
         raise ConfigError(f"no experiment has a result of profile {profile}; run some first.")
     page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
     html = page.render(
         profile=profile,
         experiments=sections,
+        decisions=""
+        if claims is None
+        else decision_part(claims, families, {e.name: e for e in experiments}, results, failed),
         runs=len(used),
         commits=sorted({str((r.raw["commit"] or {}).get("id"))[:12] for r in used.values()}),
         machines=sorted({_machine(r.raw["machine"]) for r in used.values()}),
