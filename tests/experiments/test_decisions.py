@@ -44,8 +44,15 @@ def rounds() -> Experiment:
 
 
 @pytest.fixture
-def place(tmp_path: Path, once: Experiment, rounds: Experiment) -> Path:
+def place(tmp_path: Path, piloted: Path) -> Path:
+    """A copy of `piloted` for one test."""
+    return Path(shutil.copytree(piloted, tmp_path / "place"))
+
+
+@pytest.fixture(scope="module")
+def piloted(tmp_path_factory: pytest.TempPathFactory, once: Experiment, rounds: Experiment) -> Path:
     """Experiments, claims, and the results of the search and the pilot of both."""
+    tmp_path = tmp_path_factory.mktemp("piloted")
     (tmp_path / "experiments").mkdir()
     for name in ("map_once", "map_rounds"):
         shutil.copy(ROOT / "experiments" / f"{name}.toml", tmp_path / "experiments")
@@ -260,7 +267,7 @@ def test_the_page_has_the_map_the_table_and_the_claims(place: Path, once: Experi
         "map of map_rounds",
     ):
         assert word in page
-    assert page.count("data:image/png;base64,") == 5, "two maps, two curves of budgets, one of rounds"
+    assert page.count("data:image/png;base64,") == 5, "two maps, two curves of budgets, one of rounds: no pilot"
     claims = load_claims(place / "claims.toml")
     assert all(f'<td class="words">{name}</td>' in page for name in claims.claims)
     assert not re.findall(r'(?:src|href)="http', page), "nothing from outside"

@@ -82,6 +82,10 @@ class Claims(Part):
         """The families that ask an experiment."""
         return {name: family for name, family in self.families.items() if family.experiment == experiment}
 
+    def pilots(self, experiment: str) -> set[str]:
+        """The profiles of an experiment that give spreads and are not compared."""
+        return {family.pilot for family in self.of(experiment).values()}
+
     def asked_by(self, claim: str) -> list[str]:
         """The families that a claim is decided by."""
         return [name for name, family in self.families.items() if claim in family.claims]

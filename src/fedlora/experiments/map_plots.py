@@ -30,7 +30,8 @@ def plot_map(found: Sequence[Answers], path: Path | BinaryIO) -> None:
     """A row a set-up, a column a pair, of one experiment: colour is the mean difference, hatching an undecided one, a
     box of its own an equivalent one. What has no number says why.
 
-    The scale ends at the largest difference, or at four margins where none is as large.
+    The scale ends at the largest difference, but at four margins at least and at twelve at most: what is larger has the
+    colour of its end, and its number.
     """
     cells = {(a.question.setup, _pair(a)): (one, a) for one in found for a in one.answers}
     waiting = {(q.setup, f"{q.first}\nagainst\n{q.second}"): one
@@ -39,7 +40,8 @@ def plot_map(found: Sequence[Answers], path: Path | BinaryIO) -> None:
     pairs = list(dict.fromkeys(f"{a}\nagainst\n{b}" for one in found for a, b in one.family.pairs))
     unit, factor, digits = UNITS[found[0].family.metric]
     sizes = [abs(a.test.mean) for _, a in cells.values() if a.test is not None]
-    end = factor * max([4 * found[0].family.margin, *sizes])
+    margin = found[0].family.margin
+    end = factor * min(12 * margin, max([4 * margin, *sizes]))
     norm, colours = TwoSlopeNorm(0.0, -end, end), plt.get_cmap(_COLOURS)
     figure: Figure
     with plt.rc_context({"font.size": 15, "hatch.linewidth": 1.0}):
@@ -61,7 +63,7 @@ def plot_map(found: Sequence[Answers], path: Path | BinaryIO) -> None:
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
         shown = plt.cm.ScalarMappable(norm, colours)
-        figure.colorbar(shown, ax=axis, label=f"first better by ({unit})", shrink=0.8)
+        figure.colorbar(shown, ax=axis, label=f"first better by ({unit})", shrink=0.8, extend="both")
         keys = [
             Patch(facecolor="white", edgecolor="#444444", hatch="///", label="undecided"),
             Patch(facecolor="white", edgecolor="black", linewidth=3, label=f"≈ equivalent (margin {_short(found)})"),
@@ -117,7 +119,7 @@ def plot_budgets(
     experiment: Experiment, scores: Scores, seeds: Sequence[int], setups: Sequence[str], path: Path | BinaryIO
 ) -> bool:
     """A panel a set-up: how much lower the log-loss is than the reference's, by rho, with a 95 % band (paired t); dashed
-    lines are the other labels that are no budget. False, and no picture, where fewer than two budgets are there."""
+    and dotted lines are the other labels, which are no budget. False, and no picture, where fewer than two budgets are there."""
     reference, labels = experiment.reference, budgets(experiment)
     rows = experiment.axes[experiment.rows[0]]
     others = [label for label in rows if label not in labels and label != reference]
@@ -140,7 +142,8 @@ def plot_budgets(
             for k, label in enumerate(others):
                 found = _lines(scores, seeds, setup, {label: 0.0}, reference)
                 if found and abs(found[label][0]) <= 3 * spread:  # a line far away would flatten the others
-                    axis.axhline(found[label][0], color=COLOURS[1 + k % 6], linestyle="--", linewidth=2, label=label)
+                    colour, style = COLOURS[1 + k % 6], ("--", ":")[k // 6 % 2]
+                    axis.axhline(found[label][0], color=colour, linestyle=style, linewidth=2, label=label)
             axis.axhline(0, color="#444444", linewidth=1.2)
             axis.set(title=setup, xlabel="rho")
             axis.grid(alpha=0.3)

@@ -9,7 +9,7 @@ head alone          no LoRA, and the head trained on all clients' data (`head_al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.core.method import Method
@@ -25,14 +25,15 @@ _NEEDS = {SHRUNK, LEAST_ERROR}
 Merger = Mapping[str, Any]
 
 
-def resolved(mergers: Mapping[str, Merger]) -> dict[str, dict[str, Any]]:
-    """Label -> its merger, with the settings of what it is like in place of that one's label.
+def resolved(mergers: Mapping[str, Merger], labels: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Label -> its merger, with the settings of what it is like in place of that one's label. labels: only of these.
 
     Raises:
         ConfigError: neither a method nor a control, unknown settings, or a `like` that is no method's label.
     """
     made: dict[str, dict[str, Any]] = {}
-    for label, merger in mergers.items():
+    for label in mergers if labels is None else labels:
+        merger = mergers[label]
         if "control" not in merger:
             method_of(label, merger)
             made[label] = dict(merger)

@@ -20,6 +20,10 @@ from fedlora.runs.own_files import contents, digest_of
 from fedlora.training.metrics import best_of
 
 
+# (axes but the merged one, seed, searched value) -> (configuration, digest, files)
+Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
@@ -64,10 +68,11 @@ def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
     if tune is None or len(values) < 2:
         return []
     planned: dict[str, PlannedRun] = {}
+    known: Known = {}
     for cell in _searched(experiment, profile):
         for value in values:
             for seed in tune.seeds:
-                run = _planned(experiment, profile, cell, seed, value, searching=True)
+                run = _planned(experiment, profile, cell, seed, value, searching=True, known=known)
                 planned[run.digest] = with_mergers_of(run, planned.get(run.digest))
     return list(planned.values())
 
@@ -82,12 +87,13 @@ def mains(
 ) -> list[PlannedRun]:
     """The runs that count, of those cells whose search is done. failed: as `chosen_value` takes it."""
     planned = []
+    known: Known = {}
     for cell in experiment.cells(profile):
-        value = chosen_value(experiment, profile, cell, results, failed)
+        value, _ = _search(experiment, profile, cell, results, failed, known)
         if value is None and experiment.tune is not None:
             continue
         for seed in experiment.profile(profile).seeds:
-            planned.append(_planned(experiment, profile, cell, seed, value, searching=False))
+            planned.append(_planned(experiment, profile, cell, seed, value, searching=False, known=known))
     return planned
 
 
@@ -115,8 +121,9 @@ def dead_end(
 
 
 def _search(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str]
-) -> tuple[float | None, str | None]:
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str],
+    known: Known | None = None,
+) -> tuple[float | None, str | None]:  # fmt: skip
     """(value, why there is none where there can be none)"""
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None:
@@ -129,8 +136,13 @@ def _search(
     alike = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
     means: list[tuple[float, float]] = []
     metrics: set[str] = set()
+    known = {} if known is None else known
     for value in values:
-        runs = [_planned(experiment, profile, c, seed, value, searching=True) for c in alike for seed in tune.seeds]
+        runs = [
+            _planned(experiment, profile, c, seed, value, searching=True, known=known)
+            for c in alike
+            for seed in tune.seeds
+        ]
         if any(run.digest in failed and run.digest not in results for run in runs):
             continue
         found = [result for run in runs if (result := run.result(results)) is not None]
@@ -224,10 +236,28 @@ def _values(experiment: Experiment, profile: str) -> Sequence[float]:
 
 
 def _planned(
-    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, *, searching: bool
-) -> PlannedRun:
-    raw: dict[str, Any] = deepcopy(experiment.run)
+    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, *, searching: bool,
+    known: Known | None = None,
+) -> PlannedRun:  # fmt: skip
+    """known: configurations of runs that were planned before, by all that they follow from: mergers share them."""
     where = f"experiment {experiment.name}, {dict(cell)}"
+    key = (tuple(pair for pair in cell.items() if pair[0] != experiment.merged), seed, value)
+    known = {} if known is None else known
+    if key not in known:
+        known[key] = _configured(experiment, profile, cell, seed, value, where)
+    config, digest, files = known[key]
+    mergers: dict[str, dict[str, Any]] = {}
+    if experiment.merged is not None:
+        label = cell[experiment.merged]
+        mergers[label] = resolved(experiment.axes[experiment.merged], [label])[label]
+    return PlannedRun(cell, seed, value, searching, config, digest, files, mergers)
+
+
+def _configured(
+    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, where: str
+) -> tuple[RunConfig, str, Mapping[str, str]]:
+    """The configuration of a cell's run, its digest, and its files by content."""
+    raw: dict[str, Any] = deepcopy(experiment.run)
     try:
         changes = [experiment.axes[axis][label] for axis, label in cell.items() if axis != experiment.merged]
         for change in changes:
@@ -247,12 +277,9 @@ def _planned(
         raise ConfigError(f"{where}: {error}") from error
     if value is not None and experiment.tune is not None:
         _check_number_key(config, experiment.tune.key, where)
-    mergers: dict[str, dict[str, Any]] = {}
     if experiment.merged is not None:
         check_run(config, where)
-        label = cell[experiment.merged]
-        mergers[label] = resolved(experiment.axes[experiment.merged])[label]
-    return PlannedRun(cell, seed, value, searching, config, digest_of(config, files), files, mergers)
+    return config, digest_of(config, files), files
 
 
 def _check_number_key(config: RunConfig, key: str, where: str) -> None:

@@ -96,7 +96,7 @@ def write_report(
     """The page, of those experiments that have the profile and any result; with "mini" go all profiles but "paper".
 
     failed: digest -> why, of runs of a search that failed. decided: the claims, and every family that has a plan; an
-    experiment whose families still wait for seeds is not shown, for that would be a look before its time.
+    experiment whose families still wait for seeds is not shown, for that would be a look before its time, and neither are pilots.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
@@ -114,7 +114,7 @@ def write_report(
     used: dict[str, Result] = {}
     for experiment in experiments:
         for name in experiment.profiles:
-            if experiment.name in waiting:
+            if experiment.name in waiting or (claims is not None and name in claims.pilots(experiment.name)):
                 continue
             if name != profile and (profile != "mini" or name == "paper"):
                 continue
