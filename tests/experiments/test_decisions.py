@@ -189,7 +189,7 @@ def test_a_plan_is_written_once_and_the_old_one_is_kept(place: Path, main: Calla
     for _ in range(2):
         invoke("experiment", "plan", "map_rounds", "--again", *options(place))
     now = read_plan(place / "results" / "plans" / "map_rounds.json")
-    assert [old["written"] for old in now["before"]][0] == first["written"] and len(now["before"]) == 2
+    assert now["before"][0]["written"] == first["written"] and len(now["before"]) == 2
 
 
 def test_no_plan_no_verdict_and_no_pilot_no_plan(place: Path, main: Callable[..., Said]) -> None:

@@ -14,8 +14,20 @@ from rich.table import Table
 from fedlora.cli.batches import WorkersHelp, run_batch, worker_count
 from fedlora.cli.experiment_decide import decide, plan_seeds, read_answers
 from fedlora.cli.experiment_files import (
-    CLAIMS, EXPERIMENTS, RESULTS, WORK, AsJson, Claimed, Directory, Names, ProfileName, Results, Work, load_all,
-    load_named, tell,
+    CLAIMS,
+    EXPERIMENTS,
+    RESULTS,
+    WORK,
+    AsJson,
+    Claimed,
+    Directory,
+    Names,
+    ProfileName,
+    Results,
+    Work,
+    load_all,
+    load_named,
+    tell,
 )  # fmt: skip
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet, widen_lines

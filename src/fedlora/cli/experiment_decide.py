@@ -8,7 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from fedlora.cli.experiment_files import (
-    CLAIMS, EXPERIMENTS, RESULTS, WORK, Claimed, Directory, Names, Results, Work, load_all, load_named, tell,
+    CLAIMS,
+    EXPERIMENTS,
+    RESULTS,
+    WORK,
+    Claimed,
+    Directory,
+    Names,
+    Results,
+    Work,
+    load_all,
+    load_named,
+    tell,
 )  # fmt: skip
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.errors import ConfigError
@@ -122,8 +133,8 @@ def _of_one(claims: Claims, experiment: Experiment, loaded: Sequence[Experiment]
 def _notes(claims: Claims, found: Sequence[Answers]) -> list[str]:
     waiting = sorted({one.family.experiment for one in found if not one.complete})
     return [
-        f"Of each family the chance that it says anything false is at most {claims.alpha:g} (Holm's step-down, Shaffer's "
-        f"count, over tests of difference and of equivalence). Intervals are of one question each.",
+        f"Of each family the chance that it says anything false is at most {claims.alpha:g} (Holm's step-down, "
+        f"Shaffer's count, over tests of difference and of equivalence). Intervals are of one question each.",
         *remarks(found),
         *(f"{name}: no number before all planned seeds are there." for name in waiting),
     ]

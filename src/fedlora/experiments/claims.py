@@ -34,7 +34,7 @@ class Family(Part):
     cap: Annotated[int, Field(ge=4)] = 24
     profile: str = "mini"
     pilot: str = "pilot"
-    claims: list[str] = []
+    claims: list[str] = Field(default_factory=list)
 
     @property
     def questions(self) -> list[Question]:
@@ -75,8 +75,8 @@ class Claims(Part):
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     power: Annotated[float, Field(gt=0.5, lt=1)] = POWER
     families: dict[str, Family]
-    gates: dict[str, Gate] = {}
-    claims: dict[str, Claim] = {}
+    gates: dict[str, Gate] = Field(default_factory=dict)
+    claims: dict[str, Claim] = Field(default_factory=dict)
 
     def of(self, experiment: str) -> dict[str, Family]:
         """The families that ask an experiment."""

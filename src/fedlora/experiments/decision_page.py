@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import BinaryIO
 
 from fedlora.experiments.claims import Claims
@@ -56,13 +57,13 @@ def decision_part(
     parts = []
     for name in dict.fromkeys(one.family.experiment for one in found):
         mine, experiment = [one for one in found if one.family.experiment == name], experiments[name]
-        pictures = [{"words": f"map of {name}", "data": encoded(lambda p, mine=mine: plot_map(mine, p))}]
+        pictures = [{"words": f"map of {name}", "data": encoded(partial(plot_map, mine))}]
         profile = mine[0].family.profile
         if all(one.complete for one in mine):
             scores = read_scores(experiment, profile, results, failed)
             seeds = experiment.profile(profile).seeds[: mine[0].wanted]
             setups = list(dict.fromkeys(setup for one in mine for setup in one.family.setups))
-            drawn = encoded(lambda p, e=experiment, s=scores, n=seeds, u=setups: plot_budgets(e, s, n, u, p))
+            drawn = encoded(partial(plot_budgets, experiment, scores, seeds, setups))
             pictures += [{"words": f"rank budgets of {name}", "data": drawn}] if drawn else []
         parts.append(
             {

@@ -63,8 +63,8 @@ class Answers:
 def read_scores(
     experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
 ) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
-    """Every finished cell's log-loss and accuracy on the test set after the last round, by seed; of a run that failed by
-    itself, or has no number, an empty mapping: there is nothing to wait for."""
+    """Every finished cell's log-loss and accuracy on the test set after the last round, by seed; of a run that failed
+    by itself, or has no number, an empty mapping: there is nothing to wait for."""
     axis, rows = setup_axis(experiment), experiment.rows[0]
     found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for run in mains(experiment, profile, results, failed):
@@ -185,7 +185,8 @@ def heads_of(
         return {setup: scores.get((gate.head, setup), {}) for setup in setups}
     if gate.head_of.experiment not in experiments:
         raise ConfigError(
-            f"the gate of {experiment.name} asks for {gate.head!r} of the experiment {gate.head_of.experiment}, which is "
+            f"the gate of {experiment.name} asks for {gate.head!r} of the experiment {gate.head_of.experiment}, which "
+            f"is "
             f"not there."
         )
     other = experiments[gate.head_of.experiment]

@@ -94,8 +94,8 @@ def _spreads(name: str, family: Family, experiment: Experiment, pilot: Scores) -
         alike = [s for q, s in there.items() if (q.first, q.second) == (question.first, question.second)]
         if not alike:
             raise ConfigError(
-                f"the pilot of {experiment.name} is not done: the family {name} asks {question.words}, and on none of its "
-                f"set-ups are all seeds {', '.join(map(str, seeds))} of both there. Run it first: fedlora experiment "
+                f"the pilot of {experiment.name} is not done: the family {name} asks {question.words}, and on none of "
+                f"its set-ups are all seeds {', '.join(map(str, seeds))} of both there. Run it first: fedlora experiment "
                 f"run {experiment.name} --profile {family.pilot}"
             )
         found[question.words] = there.get(question, max(alike))
@@ -111,7 +111,7 @@ def rates(
     over = experiment.tune.over
     evidence: dict[tuple[str, ...], dict[str, dict[str, float | None]]] = {}
     for run in searches(experiment, profile):
-        labels = run.mergers or {run.cell.get(experiment.rows[0], ""): {}}
+        labels: Mapping[str, Mapping[str, Any]] = run.mergers or {run.cell.get(experiment.rows[0], ""): {}}
         found = results.get(run.digest)
         for label, merger in labels.items():
             cell = {**run.cell, experiment.merged or experiment.rows[0]: label}
@@ -138,8 +138,8 @@ def write_plan(path: Path, plan: Plan, *, again: bool) -> None:
         old = read_plan(path)
         if not again:
             raise ConfigError(
-                f"{path} is there already, of {old['written']}: {len(old['seeds'])} seeds. A plan is written once, before "
-                f"its runs. --again writes another one and keeps this one in it, for all to see."
+                f"{path} is there already, of {old['written']}: {len(old['seeds'])} seeds. A plan is written once, "
+                f"before its runs. --again writes another one and keeps this one in it, for all to see."
             )
         plan = {**plan, "before": [*old["before"], {**old, "before": []}]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,8 +164,8 @@ def check_plan(plan: Plan, claims: Claims, experiment: str) -> None:
     """Raises `ConfigError` where the questions are others than those that were planned."""
     if plan["asked"] != asked(claims, experiment):
         raise ConfigError(
-            f"the questions of {experiment} are not those of its plan of {plan['written']}: pairs, set-ups, margins, error "
-            f"rates or the gate have changed since. Put them back, or plan again (fedlora experiment plan {experiment} "
+            f"the questions of {experiment} are not those of its plan of {plan['written']}: pairs, set-ups, margins, "
+            f"error rates or the gate have changed since. Put them back, or plan again (fedlora experiment plan {experiment} "
             f"--again), which the plan will show."
         )
 

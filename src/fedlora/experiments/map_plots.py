@@ -108,7 +108,7 @@ def _blank(axis: Any, x: int, y: int, words: str, colour: str = _EMPTY) -> None:
 def budgets(experiment: Experiment) -> dict[str, float]:
     """Label -> rho, of the GLoRAs in the experiment's first row axis, by falling rho."""
     found = {
-        label: float(settings.get("rho", settings.get("method.rho", 1.0)))
+        label: float(settings.get("rho") or settings.get("method.rho") or 1.0)
         for label, settings in experiment.axes[experiment.rows[0]].items()
         if settings.get("name", settings.get("method.name")) == "glora"
     }
@@ -167,11 +167,8 @@ def _lines(
     found = {}
     for label in labels:
         theirs, ours = scores.get((reference or "", setup), {}), scores.get((label, setup), {})
-        gaps = [
-            theirs[s]["loss"] - ours[s]["loss"]
-            for s in seeds
-            if "loss" in theirs.get(s, {}) and "loss" in ours.get(s, {})
-        ]
+        both = [s for s in seeds if "loss" in theirs.get(s, {}) and "loss" in ours.get(s, {})]
+        gaps = [theirs[s]["loss"] - ours[s]["loss"] for s in both]
         if len(gaps) == len(seeds) > 1 and all(map(math.isfinite, gaps)):
             test = weigh(gaps, 1.0)
             found[label] = (fmean(gaps), test.low, test.high)

@@ -47,7 +47,7 @@ def resolved(mergers: Mapping[str, Merger], labels: Sequence[str] | None = None)
         if like is not None and "name" not in mergers.get(like, {}):
             raise ConfigError(f"the merger {label!r} is like {like!r}, which is no method of that axis.")
         made[label] = {"control": control, **({"like": dict(mergers[like])} if like is not None else {})}
-        if control == LEAST_ERROR and mergers[like]["name"] != "glora":
+        if control == LEAST_ERROR and made[label]["like"]["name"] != "glora":
             raise ConfigError(f"the merger {label!r} takes the rank budget of a glora; {like!r} is none.")
     return made
 

@@ -19,7 +19,6 @@ from fedlora.runs.config import RunConfig, located, parse_config
 from fedlora.runs.own_files import contents, digest_of
 from fedlora.training.metrics import best_of
 
-
 # (axes but the merged one, seed, searched value) -> (configuration, digest, files)
 Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
 

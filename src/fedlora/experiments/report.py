@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fedlora.core import files
 from fedlora.errors import ConfigError
@@ -103,8 +104,7 @@ def write_report(
     """
     try:
         import jinja2
-
-        from fedlora.experiments.plots import plot_curves
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
     printed, failed = _paper_numbers(paper), failed or {}
@@ -123,11 +123,7 @@ def write_report(
             if not found:
                 continue
             used |= found
-            pictures = (
-                []
-                if experiment.merged
-                else [encoded(lambda p, e=experiment, n=name: plot_curves(e, n, results, p, failed))]
-            )
+            pictures = [] if experiment.merged else [encoded(partial(_curves, experiment, name, results, failed))]
             sections.append(_section(experiment, name, results, printed, failed) | {"pictures": pictures})
     if not sections and not families:
         raise ConfigError(f"no experiment has a result of profile {profile}; run some first.")
@@ -143,6 +139,14 @@ def write_report(
         machines=sorted({_machine(r.raw["machine"]) for r in used.values()}),
     )
     files.write(path, html)
+
+
+def _curves(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str], to: BinaryIO
+) -> None:
+    from fedlora.experiments.plots import plot_curves
+
+    plot_curves(experiment, profile, results, to, failed)
 
 
 def _machine(m: Mapping[str, Any]) -> str:

@@ -7,9 +7,10 @@ For each question two hypotheses about the mean paired difference d, and scipy's
 
 All 2 K hypotheses of a family of K questions go through Holm's step-down with Shaffer's count (1986): sorted by p, each
 is held against alpha / (questions with a hypothesis not yet rejected), until one fails. Of one question's two
-hypotheses at most one is true, so never more of them are true than questions are open: the chance that a family says
-anything false is at most alpha, whatever the dependence between questions. Where both are rejected (a difference that is there and too small
-to matter) the verdict is equivalent. Source: Holm (1979), Shaffer (1986), Schuirmann (1987) for TOST.
+hypotheses at most one is true, so never more of them are true than questions are open: the chance that a family rejects
+a true one is at most alpha, whatever the dependence between questions. (That the sign of a rejected "same" is right,
+too, is tested by simulation.) Where both are rejected, a difference is there and too small to matter: equivalent.
+Source: Holm (1979), Shaffer (1986), Schuirmann (1987) for TOST.
 """
 
 from __future__ import annotations
