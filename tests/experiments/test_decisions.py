@@ -1,4 +1,4 @@
-"""Plans, looks, gates, verdicts and the page, on results with known effects. Kinds: oracle (planted effects), end-to-end."""
+"""Plans, looks, gates, verdicts and the page, on results with known effects. Kinds: oracle (planted effects), whole."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def piloted(tmp_path_factory: pytest.TempPathFactory, once: Experiment, rounds: 
 
 
 def same_level(noise: float) -> Any:
-    """A seed's level is of the seed alone, as its data are, so that a head of one experiment stands beside the other."""
+    """A seed's level is of the seed alone, as its data are: a head of one experiment stands beside the other."""
     planted = by_effects(EFFECTS, noise)
     bare = by_effects({}, 0.0)
 
@@ -224,7 +224,7 @@ def test_a_run_that_diverged_leaves_its_question_without_a_verdict(
     bad = same_level(0.001)
     write_runs(
         place / "results" / "runs", rounds, "mini",
-        lambda label, setup, seed: float("nan") if (label, setup, seed) == ("GLoRA", "mixed ranks", 1) else bad(label, setup, seed),
+        lambda *of: float("nan") if of == ("GLoRA", "mixed ranks", 1) else bad(*of),
     )  # fmt: skip
     found = {(name, a["setup"]): a for name, f in decide(place, "map_rounds").items() for a in f["answers"]}
     assert "GLoRA on seed 1" in found["flexlora-or-glora", "mixed ranks"]["why"]
@@ -253,7 +253,7 @@ def test_wrong_claims_are_refused(place: Path, old: str, new: str, says: str, ma
 
 
 def test_the_page_has_the_map_the_table_and_the_claims(place: Path, once: Experiment, rounds: Experiment) -> None:
-    """Pictures inside, a row a question with its verdict, commands beside, what was thrown out; every claim is listed."""
+    """Pictures inside, a row a question with its verdict, commands beside, what was thrown out; every claim."""
     for name, experiment in (("map_once", once), ("map_rounds", rounds)):
         invoke("experiment", "plan", name, *options(place))
         write_runs(place / "results" / "runs", experiment, "mini", same_level(0.001))

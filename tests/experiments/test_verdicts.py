@@ -1,4 +1,4 @@
-"""Better, worse, equivalent, undecided: p-values against textbook formulas, the step-down by hand, and the error rates of
+"""Better, worse, equivalent, undecided: p-values against textbook formulas, the step-down by hand, the error rates of
 whole families by simulation. Kinds: oracle, property."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_the_sign_turns_the_verdict_and_nothing_else() -> None:
 
 
 def test_gaps_without_spread_are_what_they_are() -> None:
-    """The same bits on all seeds: zero is equivalent, more than the margin is better, the margin itself is not inside."""
+    """The same bits on all seeds: zero is equivalent, more than the margin is better, the margin is not inside."""
     assert judge({"a": weigh([0.0, 0.0], 0.005)}) == {"a": "equivalent"}
     assert judge({"a": weigh([0.1, 0.1], 0.005)}) == {"a": "better"}
     assert judge({"a": weigh([-0.1, -0.1], 0.005)}) == {"a": "worse"}

@@ -1,4 +1,4 @@
-"""Results of an experiment that nobody ran: every run of a profile, with losses by a rule. For what is said of results."""
+"""Results of an experiment that nobody ran: every run of a profile, with losses by a rule."""
 
 from __future__ import annotations
 

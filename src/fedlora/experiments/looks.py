@@ -95,8 +95,8 @@ def _spreads(name: str, family: Family, experiment: Experiment, pilot: Scores) -
         if not alike:
             raise ConfigError(
                 f"the pilot of {experiment.name} is not done: the family {name} asks {question.words}, and on none of "
-                f"its set-ups are all seeds {', '.join(map(str, seeds))} of both there. Run it first: fedlora experiment "
-                f"run {experiment.name} --profile {family.pilot}"
+                f"its set-ups are all seeds {', '.join(map(str, seeds))} of both there. Run it first: fedlora "
+                f"experiment run {experiment.name} --profile {family.pilot}"
             )
         found[question.words] = there.get(question, max(alike))
     return found
@@ -165,8 +165,8 @@ def check_plan(plan: Plan, claims: Claims, experiment: str) -> None:
     if plan["asked"] != asked(claims, experiment):
         raise ConfigError(
             f"the questions of {experiment} are not those of its plan of {plan['written']}: pairs, set-ups, margins, "
-            f"error rates or the gate have changed since. Put them back, or plan again (fedlora experiment plan {experiment} "
-            f"--again), which the plan will show."
+            f"error rates or the gate have changed since. Put them back, or plan again (fedlora experiment plan "
+            f"{experiment} --again), which the plan will show."
         )
 
 

@@ -118,8 +118,9 @@ def budgets(experiment: Experiment) -> dict[str, float]:
 def plot_budgets(
     experiment: Experiment, scores: Scores, seeds: Sequence[int], setups: Sequence[str], path: Path | BinaryIO
 ) -> bool:
-    """A panel a set-up: how much lower the log-loss is than the reference's, by rho, with a 95 % band (paired t); dashed
-    and dotted lines are the other labels, which are no budget. False, and no picture, where fewer than two budgets are there."""
+    """A panel a set-up: how much lower the log-loss is than the reference's, by rho, with a 95 % band (paired t);
+    dashed and dotted lines are the other labels, which are no budget. False, and no picture, where there are fewer than
+    two budgets."""
     reference, labels = experiment.reference, budgets(experiment)
     rows = experiment.axes[experiment.rows[0]]
     others = [label for label in rows if label not in labels and label != reference]

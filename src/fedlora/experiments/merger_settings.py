@@ -74,7 +74,7 @@ def check_run(config: RunConfig, where: str) -> None:
 
 
 def method_of(label: str, merger: Merger) -> Method[Any]:
-    """The method. Raises `ConfigError` where it names none, `HyperparameterError` for settings that it does not take."""
+    """The method. Raises `ConfigError` where it names none, `HyperparameterError` for settings that it lacks."""
     settings = {key: value for key, value in merger.items() if key not in ("name", "preset")}
     if "name" not in merger:
         raise ConfigError(f"the merger {label!r} names no method (name = ...) and no control.")

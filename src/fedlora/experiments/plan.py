@@ -26,8 +26,8 @@ Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
 @dataclass(frozen=True)
 class PlannedRun:
     """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
-    files: key -> content of its own data and model, where it is known by these (`own_files.contents`). mergers: label ->
-    settings of what is made of its uploads (`experiments.mergers`); of one cell the one label that it stands for."""
+    files: key -> content of its own data and model, where it is known by these (`own_files.contents`). mergers: label
+    -> settings of what is made of its uploads (`experiments.mergers`); of one cell the one label that it stands for."""
 
     cell: Cell
     seed: int
@@ -39,7 +39,7 @@ class PlannedRun:
     mergers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def result(self, results: Mapping[str, Result]) -> Result | None:
-        """What came of it, among results by digest: of its cell's merger where it has one. None where that is missing."""
+        """What came of it, among results by digest: of its cell's merger where it has one. None where that lacks."""
         found = results.get(self.digest)
         if found is None or not self.mergers:
             return found

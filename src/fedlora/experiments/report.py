@@ -97,7 +97,8 @@ def write_report(
     """The page, of those experiments that have the profile and any result; with "mini" go all profiles but "paper".
 
     failed: digest -> why, of runs of a search that failed. decided: the claims, and every family that has a plan; an
-    experiment whose families still wait for seeds is not shown, for that would be a look before its time, and neither are pilots.
+    experiment whose families still wait for seeds is not shown, for that would be a look before its time; nor are
+    pilots.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.

@@ -20,7 +20,7 @@ from fedlora.training.targets import Targets, meant
 _BLOCK = re.compile(r"^(?P<stack>.*\.layer)\.(?P<number>\d+)\.")
 
 
-# Content of the layers -> text -> what they give: one process runs many runs on one model, and their texts are the same.
+# Content of the layers -> text -> what they give: one process runs many runs on one model, with the same texts.
 _tables: dict[str, dict[tuple[int, ...], Tensor]] = {}
 _MOST_TABLES = 2
 
