@@ -114,10 +114,10 @@ def rates(
         labels: Mapping[str, Mapping[str, Any]] = run.mergers or {run.cell.get(experiment.rows[0], ""): {}}
         found = results.get(run.digest)
         for label, merger in labels.items():
-            cell = {**run.cell, experiment.merged or experiment.rows[0]: label}
+            at = {**run.cell, experiment.merged or experiment.rows[0]: label}
             result = found.merged(label, merger) if found is not None and run.mergers else found
             score = math.nan if result is None else result.validation_best
-            by_seed = evidence.setdefault(tuple(cell[a] for a in over), {}).setdefault(f"{run.tuned:g}", {})
+            by_seed = evidence.setdefault(tuple(at[a] for a in over), {}).setdefault(f"{run.tuned:g}", {})
             by_seed[str(run.seed)] = None if math.isnan(score) else round(score, 6)
     chosen: dict[tuple[str, ...], dict[str, Any]] = {}
     for cell in experiment.cells(profile):

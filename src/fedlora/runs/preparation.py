@@ -112,6 +112,11 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     processes = config.run.processes(config.model.chosen_device(), a_round)
     if processes > 1 and config.model.four_bit:
         raise ConfigError(f"model.four_bit cannot be shared by run.workers = {config.run.workers!r}; leave one out.")
+    if processes > 1 and config.model.remember_prefix:
+        raise ConfigError(
+            f"model.remember_prefix remembers in one process, and run.workers = {config.run.workers!r} trains in "
+            f"{processes}: leave one of them out."
+        )
     model = config.model.load(
         config.lora.settings(), labels, config.run.seed, device="cpu" if processes > 1 else None
     )  # with several processes, each moves its own to its device
