@@ -100,7 +100,7 @@ def from_tables(
                 )
             data["labels"] = list(labels)
     if dealt:
-        if isinstance(clients := tables.get("clients"), dict) and "starts" in clients:  # no dealing gives that its effect
+        if isinstance(clients := tables.get("clients"), dict) and "starts" in clients:  # dealing does not do that
             raise ConfigError(elsewhere("clients.starts", clients["starts"]) + ".")
         for key in ELSEWHERE:
             table, name = key.split(".")
