@@ -132,6 +132,10 @@ def test_nothing_is_said_before_all_planned_seeds_are_there(place: Path, once: E
     assert f"2 of {wanted}" in table and not re.search(r"[+-]0\.\d", table)
     looks = read_plan(place / "results" / "plans" / "map_rounds.json")["looks"]
     assert [(look["there"], look["of"]) for look in looks] == [([2, 2, 2], wanted)]
+    shown = invoke("experiment", "table", "map_rounds", *options(place)[:-2]).stdout
+    assert "A look before its time" in shown.replace("\n", " ")
+    looks = read_plan(place / "results" / "plans" / "map_rounds.json")["looks"]
+    assert [(look["by"], look["there"]) for look in looks] == [("decide", [2, 2, 2]), ("table", [2])]
 
 
 def test_planted_effects_are_found_and_the_gate_throws_out(place: Path, once: Experiment, rounds: Experiment) -> None:

@@ -35,6 +35,7 @@ from fedlora.cli.screen import complain, console, notes, plotted, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import load_claims
+from fedlora.experiments.looks import note_look, path_of, read_plan
 from fedlora.experiments.numbers import parse_number, titled
 from fedlora.experiments.other_files import missing_files, other_files
 from fedlora.experiments.plan import PlannedRun, check_number, chosen_value, dead_end, mains, searches, worst_values
@@ -57,6 +58,9 @@ def run(
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what would be run, and run nothing")] = False,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="examples a second that another machine trains, for --plan's hours")
+    ] = None,
     budget: Annotated[float | None, typer.Option(min=0.0, help="hours after which no further run is started")] = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
@@ -73,8 +77,10 @@ def run(
                 f"{', '.join(map(str, experiment.profile(profile).seeds))}."
             )
         check_number(experiment, profile, experiment.profile(profile).metric or experiment.metric)
+    if rate is not None and not plan:
+        raise ConfigError("--rate is for --plan, which tells hours by it: give both, or leave it out.")
     if plan:
-        _show_plan(loaded, profile, places, only)
+        _show_plan(loaded, profile, places, only, rate)
         return
     for experiment in loaded:
         todo = missing(experiment, profile, places, only, places.given_up())
@@ -191,6 +197,7 @@ def show_table(
     remarks = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
     remarks += [*direction(which, cells), *_of_searches(experiment, profile, places, done)]
     remarks += widen_lines(experiment, profile, cells)
+    remarks += _looked(experiment, profile, places, min((len(c.scores) for c in cells), default=0))
     remarks += other_files(missing(experiment, profile, places, None, given_up), done)
     value = {
         "metric": which, "score": measured, "cells": [cell_value(c) for c in cells],
@@ -251,6 +258,20 @@ def report(
 # -------------------------------------------------------------------------------------------------------- inside
 
 
+def _looked(experiment: Experiment, profile: str, places: Places, seeds: int) -> list[str]:
+    """A look at what a plan waits for is noted in it, and said."""
+    path = path_of(places.results, experiment.name)
+    if not path.is_file():
+        return []
+    plan = read_plan(path)
+    if profile != plan["profile"] or seeds >= len(plan["seeds"]):
+        return []
+    note_look(path, plan, [seeds], by="table")
+    return [
+        f"A look before its time, noted in {path}: {len(plan['seeds'])} seeds are planned, {seeds} of each are there."
+    ]
+
+
 def _of_searches(experiment: Experiment, profile: str, places: Places, results: Mapping[str, Result]) -> list[str]:
     """A line for each value that counts as the worst of its search, and for each cell whose search chose nothing."""
     given_up = places.given_up()
@@ -259,32 +280,41 @@ def _of_searches(experiment: Experiment, profile: str, places: Places, results: 
     return worst + [f"{', '.join(cell.values())} not run: {why}" for cell, why in found if why is not None]
 
 
-def _show_plan(chosen: Sequence[Experiment], profile: str, places: Places, only: list[int] | None) -> None:
+def _show_plan(
+    chosen: Sequence[Experiment], profile: str, places: Places, only: list[int] | None, rate: float | None
+) -> None:
     done = places.finished(unclean=True)
-    rates = [r.raw["wall_seconds"] / max(1, _examples(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
+    rates = (
+        [1 / rate]
+        if rate
+        else [r.raw["wall_seconds"] / max(1, _examples(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
+    )
     table = Table("experiment", "search runs", "runs", "finished", "examples to train", "hours", "MB that travel")
     for experiment in chosen:
         search = searches(experiment, profile)
-        cells = list(experiment.cells(profile))
+        cells = {tuple(x for x in cell.items() if x[0] != experiment.merged) for cell in experiment.cells(profile)}
         seeds = [s for s in experiment.profile(profile).seeds if only is None or s in only]
         given_up = places.given_up()
         todo = missing(experiment, profile, places, only, given_up)
         planned = mains(experiment, profile, done, given_up)
-        known = [r for r in planned if r.digest in done]
+        known = list({r.digest: r for r in planned if r.digest in done}.values())
         # Cells whose search is not done cannot be planned exactly; they cost what a run of the search costs.
         like = todo or search or planned
+        distinct = {r.digest for r in planned if r.seed in seeds}
+        whole = max(len(cells) * len(seeds), len(distinct))  # more where mergers of one training chose other rates
         each = _examples(like[0].config.model_dump(), None) if like else 0
         tried = {*done, *given_up}
-        left = len(cells) * len(seeds) - len(known) + sum(r.digest not in tried for r in search)
+        left = whole - len(known) + sum(r.digest not in tried for r in search)
         hours = f"{sum(rates) / len(rates) * each * left / 3600:.1f}" if rates else "unknown: nothing was run yet"
         sizes = [size["total"] / 1e6 for r in known if (size := done[r.digest].raw["bytes"])]
         travel = f"{sum(sizes) / len(sizes) * left:.0f}" if sizes else "unknown"
         table.add_row(
-            escape(experiment.name), str(len(search)), str(len(cells) * len(seeds)), str(len(known)),
+            escape(experiment.name), str(len(search)), str(whole), str(len(known)),
             f"{each * left:,}", hours, travel,
         )  # fmt: skip
     console.print(table)
-    console.print("hours by the mean rate of the results at hand, in one process, whatever machine made them")
+    said = "the mean rate of the results at hand, in one process, whatever machine made them"
+    console.print(f"hours by {f'--rate, {rate:g} examples a second' if rate else said}")
 
 
 def _examples(config: Mapping[str, Any], clients: int | None) -> int:

@@ -170,10 +170,10 @@ def check_plan(plan: Plan, claims: Claims, experiment: str) -> None:
         )
 
 
-def note_look(path: Path, plan: Plan, there: Sequence[int]) -> Plan:
+def note_look(path: Path, plan: Plan, there: Sequence[int], *, by: str = "decide") -> Plan:
     """The plan with this look at the results, stored where it saw other seeds than the last one. there: seeds with all
-    runs, for each family."""
-    seen = {"there": list(there), "of": len(plan["seeds"])}
+    runs, for each family. by: the command."""
+    seen = {"by": by, "there": list(there), "of": len(plan["seeds"])}
     if plan["looks"] and {key: plan["looks"][-1].get(key) for key in seen} == seen:
         return plan
     plan = {**plan, "looks": [*plan["looks"], {"at": _now(), **seen}]}
