@@ -257,7 +257,11 @@ def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
     assert "paper" in found.profiles
     for profile in found.profiles:
         search = searches(found, profile)
-        done = {r.digest: result(r.digest, 0, 0.5) for r in search}
+        done = {}
+        for r in search:
+            scores = {"accuracy": 0.5}
+            mergers = {label: {"merger": m, "test": scores, "validation": scores} for label, m in r.mergers.items()}
+            done[r.digest] = Result(r.digest, {**result(r.digest, 0, 0.5).raw, "mergers": mergers})
         runs = mains(found, profile, done)
         assert len(runs) == len(list(found.cells(profile))) * len(found.profile(profile).seeds)
 
@@ -347,12 +351,12 @@ def test_results_of_a_changed_checkout_stay_apart(
     experiment: Experiment, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit is said only where the tree is that commit."""
-    monkeypatch.setattr("fedlora.runs.manifest._commit", lambda: {"id": "0" * 40, "clean": False})
+    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "0" * 40, "clean": False})
     places = Places(tmp_path / "results", tmp_path / "work", data_root)
     list(run_all(missing(experiment, "one", places)[:1], places))
     assert not places.results.exists() and len(list(places.unclean.glob("*.json"))) == 1
     assert places.finished() == {} and len(places.finished(unclean=True)) == 1
-    monkeypatch.setattr("fedlora.runs.manifest._commit", lambda: {"id": "0" * 40, "clean": True})
+    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "0" * 40, "clean": True})
     clean = replace(places, results=tmp_path / "clean", work=tmp_path / "work2")
     list(run_all(missing(experiment, "one", clean)[:1], clean))
     assert len(clean.finished()) == 1
@@ -385,7 +389,7 @@ def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.T
     places = Places(root / "results" / "runs", root / "work", data_root)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patched.setattr("fedlora.runs.manifest._commit", lambda: {"id": "a" * 40, "clean": True})
+        patched.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
         list(run_all(missing(experiment, "one", places), places))
     return root
 

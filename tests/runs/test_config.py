@@ -439,7 +439,7 @@ def test_the_train_table_is_the_trainers_settings() -> None:
     assert ours.pop("together") == 1  # how many at a time is no client's business
     assert {key: getattr(theirs, key) for key in ours} == ours
     assert set(TrainSettings.__dataclass_fields__) - set(ours) == {
-        "rounds", "max_length", "loss_on", "bf16", "template",
+        "rounds", "max_length", "loss_on", "bf16", "own_starts", "template",
     }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
 ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round
     "run": "*", "model": "*", "lora": "*", "method": "*",
     "server": "weighting heads quorum missing memory workers sketch_rank upload gauge_stress",
-    "clients": "ranks profile own_test",
+    "clients": "ranks profile own_test starts",
     "defence": "rule",
     "data": "train clients task max_train max_test validation test max_length messages template",
     "train": "lr optimizer weight_decay steps batch_size accumulation together clip schedule class_weights",

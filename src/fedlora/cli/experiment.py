@@ -1,4 +1,4 @@
-"""`fedlora experiment run | status | table | plot | report`: grids of runs, and what came of them."""
+"""`fedlora experiment run | status | table | plan | decide | plot | report`: grids of runs, and what came of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,23 @@ import typer
 from rich.table import Table
 
 from fedlora.cli.batches import WorkersHelp, run_batch, worker_count
+from fedlora.cli.experiment_decide import decide, plan_seeds, read_answers
+from fedlora.cli.experiment_files import (
+    CLAIMS,
+    EXPERIMENTS,
+    RESULTS,
+    WORK,
+    AsJson,
+    Claimed,
+    Directory,
+    Names,
+    ProfileName,
+    Results,
+    Work,
+    load_all,
+    load_named,
+    tell,
+)  # fmt: skip
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet, widen_lines
 from fedlora.cli.screen import complain, console, notes, plotted, print_json
@@ -18,6 +35,8 @@ from fedlora.cli.seeds import parse_seeds
 from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
+from fedlora.experiments.claims import load_claims
+from fedlora.experiments.looks import note_look, path_of, read_plan
 from fedlora.experiments.numbers import parse_number, titled
 from fedlora.experiments.other_files import missing_files, other_files
 from fedlora.experiments.pages import filled, read_page
@@ -26,19 +45,11 @@ from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
 from fedlora.experiments.results import Result, read_results
 from fedlora.experiments.runner import Outcome, Places, missing
-from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import measured_by, paired, score_cells
 from fedlora.runs.attack_words import attacks_of
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and what came of them.", no_args_is_help=True)
-
-Names = Annotated[list[str], typer.Argument(help="names of experiments/NAME.toml, or paths", show_default=False)]
-ProfileName = Annotated[str, typer.Option("--profile", help="the scale to run at: mini or paper")]
-Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
-Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
-Work = Annotated[Path, typer.Option("--work", help="where run folders, failures and unclean results go")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
-_EXPERIMENTS, _RESULTS, _WORK = Path("experiments"), Path("results/runs"), Path("runs/experiments")
 
 
 @app.command()
@@ -49,14 +60,17 @@ def run(
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what would be run, and run nothing")] = False,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="examples a second that another machine trains, for --plan's hours")
+    ] = None,
     budget: Annotated[float | None, typer.Option(min=0.0, help="hours after which no further run is started")] = None,
-    experiments: Directory = _EXPERIMENTS,
-    results: Results = _RESULTS,
-    work: Work = _WORK,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
 ) -> None:
     """Run what is missing: finished runs are skipped, interrupted ones resumed, failures kept apart."""
     places = Places(results, work, data_root)
-    loaded = [_load(name, experiments) for name in names]
+    loaded = [load_named(name, experiments) for name in names]
     only = None if seeds is None else parse_seeds(seeds, "--seeds")
     for experiment in loaded:
         if unknown := sorted({*(only or [])} - {*experiment.profile(profile).seeds}):
@@ -65,14 +79,16 @@ def run(
                 f"{', '.join(map(str, experiment.profile(profile).seeds))}."
             )
         check_number(experiment, profile, experiment.profile(profile).metric or experiment.metric)
+    if rate is not None and not plan:
+        raise ConfigError("--rate is for --plan, which tells hours by it: give both, or leave it out.")
     if plan:
-        _show_plan(loaded, profile, places, only)
+        _show_plan(loaded, profile, places, only, rate)
         return
     for experiment in loaded:
         todo = missing(experiment, profile, places, only, places.given_up())
         if gone := missing_files(todo):
             raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
-        _tell(other_files(todo, places.finished(unclean=True)))
+        tell(other_files(todo, places.finished(unclean=True)))
     failed: list[Outcome] = []
     until = time.monotonic() + budget * 3600 if budget is not None else None
 
@@ -91,7 +107,7 @@ def run(
     gone_without: set[str] = set()  # failed runs of searches that chose all the same
     for experiment in loaded:
         done, given_up = places.finished(unclean=True), places.given_up()
-        _tell(_of_searches(experiment, profile, places, done))
+        tell(_of_searches(experiment, profile, places, done))
         for run in searches(experiment, profile):
             if run.digest in given_up and chosen_value(experiment, profile, run.cell, done, given_up) is not None:
                 gone_without.add(run.digest)
@@ -105,7 +121,7 @@ def run(
 
 
 @app.command()
-def retry(work: Work = _WORK) -> None:
+def retry(work: Work = WORK) -> None:
     """Forget failures, so that the next `run` tries those runs again."""
     found = sorted((work / "failures").glob("*.json"))
     for path in found:
@@ -117,9 +133,9 @@ def retry(work: Work = _WORK) -> None:
 def status(
     names: Names,
     profile: ProfileName = "mini",
-    experiments: Directory = _EXPERIMENTS,
-    results: Results = _RESULTS,
-    work: Work = _WORK,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
     json: AsJson = False,
 ) -> None:
     """How many runs are finished, failed and still to do."""
@@ -128,15 +144,15 @@ def status(
     table = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
     found: dict[str, Any] = {}
     for name in names:
-        experiment = _load(name, experiments)
+        experiment = load_named(name, experiments)
         search, given_up = searches(experiment, profile), places.given_up()
         cells = sum(1 for _ in experiment.cells(profile)) * len(experiment.profile(profile).seeds)
-        finished = sum(run.digest in done for run in mains(experiment, profile, done, given_up))
+        finished = sum(run.result(done) is not None for run in mains(experiment, profile, done, given_up))
         left = missing(experiment, profile, places, None, given_up)
         failed = sum(places.failure(run.digest).exists() for run in left)
-        _tell(other_files(left, done))
+        tell(other_files(left, done))
         found[experiment.name] = {
-            "search": [sum(run.digest in done for run in search), len(search)],
+            "search": [sum(run.result(done) is not None for run in search), len(search)],
             "runs": [finished, cells], "failed": failed, "to_do": cells - finished,
         }  # fmt: skip
         f = found[experiment.name]
@@ -153,14 +169,14 @@ def show_table(
     name: Annotated[str, typer.Argument(help="an experiment")],
     profile: ProfileName = "mini",
     metric: Annotated[str | None, typer.Option(help='as "test, best" or "validation, largest drop"')] = None,
-    experiments: Directory = _EXPERIMENTS,
-    results: Results = _RESULTS,
-    work: Work = _WORK,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
     format: FormatOption = Format.table,
     json: JsonAlias = False,
 ) -> None:
     """Means and spreads over seeds, and paired differences with 95 % intervals."""
-    experiment = _load(name, experiments)
+    experiment = load_named(name, experiments)
     which = metric or experiment.profile(profile).metric or experiment.metric
     parse_number(which)
     places = Places(results, work, None)
@@ -187,6 +203,7 @@ def show_table(
         remarks.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
     remarks += [*direction(which, cells), *_of_searches(experiment, profile, places, done)]
     remarks += widen_lines(experiment, profile, cells)
+    remarks += _looked(experiment, profile, places, min((len(c.scores) for c in cells), default=0))
     remarks += other_files(missing(experiment, profile, places, None, given_up), done)
     value = {
         "metric": which, "score": measured, "cells": [cell_value(c) for c in cells],
@@ -195,17 +212,21 @@ def show_table(
     show(Printed(sheets, records(which, cells, differences, axis), value, remarks), chosen(format, json))
 
 
+app.command("plan")(plan_seeds)
+app.command("decide")(decide)
+
+
 @app.command("plot")
 def draw(
     name: Annotated[str, typer.Argument(help="an experiment")],
     out: Annotated[Path | None, typer.Option(help="picture to write (default: results/plots/NAME-PROFILE.png)")] = None,
     profile: ProfileName = "mini",
-    experiments: Directory = _EXPERIMENTS,
-    results: Results = _RESULTS,
-    work: Work = _WORK,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
 ) -> None:
     """Curves over rounds, a line a cell with its spread over seeds; with `budgets`, scores by epsilon."""
-    experiment = _load(name, experiments)
+    experiment = load_named(name, experiments)
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
     places = Places(results, work, None)
     done, given_up = places.finished(), places.given_up()
@@ -235,8 +256,8 @@ def _plots() -> Any:
 @app.command()
 def fill(
     pages: Annotated[list[Path], typer.Argument(help="Markdown pages with blocks to fill", show_default=False)],
-    experiments: Directory = _EXPERIMENTS,
-    results: Results = _RESULTS,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
 ) -> None:
     """Write tables into Markdown pages, between <!-- filled: EXPERIMENT PROFILE KIND --> and <!-- end -->."""
     done = read_results(results)
@@ -251,26 +272,38 @@ def fill(
 def report(
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("results/report.html"),
     profile: ProfileName = "mini",
-    experiments: Directory = _EXPERIMENTS,
-    results: Results = _RESULTS,
-    work: Work = _WORK,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    claims: Claimed = CLAIMS,
 ) -> None:
-    """One self-contained HTML page of all experiments that have results."""
-    found = sorted(path for path in experiments.glob("*.toml") if path.stem != "paper_numbers")
-    loaded = [load_experiment(path) for path in found]
+    """One self-contained HTML page: what is decided, and all experiments that have results."""
+    loaded = load_all(experiments)
     if not loaded:
         raise ConfigError(f"there are no experiments in {experiments}.")
     places = Places(results, work, None)
-    write_report(out, loaded, profile, places.finished(), experiments / "paper_numbers.toml", places.given_up())
+    decided = read_answers(load_claims(claims), loaded, places) if claims.is_file() else None
+    write_report(
+        out, loaded, profile, places.finished(), experiments / "paper_numbers.toml", places.given_up(), decided
+    )
     notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
 
 
 # -------------------------------------------------------------------------------------------------------- inside
 
 
-def _tell(lines: Sequence[str]) -> None:
-    for line in lines:
-        notes.print(line, style="yellow", markup=False, soft_wrap=True)
+def _looked(experiment: Experiment, profile: str, places: Places, seeds: int) -> list[str]:
+    """A look at what a plan waits for is noted in it, and said."""
+    path = path_of(places.results, experiment.name)
+    if not path.is_file():
+        return []
+    plan = read_plan(path)
+    if profile != plan["profile"] or seeds >= len(plan["seeds"]):
+        return []
+    note_look(path, plan, [seeds], by="table")
+    return [
+        f"A look before its time, noted in {path}: {len(plan['seeds'])} seeds are planned, {seeds} of each are there."
+    ]
 
 
 def _of_searches(experiment: Experiment, profile: str, places: Places, results: Mapping[str, Result]) -> list[str]:
@@ -281,40 +314,41 @@ def _of_searches(experiment: Experiment, profile: str, places: Places, results: 
     return worst + [f"{', '.join(cell.values())} not run: {why}" for cell, why in found if why is not None]
 
 
-def _load(name: str, folder: Path) -> Experiment:
-    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in folder.glob("*.toml") if p.stem != "paper_numbers")) or "none"
-        raise ConfigError(f"there is no experiment {path}; in {folder} there are: {known}.")
-    return load_experiment(path)
-
-
-def _show_plan(chosen: Sequence[Experiment], profile: str, places: Places, only: list[int] | None) -> None:
+def _show_plan(
+    chosen: Sequence[Experiment], profile: str, places: Places, only: list[int] | None, rate: float | None
+) -> None:
     done = places.finished(unclean=True)
-    rates = [r.raw["wall_seconds"] / max(1, _examples(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
+    rates = (
+        [1 / rate]
+        if rate
+        else [r.raw["wall_seconds"] / max(1, _examples(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
+    )
     table = Table("experiment", "search runs", "runs", "finished", "examples to train", "hours", "MB that travel")
     for experiment in chosen:
         search = searches(experiment, profile)
-        cells = list(experiment.cells(profile))
+        cells = {tuple(x for x in cell.items() if x[0] != experiment.merged) for cell in experiment.cells(profile)}
         seeds = [s for s in experiment.profile(profile).seeds if only is None or s in only]
         given_up = places.given_up()
         todo = missing(experiment, profile, places, only, given_up)
         planned = mains(experiment, profile, done, given_up)
-        known = [r for r in planned if r.digest in done]
+        known = list({r.digest: r for r in planned if r.digest in done}.values())
         # Cells whose search is not done cannot be planned exactly; they cost what a run of the search costs.
         like = todo or search or planned
+        distinct = {r.digest for r in planned if r.seed in seeds}
+        whole = max(len(cells) * len(seeds), len(distinct))  # more where mergers of one training chose other rates
         each = _examples(like[0].config.model_dump(), None) if like else 0
         tried = {*done, *given_up}
-        left = len(cells) * len(seeds) - len(known) + sum(r.digest not in tried for r in search)
+        left = whole - len(known) + sum(r.digest not in tried for r in search)
         hours = f"{sum(rates) / len(rates) * each * left / 3600:.1f}" if rates else "unknown: nothing was run yet"
         sizes = [size["total"] / 1e6 for r in known if (size := done[r.digest].raw["bytes"])]
         travel = f"{sum(sizes) / len(sizes) * left:.0f}" if sizes else "unknown"
         table.add_row(
-            experiment.name, str(len(search)), str(len(cells) * len(seeds)), str(len(known)),
+            experiment.name, str(len(search)), str(whole), str(len(known)),
             f"{each * left:,}", hours, travel,
         )  # fmt: skip
     console.print(table)
-    console.print("hours by the mean rate of the results at hand, in one process, whatever machine made them")
+    said = "the mean rate of the results at hand, in one process, whatever machine made them"
+    console.print(f"hours by {f'--rate, {rate:g} examples a second' if rate else said}")
 
 
 def _examples(config: Mapping[str, Any], clients: int | None) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import shown
+from fedlora.experiments.merger_settings import check_run, resolved, searched_as
 from fedlora.experiments.numbers import parse_number
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
@@ -19,11 +20,15 @@ from fedlora.runs.own_files import contents, digest_of
 from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
 from fedlora.training.metrics import best_of
 
+# (axes but the merged one, seed, searched value) -> (configuration, digest, files)
+Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
+
 
 @dataclass(frozen=True)
 class PlannedRun:
     """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
-    files: key -> content of its own data and model, where it is known by these (`own_files.contents`)."""
+    files: key -> content of its own data and model, where it is known by these (`own_files.contents`). mergers: label
+    -> settings of what is made of its uploads (`experiments.mergers`); of one cell the one label that it stands for."""
 
     cell: Cell
     seed: int
@@ -32,6 +37,23 @@ class PlannedRun:
     config: RunConfig
     digest: str
     files: Mapping[str, str] = field(default_factory=dict)
+    mergers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def result(self, results: Mapping[str, Result]) -> Result | None:
+        """What came of it, among results by digest: of its cell's merger where it has one. None where that lacks."""
+        found = results.get(self.digest)
+        if found is None or not self.mergers:
+            return found
+        each = [found.merged(label, merger) for label, merger in self.mergers.items()]
+        return None if None in each else each[0]
+
+    def left(self, results: Mapping[str, Result]) -> PlannedRun | None:
+        """What of it is to be done: with those mergers that were not made yet. None where all is there."""
+        found = results.get(self.digest)
+        if found is None:
+            return self
+        lacking = {label: merger for label, merger in self.mergers.items() if found.merged(label, merger) is None}
+        return replace(self, mergers=lacking) if lacking else None
 
     @property
     def label(self) -> str:
@@ -46,12 +68,18 @@ def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
     if tune is None or len(values) < 2:
         return []
     planned: dict[str, PlannedRun] = {}
+    known: Known = {}
     for cell in _searched(experiment, profile):
         for value in values:
             for seed in tune.seeds:
-                run = _planned(experiment, profile, cell, seed, value, searching=True)
-                planned.setdefault(run.digest, run)
+                run = _planned(experiment, profile, cell, seed, value, searching=True, known=known)
+                planned[run.digest] = with_mergers_of(run, planned.get(run.digest))
     return list(planned.values())
+
+
+def with_mergers_of(run: PlannedRun, other: PlannedRun | None) -> PlannedRun:
+    """The run with the mergers of another one of its digest as well: one training serves both."""
+    return run if other is None else replace(other, mergers={**other.mergers, **run.mergers})
 
 
 def mains(
@@ -59,12 +87,13 @@ def mains(
 ) -> list[PlannedRun]:
     """The runs that count, of those cells whose search is done. failed: as `chosen_value` takes it."""
     planned = []
+    known: Known = {}
     for cell in experiment.cells(profile):
-        value = chosen_value(experiment, profile, cell, results, failed)
+        value, _ = _search(experiment, profile, cell, results, failed, known)
         if value is None and experiment.tune is not None:
             continue
         for seed in experiment.profile(profile).seeds:
-            planned.append(_planned(experiment, profile, cell, seed, value, searching=False))
+            planned.append(_planned(experiment, profile, cell, seed, value, searching=False, known=known))
     return planned
 
 
@@ -92,22 +121,31 @@ def dead_end(
 
 
 def _search(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str]
-) -> tuple[float | None, str | None]:
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str],
+    known: Known | None = None,
+) -> tuple[float | None, str | None]:  # fmt: skip
     """(value, why there is none where there can be none)"""
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None:
         return None, None
     if len(values) == 1:
         return values[0], None
+    if experiment.merged is not None:  # controls go by what they are held against
+        axis, label = experiment.merged, cell[experiment.merged]
+        cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
     alike = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
     means: list[tuple[float, float]] = []
     metrics: set[str] = set()
+    known = {} if known is None else known
     for value in values:
-        runs = [_planned(experiment, profile, c, seed, value, searching=True) for c in alike for seed in tune.seeds]
+        runs = [
+            _planned(experiment, profile, c, seed, value, searching=True, known=known)
+            for c in alike
+            for seed in tune.seeds
+        ]
         if any(run.digest in failed and run.digest not in results for run in runs):
             continue
-        found = [results[run.digest] for run in runs if run.digest in results]
+        found = [result for run in runs if (result := run.result(results)) is not None]
         if len(found) < len(runs):
             return None, None
         means.append((value, fmean(result.validation_best for result in found)))
@@ -180,9 +218,15 @@ def at_the_edge(experiment: Experiment, profile: str, value: float | None) -> st
 
 
 def _searched(experiment: Experiment, profile: str) -> list[Cell]:
-    """The cells on which the search is run."""
+    """The cells on which the search is run: the profile's, at the labels to which the search is confined. These need
+    not be the profile's own."""
     at = experiment.tune.at if experiment.tune else {}
-    return [cell for cell in experiment.cells(profile) if all(cell[axis] == label for axis, label in at.items())]
+    found: list[Cell] = []
+    for cell in experiment.cells(profile):
+        moved = {**cell, **at}
+        if moved not in found and not experiment.skips(moved):
+            found.append(moved)
+    return found
 
 
 def _values(experiment: Experiment, profile: str) -> Sequence[float]:
@@ -192,16 +236,35 @@ def _values(experiment: Experiment, profile: str) -> Sequence[float]:
 
 
 def _planned(
-    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, *, searching: bool
-) -> PlannedRun:
-    raw: dict[str, Any] = deepcopy(experiment.run)
+    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, *, searching: bool,
+    known: Known | None = None,
+) -> PlannedRun:  # fmt: skip
+    """known: configurations of runs that were planned before, by all that they follow from: mergers share them."""
     where = f"experiment {experiment.name}, {dict(cell)}"
+    key = (tuple(pair for pair in cell.items() if pair[0] != experiment.merged), seed, value)
+    known = {} if known is None else known
+    if key not in known:
+        known[key] = _configured(experiment, profile, cell, seed, value, where)
+    config, digest, files = known[key]
+    mergers: dict[str, dict[str, Any]] = {}
+    if experiment.merged is not None:
+        label = cell[experiment.merged]
+        mergers[label] = resolved(experiment.axes[experiment.merged], [label])[label]
+    return PlannedRun(cell, seed, value, searching, config, digest, files, mergers)
+
+
+def _configured(
+    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, where: str
+) -> tuple[RunConfig, str, Mapping[str, str]]:
+    """The configuration of a cell's run, its digest, and its files by content."""
+    raw: dict[str, Any] = deepcopy(experiment.run)
     try:
-        for axis, label in cell.items():
-            _apply(raw, experiment.axes[axis][label])
+        changes = [experiment.axes[axis][label] for axis, label in cell.items() if axis != experiment.merged]
+        for change in changes:
+            _apply(raw, change)
         _apply(raw, experiment.profile(profile).set)
-        for axis, label in cell.items():  # a cell's own changes win over the profile's scale
-            _apply(raw, experiment.axes[axis][label])
+        for change in changes:  # a cell's own changes win over the profile's scale
+            _apply(raw, change)
         _apply(raw, {"run.seed": seed})
         if value is not None and experiment.tune is not None:
             _apply(raw, {experiment.tune.key: value})
@@ -214,7 +277,9 @@ def _planned(
         raise ConfigError(f"{where}: {error}") from error
     if value is not None and experiment.tune is not None:
         _check_number_key(config, experiment.tune.key, where)
-    return PlannedRun(cell, seed, value, searching, config, digest_of(config, files), files)
+    if experiment.merged is not None:
+        check_run(config, where)
+    return config, digest_of(config, files), files
 
 
 def _check_number_key(config: RunConfig, key: str, where: str) -> None:

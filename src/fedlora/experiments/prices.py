@@ -52,7 +52,8 @@ def prices(
         return []
     found: dict[tuple[str, str, tuple[tuple[str, str], ...]], dict[int, float]] = {}
     for run in mains(experiment, profile, results, failed):
-        told = results[run.digest].raw["test"]["last"] if run.digest in results else {}
+        result = run.result(results)
+        told = result.raw["test"]["last"] if result is not None else {}
         where = tuple((name, label) for name, label in run.cell.items() if name != axis)
         for score in scores:
             if isinstance(value := told.get(score), int | float) and math.isfinite(value):

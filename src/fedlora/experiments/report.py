@@ -5,16 +5,18 @@ No script, no outside request: pictures are inside the page.
 
 from __future__ import annotations
 
-import base64
-import io
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
+from fedlora.experiments.claims import Claims
+from fedlora.experiments.decision_page import decision_part, encoded
+from fedlora.experiments.decisions import Answers
 from fedlora.experiments.digits import difference_in_words, in_words, shown
 from fedlora.experiments.numbers import titled
 from fedlora.experiments.plan import mains, worst_values
@@ -36,7 +38,7 @@ _PAGE = """<!doctype html>
  th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #999; }
  .paper { color: #7a4a00; background: #fff8ec; } .none { color: #999; } .decided { font-weight: 600; }
  img { max-width: 100%; } details { margin: .5rem 0; } pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; }
- .attack { color: #a00000; font-weight: 600; }
+ .attack { color: #a00000; font-weight: 600; } td.words { white-space: normal; text-align: left; }
  nav a { margin-right: 1rem; } .scroll { overflow-x: auto; } .note { color: #555; }
 </style></head><body>
 <h1>Experiments, profile {{ profile }}</h1>
@@ -46,6 +48,7 @@ and best rounds were chosen on a share of the training data, never on the test s
 <p class="note">Numbers on this ground are printed in the paper, at the paper's scale, with other models and data:
 <span class="paper">&nbsp;paper&nbsp;</span>. They stand here to be compared in their order and gaps only.</p>
 <nav>{% for e in experiments %}<a href="#{{ e.name }}">{{ e.name }}</a>{% endfor %}</nav>
+{{ decisions }}
 {% for e in experiments %}
 <h2 id="{{ e.name }}">{{ e.title }}</h2>
 <p>{{ e.question }}</p>
@@ -91,26 +94,31 @@ def write_report(
     results: Mapping[str, Result],
     paper: Path,
     failed: Mapping[str, str] | None = None,
+    decided: tuple[Claims, Sequence[Answers]] | None = None,
 ) -> None:
     """The page, of those experiments that have the profile and any result; with "mini" go all profiles but "paper".
 
-    failed: digest -> why, of runs of a search that failed.
+    failed: digest -> why, of runs of a search that failed. decided: the claims, and every family that has a plan; an
+    experiment whose families still wait for seeds is not shown, for that would be a look before its time; nor are
+    pilots.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
     """
     try:
         import jinja2
-
-        from fedlora.experiments.budget_plot import plot_budgets
-        from fedlora.experiments.plots import plot_curves
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
     printed, failed = _paper_numbers(paper), failed or {}
+    claims, families = decided or (None, [])
+    waiting = {one.family.experiment for one in families if not one.complete}
     sections: list[dict[str, Any]] = []
     used: dict[str, Result] = {}
     for experiment in experiments:
         for name in experiment.profiles:
+            if experiment.name in waiting or (claims is not None and name in claims.pilots(experiment.name)):
+                continue
             if name != profile and (profile != "mini" or name == "paper"):
                 continue
             runs = mains(experiment, name, results, failed)
@@ -118,25 +126,42 @@ def write_report(
             if not found:
                 continue
             used |= found
-            pictures = [io.BytesIO()]
-            plot_curves(experiment, name, results, pictures[0], failed)
+            pictures = [] if experiment.merged else [encoded(partial(_curves, experiment, name, results, failed))]
             if experiment.budgets is not None:
-                pictures.insert(0, io.BytesIO())
-                spent = spendings(experiment, name, results, failed)
-                plot_budgets(spent, experiment.title, experiment.budgets.lines, pictures[0])
-            encoded = [base64.b64encode(picture.getvalue()).decode() for picture in pictures]
-            sections.append(_section(experiment, name, results, printed, failed) | {"pictures": encoded})
-    if not sections:
+                pictures.insert(0, encoded(partial(_by_budget, experiment, name, results, failed)))
+            sections.append(_section(experiment, name, results, printed, failed) | {"pictures": pictures})
+    if not sections and not families:
         raise ConfigError(f"no experiment has a result of profile {profile}; run some first.")
     page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
     html = page.render(
         profile=profile,
         experiments=sections,
+        decisions=""
+        if claims is None
+        else decision_part(claims, families, {e.name: e for e in experiments}, results, failed),
         runs=len(used),
         commits=sorted({str((r.raw["commit"] or {}).get("id"))[:12] for r in used.values()}),
         machines=sorted({_machine(r.raw["machine"]) for r in used.values()}),
     )
     files.write(path, html)
+
+
+def _curves(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str], to: BinaryIO
+) -> None:
+    from fedlora.experiments.plots import plot_curves
+
+    plot_curves(experiment, profile, results, to, failed)
+
+
+def _by_budget(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str], to: BinaryIO
+) -> None:
+    from fedlora.experiments.budget_plot import plot_budgets
+
+    if experiment.budgets is not None:
+        spent = spendings(experiment, profile, results, failed)
+        plot_budgets(spent, experiment.title, experiment.budgets.lines, to)
 
 
 def _machine(m: Mapping[str, Any]) -> str:

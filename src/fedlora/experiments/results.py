@@ -24,6 +24,7 @@ from fedlora.experiments.numbers import Number, parse_number
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.training.metrics import find_metric, is_better
 
+MERGERS = "mergers.json"  # in a run's folder: what `mergers` made of its uploads
 # One line of a run's log in short: what curves and spreads need.
 _KEPT = ("round", "metrics", "losses", "server_rank", "padded_error")
 
@@ -45,6 +46,16 @@ class Result:
         """NaN where no round had a number: it diverged at once."""
         score = self.raw["validation"]["best"].get(self.metric)
         return math.nan if score is None else float(score)
+
+    def merged(self, label: str, merger: Mapping[str, Any]) -> Result | None:
+        """The result of one merger of the run's uploads, as if it were a run; None where it was not made, or with other
+        settings."""
+        facts = self.raw.get("mergers", {}).get(label)
+        if facts is None or facts["merger"] != _rounded(merger):
+            return None
+        shown = {part: {"best": facts.get(part, {}), "last": facts.get(part, {})} for part in ("validation", "test")}
+        mine = {"history": [], "probes": {"best": {}, "last": {}}, "clients_at_end": {}, "of": facts}
+        return Result(self.digest, {**self.raw, **shown, **mine})
 
     def score(self, which: str) -> float | None:
         """A number by its name: "test, last", "test, best" (by validation), "unseen, last", "clients, last" (the mean
@@ -140,6 +151,7 @@ def summarise(folder: RunFolder, wall_seconds: float) -> dict[str, Any]:
                 "categories": manifest["data"]["categories"],
                 "ranks": manifest["clients"],
                 "model_sha256": manifest["model"]["sha256"],
+                **({"mergers": folder.read_json(MERGERS)} if (folder.path / MERGERS).is_file() else {}),
             }
         )
     )

@@ -11,16 +11,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+if TYPE_CHECKING:
+    from fedlora.runs.preparation import Prepared
+
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError, DataError, FedLoRAError, WorkerDied
-from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
 from fedlora.experiments.pool import run_in_processes
-from fedlora.experiments.results import Result, read_results, summarise, write_result
+from fedlora.experiments.results import MERGERS, Result, read_results, summarise, write_result
 from fedlora.experiments.spec import Experiment
+from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.own_files import contents, named
 from fedlora.runs.private_simulation import LEDGER, with_ledger
@@ -121,8 +125,8 @@ def missing(
     wanted = [*searches(experiment, profile), *mains(experiment, profile, done, failed)]
     found: dict[str, PlannedRun] = {}
     for run in wanted:
-        if run.digest not in done and (seeds is None or run.searching or run.seed in seeds):
-            found.setdefault(run.digest, run)
+        if (left := run.left(done)) is not None and (seeds is None or run.searching or run.seed in seeds):
+            found[run.digest] = with_mergers_of(left, found.get(run.digest))
     return list(found.values())
 
 
@@ -219,6 +223,17 @@ def _lost(run: PlannedRun, places: Keeper, error: object) -> Outcome:
     return Outcome(run, 0.0, why, by_machine=isinstance(error, BrokenProcessPool))
 
 
+def _merge(run: PlannedRun, prepared: Prepared, places: Keeper) -> None:
+    """What the run's mergers make of its uploads, beside what others made of them before: into the run's folder."""
+    from fedlora.experiments.mergers import merge_all
+
+    folder, before = places.folder(run), {}
+    if (folder.path / MERGERS).is_file():
+        before = folder.read_json(MERGERS)
+    made = merge_all(prepared, deal(run.config, places.data_root), folder, run.mergers, validate=run.searching)
+    folder.write_json(MERGERS, {**before, **made})
+
+
 def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
     """One run in this process."""
     from fedlora.runs.execution import execute
@@ -239,6 +254,8 @@ def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
         for record in execute(prepared, folder, resume=True):
             if tick is not None:
                 tick(run, record.round)
+        if run.mergers:
+            _merge(run, prepared, places)
         places.keep(run, time.perf_counter() - began)
     except Exception as error:  # one failing run must not end the others
         _note(places, run, error)

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.merger_settings import resolved
 from fedlora.experiments.numbers import parse_number
 
 # What changes no score, and what a search would be judged by.
@@ -74,8 +75,9 @@ class Budgets(Part):
 
 class Experiment(Part):
     """One experiment's file. skip: combinations of labels that are no cell. paper: its key in paper_numbers.toml.
-    peace: where nobody attacks, for a table of what each row costs there beside what it saves elsewhere. budgets: for a
-    table and a picture of scores by epsilon.
+    merged: an axis whose labels are no changes of the run but mergers of its uploads (`mergers`): one run serves them
+    all. peace: where nobody attacks, for a table of what each row costs there beside what it saves elsewhere. budgets:
+    for a table and a picture of scores by epsilon.
 
     folder: where its relative paths start, the file's own. Its runs are then known by the content of what lies there.
     None for an experiment without a file (`comparison`), whose paths are absolute and whose runs are known by these.
@@ -97,6 +99,7 @@ class Experiment(Part):
     skip: list[dict[str, str]] = []
     peace: Peace | None = None
     budgets: Budgets | None = None
+    merged: str | None = None
     _folder: Path | None = PrivateAttr(None)
 
     @property
@@ -115,8 +118,12 @@ class Experiment(Part):
         labels = [[(axis, label) for label in chosen.get(axis, list(options))] for axis, options in self.axes.items()]
         for combination in itertools.product(*labels):
             cell = dict(combination)
-            if not any(all(cell.get(axis) == label for axis, label in skipped.items()) for skipped in self.skip):
+            if not self.skips(cell):
                 yield cell
+
+    def skips(self, cell: Cell) -> bool:
+        """Whether that combination of labels is no cell."""
+        return any(all(cell.get(axis) == label for axis, label in skipped.items()) for skipped in self.skip)
 
 
 def load_experiment(path: Path) -> Experiment:
@@ -161,6 +168,10 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
             refuse(f"{axis!r} is no axis; there are {', '.join(axes)}.")
     if experiment.reference is not None:
         look("reference", experiment.rows[0], experiment.reference)
+    if experiment.merged is not None:
+        if experiment.merged not in axes:
+            refuse(f"merged = {experiment.merged!r} is no axis; there are {', '.join(axes)}.")
+        resolved(axes[experiment.merged])
     if experiment.peace is not None:
         look("peace", experiment.peace.axis, experiment.peace.label)
         if experiment.reference is None or experiment.peace.axis == experiment.rows[0]:

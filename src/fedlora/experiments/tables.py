@@ -93,9 +93,9 @@ def score_cells(
     done: dict[tuple[str, ...], dict[int, float]] = {}
     metrics: dict[tuple[str, ...], str] = {}
     for run in mains(experiment, profile, results, failed):
-        if run.digest in results:
-            metrics[tuple(run.cell.values())] = results[run.digest].metric
-            value = results[run.digest].score(which)
+        if (result := run.result(results)) is not None:
+            metrics[tuple(run.cell.values())] = result.metric
+            value = result.score(which)
             if value is not None:
                 done.setdefault(tuple(run.cell.values()), {})[run.seed] = value
     planned = len(experiment.profile(profile).seeds)
@@ -123,7 +123,7 @@ def score_categories(
     axis = experiment.rows[0]
     found: dict[str, dict[str, list[float]]] = {}
     for run in mains(experiment, profile, results, failed):
-        result = results.get(run.digest)
+        result = run.result(results)
         for task, score in (result.by_group(which) if result else {}).items():
             category = result.raw["categories"].get(task, task) if result else task
             found.setdefault(run.cell[axis], {}).setdefault(category, []).append(score)

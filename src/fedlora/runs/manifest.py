@@ -59,7 +59,7 @@ def code_facts() -> dict[str, Any]:
     return {
         "versions": {name: _version(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit_of_code(),
     }
 
 
@@ -111,7 +111,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _commit() -> dict[str, Any] | None:
+def commit_of_code() -> dict[str, Any] | None:
     """The commit of the checkout that this code runs from, and whether it is clean; None outside one."""
     here = Path(__file__).parent
 

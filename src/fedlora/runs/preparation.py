@@ -112,6 +112,11 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     processes = config.run.processes(config.model.chosen_device(), a_round)
     if processes > 1 and config.model.four_bit:
         raise ConfigError(f"model.four_bit cannot be shared by run.workers = {config.run.workers!r}; leave one out.")
+    if processes > 1 and config.model.remember_prefix:
+        raise ConfigError(
+            f"model.remember_prefix remembers in one process, and run.workers = {config.run.workers!r} trains in "
+            f"{processes}: leave one of them out."
+        )
     model = config.model.load(
         config.lora.settings(), labels, config.run.seed, device="cpu" if processes > 1 else None
     )  # with several processes, each moves its own to its device
@@ -131,8 +136,9 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     bf16, max_length = config.model.bf16, config.data.max_length
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     settings = config.train.settings(
-        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16, template=template
-    )
+        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16, template=template,
+        own_starts=config.clients.starts == "own",
+    )  # fmt: skip
 
     def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
         return config.evaluate.evaluator(
@@ -249,6 +255,13 @@ def _check_fit(
             f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "
             f"or name modules to train in full in lora.saved."
         )
+    if config.clients.starts == "own" and not roles.both_shared:
+        raise ConfigError(
+            f"clients.starts = 'own' draws each client's A anew, and {name} shares {roles}: there a factor belongs to "
+            f"the server or stays at home. Leave it out, or take a method that gets both factors."
+        )
+    if config.clients.starts == "own" and config.train.together > 1:
+        raise ConfigError("clients.starts = 'own' is not there with train.together > 1: leave one of them out.")
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
     if config.attack.needs_pairs and not roles.both_shared:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fedlora.core.lora import Adapter
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Download
 from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
@@ -39,7 +39,8 @@ class TrainSettings:
     leave idle. schedule: of the learning rate over `rounds`, constant within a round. clip: largest gradient norm, 0
     for none. class_weights: as `class_weights.weigh_classes` has them; the training loss is then the weighted one, here
     and where it is reported. template: of a language model's prompts, as `encoding.encode` takes it. The optimiser is
-    new each round, as in all reference codes.
+    new each round, as in all reference codes. own_starts: a client that receives a fresh adapter (B = 0, in round 0)
+    draws its A itself, by `own_start`.
 
     Example:
         >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
@@ -61,6 +62,7 @@ class TrainSettings:
     bf16: bool = False
     class_weights: ClassWeights | None = None
     template: str | None = None
+    own_starts: bool = False
 
     def __post_init__(self) -> None:
         rules = {
@@ -116,6 +118,8 @@ class RoundTrainer(ABC):
         client, s = download.client.id, self._settings
         data = self.examples(client)
         roles = download.roles
+        if s.own_starts and download.round == 0:
+            adapter = own_start(adapter, self._seed, client)
         self._model.activate(adapter, download.base_delta)
         parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
         device = self._model.device
@@ -144,6 +148,24 @@ class RoundTrainer(ABC):
     def order(self, client: str, position: int) -> Iterator[int]:
         """Indices of a client's examples from `position` on, without end."""
         return _stream(len(self.examples(client)), position, self._seed, client)
+
+
+def own_start(adapter: Adapter, seed: int, client: str) -> Adapter:
+    """A fresh adapter with an A of the client's own, drawn as peft draws it (uniform in +-1/sqrt(d_in)).
+
+    Raises:
+        ConfigError: the adapter is trained already (B != 0).
+    """
+    modules = {}
+    for name, lora in adapter.modules.items():
+        B, A = lora.factors
+        if bool(B.any()):
+            raise ConfigError(f"own starts are for fresh adapters, and {name} has B != 0 in round 0.")
+        drawn = torch.empty_like(A, device="cpu")
+        bound = A.shape[1] ** -0.5
+        drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(derive_seed(seed, "start", client, name)))
+        modules[name] = LoRA(B, drawn.to(A.device))
+    return Adapter(modules, adapter.heads)
 
 
 def without_data(client: str, data: Mapping[str, Any]) -> str:
@@ -253,4 +275,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "RoundTrainer", "TrainSettings", "micro_batch", "optimizer_for"]
+__all__ = ["LocalTrainer", "RoundTrainer", "TrainSettings", "micro_batch", "optimizer_for", "own_start"]

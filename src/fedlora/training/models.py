@@ -24,6 +24,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import TailPenalty
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
+from fedlora.training.frozen_prefix import remember
 from fedlora.training.hub_models import source
 
 Task = Literal["classification", "causal-lm"]
@@ -124,12 +125,13 @@ class AdaptedModel:
         dropout: float | None = None,
         four_bit: bool = False,
         checkpointing: bool = False,
+        remember_prefix: bool = False,
     ) -> AdaptedModel:
         """A model and its tokenizer from a local directory or a hub id; safetensors only.
 
         A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: replaces every
         dropout rate of the model's own configuration where given. four_bit: the base in NF4 (QLoRA), on a GPU with
-        bitsandbytes. checkpointing: trade time for memory.
+        bitsandbytes. checkpointing: trade time for memory. remember_prefix: as `frozen_prefix.remember`.
 
         Raises:
             ConfigError: the model cannot be loaded.
@@ -198,6 +200,8 @@ class AdaptedModel:
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
+        if remember_prefix:
+            remember(base, settings.targets, tokenizer.pad_token_id)
         return cls(base, tokenizer, task, settings, checkpointing=checkpointing)
 
     @property

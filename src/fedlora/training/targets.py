@@ -80,6 +80,14 @@ def check_targets(path: str | os.PathLike[str], task: str, targets: Targets) -> 
     check_model(skeleton, targets)
 
 
+def meant(paths: Sequence[str], targets: Targets) -> list[str]:
+    """Which of the paths of linear layers are adapted; all of them for "all-linear"."""
+    if isinstance(targets, str):
+        every = targets.lower() == ALL_LINEAR
+        return [path for path in paths if every or _is_meant(path, targets, pattern=True)]
+    return [path for path in paths if any(_is_meant(path, target, pattern=False) for target in targets)]
+
+
 def _is_meant(name: str, target: str, *, pattern: bool) -> bool:
     return bool(re.fullmatch(target, name)) if pattern else name == target or name.endswith(f".{target}")
 

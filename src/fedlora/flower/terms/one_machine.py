@@ -25,6 +25,8 @@ ELSEWHERE: dict[str, str] = {
     "clients.alpha": "nothing is dealt out: each site has its own file",
     "clients.min_size": "nothing is dealt out: each site has its own file",
     "clients.own_test": "what each site holds out is data.test",
+    "clients.starts": "every site starts from what the server sends; own starts are for fedlora run",
+    "model.remember_prefix": "it is for many runs on one machine, with fedlora run",
     "model.path": "each site names its own copy in its site.toml, and the server one in [at_server]",
     "model.device": "each machine has its own: device in a site's site.toml",
     "run.workers": "a server trains nobody, and each site trains itself",

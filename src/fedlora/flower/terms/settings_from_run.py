@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.errors import ConfigError
-from fedlora.flower.terms.one_machine import ELSEWHERE, refuse_elsewhere
+from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, refuse_elsewhere
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 from fedlora.runs.config import RunConfig, override_in
 from fedlora.runs.reading import checked, read_tables
@@ -100,6 +100,8 @@ def from_tables(
                 )
             data["labels"] = list(labels)
     if dealt:
+        if isinstance(clients := tables.get("clients"), dict) and "starts" in clients:  # dealing does not do that
+            raise ConfigError(elsewhere("clients.starts", clients["starts"]) + ".")
         for key in ELSEWHERE:
             table, name = key.split(".")
             if table in ("data", "clients") and isinstance(tables.get(table), dict):

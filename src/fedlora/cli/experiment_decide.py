@@ -1,0 +1,140 @@
+"""`fedlora experiment plan | decide`: the number of seeds before, the verdicts after, and every look in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from fedlora.cli.experiment_files import (
+    CLAIMS,
+    EXPERIMENTS,
+    RESULTS,
+    WORK,
+    Claimed,
+    Directory,
+    Names,
+    Results,
+    Work,
+    load_all,
+    load_named,
+    tell,
+)  # fmt: skip
+from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
+from fedlora.errors import ConfigError
+from fedlora.experiments.claims import Claims, check_asked, load_claims
+from fedlora.experiments.decision_words import COLUMNS, plain_answers, remarks, rows, title
+from fedlora.experiments.decisions import Answers, answers, heads_of, read_scores
+from fedlora.experiments.digits import shown
+from fedlora.experiments.looks import check_plan, make_plan, note_look, path_of, read_plan, write_plan
+from fedlora.experiments.runner import Places
+from fedlora.experiments.spec import Experiment
+from fedlora.runs.manifest import commit_of_code
+
+
+def plan_seeds(
+    names: Names,
+    again: Annotated[bool, typer.Option("--again", help="write another plan; the old one is kept inside")] = False,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    claims: Claimed = CLAIMS,
+) -> None:
+    """Fix the number of seeds, from the pilot's spread, before the runs that count."""
+    asked, places = load_claims(claims), Places(results, work, None)
+    done, failed = places.finished(), places.given_up()
+    for name in names:
+        experiment = load_named(name, experiments)
+        check_asked(asked, {e.name: e for e in [*load_all(experiments), experiment]})
+        families = asked.of(experiment.name)
+        pilot = next((family.pilot for family in families.values()), "pilot")
+        scores = read_scores(experiment, pilot, done, failed) if families else {}
+        plan = make_plan(asked, experiment, scores, done, commit_of_code(), failed)
+        path = path_of(results, experiment.name)
+        write_plan(path, plan, again=again)
+        seeds = len(plan["seeds"])
+        sheet = Sheet(
+            f"{experiment.name}: {seeds} seeds ({plan['seeds'][0]} to {plan['seeds'][-1]}), in {path}",
+            ["family", "largest spread", "margin", "seeds needed", "cap"],
+            [
+                [family, f"{max(plan['spreads'][family].values()):.4f}", f"{of.margin:g}",
+                 str(plan["needed"][family]), str(of.cap)]
+                for family, of in families.items()
+            ],
+        )  # fmt: skip
+        rates = Sheet(
+            "the search", ["for", "key", "chosen", "at the edge"],
+            [[r["of"], r["key"], "" if r["value"] is None else shown(r["value"]), r["at_the_edge"] or ""]
+             for r in plan["rates"]],
+        )  # fmt: skip
+        show(Printed([sheet, rates], [], plan), Format.table)
+        short = [family for family, n in plan["needed"].items() if n > seeds]
+        tell([
+            f"{family}: {plan['needed'][family]} seeds would find equal methods equivalent in {asked.power:.0%} of "
+            f"cases; with {seeds} an equivalence may stay undecided."
+            for family in short
+        ])  # fmt: skip
+        notes = f"next: fedlora experiment run {experiment.name} --profile {plan['profile']} --seeds 0:{seeds}"
+        tell([notes if plan["seeds"] == list(range(seeds)) else "next: run these seeds"])
+
+
+def decide(
+    names: Names,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    claims: Claimed = CLAIMS,
+    format: FormatOption = Format.table,
+    json: JsonAlias = False,
+) -> None:
+    """Better, worse, equivalent or undecided: for each question, once all planned seeds are there."""
+    asked, places, loaded = load_claims(claims), Places(results, work, None), load_all(experiments)
+    found: list[Answers] = []
+    for name in names:
+        experiment = load_named(name, experiments)
+        if not asked.of(experiment.name):
+            raise ConfigError(f"no family of {claims} asks the experiment {experiment.name}.")
+        found += _of_one(asked, experiment, loaded, places)
+    sheets = [Sheet(title(one), COLUMNS, rows(one), names=2) for one in found]
+    value = {"alpha": asked.alpha, "families": [plain_answers(one) for one in found]}
+    records: list[dict[str, Any]] = [
+        {"family": one.name, "seeds": one.there, "planned": one.wanted, **dict(zip(COLUMNS, row, strict=True))}
+        for one in found
+        for row in rows(one)
+    ]
+    show(Printed(sheets, records, value, _notes(asked, found)), chosen(format, json))
+
+
+def read_answers(claims: Claims, loaded: Sequence[Experiment], places: Places) -> tuple[Claims, list[Answers]]:
+    """Every family of every experiment that has a plan, for the page."""
+    found: list[Answers] = []
+    for experiment in loaded:
+        if claims.of(experiment.name) and path_of(places.results, experiment.name).is_file():
+            found += _of_one(claims, experiment, loaded, places)
+    return claims, found
+
+
+def _of_one(claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places) -> list[Answers]:
+    """The families of one experiment; the look is noted in its plan."""
+    known = {e.name: e for e in [*loaded, experiment]}
+    check_asked(claims, known)
+    path = path_of(places.results, experiment.name)
+    plan = read_plan(path)
+    check_plan(plan, claims, experiment.name)
+    done, failed = places.finished(), places.given_up()
+    scores = read_scores(experiment, plan["profile"], done, failed)
+    heads = heads_of(claims, experiment, known, plan["profile"], done, failed)
+    found = answers(claims, experiment, plan["seeds"], scores, heads)
+    note_look(path, plan, [one.there for one in found])
+    return found
+
+
+def _notes(claims: Claims, found: Sequence[Answers]) -> list[str]:
+    waiting = sorted({one.family.experiment for one in found if not one.complete})
+    return [
+        f"Of each family the chance that it says anything false is at most {claims.alpha:g} (Holm's step-down, "
+        f"Shaffer's count, over tests of difference and of equivalence). Intervals are of one question each.",
+        *remarks(found),
+        *(f"{name}: no number before all planned seeds are there." for name in waiting),
+    ]

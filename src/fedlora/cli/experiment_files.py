@@ -1,0 +1,43 @@
+"""What the commands of `fedlora experiment` share: their options, and an experiment by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlora.cli.screen import notes
+from fedlora.errors import ConfigError
+from fedlora.experiments.spec import Experiment, load_experiment
+
+Names = Annotated[list[str], typer.Argument(help="names of experiments/NAME.toml, or paths", show_default=False)]
+ProfileName = Annotated[str, typer.Option("--profile", help="the scale to run at: mini or paper")]
+Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
+Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
+Work = Annotated[Path, typer.Option("--work", help="where run folders, failures and unclean results go")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+Claimed = Annotated[Path, typer.Option("--claims", help="the file of questions and claims")]
+EXPERIMENTS, RESULTS, WORK = Path("experiments"), Path("results/runs"), Path("runs/experiments")
+CLAIMS = Path("docs/claims.toml")
+
+
+def load_named(name: str, folder: Path) -> Experiment:
+    """`folder`/NAME.toml, or a path. Raises `ConfigError` for none, with those that there are."""
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.toml") if p.stem != "paper_numbers")) or "none"
+        raise ConfigError(f"there is no experiment {path}; in {folder} there are: {known}.")
+    return load_experiment(path)
+
+
+def load_all(folder: Path) -> list[Experiment]:
+    """Every experiment of the folder, by name."""
+    return [load_experiment(path) for path in sorted(folder.glob("*.toml")) if path.stem != "paper_numbers"]
+
+
+def tell(lines: Sequence[str]) -> None:
+    """In yellow, beside the result."""
+    for line in lines:
+        notes.print(line, style="yellow", markup=False, soft_wrap=True)

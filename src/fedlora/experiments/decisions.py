@@ -1,0 +1,194 @@
+"""From results to verdicts: one look, at the planned number of seeds, past the gate, a family at a time.
+
+`answers` gives no number before all planned seeds are there: until then a family is "n of N". What is thrown out by the
+gate, and what failed on a seed, is listed; both stay in the family's count of questions, so that losing one makes no
+other easier to decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedlora.errors import ConfigError
+from fedlora.experiments.claims import Claims, Family, Gate, Question, Score, setup_axis
+from fedlora.experiments.plan import mains
+from fedlora.experiments.results import Result
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.verdicts import Verdict, Weighed, beats_by, judge, weigh
+from fedlora.training.metrics import METRICS
+
+Scores = Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]]  # (label, set-up) -> seed -> score's name -> value
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Whether LoRA carries a set-up. ahead: label -> how much lower its log-loss is than the head's, in the mean."""
+
+    setup: str
+    passed: bool
+    ahead: Mapping[str, float]
+    margin: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question. verdict: None where there is none to give, and why says it. test, beside: of the two scores."""
+
+    question: Question
+    verdict: Verdict | None
+    why: str = ""
+    test: Weighed | None = None
+    beside: Weighed | None = None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One family. there, wanted: seeds on which all of its runs are finished, and the plan's number. answers: empty
+    before they are all there. gates: of its set-ups."""
+
+    name: str
+    family: Family
+    there: int
+    wanted: int
+    answers: tuple[Answer, ...] = ()
+    gates: tuple[Gated, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.answers)
+
+
+def read_scores(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
+    """Every finished cell's log-loss and accuracy on the test set after the last round, by seed; of a run that failed
+    by itself, or has no number, an empty mapping: there is nothing to wait for."""
+    axis, rows = setup_axis(experiment), experiment.rows[0]
+    found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for run in mains(experiment, profile, results, failed):
+        by_seed = found.setdefault((run.cell[rows], run.cell[axis]), {})
+        result = run.result(results)
+        if result is not None:
+            told = result.raw["test"]["last"]
+            by_seed[run.seed] = {
+                name: float(value)
+                for name in ("loss", "accuracy")
+                if isinstance(value := told.get(name), int | float) and math.isfinite(value)
+            }
+        elif run.digest in failed:
+            by_seed[run.seed] = {}
+    return found
+
+
+def gaps_of(scores: Scores, question: Question, score: Score, seeds: Sequence[int]) -> list[float]:
+    """By how much the first is better, seed by seed. Raises `KeyError` where a number is missing."""
+    first, second = (scores[label, question.setup] for label in (question.first, question.second))
+    up = 1.0 if METRICS[score].larger_is_better else -1.0
+    return [up * (first[seed][score] - second[seed][score]) for seed in seeds]
+
+
+def answers(
+    claims: Claims,
+    experiment: Experiment,
+    seeds: Sequence[int],
+    scores: Scores,
+    heads: Mapping[str, Mapping[int, Mapping[str, float]]],
+) -> list[Answers]:
+    """Every family that asks the experiment.
+
+    Args:
+        seeds: the planned ones. scores: as `read_scores` gives them.
+        heads: set-up -> seed -> the scores of a head alone; not looked at where the experiment has no gate.
+    """
+    gate = claims.gates.get(experiment.name)
+    found = []
+    for name, family in claims.of(experiment.name).items():
+        cells = {(label, q.setup) for q in family.questions for label in (q.first, q.second)}
+        if gate is not None:
+            cells |= {(label, setup) for label in gate.lora for setup in family.setups}
+        there = [seed for seed in seeds if all(seed in scores.get(cell, {}) for cell in cells)]
+        if gate is not None:
+            there = [seed for seed in there if all(seed in heads.get(setup, {}) for setup in family.setups)]
+        if len(there) < len(seeds):
+            found.append(Answers(name, family, len(there), len(seeds)))
+            continue
+        gates = tuple(_gated(gate, s, seeds, scores, heads[s], claims.alpha) for s in family.setups) if gate else ()
+        found.append(
+            Answers(name, family, len(seeds), len(seeds), _judged(family, gates, seeds, scores, claims.alpha), gates)
+        )
+    return found
+
+
+def _judged(
+    family: Family, gates: Sequence[Gated], seeds: Sequence[int], scores: Scores, alpha: float
+) -> tuple[Answer, ...]:
+    out = {gated.setup for gated in gates if not gated.passed}
+    tests: dict[Question, tuple[Weighed, Weighed | None]] = {}
+    lost: dict[Question, str] = {}
+    for question in family.questions:
+        if question.setup in out:
+            lost[question] = "thrown out: LoRA does not carry the result there"
+            continue
+        bare = [
+            f"{label} on seed {seed}"
+            for label in (question.first, question.second)
+            for seed in seeds
+            if family.metric not in scores[label, question.setup][seed]
+        ]
+        if bare:
+            lost[question] = f"no number for {', '.join(bare)}: it failed or diverged"
+            continue
+        test = weigh(gaps_of(scores, question, family.metric, seeds), family.margin)
+        try:
+            beside = weigh(gaps_of(scores, question, family.beside, seeds), family.margin)
+        except KeyError:
+            beside = None
+        tests[question] = (test, beside)
+    verdicts = judge({q.words: test for q, (test, _) in tests.items()}, alpha, others=len(lost))
+    return tuple(
+        Answer(q, None, lost[q]) if q in lost else Answer(q, verdicts[q.words], "", *tests[q]) for q in family.questions
+    )
+
+
+def _gated(
+    gate: Gate,
+    setup: str,
+    seeds: Sequence[int],
+    scores: Scores,
+    heads: Mapping[int, Mapping[str, float]],
+    alpha: float,
+) -> Gated:
+    ahead, passed = {}, False
+    for label in gate.lora:
+        try:
+            gaps = [heads[seed]["loss"] - scores[label, setup][seed]["loss"] for seed in seeds]
+        except KeyError:  # it failed somewhere: no witness
+            continue
+        better, _ = beats_by(gaps, gate.margin, alpha / len(gate.lora))
+        ahead[label], passed = sum(gaps) / len(gaps), passed or better
+    return Gated(setup, passed, ahead, gate.margin)
+
+
+def heads_of(
+    claims: Claims, experiment: Experiment, experiments: Mapping[str, Experiment], profile: str,
+    results: Mapping[str, Result], failed: Collection[str] = (),
+) -> dict[str, dict[int, dict[str, float]]]:  # fmt: skip
+    """Set-up -> seed -> scores of the head alone, wherever the experiment's gate says that it was measured."""
+    gate = claims.gates.get(experiment.name)
+    if gate is None:
+        return {}
+    setups = list(experiment.axes[setup_axis(experiment)])
+    if gate.head_of is None:
+        scores = read_scores(experiment, profile, results, failed)
+        return {setup: scores.get((gate.head, setup), {}) for setup in setups}
+    if gate.head_of.experiment not in experiments:
+        raise ConfigError(
+            f"the gate of {experiment.name} asks for {gate.head!r} of the experiment {gate.head_of.experiment}, which "
+            f"is "
+            f"not there."
+        )
+    other = experiments[gate.head_of.experiment]
+    theirs = read_scores(other, profile, results, failed).get((gate.head, gate.head_of.setup), {})
+    return dict.fromkeys(setups, theirs)

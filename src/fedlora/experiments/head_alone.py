@@ -1,0 +1,96 @@
+"""The control without LoRA: a head alone, trained to its optimum on all clients' data together.
+
+Logistic regression (scikit-learn) on what the pre-trained model hands to its head, its strength of regularisation
+chosen on validation. That is more than a federation could do with heads alone; an adapter that does not beat it has not
+been trained enough to say anything about servers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.data.text import TextData
+from fedlora.errors import ConfigError
+from fedlora.runs.client_data import Dealt
+from fedlora.runs.preparation import Prepared
+from fedlora.training.encoding import collate, encode
+
+STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # scikit-learn's C
+_known: dict[tuple[str, ...], Tensor] = {}  # (model, text) -> its features: one process makes many runs on one model
+
+
+def head_alone(prepared: Prepared, dealt: Dealt, sets: Sequence[str]) -> dict[str, Any]:
+    """Set ("test", "validation") -> loss (mean log-loss, nats) and accuracy; and "strength", the chosen C.
+
+    Raises:
+        ConfigError: the model is no classifier, or there are no validation data to choose on.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import log_loss
+
+    if prepared.config.model.task != "classification" or prepared.validation is None:
+        raise ConfigError("the control 'head alone' is for classification with validation data (data.validation).")
+    train = TextData.concat(list(dealt.parts.values()))
+    held = {
+        "validation": TextData.concat(list(dealt.validation.values())),
+        "test": TextData.concat(list(dealt.test.values())),
+    }
+    X, classes = _features(prepared, train), list(range(len(train.label_names)))
+    features = {name: _features(prepared, data) for name, data in held.items()}
+    best: tuple[float, float, Any] = (math.inf, 0.0, None)
+    for strength in STRENGTHS:
+        model = LogisticRegression(C=strength, max_iter=1000).fit(X, train.labels)
+        loss = float(log_loss(held["validation"].labels, model.predict_proba(features["validation"]), labels=classes))
+        best = min(best, (loss, strength, model), key=lambda found: found[0])
+    _, strength, model = best
+    found: dict[str, Any] = {"strength": strength}
+    for name in sets:
+        shown = model.predict_proba(features[name])
+        loss = float(log_loss(held[name].labels, shown, labels=classes))
+        found[name] = {"loss": loss, "accuracy": float(model.score(features[name], held[name].labels))}
+    return found
+
+
+def no_adapter(seed: Adapter) -> Adapter:
+    """An adapter of nothing, with the start's heads."""
+    nothing = {name: LoRA(m.factors[0][:, :1] * 0, m.factors[1][:1] * 0) for name, m in seed.modules.items()}
+    return Adapter(nothing, seed.heads)
+
+
+def _features(prepared: Prepared, data: TextData) -> Any:
+    """What the pre-trained model hands to its head, (examples, width), as a float32 array."""
+    config, model = prepared.config, prepared.model
+    content = ",".join(f"{name}={digest}" for name, digest in sorted(prepared.manifest["model"]["sha256"].items()))
+    pairs = data.pair or [""] * len(data)
+    told = content, config.model.path, str(config.data.max_length)
+    keys = [(*told, *both) for both in zip(data.text, pairs, strict=True)]
+    new = [k for k, key in enumerate(keys) if key not in _known]
+    if new:
+        seed = prepared.seed_adapter
+        model.activate(no_adapter(seed))
+        head = next(iter(seed.heads)).partition(".")[0]
+        seen: list[Tensor] = []
+
+        def keep(_: object, inputs: tuple[Tensor, ...]) -> None:
+            seen.append(inputs[0][:, 0] if inputs[0].ndim == 3 else inputs[0])
+
+        examples = encode(data.select(new), model.tokenizer, max_length=config.data.max_length)
+        order = sorted(range(len(new)), key=lambda k: len(examples[k]["input_ids"]))
+        network = model.network.eval()
+        handle = network.get_submodule(f"base_model.model.{head}").register_forward_pre_hook(keep)
+        try:
+            with torch.no_grad():
+                for k in range(0, len(order), config.evaluate.batch_size):
+                    batch = order[k : k + config.evaluate.batch_size]
+                    network(**collate([examples[i] for i in batch], model.tokenizer, model.device))
+                    for i, feature in zip(batch, seen.pop(), strict=True):
+                        _known[keys[new[i]]] = feature.float().cpu()
+        finally:
+            handle.remove()
+    return torch.stack([_known[key] for key in keys]).numpy()

@@ -1,0 +1,185 @@
+"""The plan of an experiment, in a file: how many seeds, why, at which rates, and every look at the results since.
+
+    results/plans/NAME.json    written once by `fedlora experiment plan`, after the search and the pilot
+
+Nothing is decided without it, and nothing before its number of seeds is there. A plan that is written again keeps the
+one before, and every look is noted: what was seen when can be read off the file and its history.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import files
+from fedlora.errors import ConfigError
+from fedlora.experiments.claims import Claims, Family, Question
+from fedlora.experiments.decisions import Scores, gaps_of
+from fedlora.experiments.plan import at_the_edge, chosen_value, searches
+from fedlora.experiments.results import Result
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.verdicts import seeds_needed, weigh
+
+Plan = dict[str, Any]
+
+
+def path_of(results: Path, experiment: str) -> Path:
+    """Beside the results."""
+    return results.parent / "plans" / f"{experiment}.json"
+
+
+def asked(claims: Claims, experiment: str) -> str:
+    """A digest of what decides verdicts: pairs, set-ups, margins, scores, error rates and the gate; not the words."""
+    families = {
+        name: family.model_dump(mode="json", exclude={"question", "claims"})
+        for name, family in claims.of(experiment).items()
+    }
+    gate = claims.gates.get(experiment)
+    told = [families, claims.alpha, claims.power, gate.model_dump(mode="json") if gate else None]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def make_plan(
+    claims: Claims,
+    experiment: Experiment,
+    pilot: Scores,
+    results: Mapping[str, Result],
+    commit: Mapping[str, Any] | None,
+    failed: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan: seeds from the pilot's spreads, and the chosen rates with what they were chosen by.
+
+    A question whose set-up has no pilot takes the largest spread of its pair.
+
+    Raises:
+        ConfigError: nobody asks the experiment, or a family has a pair without a pilot.
+    """
+    families = claims.of(experiment.name)
+    if not families:
+        raise ConfigError(f"no family asks the experiment {experiment.name}: there is nothing to plan.")
+    spreads = {name: _spreads(name, family, experiment, pilot) for name, family in families.items()}
+    needed = {
+        name: max(
+            seeds_needed(spread, family.margin, len(family.questions), alpha=claims.alpha, power=claims.power)
+            for spread in spreads[name].values()
+        )
+        for name, family in families.items()
+    }
+    wanted = max(max(4, min(families[name].cap, n)) for name, n in needed.items())
+    profile = next(iter(families.values())).profile
+    seeds = experiment.profile(profile).seeds
+    return {
+        "experiment": experiment.name, "asked": asked(claims, experiment.name), "written": _now(), "commit": commit,
+        "profile": profile, "seeds": seeds[:wanted], "needed": needed, "spreads": spreads,
+        "rates": rates(experiment, profile, results, failed or {}), "looks": [], "before": [],
+    }  # fmt: skip
+
+
+def _spreads(name: str, family: Family, experiment: Experiment, pilot: Scores) -> dict[str, float]:
+    """Question -> the standard deviation of its gaps in the pilot."""
+    seeds = experiment.profile(family.pilot).seeds
+    there: dict[Question, float] = {}
+    for question in family.questions:
+        try:
+            there[question] = weigh(gaps_of(pilot, question, family.metric, seeds), family.margin).spread
+        except KeyError:
+            continue
+    found = {}
+    for question in family.questions:
+        alike = [s for q, s in there.items() if (q.first, q.second) == (question.first, question.second)]
+        if not alike:
+            raise ConfigError(
+                f"the pilot of {experiment.name} is not done: the family {name} asks {question.words}, and on none of "
+                f"its set-ups are all seeds {', '.join(map(str, seeds))} of both there. Run it first: fedlora "
+                f"experiment run {experiment.name} --profile {family.pilot}"
+            )
+        found[question.words] = there.get(question, max(alike))
+    return found
+
+
+def rates(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """For each label of the searched axes: the value chosen, and the score on validation of each value and seed."""
+    if experiment.tune is None:
+        return []
+    over = experiment.tune.over
+    evidence: dict[tuple[str, ...], dict[str, dict[str, float | None]]] = {}
+    for run in searches(experiment, profile):
+        labels: Mapping[str, Mapping[str, Any]] = run.mergers or {run.cell.get(experiment.rows[0], ""): {}}
+        found = results.get(run.digest)
+        for label, merger in labels.items():
+            at = {**run.cell, experiment.merged or experiment.rows[0]: label}
+            result = found.merged(label, merger) if found is not None and run.mergers else found
+            score = math.nan if result is None else result.validation_best
+            by_seed = evidence.setdefault(tuple(at[a] for a in over), {}).setdefault(f"{run.tuned:g}", {})
+            by_seed[str(run.seed)] = None if math.isnan(score) else round(score, 6)
+    chosen: dict[tuple[str, ...], dict[str, Any]] = {}
+    for cell in experiment.cells(profile):
+        value = chosen_value(experiment, profile, cell, results, failed)
+        key = tuple(cell[axis] for axis in over)
+        if key not in chosen:
+            edge = at_the_edge(experiment, profile, value)
+            chosen[key] = {
+                "of": ", ".join(key), "key": experiment.tune.key, "value": value, "at_the_edge": edge,
+                "validation": evidence.get(key, {}),
+            }  # fmt: skip
+    return list(chosen.values())
+
+
+def write_plan(path: Path, plan: Plan, *, again: bool) -> None:
+    """Raises `ConfigError` where there is one already, unless `again`; then the old one is kept inside the new."""
+    if path.is_file():
+        old = read_plan(path)
+        if not again:
+            raise ConfigError(
+                f"{path} is there already, of {old['written']}: {len(old['seeds'])} seeds. A plan is written once, "
+                f"before its runs. --again writes another one and keeps this one in it, for all to see."
+            )
+        plan = {**plan, "before": [*old["before"], {**old, "before": []}]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, json.dumps(plan, indent=1, sort_keys=True) + "\n")
+
+
+def read_plan(path: Path) -> Plan:
+    """Raises `ConfigError` for none, or a damaged one."""
+    try:
+        plan: Plan = json.loads(path.read_text(encoding="utf-8"))
+        plan["asked"], plan["seeds"][0], plan["looks"], plan["written"], plan["before"], plan["profile"]
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no plan {path}. Run the search and the pilot, then: fedlora experiment plan {path.stem}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(f"the plan {path} cannot be used: {type(error).__name__}: {error}.") from error
+    return plan
+
+
+def check_plan(plan: Plan, claims: Claims, experiment: str) -> None:
+    """Raises `ConfigError` where the questions are others than those that were planned."""
+    if plan["asked"] != asked(claims, experiment):
+        raise ConfigError(
+            f"the questions of {experiment} are not those of its plan of {plan['written']}: pairs, set-ups, margins, "
+            f"error rates or the gate have changed since. Put them back, or plan again (fedlora experiment plan "
+            f"{experiment} --again), which the plan will show."
+        )
+
+
+def note_look(path: Path, plan: Plan, there: Sequence[int], *, by: str = "decide") -> Plan:
+    """The plan with this look at the results, stored where it saw other seeds than the last one. there: seeds with all
+    runs, for each family. by: the command."""
+    seen = {"by": by, "there": list(there), "of": len(plan["seeds"])}
+    if plan["looks"] and {key: plan["looks"][-1].get(key) for key in seen} == seen:
+        return plan
+    plan = {**plan, "looks": [*plan["looks"], {"at": _now(), **seen}]}
+    files.write(path, json.dumps(plan, indent=1, sort_keys=True) + "\n")
+    return plan
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

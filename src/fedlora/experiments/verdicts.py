@@ -1,0 +1,135 @@
+"""Better, worse, equivalent or undecided: paired differences of a family of questions, and one error rate for all.
+
+For each question two hypotheses about the mean paired difference d, and scipy's p-value of each:
+
+    same     d = 0         paired t test, two-sided; rejected: better or worse, by the sign of the mean
+    matters  |d| >= margin two one-sided t tests (TOST), the larger p; rejected: equivalent
+
+All 2 K hypotheses of a family of K questions go through Holm's step-down with Shaffer's count (1986): sorted by p, each
+is held against alpha / (questions with a hypothesis not yet rejected), until one fails. Of one question's two
+hypotheses at most one is true, so never more of them are true than questions are open: the chance that a family rejects
+a true one is at most alpha, whatever the dependence between questions. (That the sign of a rejected "same" is right,
+too, is tested by simulation.) Where both are rejected, a difference is there and too small to matter: equivalent.
+Source: Holm (1979), Shaffer (1986), Schuirmann (1987) for TOST.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal
+
+Verdict = Literal["better", "worse", "equivalent", "undecided"]
+ALPHA, POWER = 0.05, 0.8
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One question before the family is looked at. gaps: of the seeds, in the metric's unit, positive where the first
+    is better. p_same, p_matters: of the two hypotheses. low, high: 95 % interval of the mean (t)."""
+
+    gaps: tuple[float, ...]
+    margin: float
+    p_same: float
+    p_matters: float
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.gaps)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds."""
+        return stdev(self.gaps)
+
+    @property
+    def ahead(self) -> int:
+        """On how many seeds the first is better: a check that one outlier does not carry the mean."""
+        return sum(gap > 0 for gap in self.gaps)
+
+
+def weigh(gaps: Sequence[float], margin: float) -> Weighed:
+    """Both tests on one question's paired gaps.
+
+    Gaps without any spread (the same bits on every seed) leave a t test nothing to divide by: they are what they are.
+
+    Raises:
+        ValueError: fewer than two gaps, one that is no finite number, or a margin that is not positive.
+    """
+    if len(gaps) < 2 or not all(map(math.isfinite, gaps)) or not 0 < margin < math.inf:
+        raise ValueError(f"a test takes two finite gaps or more and a margin > 0; got {list(gaps)}, {margin}.")
+    found = tuple(map(float, gaps))
+    if max(found) == min(found):
+        at = found[0]
+        return Weighed(found, margin, 1.0 if at == 0 else 0.0, 0.0 if abs(at) < margin else 1.0, at, at)
+    from scipy import stats
+
+    same = stats.ttest_1samp(found, 0.0)
+    interval = same.confidence_interval(0.95)
+    above = stats.ttest_1samp(found, -margin, alternative="greater").pvalue
+    below = stats.ttest_1samp(found, margin, alternative="less").pvalue
+    return Weighed(
+        found, margin, float(same.pvalue), float(max(above, below)), float(interval.low), float(interval.high)
+    )
+
+
+def judge(family: Mapping[str, Weighed], alpha: float = ALPHA, *, others: int = 0) -> dict[str, Verdict]:
+    """Question -> verdict, at one error rate for the family. A question with both hypotheses rejected is equivalent.
+
+    others: further questions of the family that have no test; they stay open.
+    """
+    hypotheses = sorted(
+        [(test.p_same, name, "same") for name, test in family.items()]
+        + [(test.p_matters, name, "matters") for name, test in family.items()]
+    )
+    left = {name: {"same", "matters"} for name in family}
+    for p, name, kind in hypotheses:
+        open_questions = others + sum(bool(kinds) for kinds in left.values())
+        if p > alpha / open_questions:
+            break
+        left[name].discard(kind)
+    return {name: _verdict(test, left[name]) for name, test in family.items()}
+
+
+def _verdict(test: Weighed, left: set[str]) -> Verdict:
+    if "matters" not in left:
+        return "equivalent"
+    if "same" not in left:
+        return "better" if test.mean > 0 else "worse"
+    return "undecided"
+
+
+def seeds_needed(
+    spread: float, margin: float, questions: int, *, alpha: float = ALPHA, power: float = POWER, most: int = 10_000
+) -> int:
+    """The least number of seeds with which a difference of zero is found equivalent with that power, at the level of a
+    family's first step (alpha / questions); a difference of twice the margin is then found, too. `most` where more
+    were needed.
+
+    spread: the standard deviation of the paired gaps, from a pilot. By the noncentral t distribution, each of the two
+    one-sided tests with power 1 - (1 - power) / 2.
+    """
+    from scipy import stats
+
+    if spread == 0:
+        return 2
+    level, each = alpha / questions, 1 - (1 - power) / 2
+    for n in range(2, most):
+        bound = float(stats.t.ppf(1 - level, n - 1))
+        if float(stats.nct.sf(bound, n - 1, margin / spread * math.sqrt(n))) >= each:
+            return n
+    return most
+
+
+def beats_by(gaps: Sequence[float], margin: float, alpha: float = ALPHA) -> tuple[bool, float]:
+    """(whether the mean of the gaps is above the margin, p): one one-sided t test at alpha. For gates."""
+    if max(gaps) == min(gaps):
+        return gaps[0] > margin, 0.0 if gaps[0] > margin else 1.0
+    from scipy import stats
+
+    p = float(stats.ttest_1samp(gaps, margin, alternative="greater").pvalue)
+    return p <= alpha, p

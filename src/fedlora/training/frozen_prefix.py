@@ -1,0 +1,130 @@
+"""What lies before the first adapted layer of an encoder, computed once for each text instead of at every step.
+
+The embeddings and the first layers of a model whose LoRA sits in later ones are the same function of a text in every
+step, round and client. `remember` replaces them by a table: text -> what the first adapted layer reads. Nothing
+that is trained or changed lies there, so that training is the same up to the rounding of padded batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedlora.errors import ConfigError
+from fedlora.training.targets import Targets, meant
+
+_BLOCK = re.compile(r"^(?P<stack>.*\.layer)\.(?P<number>\d+)\.")
+
+
+# Content of the layers -> text -> what they give: one process runs many runs on one model, with the same texts.
+_tables: dict[str, dict[tuple[int, ...], Tensor]] = {}
+_MOST_TABLES = 2
+
+
+class Remembered(nn.Module):
+    """Stands where the embeddings stood, and gives what the last remembered layer gives.
+
+    Texts are remembered by their token ids and segments, without their padding: 4 bytes x tokens x width of memory for
+    each text, as long as the process lives. The modules that compute it are no submodules: nothing adapts, moves or
+    stores them.
+    """
+
+    def __init__(self, embeddings: nn.Module, layers: list[nn.Module], pad: int) -> None:
+        super().__init__()
+        self._compute = (embeddings, layers)  # in a tuple, so that torch does not register them
+        self._pad = pad
+        self._known = _tables.setdefault(_content([embeddings, *layers]), {})
+        if len(_tables) > _MOST_TABLES:
+            del _tables[next(iter(_tables))]
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, **_: Any) -> Tensor:
+        keys = self._keys(input_ids, token_type_ids)
+        for key in dict.fromkeys(keys):
+            if key not in self._known:
+                self._known[key] = self._of_one(key)
+        rows = [self._known[key] for key in keys]
+        whole = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        missing = input_ids.shape[1] - whole.shape[1]
+        return nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
+
+    def _keys(self, input_ids: Tensor, segments: Tensor | None) -> list[tuple[int, ...]]:
+        """Of each row: its ids without the padding, and behind them its segments."""
+        ids = input_ids.tolist()
+        kinds = [[0] * len(row) for row in ids] if segments is None else segments.tolist()
+        lengths = [len(row) - next((k for k, i in enumerate(reversed(row)) if i != self._pad), 0) for row in ids]
+        return [(*row[:n], *kind[:n]) for row, kind, n in zip(ids, kinds, lengths, strict=True)]
+
+    @torch.no_grad()
+    def _of_one(self, key: tuple[int, ...]) -> Tensor:
+        embeddings, layers = self._compute
+        device = next(embeddings.parameters()).device
+        ids, kinds = torch.tensor(key, device=device).view(2, 1, -1)
+        embeddings.eval()
+        hidden: Tensor = embeddings(input_ids=ids, token_type_ids=kinds)
+        for layer in layers:
+            hidden = layer.eval()(hidden, None)
+        return hidden[0]
+
+
+class PassedOver(nn.Module):
+    """Stands where a remembered layer stood."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def _content(parts: list[nn.Module]) -> str:
+    """What tells two prefixes apart: the bits of their weights, and where these are."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for name, tensor in part.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tensor.device} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def remember(network: Any, targets: Targets, pad: int | None) -> int:
+    """Replace embeddings and all layers before the first adapted one by what they give. Returns how many layers.
+
+    Args:
+        network: a transformers model without adapters.
+        targets: where LoRA will go.
+        pad: the id of the padding token.
+
+    Raises:
+        ConfigError: no encoder with `embeddings` and `encoder.layer`, dropout there, or LoRA before its second layer.
+    """
+    backbone: Any = getattr(network, getattr(network, "base_model_prefix", ""), None)
+    layers: Any = getattr(getattr(backbone, "encoder", None), "layer", None)
+    if not isinstance(layers, nn.ModuleList) or not isinstance(getattr(backbone, "embeddings", None), nn.Module):
+        raise ConfigError(
+            f"model.remember_prefix is for encoders with embeddings and encoder.layer, as BERT's; "
+            f"{type(network).__name__} is none. Leave it out."
+        )
+    paths = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    adapted = meant(paths, targets)
+    numbers = [int(found["number"]) for path in adapted if (found := _BLOCK.match(f"{path}.")) is not None]
+    first = min(numbers, default=0) if len(numbers) == len(adapted) else 0
+    if first == 0 or pad is None:
+        raise ConfigError(
+            "model.remember_prefix has nothing to remember: LoRA is in the first layer, or outside of the layers. Put "
+            "it into later ones (lora.targets), or leave remember_prefix out."
+        )
+    prefix = [backbone.embeddings, *layers[:first]]
+    rate = max((m.p for part in prefix for m in part.modules() if isinstance(m, nn.Dropout)), default=0.0)
+    if rate:
+        raise ConfigError(
+            f"model.remember_prefix remembers what a layer gives, and dropout {rate:g} draws it anew each time. Set "
+            f"model.dropout = 0."
+        )
+    backbone.embeddings = Remembered(backbone.embeddings, list(layers[:first]), pad)
+    for k in range(first):
+        layers[k] = PassedOver()
+    return first
+
+
+__all__ = ["PassedOver", "Remembered", "remember"]

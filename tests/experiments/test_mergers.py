@@ -1,0 +1,249 @@
+"""Train once, merge many: one training serves all mergers, each of which is what it is by hand. Kinds: oracle (dense
+float64), end-to-end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlora.adapters.uploads import read_uploads
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.errors import ConfigError
+from fedlora.experiments.merger_settings import resolved, searched_as
+from fedlora.experiments.plan import chosen_value, mains, searches
+from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.tables import score_cells
+from fedlora.runs.preparation import prepare
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.training_data import classification, rows, save_encoder
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+ONCE = """
+title = "Once"
+question = "?"
+rows = ["method"]
+reference = "exact"
+merged = "method"
+metric = "test, last"
+
+[run.model]
+path = "model"
+dropout = 0.0
+[run.lora]
+targets = ["query", "value"]
+[run.server]
+heads = "frozen"
+[run.method]
+name = "flexlora"
+[run.clients]
+count = 3
+ranks = [2, 4, 4]
+starts = "own"
+[run.data]
+train = "train.jsonl"
+validation = 0.2
+test = 0.2
+max_length = 16
+[run.train]
+steps = 6
+batch_size = 8
+[run.run]
+rounds = 1
+threads = 1
+keep_uploads = "last"
+[run.evaluate]
+metric = "loss"
+
+[axes.setup]
+one = {}
+two = { "train.steps" = 3 }
+[axes.method]
+factors = { name = "padded-average" }
+exact = { name = "flexlora" }
+half = { name = "glora", rho = 0.5 }
+shrunk = { control = "exact mean, shrunk", like = "half" }
+least = { control = "least error", like = "half" }
+nothing = { control = "no adapter" }
+alone = { control = "clients alone" }
+head = { control = "head alone" }
+
+[tune]
+values = [1e-2, 3e-2]
+over = ["method"]
+at = { setup = "one" }
+seeds = [7]
+
+[profiles.mini]
+seeds = [0]
+axes = { setup = ["two"] }
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("once")
+    save_encoder(folder / "model")
+    (folder / "train.jsonl").write_text(rows(classification(150, 0)))
+    (folder / "once.toml").write_text(ONCE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experiment(folder: Path) -> Experiment:
+    return load_experiment(folder / "once.toml")
+
+
+@pytest.fixture(scope="module")
+def places(folder: Path, experiment: Experiment) -> Places:
+    """After the search and the run that it decided."""
+    places = Places(folder / "results", folder / "work", None)
+    for _ in range(2):
+        for outcome in run_all(missing(experiment, "mini", places), places):
+            assert outcome.error is None
+    return places
+
+
+def test_one_training_serves_all_mergers(experiment: Experiment, places: Places) -> None:
+    """By hand: two values of the search on one seed are two runs, with eight mergers each; then at most two trainings
+    (one for each value that a merger chose) give eight cells. Nothing is left to do."""
+    search = searches(experiment, "mini")
+    assert len(search) == 2 and all(set(run.mergers) == set(experiment.axes["method"]) for run in search)
+    done = places.finished(unclean=True)
+    runs = mains(experiment, "mini", done)
+    assert len(runs) == 8 and len({run.digest for run in runs}) <= 2
+    assert missing(experiment, "mini", places) == []
+    assert len(done) == len(search) + len({run.digest for run in runs})
+    cells = score_cells(experiment, "mini", done)
+    assert {cell.cell["method"] for cell in cells} == set(experiment.axes["method"])
+    assert all(len(cell.scores) == 1 and cell.metric == "loss" for cell in cells)
+
+
+def test_a_new_merger_costs_no_training(folder: Path, experiment: Experiment, places: Places) -> None:
+    """A label added later finds the run folder with its uploads: these are not written again."""
+    later = (folder / "once.toml").read_text().replace("[tune]", 'quarter = { name = "glora", rho = 0.25 }\n[tune]')
+    (folder / "later.toml").write_text(later)
+    more = load_experiment(folder / "later.toml")
+    todo = missing(more, "mini", places)
+    assert {label for run in todo for label in run.mergers} == {"quarter"}
+    written = [place.stat().st_mtime_ns for run in todo for place in places.folder(run).newest_uploads()]
+    assert all(outcome.error is None for outcome in run_all(todo, places))
+    assert written == [place.stat().st_mtime_ns for run in todo for place in places.folder(run).newest_uploads()]
+    done = places.finished(unclean=True)
+    assert all(run.result(done) is not None for run in todo)
+    assert set(done[todo[0].digest].raw["mergers"]) == {*experiment.axes["method"], "quarter"}, "the others stay"
+
+
+def test_changed_settings_are_another_merger(folder: Path, places: Places) -> None:
+    """A label whose settings change is missing again, not read from what the old ones made."""
+    (folder / "changed.toml").write_text((folder / "once.toml").read_text().replace("rho = 0.5", "rho = 0.4"))
+    todo = missing(load_experiment(folder / "changed.toml"), "mini", places)
+    assert {label for run in todo for label in run.mergers} == {"half", "shrunk", "least"}
+
+
+def test_mergers_are_what_they_are_by_dense_algebra(experiment: Experiment, places: Places) -> None:
+    """sum p_i B_i A_i of the stored uploads in float64: the exact mean's norm and error 0; factors by padded means; the
+    shrunk mean has the norm of its like and the exact mean's direction; rank budget ceil(0.5 * 10) = 5; the least-error
+    basis is no worse than GLoRA's at that rank, and Eckart and Young's optimum."""
+    run = searches(experiment, "mini")[0]
+    facts = places.finished(unclean=True)[run.digest].raw["mergers"]
+    uploads, _ = read_uploads(places.folder(run).newest_uploads())  # in the unit of Delta W: twice what travels
+    total = sum(u.num_examples for u in uploads)
+    means, padded, best = {}, {}, {}
+    for name in uploads[0].adapter.modules:
+        pairs = [(u.num_examples / total, *(t.double() for t in u.adapter.modules[name].factors)) for u in uploads]
+        means[name] = sum(p * B @ A for p, B, A in pairs)
+        B = sum(p * torch.nn.functional.pad(B, (0, 4 - B.shape[1])) for p, B, _ in pairs)
+        A = sum(p * torch.nn.functional.pad(A, (0, 0, 0, 4 - len(A))) for p, _, A in pairs)
+        padded[name] = B @ A
+        best[name] = torch.linalg.svdvals(means[name])[5:]
+    size = torch.cat([m.flatten() for m in means.values()]).norm() / 2
+    off = torch.cat([(padded[n] - means[n]).flatten() for n in means]).norm() / 2
+    assert facts["exact"]["norm"] == pytest.approx(float(size), rel=1e-5) and facts["exact"]["error"] < 1e-5
+    assert facts["factors"]["error"] == pytest.approx(float(off / size), rel=1e-4)
+    assert facts["shrunk"]["norm"] == pytest.approx(facts["half"]["norm"], rel=1e-5)
+    assert facts["half"]["rank"] == 5 and facts["least"]["rank"] <= 5 and facts["exact"]["rank"] == 10
+    optimum = float(torch.cat(list(best.values())).norm() / 2 / size)
+    assert (
+        facts["least"]["error"] == pytest.approx(optimum, rel=1e-3)
+        and facts["least"]["error"] <= facts["half"]["error"]
+    )
+    assert facts["nothing"]["norm"] == 0 and facts["nothing"]["error"] == 1
+
+
+def test_the_exact_merger_is_the_run_itself(experiment: Experiment, places: Places) -> None:
+    """The run's own server is FlexLoRA: the merger `exact` has its score."""
+    for run in searches(experiment, "mini"):
+        raw = places.finished(unclean=True)[run.digest].raw
+        assert raw["mergers"]["exact"]["test"]["loss"] == pytest.approx(raw["test"]["last"]["loss"], rel=1e-5)
+        assert raw["mergers"]["exact"]["validation"]["loss"] == pytest.approx(
+            raw["validation"]["last"]["loss"], rel=1e-5
+        )
+
+
+def test_own_starts_share_no_rows(experiment: Experiment, places: Places) -> None:
+    """A of two clients is drawn apart; with a common start, after so few steps, it is nearly one matrix."""
+    cosines = {}
+    for starts in ("own", "common"):
+        run = searches(experiment, "mini")[0]
+        config = run.config.model_copy(update={"clients": run.config.clients.model_copy(update={"starts": starts})})
+        made = prepare(config)
+        rows_of = []
+        for client in made.clients[1:]:  # of rank 4 both
+            from fedlora.client import begin_round
+            from fedlora.core.messages import ClientMemory
+
+            job = begin_round(made.server.download(made.server.init(made.seed_adapter), client), ClientMemory())
+            trained = made.trainer.train(job.download, job.adapter, job.position)
+            rows_of.append(torch.cat([m.factors[1].flatten() for m in trained.adapter.modules.values()]))
+        cosines[starts] = float(torch.cosine_similarity(*rows_of, dim=0))
+    assert cosines["common"] > 0.8 and abs(cosines["own"]) < 0.5, cosines
+
+
+def test_controls_go_by_the_rate_of_what_they_are_held_against(experiment: Experiment, places: Places) -> None:
+    done = places.finished(unclean=True)
+    rate = {c["method"]: chosen_value(experiment, "mini", c, done) for c in experiment.cells("mini")}
+    assert rate["shrunk"] == rate["least"] == rate["half"]
+    assert rate["nothing"] == rate["alone"] == rate["head"] == rate["exact"]
+    axis = experiment.axes["method"]
+    assert searched_as(axis, "shrunk", "exact") == "half" and searched_as(axis, "head", "exact") == "exact"
+
+
+@pytest.mark.parametrize(
+    ("mergers", "says"),
+    [
+        ({"a": {"rho": 0.5}}, "'a' names no method"),
+        ({"a": {"control": "magic"}}, "no control: 'magic'"),
+        ({"a": {"control": "no adapter", "like": "b"}, "b": {"name": "svd"}}, "takes control alone"),
+        ({"a": {"control": "least error"}}, "takes control and like"),
+        ({"a": {"control": "least error", "like": "b"}}, "which is no method"),
+        ({"a": {"control": "least error", "like": "b"}, "b": {"name": "svd"}}, "rank budget of a glora"),
+        ({"a": {"name": "glora", "roh": 0.5}}, "roh"),
+    ],
+)
+def test_wrong_mergers_are_refused(mergers: dict[str, dict[str, object]], says: str) -> None:
+    with pytest.raises(Exception, match=says):
+        resolved(mergers)
+
+
+def test_runs_that_cannot_be_merged_are_refused(folder: Path) -> None:
+    wrong = ONCE.replace('heads = "frozen"', "").replace("rounds = 1", "rounds = 2")
+    (folder / "wrong.toml").write_text(wrong)
+    with pytest.raises(ConfigError, match=r"need run.rounds = 1 and server.heads"):
+        searches(load_experiment(folder / "wrong.toml"), "mini")
+    (folder / "wrong.toml").write_text(ONCE.replace('merged = "method"', 'merged = "methods"'))
+    with pytest.raises(ConfigError, match="'methods' is no axis"):
+        load_experiment(folder / "wrong.toml")
+
+
+def test_own_starts_refuse_trained_adapters() -> None:
+    from fedlora.training.local import own_start
+
+    with pytest.raises(ConfigError, match="B != 0"):
+        own_start(Adapter({"q": LoRA(torch.ones(3, 2), torch.ones(2, 4))}), 0, "a")
+    fresh = Adapter({"q": LoRA(torch.zeros(3, 2), torch.zeros(2, 4))})
+    A = own_start(fresh, 0, "a").modules["q"].factors[1]
+    assert float(A.abs().max()) <= 0.5 and not torch.equal(A, own_start(fresh, 0, "b").modules["q"].factors[1])
+    assert torch.equal(A, own_start(fresh, 0, "a").modules["q"].factors[1])

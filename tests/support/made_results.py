@@ -1,0 +1,57 @@
+"""Results of an experiment that nobody ran: every run of a profile, with losses by a rule."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.results import read_results, write_result
+from fedlora.experiments.spec import Experiment
+
+Rule = Callable[[str, str, int], float]  # label, set-up, seed -> log-loss on the test set
+
+
+def by_effects(effects: Mapping[tuple[str, str], float], noise: float) -> Rule:
+    """0.6, a seed's own level, an effect of (label, set-up), and noise of each run: normal, of that deviation."""
+
+    def loss(label: str, setup: str, seed: int) -> float:
+        level = random.Random(f"{setup} {seed}").gauss(0.6, 0.05)
+        return level + effects.get((label, setup), 0.0) + random.Random(f"{label} {setup} {seed}").gauss(0, noise)
+
+    return loss
+
+
+def write_runs(folder: Path, experiment: Experiment, profile: str, loss: Rule, *, search: bool = False) -> int:
+    """The profile's runs as files (of its search with `search`). Returns how many trainings these are."""
+    runs = searches(experiment, profile) if search else mains(experiment, profile, read_results(folder))
+    made: dict[str, dict[str, object]] = {}
+    for run in runs:
+        made[run.digest] = _result(experiment, run, loss, made.get(run.digest, {}))
+    for raw in made.values():
+        write_result(folder, raw)
+    return len(made)
+
+
+def _result(experiment: Experiment, run: PlannedRun, loss: Rule, before: Mapping[str, object]) -> dict[str, object]:
+    setup = next((label for axis, label in run.cell.items() if axis != experiment.rows[0]), "")
+
+    def scores(label: str) -> dict[str, float]:
+        x = loss(label, setup, run.seed) + abs((run.tuned or 3e-3) - 3e-3) * (10 if run.searching else 0)
+        return {"loss": x, "accuracy": 1.3 - x}
+
+    mine = scores(run.cell[experiment.rows[0]])
+    mergers = dict(before.get("mergers", {}))  # type: ignore[call-overload]
+    for label, merger in run.mergers.items():
+        mergers[label] = {"merger": dict(merger), "test": scores(label), "validation": scores(label), "norm": 1.0}
+    return {
+        "digest": run.digest, "metric": "loss", "config": json.loads(run.config.canonical()), "wall_seconds": 40.0,
+        "history": [{"round": k, "metrics": {"loss": mine["loss"] + 0.1 / k}} for k in (1, 2, 4)],
+        "validation": {"best": mine, "last": mine}, "test": {"best": mine, "last": mine},
+        "probes": {"best": {}, "last": {}}, "clients_at_end": {}, "categories": {}, "ranks": {"a": 8}, "bytes": {},
+        "commit": {"id": "c" * 40, "clean": True}, "target": "server",
+        "machine": {"device": "cpu", "architecture": "x86_64", "cpus": 2, "threads": 1},
+        **({"mergers": mergers} if mergers else {}),
+    }  # fmt: skip
