@@ -28,11 +28,12 @@ from fedlora.flower.setup.project import make_federation
 from fedlora.flower.site.site_checks import checked_work
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.privacy import promise
+from fedlora.flower.terms.privacy import FederationPrivacy, promise
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.settings_from_run import from_tables
 from fedlora.flower.terms.site_file import Site
 from fedlora.privacy import recompute
+from fedlora.runs.privacy_section import SIMULATED
 from support.federation_folders import RANKS, FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.training_data import LABELS
@@ -193,3 +194,9 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     fed.write(run={"rounds": 2}, privacy={"clip": 2.0})
     with pytest.raises(ConfigError, match=r"privacy\.clip was 1\.0 and is 2\.0"):
         fed.play()
+
+
+def test_a_federation_is_no_simulated_population() -> None:
+    """A card made of such a ledger would say that it is no account of anybody's data."""
+    with pytest.raises(ValueError, match="sites of a federation are real"):
+        FederationPrivacy(clip=1.0, epsilon=8.0, delta=1e-3, population=SIMULATED, ledger="l.jsonl")

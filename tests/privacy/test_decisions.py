@@ -246,3 +246,28 @@ def test_a_file_that_is_no_ledger_stays_as_it_is(path: Path) -> None:
     path.write_text("")
     shown = said(path, "--budget", 5, "--delta", 1e-3, "--because", "x", code=2)
     assert "leave --population out" in shown or "--population" in shown
+
+
+@pytest.mark.parametrize(
+    ("z", "rounds", "q"),
+    [
+        (1e200, 1, 1.0),
+        (1e308, 1, 1.0),
+        (1.0, 1, 5e-324),
+        (1.0, 1, 1e-300),
+        (1e-3, 1_000_000, 1.0),
+        (1e-3, 1_000_000, 1e-6),
+    ],
+)
+def test_an_absurd_training_is_refused_before_it_is_written_and_the_ledger_stays_usable(
+    tmp_path: Path, z: float, rounds: int, q: float
+) -> None:
+    """A line stays for good: one whose epsilon no accountant finds would end the population's ledger."""
+    ledger = Ledger(tmp_path / "l.jsonl", "six")
+    ledger.set_budget(Budget(10.0, 1e-3), "agreed")
+    before = ledger.path.read_bytes()
+    with pytest.raises((HyperparameterError, LedgerError)):
+        ledger.charge_earlier(Earlier("absurd", z, rounds, q))
+    assert ledger.path.read_bytes() == before
+    ledger.charge_earlier(Earlier("sane", 10.0, 3))
+    assert 0 < ledger.spent(1e-3) < 10

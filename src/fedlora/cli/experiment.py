@@ -201,6 +201,7 @@ def show_table(
     remarks = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
     if any(done[run.digest].raw.get("privacy") for run in runs if run.digest in done):
         remarks.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
+    loud = " ".join(remarks)
     remarks += [*direction(which, cells), *_of_searches(experiment, profile, places, done)]
     remarks += widen_lines(experiment, profile, cells)
     remarks += _looked(experiment, profile, places, min((len(c.scores) for c in cells), default=0))
@@ -208,8 +209,10 @@ def show_table(
     value = {
         "metric": which, "score": measured, "cells": [cell_value(c) for c in cells],
         "differences": [vars(d) for d in differences], "prices": [vars(price) for price in found], "attacks": attacks,
+        "not_for_use": loud,
     }  # fmt: skip
-    show(Printed(sheets, records(which, cells, differences, axis), value, remarks), chosen(format, json))
+    lines = [{**line, "not_for_use": loud} if loud else line for line in records(which, cells, differences, axis)]
+    show(Printed(sheets, lines, value, remarks), chosen(format, json))
 
 
 app.command("plan")(plan_seeds)

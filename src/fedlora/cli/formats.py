@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -64,6 +65,8 @@ def show(printed: Printed, format: Format) -> None:
         print_json(plain(printed.value))
     elif format is Format.csv:
         print(_csv(printed.records), end="")
+        for remark in printed.remarks:  # a program reads the lines, a person what they are of
+            print(remark, file=sys.stderr)
     elif format is Format.markdown:
         parts = [_markdown(sheet) for sheet in printed.sheets]
         print("\n\n".join([*parts, *printed.remarks]))

@@ -40,6 +40,7 @@ _FINEST = 1e-4  # dp-accounting's own
 LEAST_DELTA, LEAST_EPSILON = 1e-10, 1e-2  # beyond what sums of floats resolve
 MOST_EPSILON = 100.0  # that noise is sought for; of a given noise there is no limit
 LEAST_NOISE = 1e-3  # below it epsilon is a million a release, and called infinite
+MOST_NOISE, LEAST_SAMPLING = 1e6, 1e-6  # beyond, dp-accounting's own numbers over- and underflow
 MOST_ROUNDS = 1_000_000  # for the bound of `discrete_noise`
 
 
@@ -63,12 +64,20 @@ class Spending:
             raise HyperparameterError(
                 f"privacy: rounds are a whole number from 0 to {MOST_ROUNDS:,}; got {quoted(self.rounds)}."
             )
-        if not (_number(q) and 0 < q <= 1):
-            raise HyperparameterError(f"privacy: a sampling probability is in (0, 1]; got {q!r}.")
+        if z > MOST_NOISE:
+            raise HyperparameterError(
+                f"privacy: a noise multiplier is at most {MOST_NOISE:g}; got {z!r}. A release under so much noise says "
+                f"nothing: is it z, the noise's standard deviation over the clip?"
+            )
+        if not (_number(q) and LEAST_SAMPLING <= q <= 1):
+            raise HyperparameterError(
+                f"privacy: a sampling probability is from {LEAST_SAMPLING:g} to 1 (all clients); got {q!r}."
+            )
 
 
 def epsilon_of(spendings: Iterable[Spending], delta: float) -> float:
-    """Of all of them together, one after the other on the same clients; 0 of none, infinite where z < 0.001.
+    """Of all of them together, one after the other on the same clients; 0 of none, infinite where z < 0.001, and
+    where dp-accounting finds no number.
 
     Raises:
         HyperparameterError: delta outside [1e-10, 1), or dp-accounting is missing.
@@ -173,11 +182,14 @@ def _composed(kinds: tuple[tuple[float, float, int], ...], delta: float) -> floa
     accountant = pld.PLDAccountant(
         events.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=max(_FINEST, rough / _CELLS)
     )
-    for z, q, rounds in kinds:
-        event = events.GaussianDpEvent(z)
-        accountant.compose(event if q == 1 else events.PoissonSampledDpEvent(q, event), rounds)
-    found = float(accountant.get_epsilon(delta * _KEPT_DELTA))
-    return found + discrete_noise(found, every, delta)
+    try:
+        for z, q, rounds in kinds:
+            event = events.GaussianDpEvent(z)
+            accountant.compose(event if q == 1 else events.PoissonSampledDpEvent(q, event), rounds)
+        found = float(accountant.get_epsilon(delta * _KEPT_DELTA))
+    except (ArithmeticError, ValueError):  # its own numbers ended: no bound is known
+        return math.inf
+    return found + discrete_noise(found, every, delta) if math.isfinite(found) else math.inf
 
 
 def discrete_noise(epsilon: float, rounds: int, delta: float) -> float:

@@ -19,6 +19,7 @@ What is decided, and why:
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from typing import Any
 from fedlora.core.echo import quoted
 from fedlora.errors import BudgetSpent, LedgerError
 from fedlora.privacy import chain
+from fedlora.privacy.accounting import epsilon_of
 from fedlora.privacy.chain import Book
 from fedlora.privacy.decisions import BudgetSet, Earlier, check_reason
 from fedlora.privacy.events import Budget, Charged, Event, spent_on
@@ -36,6 +38,8 @@ from fedlora.privacy.ledger_file import LedgerFile
 from fedlora.privacy.recomputing import Recomputed, recompute
 
 __all__ = ["Budget", "BudgetSet", "Charged", "Earlier", "Event", "Ledger", "Recomputed", "recompute"]
+
+_SOME_DELTA = 1e-6  # to ask whether any epsilon is finite, where no budget names a delta
 
 
 class Ledger:
@@ -106,13 +110,22 @@ class Ledger:
         Returns the number of its line.
 
         Raises:
-            LedgerError: the same is charged already, or the file cannot be used.
+            LedgerError: the same is charged already, no finite epsilon would be left, or the file cannot be used.
         """
         with self._file.opened(_now()) as (descriptor, book):
             if earlier in book.earlier:
                 raise LedgerError(
                     f"the ledger {self.path} was charged with {quoted(earlier.reason)} and these numbers already. If "
                     f"that was another training, say so in other words."
+                )
+            delta = book.budget.delta if book.budget else _SOME_DELTA
+            together = epsilon_of([*(c.event.spending(1) for c in book.charged), *(e.spending for e in book.earlier),
+                                   earlier.spending], delta)  # fmt: skip
+            if not math.isfinite(together):
+                raise LedgerError(
+                    f"with that training no finite epsilon can be computed at delta {delta:g}, so that the ledger "
+                    f"{self.path} could never pay for another round; nothing was written. Check the noise multiplier "
+                    f"({earlier.noise_multiplier:g}), rounds ({earlier.rounds:,}) and sampling ({earlier.sampling:g})."
                 )
             return self._file.append(descriptor, book, chain.earlier_line(earlier, book.tip, _now())).tip[0]
 

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.flower.terms.policy import Policy
 from fedlora.privacy.accounting import epsilon_up
-from fedlora.runs.privacy_section import PrivacySection, with_private_server
+from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
 
 if TYPE_CHECKING:
     from fedlora.flower.terms.settings import FederationSettings
@@ -37,6 +37,15 @@ class FederationPrivacy(PrivacySection):
                 "privacy.sampling = 'poisson' makes epsilon smaller only while nobody can see who takes part, and on a "
                 "network traffic and timing show it: a federation's ledger uses q = 1, and all members are asked in "
                 "every round. Leave sampling out; the secret draw is for `fedlora run`, in one process"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _real(self) -> FederationPrivacy:
+        if self.population == SIMULATED:
+            raise ValueError(
+                f"privacy.population = {SIMULATED!r} is what an experiment calls clients that it simulates; sites of a "
+                f"federation are real. Name whose data they hold"
             )
         return self
 
