@@ -15,9 +15,9 @@ from pathlib import Path
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.supervisor import Pace, Supervisor
 from fedlora.flower.serving.telling import Say
 
