@@ -38,9 +38,7 @@ from fedlora.linalg.cancelling import cancels, may_cancel
 
 How = Literal["products", "terms", "factors"]
 
-_CANCELS = (
-    100.0  # the sum of its terms' norms over the norm of an update, from which on its columns are not handed over
-)
+_CANCELS = 100.0  # the sum of its terms' norms over the norm of an update, from which on its columns are not handed over
 
 
 class TakesMultipliers(ABC):

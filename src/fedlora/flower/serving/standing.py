@@ -22,9 +22,10 @@ _LEAST_ROOM = 16_000_000  # bytes
 
 @dataclass(frozen=True)
 class Standing:
-    """name: the federation's. rounds: asked for. done: played. quorum: usable answers that a round needs; of a
-    private federation, sites that must be online before it begins, and 0 after that. ranks: of those who may take part. why: "complete" or "stopped early" where nothing is left to do, else "". privacy: the
-    table, where the rounds are private: then nothing is said of single sites."""
+    """name: the federation's. rounds: asked for. done: played. quorum: usable answers that a round needs; of a private
+    federation, sites that must be online before it begins, and 0 after that. ranks: of those who may take part. why:
+    "complete" or "stopped early" where nothing is left to do, else "". privacy: the table, where the rounds are
+    private: then nothing is said of single sites."""
 
     name: str
     rounds: int
