@@ -179,3 +179,11 @@ def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
     """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""
     text = page.read_text(encoding="utf-8")
     assert filled(text, ROOT / "experiments", read_results(ROOT / "results" / "runs")) == text
+
+
+def test_a_tick_of_the_picture_never_understates_epsilon() -> None:
+    """By hand: the tenth at or above. 1.1 * 10 is 11.000000000000002 in floats, and stays 1.1."""
+    pytest.importorskip("matplotlib")
+    from fedlora.experiments.budget_plot import _tenth_up
+
+    assert [_tenth_up(e) for e in (13.603, 8.0, 1.1, 0.02)] == [13.7, 8.0, 1.1, 0.1]

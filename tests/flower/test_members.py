@@ -20,6 +20,7 @@ from fedlora import read_adapter
 from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.setup import checkup, doors, handshake, members
 from fedlora.flower.setup.init_steps import with_quorum
 from fedlora.flower.setup.renewal import renew
@@ -396,7 +397,10 @@ def test_renewal_keeps_the_authority_and_says_another_port(fed: FederationFolder
     assert (fed.public / "server.crt").read_bytes() != before and (fed.public / "ca.crt").read_bytes() == ca
     assert handshake.looked_at(fed.public, "fl.example.org").sound
     fed.settings.write_text(fed.settings.read_text().replace("port = 8443", "port = 9443"))
+    with pytest.raises(ConfigError, match=r"network\.port = 9443, and .*join.* says 8443\. `fedlora flower renew"):
+        check_ports(fed)
     done = renew(fed.path)
+    check_ports(fed)
     assert done.handed and fed.proxy in done.changed and "listen 9443" in fed.proxy.read_text()
     assert tomllib.loads(fed.join("acme").read_text())["server"]["port"] == 9443
     (fed.public / "ca.key").unlink()

@@ -155,7 +155,9 @@ def test_a_site_without_the_libraries_still_sees_the_promise(tmp_path: Path, mon
 
     monkeypatch.setattr(FederationPrivacy, "cost", missing)
     plain = {k: v for k, v in PRIVATE.items() if k != "noise_multiplier"}
-    assert promise(FederationPrivacy(**plain, epsilon=8.0), 3).startswith("epsilon 8 at delta 0.001 for all 3 rounds")
+    said = promise(FederationPrivacy(**plain, epsilon=8.0), 3)
+    assert said.startswith("epsilon 8.000 at delta 0.001 for all 3 rounds")
+    assert promise(FederationPrivacy(**plain, epsilon=7.00000049), 3).startswith("epsilon 7.001 ")  # never less
     assert promise(FederationPrivacy(**PRIVATE), 3).startswith("noise multiplier 0.05 ")
 
 
@@ -167,10 +169,12 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     text = tomli_w.dumps({"retries": 0, "quarantine": 0, "deadline": 30.0, "clients": RANKS})
     (fed.home / "policy.toml").write_text(text)
     assert standing(FederationFolder(fed.home)).quorum == 3  # it begins once all are there
+    assert standing(FederationFolder(fed.home)).needs == "round 1 waits for all 3, and no later one waits"
     grid = fed.grid()
     grid.offline = {"cork"}
     summary = fed.play(grid)
     assert standing(FederationFolder(fed.home)).quorum == 0  # and waits for nobody later
+    assert standing(FederationFolder(fed.home)).needs == "no quorum: who is missing counts as zero"
     assert summary["privacy"]["epsilon"] == summary["privacy"]["epsilon_planned"]
     assert not summary["sites"] and not summary["refusals"] and summary["seconds"] is None
     assert "sites" in summary["withheld"]["federation summary.json"]

@@ -109,9 +109,23 @@ def test_the_loss_of_a_round_goes_by_weight() -> None:
     assert loss_of({"losses": {"a": None}}) is None and loss_of({}) is None
 
 
+def test_the_table_of_rounds_never_understates_epsilon() -> None:
+    """13.60302 to three digits is 13.603, which is less; the live line and the table say one number."""
+    from rich.console import Console
+
+    from fedlora.cli.flower.serve import _rounds_table
+
+    told = {**line(), "privacy": {"epsilon": 13.60302, "epsilon_planned": 25.1000001}}
+    screen = Console(width=80)
+    with screen.capture() as captured:
+        screen.print(_rounds_table(progress_of([Done(1, told)]), 5))
+    shown = captured.get()
+    assert "13.604" in shown and "25.101" in shown and "13.604 of 25.101" in round_line(told, 1, 2)
+
+
 def test_nodes() -> None:
-    assert nodes_line([], ["a", "b"], 2) == "online: nobody; missing: a, b (quorum 2 of 2)"
-    assert nodes_line(["a", "b"], ["a", "b"], 2) == "online: a, b (all 2)"
+    assert nodes_line([], ["a", "b"], "quorum 2 of 2") == "online: nobody; missing: a, b (quorum 2 of 2)"
+    assert nodes_line(["a", "b"], ["a", "b"], "quorum 2 of 2") == "online: a, b (all 2)"
 
 
 # ------------------------------------------------------------------------------------------------------------- progress

@@ -11,8 +11,12 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora.data import TextData
+from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.connection import check_ports
+from fedlora.flower.serving.trial import Trial
 from fedlora.flower.setup.init_steps import trial
+from fedlora.flower.setup.renewal import renew
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
@@ -94,3 +98,20 @@ def test_every_site_is_admitted_and_its_folder_is_a_real_one(tmp_path: Path) -> 
         assert Request.read(fed.request(name)).public == site.public_key.read_text().strip()
         assert site.key.stat().st_mode & 0o077 == 0 and str(fed.path) in site.unit.read_text()
     assert not fed.public.exists() and not fed.proxy.exists()
+
+
+def test_an_edited_port_is_refused_and_not_ignored(tmp_path: Path) -> None:
+    """The folder was made with 18080. A renewal writes the server's side alone: the sites' files still differ."""
+    rows(tmp_path, "all.jsonl", 0)
+    trial(tmp_path / "f", load_config(config(tmp_path, 'train = "all.jsonl"\ntext = "words"'), []), 18080)
+    fed = FederationFolder(tmp_path / "f")
+    Trial(fed.path)
+    check_ports(fed)
+    text = fed.settings.read_text()
+    assert "superlink_port = 18080" in text
+    fed.settings.write_text(text.replace("superlink_port = 18080", "superlink_port = 28431"))
+    with pytest.raises(ConfigError, match=r"superlink_port = 28431, and .*config\.toml says 18080\. .*init"):
+        Trial(fed.path)
+    renew(fed.path)
+    with pytest.raises(ConfigError, match=r"superlink_port = 28431, and .*sites.*join\.toml says 18080\. "):
+        Trial(fed.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,10 +43,15 @@ def plot_budgets(found: Sequence[Spent], title: str, lines: str, path: Path | Bi
     return path
 
 
+def _tenth_up(epsilon: float) -> float:
+    """Where a tick stands: a promise is never understated. What is off by a rounding of floats alone stays."""
+    return math.ceil(round(epsilon * 10, 9)) / 10
+
+
 def _panel(axis: Any, found: Sequence[Spent], labels: Sequence[str], score: str) -> None:
     measured = [cell for cell in found if cell.scores.get(score)]
     private = [cell for cell in measured if cell.epsilon is not None]
-    finite = sorted({round(cell.epsilon, 1) for cell in private if cell.epsilon and cell.epsilon < _PROMISES_NOTHING})
+    finite = sorted({_tenth_up(cell.epsilon) for cell in private if cell.epsilon and cell.epsilon < _PROMISES_NOTHING})
     edge = 3.0 * max(finite, default=1.0)
     for k, label in enumerate(labels):
         colour, marker = COLOURS[k % len(COLOURS)], _MARKERS[k % len(_MARKERS)]

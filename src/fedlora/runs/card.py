@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,9 @@ on that text in one place.
 _ATTACKED = """**Do not use this adapter. It was trained under attack, on purpose, for an experiment:** {words}.
 
 """
+
+# A method of weighting = 'examples' takes the weights that the server hands in, whatever these go by.
+_BY_THE_SERVER = re.compile(r"weighting='examples', |(, )?weighting='examples'")
 
 _MOST_CLASSES = 20  # that a card's rows name
 
@@ -125,7 +129,7 @@ def model_card(
         source=base.source,
         title=config.method.name if client is None else f"{config.method.name}, {client}'s own",
         method=config.method.name,
-        method_repr=manifest["method"],
+        method_repr=_BY_THE_SERVER.sub("", manifest["method"]),
         round=round,
         clients=len(manifest["clients"]),
         modules=len(adapter.modules),

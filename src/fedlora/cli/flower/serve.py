@@ -32,10 +32,12 @@ def serve(
     """
     needed()
     from fedlora.flower.places import FederationFolder
+    from fedlora.flower.serving.connection import check_ports
     from fedlora.flower.serving.superlink import SuperLink
     from fedlora.flower.serving.supervisor import GaveUp, Supervisor
 
     place = FederationFolder(folder.resolve())
+    check_ports(place)
     link = SuperLink(folder)
     with stopping() as stop, _metrics(place, metrics) as seen:
         try:
@@ -180,6 +182,7 @@ def _show_private(found: Any, rounds: int) -> None:
 
 def _rounds_table(progress: Any, count: int) -> Table:
     from fedlora.flower.serving.progress import fates_of, loss_of, spent_of
+    from fedlora.privacy.accounting import epsilon_up
 
     shown = sorted(progress.lines.items())[-count:]
     names = sorted({str(name) for _, line in shown for name in line.get("metrics") or {}})
@@ -188,7 +191,8 @@ def _rounds_table(progress: Any, count: int) -> Table:
         for number, line in shown:
             spent = spent_of(line) or (None, None)
             metrics = line.get("metrics") or {}
-            table.add_row(str(number), *(_number(x) for x in spent), *(_number(metrics.get(name)) for name in names))
+            promised = ["-" if x is None else epsilon_up(x) for x in spent]
+            table.add_row(str(number), *promised, *(_number(metrics.get(name)) for name in names))
         return table
     table = Table("round", "loss", "seconds", "trained", "not", *names)
     for number, line in shown:

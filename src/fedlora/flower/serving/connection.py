@@ -11,6 +11,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.settings import FederationSettings
 
 
 def connection(folder: FederationFolder) -> str:
@@ -21,6 +24,45 @@ def connection(folder: FederationFolder) -> str:
         return str(known[known["default"]]["address"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder.path} is no folder of `fedlora flower init`: {path} says no address.") from error
+
+
+def check_ports(folder: FederationFolder) -> None:
+    """Refuse a folder whose files name other ports than its federation.toml, which would be ignored without a word.
+
+    Raises:
+        ConfigError: they differ; says which file, both ports and what to do. Or: settings that cannot be read.
+    """
+    network = FederationSettings.load(folder.settings).network
+    there, key = int(connection(folder).rpartition(":")[2]), "network.superlink_port"
+    found, wanted = folder.flower_home / "config.toml", network.superlink_port
+    names = sorted(Policy.read(folder.policy).clients)
+    if there == wanted:
+        joins = [folder.join(name) for name in names]
+        if network.name is None:  # a trial: what its sites dial
+            joins += [folder.site(name).join for name in names]
+        else:
+            key, wanted = "network.port", network.port
+        others = [(path, port) for path in joins if (port := _port_of(path)) is not None and port != wanted]
+        found, there = others[0] if others else (found, wanted)
+    if there == wanted:
+        return
+    if network.name is None:
+        todo = (
+            f"The ports of a trial are set when it is made: set {key} back to {there}, or make the trial anew with "
+            f"`fedlora flower init --superlink-port {wanted}`."
+        )
+    else:
+        hand = "; hand every site its new join file then" if key == "network.port" else ""
+        todo = f"`fedlora flower renew {folder.path}` writes all files that follow from it{hand}. Or set it back."
+    raise ConfigError(f"{folder.settings} says {key} = {wanted}, and {found} says {there}. {todo}")
+
+
+def _port_of(join: Path) -> int | None:
+    """What a join file dials; None where there is none or none that can be read, which who needs it will say."""
+    try:
+        return JoinFile.read(join).port
+    except ConfigError:
+        return None
 
 
 def superlink_command(folder: FederationFolder, address: str) -> list[str]:
@@ -46,4 +88,4 @@ def public_key(path: Path) -> bytes:
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
-__all__ = ["connection", "public_key", "superlink_command"]
+__all__ = ["check_ports", "connection", "public_key", "superlink_command"]

@@ -81,13 +81,13 @@ def _score(line: Mapping[str, Any]) -> str:
     return ""
 
 
-def nodes_line(online: Sequence[str], expected: Sequence[str], quorum: int) -> str:
-    """Who is there and who is missing."""
+def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str) -> str:
+    """Who is there and who is missing. needs: what a round needs, in words."""
     missing = [name for name in expected if name not in online]
     there = f"online: {', '.join(online) if online else 'nobody'}"
     if not missing:
         return f"{there} (all {len(expected)})"
-    return f"{there}; missing: {', '.join(missing)} (quorum {quorum} of {len(expected)})"
+    return f"{there}; missing: {', '.join(missing)} ({needs})"
 
 
 def size_of(count: float) -> str:

@@ -22,9 +22,10 @@ _LEAST_ROOM = 16_000_000  # bytes
 
 @dataclass(frozen=True)
 class Standing:
-    """name: the federation's. rounds: asked for. done: played. quorum: usable answers that a round needs. ranks: of
-    those who may take part. why: "complete" or "stopped early" where nothing is left to do, else "". privacy: the
-    table, where the rounds are private: then nothing is said of single sites."""
+    """name: the federation's. rounds: asked for. done: played. quorum: usable answers that a round needs; of a private
+    federation, sites that must be online before it begins, and 0 after that. ranks: of those who may take part. why:
+    "complete" or "stopped early" where nothing is left to do, else "". privacy: the table, where the rounds are
+    private: then nothing is said of single sites."""
 
     name: str
     rounds: int
@@ -38,6 +39,20 @@ class Standing:
     def clients(self) -> tuple[str, ...]:
         """Who may take part."""
         return tuple(self.ranks)
+
+    @property
+    def needs(self) -> str:
+        """What a round needs of the sites, in words. Private rounds have no quorum: they wait once, before the first.
+
+        Example:
+            >>> Standing("demo", rounds=3, done=0, quorum=2, ranks={"acme": 4, "berlin": 4, "cork": 8}).needs
+            'quorum 2 of 3'
+        """
+        if self.privacy is None:
+            return f"quorum {self.quorum} of {len(self.ranks)}"
+        if self.quorum:
+            return f"round 1 waits for all {len(self.ranks)}, and no later one waits"
+        return "no quorum: who is missing counts as zero"
 
     @property
     def finished(self) -> bool:

@@ -202,7 +202,7 @@ class Supervisor:
                 raise Lost(self._superlink_ended(code))
             self._keep_keys()
             now = self.telling.standing()
-            there = nodes_line(self.telling.online, now.clients, now.quorum)
+            there = nodes_line(self.telling.online, now.clients, now.needs)
             if now.privacy is None:
                 self.telling.again(f"waiting for sites; {there}", key=there)  # said when it changed, too
             else:

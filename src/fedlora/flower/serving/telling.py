@@ -59,7 +59,7 @@ class Telling:
         """Who is there, and who is missing, where that has changed."""
         self.nodes = tuple(nodes)
         now = self.standing()
-        line = nodes_line(self.online, now.clients, now.quorum)
+        line = nodes_line(self.online, now.clients, now.needs)
         if line != self._there:
             self._there = line
             self._said_at[line] = time.monotonic()

@@ -15,6 +15,7 @@ from pathlib import Path
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.serving.supervisor import Pace, Supervisor
@@ -31,7 +32,8 @@ class Trial:
     """The processes of a trial. stop: set it, and all ends in order.
 
     Raises:
-        ConfigError: the folder has no sites: it is a federation of several machines, or none.
+        ConfigError: the folder has no sites: it is a federation of several machines, or none. Its files name other
+            ports than federation.toml.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Trial:
                 f"{folder} has no sites beside it, for it is not a trial: its sites are on machines of their own. "
                 f"`fedlora flower serve {folder}` plays the server's side."
             )
+        check_ports(self.folder)
         self.link, self.nodes = SuperLink(folder), dict[str, subprocess.Popen[bytes]]()
         self._supervisor = Supervisor(
             self.folder.path, self.link, say, stop=stop, pace=pace, on_up=self.start_nodes, also=self._look_after_nodes

@@ -139,7 +139,7 @@ def promise(privacy: FederationPrivacy, rounds: int) -> str:
         epsilon = f"epsilon {epsilon_up(privacy.cost(rounds, 1.0))}"
     except HyperparameterError:  # without the libraries of fedlora[privacy], as at a site
         epsilon = (
-            f"epsilon {privacy.epsilon:g}"
+            f"epsilon {epsilon_up(privacy.epsilon)}"
             if privacy.epsilon is not None
             else (f"noise multiplier {privacy.noise_multiplier:g} (epsilon needs pip install 'fedlora[privacy]')")
         )
