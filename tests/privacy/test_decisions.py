@@ -271,3 +271,19 @@ def test_an_absurd_training_is_refused_before_it_is_written_and_the_ledger_stays
     assert ledger.path.read_bytes() == before
     ledger.charge_earlier(Earlier("sane", 10.0, 3))
     assert 0 < ledger.spent(1e-3) < 10
+
+
+def test_a_ledger_that_was_cut_off_in_place_is_not_called_whole(tmp_path: Path) -> None:
+    """Whoever reads it gets what charging says: the tip beside it knows a later line. Without a tip nobody can know."""
+    ledger = Ledger(tmp_path / "l.jsonl", "six")
+    for year in ("2024", "2025"):
+        ledger.charge_earlier(Earlier(f"the adapter of {year}", 10.0, 3))
+    whole = recompute(ledger.path)
+    assert whole.has_tip
+    first = b"".join(ledger.path.read_bytes().splitlines(keepends=True)[:2])
+    ledger.path.write_bytes(first)
+    with pytest.raises(LedgerError, match="cut off"):
+        recompute(ledger.path)
+    (tmp_path / "l.jsonl.tip").unlink()
+    assert not recompute(ledger.path).has_tip
+    assert recompute(ledger.path).epsilon < whole.epsilon

@@ -71,7 +71,7 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
     if as_json:
         print_json({
             "population": found.population, "delta": found.delta, "epsilon": found.epsilon, "planned": found.planned,
-            "events": len(found.events), **_people(found), "tip": {"number": number, "digest": digest},
+            "events": len(found.events), **_people(found), "has_tip": found.has_tip, "tip": {"number": number, "digest": digest},
         })  # fmt: skip
         return
     table = Table("run", "rounds", "of", "noise multiplier", "sampling", "clip", title="Releases")
@@ -85,11 +85,14 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
     for what in of_people(_people(found)):
         console.print(f"decided: {what}", markup=False, highlight=False, soft_wrap=True)
     now = found.budgets[-1].budget if found.budgets else None
+    as_far = (
+        "" if found.has_tip else f" as far as it goes (no {file.name}.tip beside it says whether lines were cut off)"
+    )
     limit = f"budget: epsilon {now.epsilon:g} at delta {now.delta:g}. " if now else ""
     console.print(
         f"{limit}population {found.population}: epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} in "
         f"{len(found.events)} releases; {epsilon_up(found.planned)} when all planned rounds are played. The chain is "
-        f"whole; its newest line is {number}, {digest}: whoever keeps that can tell later whether lines were taken "
+        f"whole{as_far}; its newest line is {number}, {digest}: whoever keeps that can tell later whether lines were taken "
         f"away.",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip

@@ -98,7 +98,7 @@ class LedgerFile:
             self.append(descriptor, book, chain.moved_line(inode, reason, book.tip, now))
 
     @property
-    def _tip_path(self) -> Path:
+    def tip_path(self) -> Path:
         return self.path.with_name(f"{self.path.name}.tip")
 
     def _begun(self, descriptor: int, now: str) -> Book:
@@ -124,7 +124,7 @@ class LedgerFile:
             self._write_tip(book)
         elif tip is None:
             raise LedgerError(
-                f"{self._tip_path.name} is missing beside the ledger {self.path}: whether it was cut off cannot be "
+                f"{self.tip_path.name} is missing beside the ledger {self.path}: whether it was cut off cannot be "
                 f"told. Move or restore both together; where that file is lost for good, and this is the whole ledger "
                 f"(compare its newest line with what cards say): fedlora privacy {self.path.name} --adopt --because "
                 f"'what happened to it'."
@@ -134,12 +134,12 @@ class LedgerFile:
     def _tip(self) -> _Tip | None:
         """(id, number, digest) in the tip's file; None where there is none."""
         try:
-            found = json.loads(self._tip_path.read_bytes())
+            found = json.loads(self.tip_path.read_bytes())
             return found["id"], found["number"], found["digest"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise LedgerError(f"{self._tip_path} cannot be read ({error}). Restore it with its ledger.") from error
+            raise LedgerError(f"{self.tip_path} cannot be read ({error}). Restore it with its ledger.") from error
 
     def _check(self, book: Book, tip: _Tip | None) -> None:
         """That it is this population's, and holds the tip. Raises `LedgerError`."""
@@ -151,17 +151,17 @@ class LedgerFile:
         if tip is not None and (tip[0] != book.id or tip[1:] not in book.tips):
             raise LedgerError(
                 f"the ledger {self.path} was cut off, changed or exchanged: its newest line is number "
-                f"{book.tip[0]}, and {self._tip_path.name} knows line {quoted(tip[1])}, which is not in it. What was "
+                f"{book.tip[0]}, and {self.tip_path.name} knows line {quoted(tip[1])}, which is not in it. What was "
                 f"spent cannot be told. Restore the ledger as it was."
             )
 
     def _require_none(self, tip: _Tip | None) -> None:
         if tip is not None:
             raise LedgerError(
-                f"the ledger {self.path} is gone or empty, and {self._tip_path.name} says that it was there. What was "
+                f"the ledger {self.path} is gone or empty, and {self.tip_path.name} says that it was there. What was "
                 f"spent on {quoted(self.population)} cannot be forgotten: restore the ledger."
             )
 
     def _write_tip(self, book: Book) -> None:
         number, digest = book.tip
-        files.write(self._tip_path, chain.line_of({"number": number, "digest": digest, "id": book.id}))
+        files.write(self.tip_path, chain.line_of({"number": number, "digest": digest, "id": book.id}))

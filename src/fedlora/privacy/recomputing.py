@@ -9,6 +9,7 @@ from fedlora.errors import LedgerError
 from fedlora.privacy import chain
 from fedlora.privacy.decisions import BudgetSet, Earlier
 from fedlora.privacy.events import Charged
+from fedlora.privacy.ledger_file import LedgerFile
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,17 @@ class Recomputed:
     moves: tuple[str, ...]
     tip: tuple[int, str]
     tips: tuple[tuple[int, str], ...] = ()
+    has_tip: bool = False  # NAME.tip lay beside it and is in it, so that no line was cut off
 
 
 def recompute(path: Path, delta: float | None = None) -> Recomputed:
     """Read a ledger: its chain is checked, and epsilon is computed anew from its events.
 
     Args:
-        path: of the file alone; neither its tip nor its place counts. delta: None takes the smallest of its plans.
+        path: of the file. Its place does not count; a tip beside it must be in it, as charging asks. delta: None takes the smallest of its plans.
 
     Raises:
-        LedgerError: it is not there, or damaged. HyperparameterError: dp-accounting is missing.
+        LedgerError: it is not there, or damaged, or cut off behind its tip. HyperparameterError: dp-accounting is missing.
 
     Example:
         >>> from fedlora.privacy import recompute
@@ -54,10 +56,12 @@ def recompute(path: Path, delta: float | None = None) -> Recomputed:
         raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}.") from error
     if book is None:
         raise LedgerError(f"{path} holds no ledger.")
+    file = LedgerFile(Path(path), book.population)
+    file.read()
     if delta is None:
         deltas = [*(charged.event.delta for charged in book.charged), *(b.budget.delta for b in book.budgets)]
         delta = min(deltas, default=1e-5)
     return Recomputed(
         book.population, delta, book.spent(delta), book.planned(delta), book.charged, book.earlier, book.budgets,
-        book.moves, book.tip, book.tips,
+        book.moves, book.tip, book.tips, file.tip_path.exists(),
     )  # fmt: skip
