@@ -595,6 +595,11 @@ def test_a_dry_run_reports_all_and_writes_nothing(tmp_path: Path, main: Callable
     assert dataclasses.replace(dry, out=wet.out, written=True) == wet
     done = main("merge", a, b, "--rank", "2", "--dry-run", "-o", tmp_path / "not" / "there")
     assert done.code == 0 and "nothing was written" in done.out
+    for words in (["merge", a, b], ["merge", a, b, "--method", "glora"], ["resize", a]):
+        done = main(*words, "--rank", "2", "--dry-run")
+        assert done.code == 0 and "nothing was written: rank" in done.out
+        done = main(*words, "--rank", "2")
+        assert done.code == 2 and "give -o DIRECTORY" in done.err
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tempfile
+import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -26,7 +28,9 @@ from fedlora.errors import ConfigError
 from fedlora.offline.rounds import merge_round
 from fedlora.runs.folder import plain
 
-Out = Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)]
+Out = Annotated[
+    Path | None, typer.Option("-o", "--out", help="directory to write; needed without --dry-run", show_default=False)
+]
 Drop = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,7 +51,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 def merge(
     adapters: Adapters,
-    out: Out,
+    out: Out = None,
     weights: Annotated[str | None, typer.Option(help="one for each, separated by commas (default: alike)")] = None,
     weights_from: Annotated[str | None, typer.Option(help="num_examples: from each upload.json")] = None,
     weight_map: Annotated[Path | None, typer.Option(help="TOML file: module or pattern = [weight, ...]")] = None,
@@ -84,6 +88,7 @@ def merge(
     json: AsJson = False,
 ) -> None:
     """Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank."""
+    target = _target(out, dry_run)
     counts = _numbers(weights) if weights is not None else None
     limits = limits_of(limit, max_bytes, max_tensors)
     allowed = allow_unknown or ()
@@ -91,7 +96,7 @@ def merge(
     rule = parse_defence(defence) if defence is not None else None
     if method == "svd" and state is None and readout is None and rule is None:
         report = merging.merge(
-            adapters, out, rank=rank, weights=counts, weights_from=cast("Any", weights_from),
+            adapters, target, rank=rank, weights=counts, weights_from=cast("Any", weights_from),
             weight_map=read_weight_map(weight_map) if weight_map is not None else None, sum=sum,
             missing=cast("Any", missing), heads=cast("Any", heads), drop=drop or (), dtype=dtype,
             ranks=cast("Any", ranks), serve=cast("Any", serve), max_error=max_error, same_base=same_base,
@@ -103,7 +108,7 @@ def merge(
                 "--sum and --weight-map are for merges without --method, --state, --readout and --defence."
             )
         wanted = Result(rank, heads, drop or (), dtype, ranks, serve, max_error, dry_run)
-        place = Place(out, force=force, inputs=adapters)
+        place = Place(target, force=force, inputs=adapters)
         place.check()
         given, said = merging.collected(
             adapters, counts, weights_from, missing, heads=heads, drop=drop or (), same_base=same_base,
@@ -120,17 +125,17 @@ def merge(
     if rule is not None and state is None:
         cut = "truncation error over all modules, of" if method == "svd" else "off"
         of_mean = f"{cut} the mean that the rule weighs{':' if method == 'svd' else ' by'}"
-    _show(report, json, of_mean)
+    _show(report if out else replace(report, out=""), json, of_mean)
     if finished is not None and report.written and not json:
         console.print(f"round {finished} of {method}", markup=False)
 
 
 def resize(
     adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
-    out: Out,
     rank: Annotated[
         str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)", show_default=False)
     ],
+    out: Out = None,
     ranks: Ranks = None,
     drop: Drop = None,
     dtype: DType = None,
@@ -146,14 +151,24 @@ def resize(
 ) -> None:
     """Write an adapter at another rank: the best approximation that it has, and what that loses."""
     report = merging.resize(
-        adapter, out, rank=rank, dtype=dtype, ranks=cast("Any", ranks), serve=cast("Any", serve), drop=drop or (),
-        max_error=max_error, dry_run=dry_run, force=force, allow_unknown=allow_unknown or (),
+        adapter, _target(out, dry_run), rank=rank, dtype=dtype, ranks=cast("Any", ranks),
+        serve=cast("Any", serve), drop=drop or (), max_error=max_error, dry_run=dry_run, force=force, allow_unknown=allow_unknown or (),
         limits=limits_of(limit, max_bytes, max_tensors), progress=tracked,
     )  # fmt: skip
-    _show(report, json, None)
+    _show(report if out else replace(report, out=""), json, None)
 
 
 # -------------------------------------------------------------------------------------------------------- inside
+
+
+def _target(out: Path | None, dry_run: bool) -> Path:
+    """Where to write; of a dry run that names no place one that does not exist, and is not made.
+
+    Raises `ConfigError`: no place, and something to write.
+    """
+    if out is None and not dry_run:
+        raise ConfigError("nothing says where to write: give -o DIRECTORY, or --dry-run to write nothing.")
+    return out or Path(tempfile.gettempdir()) / f"fedlora-{uuid.uuid4().hex}"
 
 
 def _check_beside(given: Collection, heads: str, drop: Sequence[str]) -> None:
@@ -235,7 +250,8 @@ def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
             f"it moves tensors beside the pairs by up to {report.beside_rounding:.2e} of their own size; what that is "
             f"of their change, only the base model tells", markup=False, soft_wrap=True,
         )  # fmt: skip
-    where = f"{report.out}: " if report.written else f"dry run, nothing was written to {report.out}: "
+    to = f" to {report.out}" if report.out else ""
+    where = f"{report.out}: " if report.written else f"dry run, nothing was written{to}: "
     stored = f"rank {report.rank}" if report.one_rank else f"ranks up to {report.rank}"
     size = f"{byte_size(report.bytes)} of {report.dtype}, from {byte_size(report.bytes_before)}"
     console.print(f"{where}{stored}, {size}", markup=False, soft_wrap=True)
