@@ -71,7 +71,8 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
     if as_json:
         print_json({
             "population": found.population, "delta": found.delta, "epsilon": found.epsilon, "planned": found.planned,
-            "events": len(found.events), **_people(found), "has_tip": found.has_tip, "tip": {"number": number, "digest": digest},
+            "events": len(found.events), **_people(found), "has_tip": found.has_tip,
+            "tip": {"number": number, "digest": digest},
         })  # fmt: skip
         return
     table = Table("run", "rounds", "of", "noise multiplier", "sampling", "clip", title="Releases")
@@ -92,7 +93,7 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
     console.print(
         f"{limit}population {found.population}: epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} in "
         f"{len(found.events)} releases; {epsilon_up(found.planned)} when all planned rounds are played. The chain is "
-        f"whole{as_far}; its newest line is {number}, {digest}: whoever keeps that can tell later whether lines were taken "
-        f"away.",
+        f"whole{as_far}; its newest line is {number}, {digest}: whoever keeps that can tell later whether lines were "
+        f"taken away.",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip

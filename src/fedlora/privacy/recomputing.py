@@ -39,10 +39,12 @@ def recompute(path: Path, delta: float | None = None) -> Recomputed:
     """Read a ledger: its chain is checked, and epsilon is computed anew from its events.
 
     Args:
-        path: of the file. Its place does not count; a tip beside it must be in it, as charging asks. delta: None takes the smallest of its plans.
+        path: of the file. Its place does not count; a tip beside it must be in it, as charging asks.
+        delta: None takes the smallest of its plans.
 
     Raises:
-        LedgerError: it is not there, or damaged, or cut off behind its tip. HyperparameterError: dp-accounting is missing.
+        LedgerError: it is not there, or damaged, or cut off behind its tip.
+        HyperparameterError: dp-accounting is missing.
 
     Example:
         >>> from fedlora.privacy import recompute
