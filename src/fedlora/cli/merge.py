@@ -152,8 +152,8 @@ def resize(
     """Write an adapter at another rank: the best approximation that it has, and what that loses."""
     report = merging.resize(
         adapter, _target(out, dry_run), rank=rank, dtype=dtype, ranks=cast("Any", ranks),
-        serve=cast("Any", serve), drop=drop or (), max_error=max_error, dry_run=dry_run, force=force, allow_unknown=allow_unknown or (),
-        limits=limits_of(limit, max_bytes, max_tensors), progress=tracked,
+        serve=cast("Any", serve), drop=drop or (), max_error=max_error, dry_run=dry_run, force=force,
+        allow_unknown=allow_unknown or (), limits=limits_of(limit, max_bytes, max_tensors), progress=tracked,
     )  # fmt: skip
     _show(report if out else replace(report, out=""), json, None)
 
