@@ -27,12 +27,21 @@ def test_the_code_runs_and_prints_what_it_says(
 
 
 def test_the_configuration_is_one() -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
+    block, _ = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     config = parse_config(
         {"model": {"path": "m"}, "data": {"train": "t", "labels": ["no", "yes"]}, **tomllib.loads(block)}
     )
     assert config.privacy is not None and config.server.missing == "zero"
     check_private(config, config.server.build(config.method.build(), 0))
+
+
+def test_the_table_of_a_federation_is_one() -> None:
+    pytest.importorskip("flwr")
+    from fedlora.flower.terms.privacy import FederationPrivacy
+
+    _, block = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
+    table = tomllib.loads(block.replace(", ...", ""))["privacy"]
+    assert FederationPrivacy.model_validate(table).named() == ("acme", "berlin")
 
 
 def test_the_table_of_noise_follows_from_z_and_the_clients() -> None:

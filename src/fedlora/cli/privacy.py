@@ -13,7 +13,7 @@ from fedlora.cli.privacy_ledger import decide, show_ledger
 from fedlora.cli.runs import AsJson, DataRoot, Sets
 from fedlora.cli.screen import cell, console, notes, print_json
 from fedlora.errors import ConfigError
-from fedlora.privacy.accounting import epsilon_up
+from fedlora.privacy.accounting import epsilon_up, how_strong
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.runs.private_plan import PrivacyPlan, plan
@@ -41,8 +41,9 @@ def privacy(
     data_root: DataRoot = None,
     json: AsJson = False,
 ) -> None:
-    """What a private run will cost and what is left of its signal, or what a ledger has spent. With --budget, --charge
-    or --adopt: a decision about a ledger, which writes one line with the reason."""
+    """What a private run will cost and what is left of its signal, or what a ledger has spent.
+
+    With --budget, --charge or --adopt: a decision about a ledger, which writes one line with the reason."""
     if sum((planned, budget is not None, charge, adopt)) > 1:
         raise ConfigError("--plan, --budget, --charge and --adopt are four things: one at a time.")
     if not charge and not (noise_multiplier is rounds is sampling is None):
@@ -93,7 +94,8 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
 def _show_plan(found: PrivacyPlan) -> None:
     who = "all" if found.sampling == 1.0 else f"each with chance {found.sampling:g}"
     console.print(
-        f"epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} for {found.rounds} rounds: noise multiplier "
+        f"epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} for {found.rounds} rounds"
+        f"{how_strong(found.epsilon)}: noise multiplier "
         f"{found.noise_multiplier:.3f}, clip {found.clip:g}, {found.clients} clients ({who}), {found.size} numbers a "
         f"round (about {found.size * SECONDS_AN_ENTRY:.0f} s to draw their noise), server rank {found.rank}",
         markup=False, highlight=False, soft_wrap=True,

@@ -41,6 +41,7 @@ LEAST_DELTA, LEAST_EPSILON = 1e-10, 1e-2  # beyond what sums of floats resolve
 MOST_EPSILON = 100.0  # that noise is sought for; of a given noise there is no limit
 LEAST_NOISE = 1e-3  # below it epsilon is a million a release, and called infinite
 MOST_NOISE, LEAST_SAMPLING = 1e6, 1e-6  # beyond, dp-accounting's own numbers over- and underflow
+SAYS_LITTLE = 20.0  # epsilon: a factor of half a billion in what anybody may conclude
 MOST_ROUNDS = 1_000_000  # for the bound of `discrete_noise`
 
 
@@ -160,6 +161,11 @@ def epsilon_up(epsilon: float) -> str:
         '4.851'
     """
     return f"{math.ceil(epsilon * 1000) / 1000:.3f}" if math.isfinite(epsilon) else f"{epsilon}"
+
+
+def how_strong(epsilon: float) -> str:
+    """What a person should know of a large epsilon; "" of others (docs/privacy.md)."""
+    return "" if epsilon <= SAYS_LITTLE else f" (above {SAYS_LITTLE:g} such a promise says little: docs/privacy.md)"
 
 
 def check_delta(delta: float) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 from fedlora.core.echo import quoted
 from fedlora.errors import BudgetSpent, LedgerError
 from fedlora.privacy import chain
-from fedlora.privacy.accounting import epsilon_of
+from fedlora.privacy.accounting import epsilon_of, epsilon_up
 from fedlora.privacy.chain import Book
 from fedlora.privacy.decisions import BudgetSet, Earlier, check_reason
 from fedlora.privacy.events import Budget, Charged, Event, spent_on
@@ -209,9 +209,9 @@ class Ledger:
                 raise BudgetSpent(
                     f"{rounds} more release{'s' * (rounds > 1)} with noise multiplier {event.noise_multiplier:g} and "
                     f"sampling {event.sampling:g} would bring population {quoted(self.population)} to epsilon "
-                    f"{after:.4g} at delta {budget.delta:g}; the budget is {budget.epsilon:g}, and {len(before)} "
-                    f"releases{also} have spent {spent_on(before, budget.delta, earlier):.4g} of it. "
-                    f"{self._advice(newest, of_ledger)}"
+                    f"{epsilon_up(after)} at delta {budget.delta:g}; the budget is {budget.epsilon:g}, and "
+                    f"{len(before)} releases{also} have spent "
+                    f"{epsilon_up(spent_on(before, budget.delta, earlier))} of it. {self._advice(newest, of_ledger)}"
                 )
 
     def _advice(self, newest: BudgetSet | None, of_ledger: bool) -> str:

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.flower.terms.policy import Policy
-from fedlora.privacy.accounting import epsilon_up
+from fedlora.privacy.accounting import epsilon_up, how_strong
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
 
 if TYPE_CHECKING:
@@ -136,16 +136,18 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
 def promise(privacy: FederationPrivacy, rounds: int) -> str:
     """What everybody may be told that the federation promises, in a sentence."""
     try:
-        epsilon = f"epsilon {epsilon_up(privacy.cost(rounds, 1.0))}"
+        cost = privacy.cost(rounds, 1.0)
+        epsilon, strength = f"epsilon {epsilon_up(cost)}", how_strong(cost)
     except HyperparameterError:  # without the libraries of fedlora[privacy], as at a site
+        strength = how_strong(privacy.epsilon or 0.0)
         epsilon = (
             f"epsilon {epsilon_up(privacy.epsilon)}"
             if privacy.epsilon is not None
             else (f"noise multiplier {privacy.noise_multiplier:g} (epsilon needs pip install 'fedlora[privacy]')")
         )
     return (
-        f"{epsilon} at delta {privacy.delta:g} for all {rounds} rounds; the unit is one site: its whole part in a "
-        f"round is there, or is zero. The server is trusted: it sees every update"
+        f"{epsilon} at delta {privacy.delta:g} for all {rounds} rounds{strength}; the unit is one site: its whole part "
+        f"in a round is there, or is zero. The server is trusted: it sees every update"
     )
 
 
