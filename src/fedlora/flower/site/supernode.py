@@ -4,6 +4,9 @@
 main function returns, and where its heartbeat fails, that thread ends; the process lives on and the site is offline for
 ever. Here both end the process, so that `fedlora flower node` sees it and starts another.
 
+And its loop pulls one message and sends one reply. Where a SuperLink dies between the two, a reply is left over, and
+from then on each reply waits for the next message: every round sees that site late. An idle loop sends what is left.
+
     python -m fedlora.flower.site.supernode ARGUMENTS OF flower-supernode
 """
 
@@ -15,6 +18,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from fedlora.flower.site.owner import OWNER
 
@@ -25,11 +30,28 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main() -> None:
     _end_with_owner()
     threading.excepthook = _thread_failed
+    from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
+    loop._pull_and_store_message = with_replies_left(loop._pull_and_store_message)
     sys.argv[0] = "flower-supernode"
     flower_supernode()  # leaves by an exception of its own where it ends on purpose
     _leave("the connection broke off, and Flower does not try again")
+
+
+def with_replies_left(pull: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Flower's pull, which returns the run of a message that came, or None: with none, the run of a reply that was
+    never sent, so that the loop sends it."""
+
+    def pulled(*, state: Any, **more: Any) -> int | None:
+        run: int | None = pull(state=state, **more)
+        if run is not None:
+            return run
+        with state.lock_msg_store:
+            left = [entry.message.metadata for entry in state.msg_store.values() if not entry.is_retrieved]
+        return next((int(found.run_id) for found in left if found.reply_to_message_id), None)
+
+    return pulled
 
 
 def _end_with_owner() -> None:
