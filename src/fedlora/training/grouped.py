@@ -27,6 +27,7 @@ from fedlora.core.method import Role, Roles, TailPenalty
 from fedlora.core.trainer import Job, Trained
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
+from fedlora.training.bfloat16 import bfloat16_products
 from fedlora.training.encoding import IGNORED, Example, collate, scored
 from fedlora.training.local import LocalTrainer, micro_batch, optimizer_for
 from fedlora.training.models import AdaptedModel, in_unit, tail_penalty
@@ -62,7 +63,8 @@ class GroupedTrainer(LocalTrainer):
         optimizer = optimizer_for(group.trained, s, download.round)
         totals = torch.zeros(len(jobs), dtype=torch.float64)
         done: dict[int, Adapter] = {}
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), group.adapting():
+        seeds = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with seeds, group.adapting(), bfloat16_products(device, s.bf16):
             torch.manual_seed(derive_seed(self._seed, "train", download.round, *names))
             for step in range(max(steps)):
                 active = [k for k in range(len(jobs)) if step < steps[k]]

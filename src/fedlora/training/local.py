@@ -21,6 +21,7 @@ from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
+from fedlora.training.bfloat16 import bfloat16_products
 from fedlora.training.class_weights import ClassWeights, weigh_classes
 from fedlora.training.encoding import Cut, Encoded, Example, LossOn, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
@@ -130,7 +131,7 @@ class RoundTrainer(ABC):
         optimizer = optimizer_for(parameters, s, download.round)
         total, seen = 0.0, 0
         cuda = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda):
+        with torch.random.fork_rng(devices=cuda), bfloat16_products(device, s.bf16):
             torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
             for _ in range(steps):
                 for loss in self.losses(client, [data[next(order)] for _ in range(batch)]):
