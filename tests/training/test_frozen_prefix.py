@@ -95,3 +95,19 @@ def test_what_cannot_be_remembered_is_refused(folder: Path, targets: list[str], 
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="Linear is none"):
         frozen_prefix.remember(torch.nn.Linear(2, 2), LAST, 0)
+
+
+def test_each_precision_has_entries_of_its_own(folder: Path) -> None:
+    """bfloat16 and float32 runs of one process: neither reads what the other computed."""
+    frozen_prefix._tables.clear()
+    model = load(folder, remember=True)
+    model.seed_adapter(2, seed=0)
+    ids = torch.tensor([[1, 5, 6, 2]])
+    with torch.no_grad():
+        wide = model.network(input_ids=ids).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            narrow = model.network(input_ids=ids).logits
+        again = model.network(input_ids=ids).logits
+    (table,) = frozen_prefix._tables.values()
+    (a, b) = table.values()
+    assert torch.equal(wide, again) and not torch.equal(wide, narrow.float()) and not torch.equal(a, b)

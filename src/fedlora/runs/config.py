@@ -79,7 +79,8 @@ class RunConfig(Section):
         does a new default of an old key.
 
         A language model's template is in it unless it is "none": so were all runs prompted before there was the key.
-        run.workers does not count: it changes no bit. What its one thread does is in the manifest.
+        run.workers does not count: it changes no bit. What its one thread does is in the manifest. Nor does
+        model.remember_prefix: the same training up to rounding, as on another processor. Results say whether it was on.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
         if self.model.task == "causal-lm":
@@ -87,6 +88,7 @@ class RunConfig(Section):
             if self.data.prompting() != RAW:
                 fields["data"]["template"] = self.data.prompting()
         fields.get("run", {}).pop("workers", None)
+        fields.get("model", {}).pop("remember_prefix", None)
         for (table, key), former in _FORMER_DEFAULTS.items():
             section: BaseModel = getattr(self, table)
             told = {**fields.pop(table, {}), key: getattr(section, key)}

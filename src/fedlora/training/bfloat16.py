@@ -1,6 +1,6 @@
 """bfloat16 on processors without instructions for it: the same products, at float32's speed.
 
-On such a processor torch multiplies bfloat16 matrices in a plain loop, some ten times slower than float32 ones
+On such a processor torch multiplies bfloat16 matrices in a plain loop, ten to thirty times slower than float32 ones
 (`benchmarks/bfloat16.py` measures it). A product of two bfloat16 numbers is exact in float32, so that a float32 product
 that is rounded at its end is what the instructions give, up to the order of the sum. That is what is done there.
 """

@@ -20,8 +20,10 @@ from fedlora.training.targets import Targets, meant
 _BLOCK = re.compile(r"^(?P<stack>.*\.layer)\.(?P<number>\d+)\.")
 
 
+# A text's token ids and segments, and in which precision it is computed: None, or that of autocast.
+Key = tuple[tuple[int, ...], torch.dtype | None]
 # Content of the layers -> text -> what they give: one process runs many runs on one model, with the same texts.
-_tables: dict[str, dict[tuple[int, ...], Tensor]] = {}
+_tables: dict[str, dict[Key, Tensor]] = {}
 _MOST_TABLES = 2
 
 
@@ -42,10 +44,12 @@ class Remembered(nn.Module):
             del _tables[next(iter(_tables))]
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, **_: Any) -> Tensor:
-        keys = self._keys(input_ids, token_type_ids)
+        kind = input_ids.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        keys = [(key, precision) for key in self._keys(input_ids, token_type_ids)]
         for key in dict.fromkeys(keys):
             if key not in self._known:
-                self._known[key] = self._of_one(key)
+                self._known[key] = self._of_one(key[0])
         rows = [self._known[key] for key in keys]
         whole = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         missing = input_ids.shape[1] - whole.shape[1]
