@@ -52,6 +52,12 @@ def test_a_finished_run_that_is_shown_again_says_so_too(
     assert again.stderr.count("UNDER ATTACK") == 1 and WORDS in again.stdout
 
 
+def test_an_audit_of_its_uploads_says_so(attacked: tuple[RunFolder, str, str], tmp_path: Path) -> None:
+    picture = ("--plot", tmp_path / "audit.png")
+    said = invoke("audit", "--from-run", attacked[0].path, "--methods", "glora", "--conditions", "10", *picture)
+    assert said.stderr.count(f"UNDER ATTACK, on purpose: {WORDS}") == 1
+
+
 def test_every_line_of_metrics_names_the_liars_and_their_numbers(attacked: tuple[RunFolder, str, str]) -> None:
     lines = attacked[0].metrics()
     assert len(lines) == 2

@@ -19,7 +19,7 @@ from fedlora.analysis.audit import Audit
 from fedlora.analysis.audit import audit as audit_method
 from fedlora.cli.limits import Limit, limits_of
 from fedlora.cli.method_names import parse_methods
-from fedlora.cli.screen import cell, console, import_plots, notes, plotted, print_json, red
+from fedlora.cli.screen import cell, console, import_plots, notes, plotted, print_json, red, tell_attack
 from fedlora.core.messages import Upload
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
@@ -41,6 +41,8 @@ def audit(
 ) -> None:
     """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
     uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights, limits_of(limit))
+    if from_run is not None and (run := RunFolder(from_run)).exists():
+        tell_attack(run.read_json("manifest.json"))
     grid = _numbers(conditions, "--conditions", least=1.0, most=1e12)
     chosen = {label: s.build() for label, s in parse_methods(methods).items()}
     every = track(chosen.items(), "auditing", console=notes, transient=True)
