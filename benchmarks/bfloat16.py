@@ -10,25 +10,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fedlora.training.bfloat16 import bfloat16_products, has_instructions
+from fedlora.training.bfloat16 import bfloat16_autocast, has_instructions
 from measure import as_json, interleaved, machine, median
 
 
-def step(bf16: bool, products: bool) -> Callable[[], None]:
+def step(precision: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(384, 1536), nn.GELU(), nn.Linear(1536, 1536), nn.GELU(), nn.Linear(1536, 384))
     rows = torch.randn(256, 384)
 
     def run() -> None:
-        with bfloat16_products(torch.device("cpu"), products):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-                loss = net(rows).square().mean()
-            loss.backward()
+        with precision():
+            loss = net(rows).square().mean()
+        loss.backward()
 
     return run
 
@@ -39,7 +39,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    steps = {"float32": step(False, False), "bfloat16, torch": step(True, False), "bfloat16, fedlora": step(True, True)}
+    steps = {
+        "float32": step(nullcontext),
+        "bfloat16, torch": step(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+        "bfloat16, fedlora": step(lambda: bfloat16_autocast(torch.device("cpu"), on=True)),
+    }
     seconds = interleaved(steps, options.repeats)
     print(f"instructions for bfloat16: {'yes' if has_instructions() else 'no'}")
     for name, times in seconds.items():

@@ -47,7 +47,7 @@ def run_batch(
     )  # fmt: skip
     rows: dict[str, TaskID] = {}  # digest -> the line of a run that is running
     finished = 0
-    with Progress(*columns, console=notes) as progress:
+    with Progress(*columns, console=notes, refresh_per_second=2, auto_refresh=notes.is_terminal) as progress:
         whole = progress.add_task(title, total=len(todo), unit="runs")
 
         def tick(run: PlannedRun, round: int) -> None:

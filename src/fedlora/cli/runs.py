@@ -151,7 +151,7 @@ def _progress(label: str, total: int, metric: str) -> Iterator[_Watch]:
         TextColumn("clients"), TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[metric]}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=notes) as progress:
+    with Progress(*columns, console=notes, refresh_per_second=2, auto_refresh=notes.is_terminal) as progress:
         task = progress.add_task(label, total=total, round="round 0", loss="", metric="")
         yield _Watch(progress, task, metric)
 

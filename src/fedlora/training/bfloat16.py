@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-_aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_PRODUCTS = {
+    nn.functional.linear,
+    *(torch.matmul, torch.mm, torch.bmm),
+    *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
+}
 
 
 def has_instructions() -> bool:
@@ -25,29 +28,35 @@ def has_instructions() -> bool:
 
 
 @contextmanager
-def bfloat16_products(device: torch.device, on: bool) -> Iterator[None]:
-    """Training and evaluation in bfloat16 autocast run in this, backward pass included.
-
-    on: whether they are in bfloat16. Does nothing on other devices, and on a processor that has the instructions.
-    """
-    if on and device.type == "cpu" and not has_instructions():
-        with _InFloat32():  # type: ignore[no-untyped-call]
+def bfloat16_autocast(device: torch.device, on: bool) -> Iterator[None]:
+    """The forward pass of training and evaluation in mixed precision runs in this. on: else nothing is done."""
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on):
+        if on and device.type == "cpu" and not has_instructions():
+            with _InFloat32():
+                yield
+        else:
             yield
-    else:
-        yield
 
 
-class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives the class no types
-    """Computes each product of bfloat16 matrices in float32, and rounds it once."""
+class _InFloat32(TorchFunctionMode):
+    """Computes linear layers and products of matrices in float32 and rounds each once, forward and backward."""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _PRODUCTS and all(_narrow(arg) for arg in args if isinstance(arg, Tensor)):
-            wide = [arg.float() if isinstance(arg, Tensor) else arg for arg in args]
-            return func(*wide, **(kwargs or {})).bfloat16()
-        return func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        if func not in _PRODUCTS or any(_left_alone(one) for one in (*args, *named.values())):
+            return func(*args, **named)
+        with torch.autocast("cpu", enabled=False):
+            made: Tensor = func(*map(_rounded, args), **{name: _rounded(one) for name, one in named.items()})
+        return made.bfloat16()
 
 
-def _narrow(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
+def _left_alone(one: Any) -> bool:
+    """Autocast rounds no float64."""
+    return isinstance(one, Tensor) and one.dtype == torch.float64
+
+
+def _rounded(one: Any) -> Any:
+    """The nearest bfloat16 numbers, held in float32. Backward, the gradient of them is rounded likewise."""
+    return one.bfloat16().float() if isinstance(one, Tensor) else one

@@ -20,7 +20,7 @@ from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
-from fedlora.training.bfloat16 import bfloat16_products
+from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.encoding import IGNORED, Cut, Encoded, check_length, collate, cut_of, cut_prompts, encode
 from fedlora.training.generation import greedy, teacher_forced
 from fedlora.training.looks import client_model, server_model
@@ -273,8 +273,7 @@ class ModelEvaluator:
         network, device = self._model.network, self._model.device
         network.eval()
         inputs = collate(examples, self._model.tokenizer, device)
-        precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16)
-        with precision, bfloat16_products(device, self._bf16):
+        with bfloat16_autocast(device, self._bf16):
             output = network(**inputs)
         labels, logits = inputs["labels"], output.logits
         if labels.ndim == 2:

@@ -27,7 +27,7 @@ from fedlora.core.method import Role, Roles, TailPenalty
 from fedlora.core.trainer import Job, Trained
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.bfloat16 import bfloat16_products
+from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.encoding import IGNORED, Example, collate, scored
 from fedlora.training.local import LocalTrainer, micro_batch, optimizer_for
 from fedlora.training.models import AdaptedModel, in_unit, tail_penalty
@@ -63,8 +63,7 @@ class GroupedTrainer(LocalTrainer):
         optimizer = optimizer_for(group.trained, s, download.round)
         totals = torch.zeros(len(jobs), dtype=torch.float64)
         done: dict[int, Adapter] = {}
-        seeds = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with seeds, group.adapting(), bfloat16_products(device, s.bf16):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), group.adapting():
             torch.manual_seed(derive_seed(self._seed, "train", download.round, *names))
             for step in range(max(steps)):
                 active = [k for k in range(len(jobs)) if step < steps[k]]
@@ -149,7 +148,7 @@ class _Group:
             self._owner = torch.tensor([k for k, _ in part], device=device)
             inputs = collate([example for _, example in part], self._model.tokenizer, device)
             labels = inputs.pop("labels")
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+            with bfloat16_autocast(device, bf16):
                 logits = self._model.network(**inputs).logits
             share = torch.tensor([_weight(example, weights[k]) / counts[k] for k, example in part], device=device)
             yield self._owner, _losses(logits.float(), labels) * share

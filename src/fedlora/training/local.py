@@ -21,7 +21,7 @@ from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.bfloat16 import bfloat16_products
+from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.class_weights import ClassWeights, weigh_classes
 from fedlora.training.encoding import Cut, Encoded, Example, LossOn, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
@@ -131,7 +131,7 @@ class RoundTrainer(ABC):
         optimizer = optimizer_for(parameters, s, download.round)
         total, seen = 0.0, 0
         cuda = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda), bfloat16_products(device, s.bf16):
+        with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
             for _ in range(steps):
                 for loss in self.losses(client, [data[next(order)] for _ in range(batch)]):
@@ -228,7 +228,7 @@ class LocalTrainer(RoundTrainer):
         for k in range(0, len(picked), micro):
             part = picked[k : k + micro]
             inputs = collate(part, self._model.tokenizer, device)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
+            with bfloat16_autocast(device, s.bf16):
                 loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
             yield loss
 
