@@ -19,7 +19,7 @@ from torch import Tensor
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
 from fedlora.errors import HyperparameterError, QuorumNotMet
 from fedlora.runs.defence import DefenceSection
-from fedlora.server.changes import Sent, changes
+from fedlora.server.changes import Changes, Sent, changes
 from fedlora.server.judging import weigh
 from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Geometry, Krum, Mixing, MultiKrum, Rule
 from support.federations import noise
@@ -253,6 +253,34 @@ def test_the_geometric_median_of_a_triangle(angle: float, weights: tuple[float, 
     sides = [(x - z) / (x - z).norm() for x in points]
     for a, b in ((0, 1), (1, 2), (2, 0)):
         assert math.degrees(math.acos(float(sides[a] @ sides[b]))) == pytest.approx(120, abs=1e-3)
+
+
+def of_points(rule: Rule, X: Tensor) -> tuple[Tensor, float]:
+    """The robust change of the points X (n, d), which count alike, and what the rule says that it left."""
+    top = X.abs().amax(dim=1)
+    size = torch.linalg.vector_norm(X / top[:, None], dim=1)
+    U = X / top[:, None] / size[:, None]
+    cosines = (U @ U.mT).fill_diagonal_(1.0).clamp(-1, 1)
+    p = torch.full((len(X),), 1 / len(X), dtype=torch.float64)
+    names = [str(k) for k in range(len(X))]
+    m, judged = weigh(rule, Changes(size * top, cosines, 1e-15 * size * top), p, names)
+    c = p * torch.tensor([m[name] for name in names], dtype=torch.float64)
+    return c @ X, judged.facts["left"]
+
+
+@pytest.mark.parametrize("sizes", [(4e4, 3e84), (1e-2, 2e17), (1e60, 1e130)])
+def test_far_liars_behind_mixing_carry_nothing_away(sizes: tuple[float, float]) -> None:
+    """*attack*: two of seven, who know that sums of distances to the far one are all alike in float64. Behind mixing
+    the honest are one point, which is the median; the rule went 1e83 away, or said that it left 1e141."""
+    for seed in range(60):
+        g = torch.Generator().manual_seed(seed)
+        X = 1 + 0.4 * torch.randn(7, 8, generator=g, dtype=torch.float64)
+        for k, size in enumerate(sizes):
+            X[k] = torch.nn.functional.normalize(torch.randn(8, generator=g, dtype=torch.float64), dim=0) * size
+        centre = X[2:].mean(dim=0)
+        radius = float((X[2:] - centre).norm(dim=1).max())
+        median, left = of_points(Mixing(GeometricMedian(), liars=2), X)
+        assert float((median - centre).norm()) < 2 * radius and left <= 1e-6, seed
 
 
 def test_twins_at_the_median_share_its_weight() -> None:

@@ -13,6 +13,8 @@ from fedlora.server.robust_rules.geometry import Geometry
 from fedlora.server.robust_rules.rule import Liars, Rule, Weighed, number_of, require_liars
 
 _TIE = 1e-9  # of two objectives
+_FAR = 1e8  # times the norm that half of the weight stays below: from there on a change is a direction, and no more
+_CLOSE = 1e-6  # of the median distance: so near, the point itself may be the median
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,9 @@ class GeometricMedian(Rule):
 
     Source: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022). From the best
     of the points, with the step of Vardi and Zhang (PNAS 2000) away from it; then Newton's steps, and Weiszfeld's where
-    these do not lead downwards. Nothing is smoothed.
+    these do not lead downwards. Nothing is smoothed. A change beyond 1e8 times the norm that half of the weight stays
+    below is shortened to that first: it pulls in the same direction to 1e-8, and beside longer ones float64 has no
+    digit left for the others.
 
     Args:
         tolerance: how large the slope of the objective may be that the iteration leaves, of 1. `left` in the facts says
@@ -53,6 +57,11 @@ class GeometricMedian(Rule):
 
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
         p = p / p.sum()
+        k = _shortening(geometry.norms, p)
+        made = self._median(Geometry(k[:, None] * geometry.gram * k, k * geometry.noise, geometry.unit), p)
+        return Weighed(made.coefficients * k, made.facts, made.why)
+
+    def _median(self, geometry: Geometry, p: Tensor) -> Weighed:
         apart = geometry.squares().sqrt()
         sums = apart @ p
         best = int(sums.argmin())
@@ -60,12 +69,14 @@ class GeometricMedian(Rule):
         if slope == 0.0:  # a point is the median: with others that are as good, all between them is
             good = [k for k in range(len(p)) if float(sums[k]) <= float(sums[best]) * (1 + _TIE)]
             held = (apart[good] == 0).any(dim=0) if _from_all(good, apart, geometry, p) else apart[best] == 0
-            c = torch.where(held, p, 0.0)
-            return Weighed(c / c.sum(), {"iterations": 0.0, "left": 0.0}, _elsewhere(c, geometry))
+            return _at(held, 0, geometry, p)
         left, steps = slope, 0
         for k in range(self.iterations):
             steps = k + 1
             apart_now = geometry.from_point(c).clamp(min=1e-150)
+            closest = int(apart_now.argmin())
+            if apart_now[closest] < _CLOSE * apart_now.median() and _from(closest, apart, geometry, p)[0] == 0.0:
+                return _at(apart[closest] == 0, steps, geometry, p)  # of sums that rounding made alike not the best
             pulls = p / apart_now
             after = pulls / pulls.sum()
             left = float(pulls.sum()) * geometry.size(after - c)
@@ -79,6 +90,22 @@ class GeometricMedian(Rule):
             pulls = p / geometry.from_point(c).clamp(min=1e-150)
             c = pulls / pulls.sum()  # a mean of the points again, which a Newton step need not be
         return Weighed(c, {"iterations": float(steps), "left": left})
+
+
+def _shortening(norms: Tensor, p: Tensor) -> Tensor:
+    """What each change is multiplied by so that none is `_FAR`: 1 for most."""
+    order = norms.argsort()
+    half = norms[order[int((p[order].cumsum(0) < 0.5).sum())]]
+    if half == 0:  # no change is the median then, and any length does
+        half = norms[norms > 0].min() if bool((norms > 0).any()) else norms.new_ones(())
+    most = _FAR * half
+    return torch.where(norms > most, most / norms.clamp(min=most), 1.0)
+
+
+def _at(held: Tensor, steps: int, geometry: Geometry, p: Tensor) -> Weighed:
+    """Those points are the median."""
+    c = torch.where(held, p, 0.0)
+    return Weighed(c / c.sum(), {"iterations": float(steps), "left": 0.0}, _elsewhere(c, geometry))
 
 
 def _newton(c: Tensor, apart: Tensor, pulls: Tensor, geometry: Geometry) -> Tensor | None:
