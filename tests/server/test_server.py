@@ -315,6 +315,19 @@ def test_an_update_of_size_1e30_is_refused_in_float32(name: str, spoil: Callable
     assert "module 'attn.q' has size up to" in after.tally.refused["b"]
 
 
+@pytest.mark.parametrize("name", ["fedit", "glora"])
+def test_a_head_of_size_1e30_is_refused_in_float32_as_an_update_is(name: str) -> None:
+    """Its energy is 1e60, too. In float64 it is an ordinary one."""
+    big = head(lambda h: {**h, "classifier.bias": h["classifier.bias"] * 0 + 1e30})
+    server, state, (a, b, *rest) = opened(name, torch.float32, quorum=3)
+    after = server.aggregate(state, [a, big(b), *rest])
+    assert after.tally is not None and list(after.tally.refused) == ["b"]
+    assert "head 'classifier.bias' has size" in after.tally.refused["b"]
+    server, state, (a, b, *rest) = opened(name)
+    tally = server.aggregate(state, [a, big(b), *rest]).tally
+    assert tally is not None and not tally.refused
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_an_update_of_size_1e30_is_an_ordinary_one_in_float64(name: str) -> None:
     """Energy 1e60 is far from 1e308: accepted, and the mean is the dense one."""

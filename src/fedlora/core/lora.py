@@ -191,11 +191,15 @@ def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
         for factor, tensor in lora.tensors().items():
             yield factor_name(factor, name), tensor
     for name, head in adapter.heads.items():
-        yield f"head {name!r}", head
+        yield head_name(name), head
 
 
 def factor_name(factor: str, module: str) -> str:
     return f"factor {factor} of module {module!r}"
+
+
+def head_name(head: str) -> str:
+    return f"head {head!r}"
 
 
 def compute_dtype(lora: LoRA) -> torch.dtype:

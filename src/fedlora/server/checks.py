@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedlora.core.lora import Adapter, compute_dtype, factor_name, named_tensors
+from fedlora.core.lora import Adapter, compute_dtype, factor_name, head_name, named_tensors
 from fedlora.core.messages import Upload
 from fedlora.core.method import Roles
 from fedlora.errors import UploadRefused
@@ -117,3 +117,7 @@ def _check_numbers(upload: Upload) -> None:
             raise UploadRefused(
                 client, f"the update of module {name!r} has size up to {size:.1e}; its energy would overflow."
             )
+    for name, head in upload.adapter.heads.items():
+        size = sizes[head_name(name)]
+        if size > math.sqrt(torch.finfo(head.dtype if head.dtype == torch.float64 else torch.float32).max):
+            raise UploadRefused(client, f"the head {name!r} has size {size:.1e}; its energy would overflow.")
