@@ -14,11 +14,11 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Real processes on separate machines (network namespaces, as root): the road of docs/deployment.md.
+# Real processes on separate machines (network namespaces, as root): the road of docs/how-to/deployment.md.
 deployment: $(VENV)/.ready
 	$(BIN)/python -m pytest -m deployment -rs
 
-# All faults, half an hour; writes the table of docs/deployment.md.
+# All faults, half an hour; writes the table of docs/how-to/deployment.md.
 deployment-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
 	$(BIN)/python tests/support/faults.py --write

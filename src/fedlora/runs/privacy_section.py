@@ -19,7 +19,9 @@ SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a 
 
 
 class PrivacySection(Section):
-    """Differential privacy of what is released; the unit is one client, and the server is trusted. docs/privacy.md.
+    """Differential privacy of what is released; the unit is one client, and the server is trusted.
+
+    docs/how-to/privacy.md says what it promises.
 
     clip: C, the largest norm of one client's change in a round, over all modules and heads together; what is larger is
     scaled down to it. noise_multiplier: z, the noise in units of what one client can do; or in its place epsilon: what
