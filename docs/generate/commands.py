@@ -20,14 +20,14 @@ def commands() -> Iterator[tuple[str, click.Command]]:
 
 
 def page() -> str:
-    """As Markdown."""
+    """As Markdown. An argument that needs no words stands in the line of usage alone."""
     parts: list[str] = []
     for path, command in commands():
         depth = "#" * min(2 + (path.count(" ") > 1), 3)
         pieces = command.collect_usage_pieces(click.Context(command, info_name=path))
         parts += [f"{depth} `{path}`", "\n\n".join(_paragraphs(command.help or ""))]
         parts += [f"```text\n{path} {' '.join(pieces)}\n```"]
-        parts += [_parameter(parameter) for parameter in parameters(command)]
+        parts += [_parameter(parameter) for parameter in parameters(command) if getattr(parameter, "help", None)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -64,14 +64,14 @@ def _parameter(parameter: click.Parameter) -> str:
     help_text = getattr(parameter, "help", None) or ""
     if isinstance(parameter, click.Argument):
         name = parameter.make_metavar(click.Context(click.Command("x")))
-        return entry(name, ["required" if parameter.required else "optional"], line(help_text) or "(an argument)")
+        return entry(name, ["required" if parameter.required else "optional"], line(help_text))
     names = ", ".join([*parameter.opts, *parameter.secondary_opts])
     flag = getattr(parameter, "is_flag", False)
-    kind = "" if flag else f"{parameter.type.name}".replace("text", "text")
+    kind = "" if flag else parameter.type.name
     if isinstance(parameter.type, click.Choice):
         kind = " or ".join(f"`{getattr(choice, 'value', choice)}`" for choice in parameter.type.choices)
     value = parameter.default
     plain = value is not None and not callable(value) and value not in ((), [], "", False)
     shown = f"default `{getattr(value, 'value', value)}`" if plain and "Sentinel" not in repr(value) else ""
     facts = ["required" if parameter.required else "", kind, shown, "repeatable" if parameter.multiple else ""]
-    return entry(names, facts, line(help_text) or "(no further words)")
+    return entry(names, facts, line(help_text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
 
 from fedlora.methods.registry import METHODS, listed
 from generate.markdown import prose
@@ -14,7 +15,7 @@ def page() -> str:
     rows = [row for row in listed() if row.name in METHODS]
     head = ["| method | hyper-parameters | presets |", "|---|---|---|"]
     for row in rows:
-        shown = ", ".join(f"`{key} = {value}`" for key, value in row.defaults.items()) or "none"
+        shown = ", ".join(f"`{key} = {_shown(value)}`" for key, value in row.defaults.items()) or "none"
         head.append(f"| [{row.name}](#{row.name}) | {shown} | {', '.join(row.presets) or 'none'} |")
     parts = ["\n".join(head)]
     for row in rows:
@@ -28,5 +29,10 @@ def _words(doc: str) -> list[str]:
     found = []
     for part in inspect.cleandoc(doc).split("\n\n"):
         formula = any(one.startswith("    ") for one in part.splitlines())
-        found.append(f"```text\n{part.rstrip()}\n```" if formula else prose(part))
+        found.append(f"```text\n{textwrap.dedent(part).rstrip()}\n```" if formula else prose(part))
     return found
+
+
+def _shown(value: object) -> str:
+    """As TOML has it; what is not set has no word there."""
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -73,7 +73,8 @@ def drawing() -> str:
             f'<text class="gauge-soft" x="0" y="38" font-size="15">{formula}</text>'
             f'<g transform="translate(72 176)">'
             f'<path class="gauge-axis" d="M-62 0H125M0 28V-128" fill="none"/>'
-            f'<polygon id="gauge-{name}" class="gauge-face gauge-{kind}" points="{points(shown[name])}"/>{truth}</g></g>'
+            f'<polygon id="gauge-{name}" class="gauge-face gauge-{kind}" points="{points(shown[name])}"/>'
+            f"{truth}</g></g>"
         )
     data = json.dumps({"B1": B1, "A1": A1, "B2": B2, "A2": A2, "unit": UNIT}).replace('"', "&quot;")
     off = f"{100 * distance(wrong, true):.0f} %"
@@ -82,10 +83,10 @@ def drawing() -> str:
         f'aria-labelledby="gauge-title gauge-desc" font-family="system-ui, sans-serif" id="gauge-drawing" '
         f'data-matrices="{data}">'
         f'<title id="gauge-title">The mean of factors is not the mean of updates</title>'
-        f'<desc id="gauge-desc">Four parallelograms, each what a 2 by 2 matrix makes of the unit square: the updates of '
-        f"two sites, the mean of the updates, and the product of the mean factors. The last differs from the mean, whose "
-        f"outline is dashed in it, by {off}; in other coordinates of site 1 it differs by up to all of it, while the "
-        f"other three stay.</desc><style>{STYLE}</style>{''.join(parts)}"
+        f'<desc id="gauge-desc">Four parallelograms, each what a 2 by 2 matrix makes of the unit square: the updates '
+        f"of two sites, the mean of the updates, and the product of the mean factors. The last differs from the mean, "
+        f"whose outline is dashed in it, by {off}; in other coordinates of site 1 it differs by as much as the mean is "
+        f"large, while the other three stay.</desc><style>{STYLE}</style>{''.join(parts)}"
         f'<text class="gauge-ink" x="{WIDTH + 10}" y="{2 * HEIGHT + 14}" font-size="15">'
         f'off the mean by <tspan id="gauge-off" font-weight="600">{off}</tspan></text></svg>\n'
     )
