@@ -9,7 +9,7 @@ sys.path.insert(0, str(HERE))
 
 import fedlora  # noqa: E402
 from generate import write_all  # noqa: E402
-from generate.docstrings import as_rst  # noqa: E402
+from generate.docstrings import as_rst, short_signature  # noqa: E402
 
 write_all(HERE / "_generated")  # the parts of reference/ that are printed from the code; pages include them
 
@@ -25,6 +25,7 @@ suppress_warnings = ["toc.empty_glob"]  # a section whose pages are still to com
 nitpicky = True
 # Links inside docstrings are a convenience: `x` there is code, and becomes a link where the name is documented.
 nitpick_ignore_regex = [("py:.*", ".*")]
+smartquotes = False  # quotes are of values, and -- is of options
 highlight_language = "none"
 default_role = "py:obj"
 
@@ -49,3 +50,4 @@ html_copy_source = False
 
 def setup(app):
     app.connect("autodoc-process-docstring", as_rst, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", short_signature)

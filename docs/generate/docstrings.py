@@ -1,4 +1,4 @@
-"""Docstrings are plain prose; before Sphinx reads them as reStructuredText its marks are made letters again."""
+"""Docstrings are plain prose: before Sphinx reads them as reStructuredText its marks are made letters again."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ def _escaped(text: str) -> str:
     bullet = re.match(r"\s*\* ", text)
     head, rest = (text[: bullet.end()], text[bullet.end() :]) if bullet else ("", text)
     return head + re.sub(r"([*|])|(?<=\w)(_)(?!\w)", lambda mark: "\\" + mark[0], rest)
+
+
+def short_signature(
+    app: Any, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None] | None:
+    """A listener of autodoc-process-signature: a dataclass's default that is made anew each time, in Python's letters.
+
+    Sphinx cannot parse "<factory>", and would show the whole signature as raw text.
+    """
+    if signature is None or "<factory>" not in signature:
+        return None
+    return signature.replace("<factory>", "..."), returns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 MODULES = {  # module -> what a reader looks there for
@@ -56,4 +57,13 @@ def _directive(module: str, name: str) -> str:
         return f".. autoclass:: {module}.{name}\n   :members:\n"
     if inspect.isfunction(value):
         return f".. autofunction:: {module}.{name}\n"
-    return f".. py:data:: {module}.{name}\n"
+    return f".. py:data:: {module}.{name}\n\n   {_held(value)}\n"
+
+
+def _held(value: object) -> str:
+    """What a constant holds, in a line."""
+    if isinstance(value, Mapping):
+        return "A mapping with these keys: " + ", ".join(f"``{key}``" for key in value) + "."
+    if isinstance(value, Sequence):
+        return "In this order: " + ", ".join(f"``{getattr(one, 'name', one)}``" for one in value) + "."
+    return f"``{value}``"
