@@ -6,6 +6,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # cells call `fedlora`
+os.environ.update(HF_HUB_OFFLINE="1", FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1")  # no network
 
 import fedlora  # noqa: E402
 from generate import write_all  # noqa: E402
