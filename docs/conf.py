@@ -47,6 +47,7 @@ html_title = "fedlora"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import textwrap
 
@@ -20,7 +21,7 @@ def page() -> str:
     parts = ["\n".join(head)]
     for row in rows:
         words = sys.modules[METHODS[row.name].__module__].__doc__ or ""
-        parts += [f"({row.name})=\n## `{row.name}`", f"Source: {prose(row.paper)}", *_words(words)]
+        parts += [f"({row.name})=\n## `{row.name}`", f"Source: {_linked(prose(row.paper))}", *_words(words)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -36,3 +37,8 @@ def _words(doc: str) -> list[str]:
 def _shown(value: object) -> str:
     """As TOML has it; what is not set has no word there."""
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _linked(text: str) -> str:
+    """With its papers' numbers as links."""
+    return re.sub(r"arXiv:? ?(\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
