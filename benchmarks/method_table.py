@@ -1,8 +1,8 @@
-"""The table of properties in docs/methods.md, measured: what each method does on one small federation.
+"""The table of properties in docs/explanation/methods.md, measured: what each method does on one small federation.
 
     python benchmarks/method_table.py            print it
-    python benchmarks/method_table.py --write    put it into docs/methods.md
-    python benchmarks/method_table.py --check    exit code 1 where docs/methods.md says something else
+    python benchmarks/method_table.py --write    put it into docs/explanation/methods.md
+    python benchmarks/method_table.py --check    exit code 1 where docs/explanation/methods.md says something else
 
 Four clients of rank 4 with 10, 25, 40 and 15 examples, two modules (60 x 44 and 36 x 44), float64. "Training" moves
 every factor that is not frozen by a random amount, so nothing depends on a model. All of it is a function of fixed
@@ -37,7 +37,7 @@ VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
     ("flexlora", {"preset": "raflora"}),
     ("padded-average", {"coordinates": "subspace"}),
 )
-PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "methods.md"
 BEGIN, END = "<!-- benchmarks/method_table.py -->\n", "<!-- end of the table -->\n"
 NEGLIGIBLE = 1e-9
 
@@ -145,7 +145,7 @@ def main() -> int:
     if options.write:
         PAGE.write_text(before + BEGIN + made + END + after, encoding="utf-8")
     if options.check and current != made:
-        print("docs/methods.md says something else: run with --write", file=sys.stderr)
+        print("docs/explanation/methods.md says something else: run with --write", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Merging two adapters by peft and by fedlora, case by case: the table of docs/adapters.md.
+"""Merging two adapters by peft and by fedlora, case by case: the table of docs/how-to/adapters.md.
 
     python benchmarks/peft_comparison.py [--write]
 
@@ -35,7 +35,7 @@ SHOWN = (
     "lm_head", "lora_bias", "bias all", "heads", "trained tokens", "tied, adapted", "experts, one parameter",
     "experts, two nested", "layers repeated", "AdaLoRA",
 )  # fmt: skip
-PAGE = Path(__file__).parent.parent / "docs" / "adapters.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "adapters.md"
 BEGIN, END = "<!-- made by benchmarks/peft_comparison.py -->", "<!-- end -->"
 
 
@@ -95,7 +95,7 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the table into docs/adapters.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/how-to/adapters.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -35,8 +35,10 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_toy_method_of_the_docs_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/methods.md, "How to add a method": the module as a file, the code that uses it, and its own tests."""
-    module, use, tests = (block for block in python_blocks(ROOT / "docs" / "methods.md") if "UniformMean" in block)
+    """docs/explanation/methods.md, "How to add a method": the module as a file, its use, and its own tests."""
+    module, use, tests = (
+        block for block in python_blocks(ROOT / "docs" / "explanation" / "methods.md") if "UniformMean" in block
+    )
     (tmp_path / "uniform_mean.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     exec(compile(use, "methods.md", "exec"), {})
@@ -50,7 +52,7 @@ def test_the_toy_method_of_the_docs_runs(
 def test_the_language_models_page_and_its_example(capsys: pytest.CaptureFixture[str]) -> None:
     """The page's code runs; the example's configuration is one that loads, and reads what its script writes."""
     pytest.importorskip("datasets")
-    (block,) = python_blocks(ROOT / "docs" / "language-models.md")
+    (block,) = python_blocks(ROOT / "docs" / "how-to" / "language-models.md")
     exec(compile(block, "language-models.md", "exec"), {})
     assert "(('user', 'Name a colour.'), ('assistant', 'Blue.'))" in capsys.readouterr().out
     config = load_config(ROOT / "examples" / "smollm2" / "reviews.toml")
@@ -85,15 +87,15 @@ def test_every_source_file_says_what_it_is() -> None:
 def test_the_table_of_methods_is_the_measured_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/methods.md holds what benchmarks/method_table.py prints, to the digit."""
+    """docs/explanation/methods.md holds what benchmarks/method_table.py prints, to the digit."""
     monkeypatch.setattr(sys, "argv", ["method_table.py", "--check"])
     code = method_table.main()
     assert code == 0, "".join(capsys.readouterr())
 
 
 def test_the_table_of_what_leaks_holds_the_stored_figures() -> None:
-    """docs/trust.md, row by row, is what benchmarks/what_leaks.py wrote."""
-    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    """docs/explanation/trust.md, row by row, is what benchmarks/what_leaks.py wrote."""
+    page = (ROOT / "docs" / "explanation" / "trust.md").read_text(encoding="utf-8")
     stored = json.loads((ROOT / "benchmarks" / "results" / "what_leaks.json").read_text(encoding="utf-8"))
     block = page.split("<!-- leaks: of benchmarks/results/what_leaks.json -->")[1].split("<!-- end of leaks -->")[0]
     rows = [

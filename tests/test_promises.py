@@ -1,4 +1,4 @@
-"""docs/adapters-from-strangers.md: every promise has a test, and every named test is there. Kind: structural."""
+"""docs/reference/adapters-from-strangers.md: each promise has a test, each named test is there. Kind: structural."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "adapters-from-strangers.md"
+PAGE = ROOT / "docs" / "reference" / "adapters-from-strangers.md"
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
@@ -43,5 +43,9 @@ def test_every_named_test_is_there() -> None:
 
 
 def test_the_page_on_adapters_leads_there() -> None:
-    section = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8").partition("## Adapters from strangers")[2]
+    section = (
+        (ROOT / "docs" / "how-to" / "adapters.md")
+        .read_text(encoding="utf-8")
+        .partition("## Adapters from strangers")[2]
+    )
     assert "adapters-from-strangers.md" in section.partition("\n## ")[0]

@@ -1,4 +1,4 @@
-"""docs/python.md runs as it stands, block after block, in a user's project. Kind: end-to-end."""
+"""docs/how-to/python.md runs as it stands, block after block, in a user's project. Kind: end-to-end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import make_project
 from support.worked_examples import python_blocks, run_page
 
-PAGE = Path(__file__).parent.parent / "docs" / "python.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "python.md"
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 

@@ -1,7 +1,8 @@
 """Some 230 kinds of adapters in every order of saving and loading. Kinds of evidence: oracle and end-to-end.
 
 Expected values come from peft alone: the state dicts of its dense models in float64, and their means. What a kind is,
-and what is measured of it, stands in support/peft_kinds.py; docs/adapter-kinds.md is the table of these numbers.
+and what is measured of it, stands in support/peft_kinds.py; docs/reference/adapter-kinds.md is the table of these
+numbers.
 """
 
 from __future__ import annotations

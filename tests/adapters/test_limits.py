@@ -87,7 +87,7 @@ def test_every_limit_is_in_the_help_and_on_the_page() -> None:
     """With its default, and no others: both are written down beside the class."""
     option = get_args(Limit)[1].help
     assert [f.name for f in fields(Limits)] == option.split("): ")[1].split(";")[0].split(", ")
-    page = Path(__file__).parents[2].joinpath("docs/adapters-from-strangers.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs/reference/adapters-from-strangers.md").read_text()
     table = {}
     for row in page.partition("| limit | default |")[2].splitlines()[2:]:
         if row.startswith("| `"):

@@ -678,8 +678,8 @@ def test_config_warnings_are_in_the_report(tmp_path: Path) -> None:
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/adapters.md, "From Python": three lines, and what is around them."""
-    page = Path(__file__).parents[2] / "docs" / "adapters.md"
+    """docs/how-to/adapters.md, "From Python": three lines, and what is around them."""
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "adapters.md"
     saved(tmp_path, "A", 10), saved(tmp_path, "B", 10)
     monkeypatch.chdir(tmp_path)
     found = run_page(page, tmp_path)

@@ -1,4 +1,4 @@
-"""docs/attacks.md runs as it stands and prints what it says. Kind: end-to-end."""
+"""docs/how-to/attacks.md runs as it stands and prints what it says. Kind: end-to-end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from fedlora.attacks import KINDS, largest_z
 from support.worked_examples import run_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "attacks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "attacks.md"
 
 
 def test_the_page_runs_and_prints_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,9 +58,9 @@ def test_ranks_shows_counts_and_sums(wide: None) -> None:
 
 
 def test_ranks_without_arguments_shows_all_profiles_as_documented() -> None:
-    """The table of docs/usage.md, row by row: counts of 50 clients."""
+    """The table of docs/how-to/usage.md, row by row: counts of 50 clients."""
     found = json.loads(invoke("ranks", "--json").stdout)
-    usage = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
+    usage = (Path(__file__).parents[2] / "docs" / "how-to" / "usage.md").read_text(encoding="utf-8")
     rows = [cells(line.replace("|", "│")) for line in usage.splitlines() if line.startswith("|") and " of " in line]
     documented = {
         name: {rank: int(n) for n, rank in (part.split(" of ") for part in counts.split(", "))}

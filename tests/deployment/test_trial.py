@@ -1,4 +1,4 @@
-"""The trial that docs/deployment.md begins with, by the page's own commands, on one machine. Kind: *end to end*."""
+"""The trial that docs/how-to/deployment.md begins with, by the page's own commands. Kind: *end to end*."""
 
 from __future__ import annotations
 

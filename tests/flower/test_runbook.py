@@ -1,4 +1,4 @@
-"""docs/runbook.md: its commands are those that there are, and its words those that are said. Kind: structural."""
+"""docs/how-to/runbook.md: its commands are those that there are, its words those that are said. Kind: structural."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 import fedlora
 import fedlora.cli
 
-PAGE = Path(__file__).parents[2] / "docs" / "runbook.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "runbook.md"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 

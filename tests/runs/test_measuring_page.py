@@ -1,4 +1,4 @@
-"""docs/measuring.md: its configurations are configurations, and its table is the code's. Kind: structural."""
+"""docs/how-to/measuring.md: its configurations are configurations, and its table is the code's. Kind: structural."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from fedlora.runs.config import parse_config
 from fedlora.training.metrics import METRICS, score_name
 
-PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "measuring.md").read_text(encoding="utf-8")
 
 
 def test_every_configuration_of_the_page_is_one() -> None:

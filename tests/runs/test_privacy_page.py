@@ -1,4 +1,4 @@
-"""docs/privacy.md: its code runs and prints what it says, its configuration is one, its table is the plan's formula."""
+"""docs/how-to/privacy.md: its code runs, its configuration is one, its table is the plan's formula."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fedlora.runs.config import parse_config
 from fedlora.runs.private_checks import check_private
 
-PAGE = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "privacy.md").read_text(encoding="utf-8")
 
 
 def test_the_code_runs_and_prints_what_it_says(

@@ -1,4 +1,4 @@
-"""docs/robust-rules.md: its code runs, its tables name every rule and every method. Kind: end-to-end, structural."""
+"""docs/how-to/robust-rules.md: its code runs, its tables name all rules and methods. Kind: end-to-end, structural."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedlora.runs.config import parse_config
 from fedlora.runs.defence import _RULES
 from fedlora.runs.reading import read_tables
 
-PAGE = Path(__file__).parents[2] / "docs" / "robust-rules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "robust-rules.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 

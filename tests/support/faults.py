@@ -1,5 +1,5 @@
-"""The table of faults in docs/deployment.md: `python tests/support/faults.py --write` puts it there, after the long
-run (`make deployment-all`) has written down what was said.
+"""The table of faults in docs/how-to/deployment.md: `python tests/support/faults.py --write` puts it there, after the
+long run (`make deployment-all`) has written down what was said.
 
 Each line is a fault that a test has made, what came of it, and the sentence that somebody read: at the site, or at the
 server.
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "deployment.md"
+PAGE = ROOT / "docs" / "how-to" / "deployment.md"
 SEEN = ROOT / "tests" / "deployment" / ".faults.jsonl"
 BEGIN, END = "<!-- faults: written by tests/support/faults.py --write -->", "<!-- end of faults -->"
 _VARYING = [

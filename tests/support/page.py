@@ -1,4 +1,4 @@
-"""The commands of docs/deployment.md, taken from the page: what the tests run is what a reader types.
+"""The commands of docs/how-to/deployment.md, taken from the page: what the tests run is what a reader types.
 
 ```sh server        commands at the server          ```sh trial         a trial on one machine
 ```sh site          commands at each site           ```python server    Python at the server
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "deployment.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "how-to" / "deployment.md"
 _FENCE = re.compile(r"^```(\w+)(?: +([^\n]+))?\n(.*?)^```$", re.M | re.S)
 KINDS = {("sh", "server"), ("sh", "site"), ("sh", "trial"), ("python", "server"), ("toml", "run.toml"), ("text", "")}
 

@@ -1,4 +1,4 @@
-"""Three hospitals walk the page docs/deployment.md: their machines furnished, and its blocks played where they belong.
+"""Three hospitals walk the page docs/how-to/deployment.md: machines furnished, its blocks played where they belong.
 
 with walking(tmp_path) as road:
     road.walk("1. At the server", "2. At each site", ...)
@@ -122,7 +122,7 @@ class Road:
         until(played, seconds, f"round {number}", *self.network)
 
     def go_on(self, rounds: int, *, deadline: float) -> None:
-        """More rounds, as docs/runbook.md has it, each of which waits no longer than `deadline` seconds."""
+        """More rounds, as docs/how-to/runbook.md has it, each of which waits no longer than `deadline` seconds."""
         self._set(self.fed / "federation.toml", r"rounds = \d+", f"rounds = {rounds}")
         self.set_deadline(deadline)
         assert self.server.shell("sudo systemctl restart fedlora-server").code == 0

@@ -77,7 +77,8 @@ def merge(
         str | None, typer.Option(help="also one adapter a client: 'same', or a TOML file of client = rank")
     ] = None,
     defence: Annotated[
-        str | None, typer.Option(help="a robust rule with its keys, as 'multi-krum liars=1' (docs/robust-rules.md)")
+        str | None,
+        typer.Option(help="a robust rule with its keys, as 'multi-krum liars=1' (docs/how-to/robust-rules.md)"),
     ] = None,
     dry_run: DryRun = False,
     force: Force = False,

@@ -81,7 +81,7 @@ def check(
 def ranks(
     profile: Annotated[list[str] | None, typer.Argument(help="names of profiles (default: all)")] = None,
     ranks: Annotated[str, typer.Option(help="ranks to distribute, separated by commas")] = "4,8,16,32,64",
-    clients: Annotated[int, typer.Option(min=1)] = 50,
+    clients: Annotated[int, typer.Option(min=1, help="how many clients there are")] = 50,
     participation: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of clients a round")] = 0.5,
     plot: Annotated[Path | None, typer.Option(help="write a picture")] = None,
     json: AsJson = False,

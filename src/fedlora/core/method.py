@@ -159,8 +159,8 @@ S = TypeVar("S")
 class Method(Protocol[S]):
     """A federated LoRA method. Implementations are frozen dataclasses: their fields are their hyper-parameters.
 
-    `State` is a frozen dataclass whose fields are tensors, `LoRA`s, numbers, strings, None, other such dataclasses, or
-    tuples and string-keyed mappings of these: what `checkpoint` can store.
+    `State` is a frozen dataclass whose fields are tensors, `LoRA` values, numbers, strings, None, other such
+    dataclasses, or tuples and string-keyed mappings of these: what `checkpoint` can store.
 
     Example:
         >>> method = build("svd")

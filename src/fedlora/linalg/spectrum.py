@@ -100,7 +100,8 @@ def svd_of_product(
     Returns:
         every component but a tail that the dtype could not tell from nothing; none where the terms cancel exactly.
 
-    Source: the thin exact SVD of docs/methods.md (FLoRIST's core). Householder QR is indifferent to column scales.
+    Source: the thin exact SVD of docs/explanation/methods.md (FLoRIST's core). Householder QR is indifferent to column
+    scales.
     """
     U, s, Vh, sizes = _svd_of_product(B, A)
     terms = float(norm(sizes))

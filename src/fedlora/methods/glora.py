@@ -11,7 +11,7 @@ LoRA"). Deviations from the paper, each an option and each named in the diagnost
 choice): ties at the cut are broken by energy; col(B_i A_i) instead of col(B_i); the freshest history; R from nominal
 ranks. Always: components that are rounding noise are no components, and slots that none fills start as LoRA starts.
 Cost: O(S^2 (d_out + d_in) + S^3), S = sum r_i; the readout of a client whose upload is not of the last round O(r_i R
-d_out) for its alignment scores. All terms: docs/scale.md.
+d_out) for its alignment scores. All terms: docs/explanation/scale.md.
 """
 
 from __future__ import annotations

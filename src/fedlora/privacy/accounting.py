@@ -164,8 +164,10 @@ def epsilon_up(epsilon: float) -> str:
 
 
 def how_strong(epsilon: float) -> str:
-    """What a person should know of a large epsilon; "" of others (docs/privacy.md)."""
-    return "" if epsilon <= SAYS_LITTLE else f" (above {SAYS_LITTLE:g} such a promise says little: docs/privacy.md)"
+    """What a person should know of a large epsilon; "" of others (docs/how-to/privacy.md)."""
+    return (
+        "" if epsilon <= SAYS_LITTLE else f" (above {SAYS_LITTLE:g} such a promise says little: docs/how-to/privacy.md)"
+    )
 
 
 def check_delta(delta: float) -> None:

@@ -18,8 +18,8 @@ from fedlora.runs.sections import Section
 class AttackSection(Section):
     """Clients that lie, for experiments; never in a federation. Every output of such a run says so.
 
-    kind: what they do, see docs/attacks.md. share: of all clients, rounded down, drawn by run.seed; or clients: who
-    they are. strength: what it means depends on the kind, and so does its default. space: for some kinds, whether
+    kind: what they do, see docs/how-to/attacks.md. share: of all clients, rounded down, drawn by run.seed; or clients:
+    who they are. strength: what it means depends on the kind, and so does its default. space: for some kinds, whether
     changes are added up as products B A ("update") or as the entries of the factors ("factors"); without it as the
     method does that is attacked. noise: a free rider hides behind noise.
     """

@@ -26,7 +26,9 @@ Norm = Annotated[float, Field(gt=0)] | Literal["median"]
 
 
 class DefenceSection(Section):
-    """A robust rule: weights of the clients' changes, by where these lie beside each other (docs/robust-rules.md).
+    """A robust rule: weights of the clients' changes, by where these lie beside each other.
+
+    docs/how-to/robust-rules.md has the theory.
 
     rule: "none", or which one. liars: how many clients of a round it must bear, or which share of them (below 0.5);
     krum, multi-krum and mixing need it, the others refuse rounds of too few clients where it is given. mixing: first

@@ -19,18 +19,21 @@ SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a 
 
 
 class PrivacySection(Section):
-    """Differential privacy of what is released; the unit is one client, and the server is trusted. docs/privacy.md.
+    """Differential privacy of what is released; the unit is one client, and the server is trusted.
+
+    docs/how-to/privacy.md says what it promises.
 
     clip: C, the largest norm of one client's change in a round, over all modules and heads together; what is larger is
     scaled down to it. noise_multiplier: z, the noise in units of what one client can do; or in its place epsilon: what
-    all run.rounds together may cost at `delta`, from which z is computed. sampling: "all" clients in every round, or
-    "poisson": each with chance run.participation, drawn secretly. shape: changes are summed whole ("full"), in `dims`
-    directions of the output side ("left"), or of both ("two-sided"). rank: R of the server's update (default: the
-    largest client's). most_examples: a client counts min(n_i, most_examples) / most_examples; without it all count
-    alike. population: a name for these clients, and ledger: the file where all runs on them are charged; keep it.
-    budget: most epsilon that all of them together may ever spend at `delta`. The ledger's first run writes it there
-    (default: what that run needs by itself), and later ones are held to it: `fedlora privacy LEDGER --budget` sets
-    another. Later it is a limit of this run alone, below the ledger's.
+    all run.rounds together may cost at `delta`, from which z is computed. delta: the chance with which that may fail.
+    sampling: "all" clients in every round, or "poisson": each with chance run.participation, drawn secretly. shape:
+    changes are summed whole ("full"), in `dims` directions of the output side ("left"), or of both ("two-sided"). dims:
+    how many, where the shape is not "full". rank: R of the server's update (default: the largest client's).
+    most_examples: a client counts min(n_i, most_examples) / most_examples; without it all count alike. population: a
+    name for these clients, and ledger: the file where all runs on them are charged; keep it. budget: most epsilon that
+    all of them together may ever spend at `delta`. The ledger's first run writes it there (default: what that run needs
+    by itself), and later ones are held to it: `fedlora privacy LEDGER --budget` sets another. Later it is a limit of
+    this run alone, below the ledger's.
     """
 
     clip: Above

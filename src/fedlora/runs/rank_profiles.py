@@ -34,7 +34,7 @@ class RankType:
         return {name: self.attention if is_attention(name) else self.feed_forward for name in modules}
 
 
-# The ranks of the paper's five types are in a figure that the text lacks: our choice (docs/paper-notes.md).
+# The ranks of the paper's five types are in a figure that the text lacks: our choice (docs/explanation/paper-notes.md).
 PAPER_TYPES = tuple(RankType(r, r) for r in (4, 8, 16, 32, 64))
 # FlexLoRA's four types, by size: the authors' Type_0, Type_3, Type_2 and Type_1.
 FLEXLORA_TYPES = (RankType(8, 8), RankType(30, 30), RankType(30, 200), RankType(200, 200))
@@ -62,7 +62,7 @@ def rank_shares(profile: RankProfile, kinds: int) -> list[float]:
 
     uniform: equal. normal: a bell over the index (mu in the middle, sigma 1). heavy-tail: 80 % the smallest, the rest
     alike. heavy-tail-strong: mirrored, 80 % the largest. The GLoRA paper names these without numbers, so they are our
-    reading (docs/paper-notes.md). flexlora-*: the shares of FlexLoRA's code, for its own four types.
+    reading (docs/explanation/paper-notes.md). flexlora-*: the shares of FlexLoRA's code, for its own four types.
     """
     if profile not in get_args(RankProfile):
         raise ConfigError(f"unknown rank profile {profile!r}; known: {', '.join(get_args(RankProfile))}.")

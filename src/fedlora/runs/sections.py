@@ -58,11 +58,13 @@ class Section(BaseModel):
 class RunSection(Section):
     """How long, how wide, how reproducible.
 
-    threads: of torch (0: its own default). workers: processes that train a round's clients and evaluate, each with one
-    thread or one GPU; "auto" is the machine's cores or GPUs, but no more than a round has clients. Any number of them
-    gives the same bits on a CPU, 1 included. readouts: write each client's readout at the end. keep_uploads: store what
-    clients trained, of the last round or of all, as PEFT directories for `fedlora audit`. track: also log to
-    tensorboard, trackio or wandb.
+    rounds: of training and aggregation. participation: share of the clients that is drawn for each round. seed: of all
+    randomness. threads: of torch (0: its own default); results are the same bits at a fixed number. workers: processes
+    that train a round's clients and evaluate, each with one thread or one GPU; "auto" is the machine's cores or GPUs,
+    but no more than a round has clients. Any number of them gives the same bits on a CPU, 1 included. checkpoint_every:
+    store the state after so many rounds. keep_checkpoints: so many of the newest; the best by validation stays too.
+    readouts: write each client's readout at the end. keep_uploads: store what clients trained, of the last round or of
+    all, as PEFT directories for `fedlora audit`. track: also log to tensorboard, trackio or wandb.
     """
 
     rounds: Positive = 10
@@ -97,12 +99,15 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2".
+    """The base model, which nobody changes.
 
-    dropout: overrides the model's own dropout where given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and
-    the library bitsandbytes), on which fedex-lora and flora cannot run. remember_prefix: compute what lies before the
-    first layer with LoRA once for each text, and remember it (an encoder, without dropout): faster, and the same result
-    up to the rounding of padded batches.
+    path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2". task: classes, or
+    the next token. device: "cpu", "cuda" or another of torch; "auto" is a GPU where there is one. bf16: compute in
+    bfloat16; on a CPU without instructions for it that takes float32's time. checkpointing: compute activations again
+    in the backward pass, which saves memory and costs time. dropout: overrides the model's own dropout where given.
+    four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora
+    cannot run. remember_prefix: compute what lies before the first layer with LoRA once for each text, and remember it
+    (an encoder, without dropout): faster, and the same result up to the rounding of padded batches.
     """
 
     path: str
@@ -140,9 +145,10 @@ class ModelSection(Section):
 class LoRASection(Section):
     """What all clients' LoRA share. A client of rank r trains W0 + s B A.
 
-    scaling: s for every rank, so alpha = scaling * r. alpha: in its place, one alpha for all ranks: s = alpha / r, with
-    rslora alpha / sqrt(r). targets: names or ends of module paths; a string is one regular expression that matches
-    whole paths; "all-linear".
+    scaling: s for every rank, so alpha = scaling * r. alpha: in its place, one alpha for all ranks: s = alpha / r.
+    rslora: with alpha, s = alpha / sqrt(r). targets: names or ends of module paths; a string is one regular expression
+    that matches whole paths; "all-linear". dropout: before A, in training. saved: modules that are trained whole and
+    travel beside the factors, such as a classifier of another name than the model's own.
     """
 
     targets: list[str] | str = ["query", "value"]
@@ -191,7 +197,11 @@ class LoRASection(Section):
 
 
 class MethodSection(Section):
-    """name: of `fedlora methods`, or "module:Class" of your own. Further keys are the method's hyper-parameters."""
+    """How uploads become the server's model. Further keys are the method's hyper-parameters.
+
+    name: of `fedlora methods`, or "module:Class" of your own. preset: hyper-parameters by one name, as `fedlora
+    methods` lists them.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -206,10 +216,15 @@ class MethodSection(Section):
 class ServerSection(Section):
     """As the arguments of `fedlora.Server`, rounds by a sketch, and two experiments with uploads.
 
-    sketch_rank: play rounds by the two exchanges of `fedlora.server.sketched_round`, keeping so many directions of each
-    module; in the simulation only. sketch_oversample: directions beyond these that are sketched along. upload: the form
-    they come in. gauge_stress: re-express each in fresh random coordinates of this condition number before it is
-    aggregated, every round.
+    weighting: p_i by the number of "examples", or "uniform". heads: "average" the fully trained parts, keep them
+    "local", or "frozen"; not set: as the method has it. quorum: bad uploads and failed clients are left out as long as
+    so many good ones remain; not set: the first one stops the run. missing: a module that some clients lack is averaged
+    over those who have it ("renormalise"), or the others count as a "zero" update. memory: megabytes for a round's
+    uploads, beyond which they are folded in and dropped. workers: matrices aggregated at a time; not set: torch's
+    threads. sketch_rank: play rounds by the two exchanges of `fedlora.server.sketched_round`, keeping so many
+    directions of each module; in the simulation only. sketch_oversample: directions beyond these that are sketched
+    along. upload: the form they come in. gauge_stress: re-express each in fresh random coordinates of this condition
+    number before it is aggregated, every round.
     """
 
     weighting: Weighting = "examples"
@@ -250,10 +265,11 @@ class ClientsSection(Section):
     in that order, or, with `profile`, the values that the profile distributes; one value serves everybody. An entry is
     a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring ranks of their own.
     Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet" label skew of
-    `alpha` (default 1) with at least `min_size` examples each, or "iid". own_test: a share of what each client was
-    dealt that it never trains on and is measured on (evaluate.clients_at_end), beside the common test set; with
-    data.test = 0 all of them together are the common one. starts: where a client's first adapter begins: the "common"
-    one that the server sends, or its "own", with an A that it draws itself, as adapters have that were trained apart.
+    `alpha`, or "iid". alpha: of the label skew, 1 where it is not set; the smaller, the more skewed. min_size: so many
+    examples each at least. own_test: a share of what each client was dealt that it never trains on and is measured on
+    (evaluate.clients_at_end), beside the common test set; with data.test = 0 all of them together are the common one.
+    starts: where a client's first adapter begins: the "common" one that the server sends, or its "own", with an A that
+    it draws itself, as adapters have that were trained apart.
     """
 
     count: Positive | None = None
@@ -309,20 +325,21 @@ def check_classes(labels: Sequence[str] | None) -> None:
 class DataSection(Section):
     """Where the text is. Paths are relative to the config file.
 
-    One source: train, one file dealt out to the clients ("demo" is built in); or clients, id -> that client's own file;
-    or task, a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub where no root is given),
-    or "superni", where each task is a client. text, pair, label: columns of a classification file. labels: the
+    One source of three; it may also be a Parquet file, or "hf://owner/name?config=...&split=...&revision=..." by the
+    library datasets. train: one file dealt out to the clients ("demo" is built in); clients: id -> that client's own
+    file; task: a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub where no root is
+    given), or "superni", where each task is a client. text, pair, label: columns of a classification file. labels: the
     names of its classes, in the order of their numbers, where they are agreed on: a file that lacks one will do, and a
-    row of another class is an error; without it, all classes that occur in the files. prompt, response: of
-    an instruction file. validation, test: a share to hold out (of each file), or a file of its own; GLUE's test sets
-    are the official validation files. Best is chosen on validation only. max_train, max_test: at most so many examples
-    (of each client's or task's, for superni), drawn by the seed. tasks, unseen: how many tasks of superni are clients,
-    and how many nobody trains on; task_lists: two files below the root that name them, in place of a draw by the seed.
+    row of another class is an error; without it, all classes that occur in the files. prompt, response: of an
+    instruction file. validation, test: a share to hold out (of each file), or a file of its own; GLUE's test sets are
+    the official validation files. Best is chosen on validation only. max_train, max_test: at most so many examples (of
+    each client's or task's, for superni), drawn by the seed. tasks, unseen: how many tasks of superni are clients, and
+    how many nobody trains on. task_lists: two files below the root that name them, in place of a draw by the seed.
     loss_on: of an instruction, the response or all of it. messages: the column of conversations, in place of prompt and
     response; where it is left out, "messages", if the rows have that and not the others. template: what stands around
     prompts: "chat", the model's own chat template, also where nothing is said (but for superni, which brings its own
-    prompts); "none"; a text with {prompt} in it, which the response follows; or a Jinja chat template. A source may
-    also be a Parquet file, or "hf://owner/name?config=...&split=...&revision=..." by the library datasets.
+    prompts); "none"; a text with {prompt} in it, which the response follows; or a Jinja chat template. max_length:
+    tokens of an example; what is longer is cut.
     """
 
     train: str | None = None
@@ -385,10 +402,15 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """One client's round, as `training.TrainSettings`. steps = 0: train `epochs` instead. together: clients at once.
+    """One client's round. The optimiser is new each round.
 
-    class_weights: what an example counts in the training loss, by its class: "balanced" (by each client's own counts),
-    or a table {name = weight}, where a class that is not named has 1.
+    lr: learning rate. optimizer: which one. weight_decay: of that optimiser. steps: optimiser steps of a round; 0:
+    train `epochs` instead. epochs: over the client's data, where steps = 0. batch_size: examples a step. accumulation:
+    micro-batches a step, each of examples of alike length: the same gradient from less padding. together: clients that
+    are trained at once, which is faster for small batches. clip: largest norm of the gradient; 0 for none. schedule: of
+    the learning rate over all rounds; it is constant within one. class_weights: what an example counts in the training
+    loss, by its class: "balanced" (by each client's own counts), or a table {name = weight}, where a class that is not
+    named has 1.
     """
 
     lr: Annotated[float, Field(gt=0)] = 3e-3
@@ -426,16 +448,18 @@ class TrainSection(Section):
 
 
 class EvaluateSection(Section):
-    """target: what is measured, the "server" model or the "clients"; "auto" is the server where it has a model.
+    """What is measured, and when to stop.
 
-    metric: what is reported and chosen by: "accuracy", "loss" (the lower the better), of classes also
-    "balanced-accuracy", "macro-f1" and "matthews"; of a language model "perplexity" (the lower the better), or of its
-    answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match", and "rouge-l-teacher-forced". clients_at_end:
-    also measure each client's own readout, once: on its own test set where it has one, else on the common one; "both":
-    on both. patience: stop after so many evaluations in a row whose metric on validation is not better, by more than
-    min_delta, than the best before; schedules of the learning rate stay those of all run.rounds.
-    samples: so many held-out prompts of a language model, whose greedy answers before and after training are kept in
-    samples.jsonl and samples.md.
+    every: so many rounds; the last one is measured always. target: what is measured, the "server" model or the
+    "clients"; "auto" is the server where it has a model. metric: what is reported and chosen by: "accuracy", "loss"
+    (the lower the better), of classes also "balanced-accuracy", "macro-f1" and "matthews"; of a language model
+    "perplexity" (the lower the better), or of its answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match",
+    and "rouge-l-teacher-forced". max_new_tokens: of an answer. batch_size: examples at a time. clients_at_end: also
+    measure each client's own readout, once: on its own test set where it has one, else on the common one; "both": on
+    both. patience: stop after so many evaluations in a row whose metric on validation is not better, by more than
+    min_delta, than the best before; schedules of the learning rate stay those of all run.rounds. min_delta: what counts
+    as better. samples: so many held-out prompts of a language model, whose greedy answers before and after training are
+    kept in samples.jsonl and samples.md.
     """
 
     every: Positive = 1

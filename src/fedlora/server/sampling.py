@@ -13,7 +13,7 @@ from fedlora.seeds import derive_seed
 def sample_clients(clients: Sequence[str], fraction: float, *, seed: int, round: int) -> list[str]:
     """The participants of one round, sorted: max(1, round(fraction * n)) of them, without replacement.
 
-    A function of (seed, round) and the set of clients only. Source: docs/methods.md, client selection.
+    A function of (seed, round) and the set of clients only. Source: docs/explanation/methods.md, client selection.
 
     Example:
         >>> len(sample_clients(["a", "b", "c", "d"], 0.5, seed=0, round=0))

@@ -1,4 +1,4 @@
-"""PrivateFedLoRA: rounds of one clipped and noised sum on a network. docs/privacy.md says what it promises.
+"""PrivateFedLoRA: rounds of one clipped and noised sum on a network. docs/how-to/privacy.md says what it promises.
 
 All members are asked in every round, once. Who is refused, offline, late, fails or abstains counts as zero, and the
 round takes place: there is no quorum, no second attempt, no second draw. The noised sum is written down and charged

@@ -150,7 +150,7 @@ class Supervisor:
         self._done = now.done
         self._say(f"{now.name}: {len(now.clients)} sites, {now.rounds} rounds, {now.done} of them done")
         if now.privacy is not None:
-            self._say(f"private: {promise(now.privacy, now.rounds)}. docs/privacy.md")
+            self._say(f"private: {promise(now.privacy, now.rounds)}. docs/how-to/privacy.md")
             self._say(
                 f"nothing that is said here tells of single sites: who is online, late or refused stands in "
                 f"{private_folder(self.folder)}/log, for this server's operator alone. Look there after round 1"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class FederationPrivacy(PrivacySection):
-    """As [privacy] of a run; docs/privacy.md.
+    """As [privacy] of a run; docs/how-to/privacy.md.
 
     members: the names of all sites that may ever take part. They are public; the noised sum is divided by how many they
     are, whoever answers. `init` writes them. ledger: a path of the server's, which does not travel; "" at a site.

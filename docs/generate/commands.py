@@ -1,0 +1,77 @@
+"""Every command with its arguments and options, from the program itself."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+
+import click
+from typer.main import get_command
+
+from fedlora.cli import app
+from generate.markdown import entry, line, prose
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    """("fedlora merge", the command) for every command and group, each group before what is in it."""
+    root = get_command(app)
+    yield from _below(root, "fedlora")
+
+
+def page() -> str:
+    """As Markdown. An argument that needs no words stands in the line of usage alone."""
+    parts: list[str] = []
+    for path, command in commands():
+        depth = "#" * min(2 + (path.count(" ") > 1), 3)
+        pieces = command.collect_usage_pieces(click.Context(command, info_name=path))
+        parts += [f"{depth} `{path}`", "\n\n".join(_paragraphs(command.help or ""))]
+        parts += [f"```text\n{path} {' '.join(pieces)}\n```"]
+        parts += [_parameter(parameter) for parameter in parameters(command) if getattr(parameter, "help", None)]
+    return "\n\n".join(parts) + "\n"
+
+
+def parameters(command: click.Command) -> list[click.Parameter]:
+    """What is shown: not --help, nor what typer adds to the program for the shell."""
+    return [
+        p
+        for p in command.params
+        if p.name not in ("help", "install_completion", "show_completion") and not getattr(p, "hidden", False)
+    ]
+
+
+def _below(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command, info_name=path)
+        for name in command.list_commands(context):
+            child = command.resolve_command(context, [name])[1]
+            if child is not None:
+                yield from _below(child, f"{path} {name}")
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Paragraphs of a docstring flow; indented lines, such as examples, stay as they are."""
+    found = []
+    for part in re.split(r"\n\s*\n", inspect.cleandoc(text.replace("\b", ""))):
+        lines = part.splitlines()
+        kept = len(lines) > 1 and all(one.startswith(" ") for one in lines)
+        found.append(f"```text\n{inspect.cleandoc(part)}\n```" if kept else prose(part))
+    return found
+
+
+def _parameter(parameter: click.Parameter) -> str:
+    help_text = getattr(parameter, "help", None) or ""
+    if isinstance(parameter, click.Argument):
+        name = parameter.make_metavar(click.Context(click.Command("x")))
+        return entry(name, ["required" if parameter.required else "optional"], line(help_text))
+    names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    flag = getattr(parameter, "is_flag", False)
+    kind = "" if flag else parameter.type.name
+    if isinstance(parameter.type, click.Choice):
+        kind = " or ".join(f"`{getattr(choice, 'value', choice)}`" for choice in parameter.type.choices)
+    value = parameter.default
+    plain = value is not None and not callable(value) and value not in ((), [], "", False)
+    shown = f"default `{getattr(value, 'value', value)}`" if plain and "Sentinel" not in repr(value) else ""
+    facts = ["required" if parameter.required else "", kind, shown, "repeatable" if parameter.multiple else ""]
+    return entry(names, facts, line(help_text))

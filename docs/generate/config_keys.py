@@ -1,0 +1,117 @@
+"""Every key of a run's configuration: its type and default from the fields, its meaning from the class's docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from fedlora.runs.config import RunConfig
+from generate.markdown import entry, line, prose
+
+_PLAIN = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. meaning: "" where the docstring has no word on it, which a test refuses."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of the file: what it is about, and its keys."""
+
+    name: str
+    about: str
+    keys: tuple[Key, ...]
+
+
+def tables() -> Iterator[Table]:
+    """Every table that a configuration may have, in the order of the code."""
+    for name, field in RunConfig.model_fields.items():
+        section = _section(field.annotation)
+        about, meanings = split(inspect.getdoc(section) or "", list(section.model_fields))
+        keys = [Key(key, _kind(of), _default(of), meanings.get(key, "")) for key, of in section.model_fields.items()]
+        yield Table(name, about, tuple(keys))
+
+
+def page() -> str:
+    """As Markdown."""
+    parts = []
+    for table in tables():
+        parts += [f"## [{table.name}]", prose(table.about)]
+        parts += [entry(f"{table.name}.{k.name}", (k.kind, k.default), line(k.meaning)) for k in table.keys]
+    return "\n\n".join(parts) + "\n"
+
+
+def split(doc: str, names: list[str]) -> tuple[str, dict[str, str]]:
+    """What a docstring says of the whole, and of each name: "a: meaning. b, c: meaning."."""
+    name = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    marks = list(re.finditer(rf"(?<![\w.\"'`])((?:{name})(?:, (?:{name}))*):\s", doc))
+    found: dict[str, str] = {}
+    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+        said = doc[mark.end() : following.start() if following else None]
+        said = re.sub(r"[;,]?\s*(?:(?:and|or)\s+)?(?:in its\s+place\s+)?$", "", said)
+        said = re.sub(r"[;,]\s*(?:or|and)$", "", said).strip()
+        for key in mark[1].split(", "):
+            found.setdefault(key, said[:1].upper() + said[1:])
+    return (doc[: marks[0].start()] if marks else doc).strip(), found
+
+
+def _section(annotation: Any) -> type[BaseModel]:
+    held = [part for part in (annotation, *get_args(annotation)) if isinstance(part, type)]
+    return next(part for part in held if issubclass(part, BaseModel))
+
+
+def _kind(field: FieldInfo) -> str:
+    return _words(field.annotation, field.metadata)
+
+
+def _words(kind: Any, metadata: Any = ()) -> str:
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _words(inside[0], [*inside[1:], *metadata])
+    if origin in (Union, types.UnionType):
+        said = dict.fromkeys(_words(part) for part in inside if part is not type(None))
+        return " or ".join(said) + _bounds(metadata)
+    if origin is Literal:
+        return " or ".join(f'`"{value}"`' if isinstance(value, str) else f"`{str(value).lower()}`" for value in inside)
+    if origin in (list, tuple):
+        return f"list of: {_words(inside[0])}"
+    if origin is dict:
+        return f"table of: {_words(inside[1])}"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "table of " + ", ".join(f"`{name}`" for name in kind.model_fields)
+    return _PLAIN.get(kind, getattr(kind, "__name__", str(kind))) + _bounds(metadata)
+
+
+def _bounds(metadata: Any) -> str:
+    flat = [part for held in metadata for part in getattr(held, "metadata", [held])]
+    said = [f"{word} {getattr(held, of):g}" for held in flat for of, word in _BOUNDS.items() if _has(held, of)]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _has(held: Any, of: str) -> bool:
+    return getattr(held, of, None) is not None
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "not set"
+    text = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"default `{text}`".replace("'", '"').replace("()", "[]")

@@ -1,0 +1,69 @@
+"""The public names of Python, module by module, as directives of autodoc: what `__all__` says, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+
+MODULES = {  # module -> what a reader looks there for
+    "fedlora": "What most programs need. Torch and safetensors suffice.",
+    "fedlora.client": "A client's side of a round.",
+    "fedlora.server": "The server, its state, and rounds by a sketch.",
+    "fedlora.core": "Adapters, messages, and the protocol of a method.",
+    "fedlora.simulation": "The loop over rounds in one process.",
+    "fedlora.adapters": "PEFT adapters as files: read, written, merged.",
+    "fedlora.analysis": "What methods and adapters really do.",
+    "fedlora.training": "A client's local work on transformers and peft, or on any module (`fedlora[train]`).",
+    "fedlora.runs": "One TOML file to one folder (`fedlora[train]`).",
+    "fedlora.data": "Text and tables, and how they are dealt out.",
+    "fedlora.privacy": "Differential privacy of what is released (`fedlora[privacy]`).",
+    "fedlora.attacks": "Clients that lie, for experiments.",
+    "fedlora.testing": "The contracts that a method keeps, to run on one of your own.",
+    "fedlora.offline": "Rounds without a network.",
+    "fedlora.workers": "Several processes that train a round's clients.",
+}
+
+
+def names() -> list[tuple[str, str]]:
+    """(module, name), each name where it is met first."""
+    seen: set[int] = set()
+    found = []
+    for module in MODULES:
+        held = import_module(module)
+        for name in held.__all__:
+            value = getattr(held, name)
+            documented = inspect.isclass(value) or inspect.isfunction(value)
+            if documented and id(value) in seen:
+                continue
+            seen.add(id(value))
+            found.append((module, name))
+    return found
+
+
+def page() -> str:
+    """As Markdown with a block of reStructuredText for each module."""
+    parts = []
+    for module, about in MODULES.items():
+        directives = [_directive(module, name) for held, name in names() if held == module]
+        rst = "\n".join(directives)
+        parts.append(f"## {module}\n\n{about}\n" + (f"\n````{{eval-rst}}\n{rst}\n````\n" if rst else ""))
+    return "\n".join(parts)
+
+
+def _directive(module: str, name: str) -> str:
+    value = getattr(import_module(module), name)
+    if inspect.isclass(value):
+        return f".. autoclass:: {module}.{name}\n   :members:\n"
+    if inspect.isfunction(value):
+        return f".. autofunction:: {module}.{name}\n"
+    return f".. py:data:: {module}.{name}\n\n   {_held(value)}\n"
+
+
+def _held(value: object) -> str:
+    """What a constant holds, in a line."""
+    if isinstance(value, Mapping):
+        return "A mapping with these keys: " + ", ".join(f"``{key}``" for key in value) + "."
+    if isinstance(value, Sequence):
+        return "In this order: " + ", ".join(f"``{getattr(one, 'name', one)}``" for one in value) + "."
+    return f"``{value}``"

@@ -1,0 +1,135 @@
+"""The site's reference is whole: no key, command or public name without an entry. Kind: structural."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, create_model
+
+import fedlora
+from fedlora.runs.config import RunConfig
+from generate import commands, config_keys, docstrings, method_list, python_names
+from generate.markdown import prose
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+def leaves(value: Any, path: str = "") -> Iterator[str]:
+    """The keys of a configuration, two deep, as TOML names them."""
+    for table, inside in value.items():
+        yield from (f"{table}.{key}" for key in inside)
+
+
+class TestConfiguration:
+    """Expected: the fields of `RunConfig`, walked here by hand, and the text of the docstrings."""
+
+    def test_every_key_has_an_entry_with_a_meaning(self) -> None:
+        page = config_keys.page()
+        sections = {
+            name: next(
+                part
+                for part in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if isinstance(part, type) and issubclass(part, BaseModel)
+            )
+            for name, field in RunConfig.model_fields.items()
+        }
+        wanted = set(leaves({name: section.model_fields for name, section in sections.items()}))
+        entries = dict(re.findall(r"^`([\w.]+)` · .+\n: (.*)$", page, flags=re.M))
+        assert len(wanted) > 80 and set(entries) == wanted
+        silent = [key for key, meaning in entries.items() if len(meaning) < 5]
+        assert not silent, f"say in the section's docstring what these mean, as 'key: meaning.': {silent}"
+
+    def test_a_key_that_nobody_explained_is_found(self) -> None:
+        made = create_model("Made", __doc__='Words.\n\nold: what it is ("new": no).', old=(int, 1), new=(int, 2))
+        about, meanings = config_keys.split(made.__doc__ or "", list(made.model_fields))
+        assert about == "Words." and meanings == {"old": 'What it is ("new": no).'}
+
+    def test_types_and_defaults_are_the_fields(self) -> None:
+        keys = {f"{table.name}.{key.name}": key for table in config_keys.tables() for key in table.keys}
+        assert keys["run.rounds"].kind == "whole number (at least 1)" and keys["run.rounds"].default == "default `10`"
+        assert keys["model.path"].default == "**required**"
+        assert keys["data.validation"].kind == "text or number (at least 0, below 1)"
+        assert keys["clients.partition"].kind == '`"dirichlet"` or `"iid"`'
+
+    def test_the_page_s_own_file_loads(self) -> None:
+        block = re.findall(r"```toml\n(.*?)```", (DOCS / "reference" / "config.md").read_text(), flags=re.S)[0]
+        assert RunConfig.model_validate(tomllib.loads(block)).model.path == "demo"
+
+
+class TestCommands:
+    """Expected: what `fedlora.cli` and `fedlora.cli.flower` list, and the options of two commands read in the code."""
+
+    def test_every_command_has_a_section(self) -> None:
+        from fedlora.cli import COMMANDS
+        from fedlora.cli.flower import COMMANDS as FLOWER
+
+        page = commands.page()
+        wanted = [*COMMANDS, *(f"flower {name}" for name in FLOWER), "methods check", "experiment run"]
+        missing = [name for name in wanted if not re.search(rf"^##+ `fedlora {name}`$", page, flags=re.M)]
+        assert not missing, missing
+
+    def test_every_option_says_what_it_does(self) -> None:
+        silent = [
+            f"{path} {parameter.opts[0]}"
+            for path, command in commands.commands()
+            for parameter in commands.parameters(command)
+            if parameter.param_type_name == "option" and not getattr(parameter, "help", None)
+        ]
+        assert not silent, silent
+
+    def test_options_are_the_program_s(self) -> None:
+        merge = commands.page().split("## `fedlora merge`\n")[1].split("\n## ")[0]
+        assert "`--rank` · " in merge and "`--weights` · " in merge
+
+
+class TestNames:
+    def test_every_public_name_of_the_package_is_on_the_page(self) -> None:
+        page = python_names.page()
+        missing = [name for name in fedlora.__all__ if f":: fedlora.{name}\n" not in page]
+        assert not missing, missing
+
+    def test_every_method_has_a_section(self) -> None:
+        page = method_list.page()
+        assert [name for name in fedlora.METHODS if f"\n## `{name}`\n" not in page] == []
+
+
+class TestPlainProse:
+    """Expected: the rules of both markups."""
+
+    def test_letters_stay_letters(self) -> None:
+        assert prose("sum_i p_i <a> [b] `c_d`") == r"sum\_i p\_i \<a\> \[b\] `c_d`"
+        lines = ["* one *args and |a|", "trailing_ word", "`kept_`", "Example:", "    >>> a * b"]
+        docstrings.as_rst(None, "class", "x", None, None, lines)
+        assert lines == [r"* one \*args and \|a\|", r"trailing\_ word", "`kept_`", "Example:", "    >>> a * b"]
+
+
+class TestDrawings:
+    """Drawings are what their scripts draw; what the page says of it is computed here by numpy."""
+
+    @pytest.mark.parametrize("name", ["gauge", "times"])
+    def test_the_drawing_is_the_script_s(self, name: str) -> None:
+        drawn = runpy.run_path(str(DOCS / "images" / f"draw_{name}.py"))["drawing"]()
+        assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == drawn
+
+    @pytest.mark.parametrize(("angle", "said"), [(0, "off by\n11 %"), (180, "almost nothing")])
+    def test_what_the_page_says(self, angle: int, said: str) -> None:
+        numpy = pytest.importorskip("numpy")
+        text = (DOCS / "images" / "gauge.svg").read_text(encoding="utf-8")
+        data = json.loads(re.findall(r'data-matrices="([^"]*)"', text)[0].replace("&quot;", '"'))
+        B1, A1, B2, A2 = (numpy.array(data[name]) for name in ("B1", "A1", "B2", "A2"))
+        c, s = numpy.cos(numpy.radians(angle)), numpy.sin(numpy.radians(angle))
+        Q = numpy.array([[c, -s], [s, c]])
+        true = (B1 @ A1 + B2 @ A2) / 2
+        wrong = (B1 @ Q + B2) @ (numpy.linalg.inv(Q) @ A1 + A2) / 4
+        page = (DOCS / "explanation" / "gauge.md").read_text(encoding="utf-8")
+        off = float(numpy.linalg.norm(wrong - true) / numpy.linalg.norm(true))
+        assert said.replace("\n", " ") in page.replace("\n", " ")
+        assert f"{off:.0%}".replace("%", " %") in ("11 %",) if angle == 0 else numpy.linalg.norm(wrong) < 0.2
