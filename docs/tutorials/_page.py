@@ -31,9 +31,8 @@ warnings.filterwarnings("ignore", category=FutureWarning)  # transformers of its
 
 def bash(line: str, cell: str) -> None:
     """The cell magic: what its commands say, in the order in which they say it. Raises where one of them fails."""
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", cell], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    words = ["bash", "-euo", "pipefail", "-c", cell]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     print(done.stdout, end="")
     done.check_returncode()
 
