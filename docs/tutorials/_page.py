@@ -25,6 +25,8 @@ os.environ |= {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
+for _name in ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE"):  # the kernel sets them: commands would draw spinners
+    os.environ.pop(_name, None)
 warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, in a notebook without widgets
 warnings.filterwarnings("ignore", category=FutureWarning)  # transformers of itself
 
