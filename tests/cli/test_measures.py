@@ -13,6 +13,7 @@ from fedlora.cli.measures import (
     label_cell,
     label_title,
     least_recalled,
+    megabytes,
     number,
     other_scores,
     worst_client,
@@ -44,6 +45,17 @@ def test_classes_stand_in_the_title_and_counts_in_its_order() -> None:
 def test_bytes_in_a_unit_that_shows_them() -> None:
     shown = [byte_size(n) for n in (0, 999, 30_161, 999_940, 1_500_000)]
     assert shown == ["0 bytes", "999 bytes", "30.2 KB", "999.9 KB", "1.5 MB"]
+
+
+def test_a_small_models_megabytes_are_not_nothing() -> None:
+    """Written by hand: one digit from 1 MB on, three below it."""
+    assert [megabytes(n) for n in (0, 23_400, 999_000, 1_000_000, 14_123_000)] == [
+        "0.000",
+        "0.023",
+        "0.999",
+        "1.0",
+        "14.1",
+    ]
 
 
 def test_scores_in_words_and_what_is_no_number() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from fedlora.cli.compare_found import Found
 from fedlora.cli.compare_runs import Failure
 from fedlora.cli.formats import Sheet
+from fedlora.cli.measures import megabytes
 from fedlora.cli.scores import difference_sheet, direction, score_sheet, widen_lines
 from fedlora.experiments.comparison import AXIS, PROFILE
 from fedlora.experiments.plan import worst_values
@@ -60,9 +61,9 @@ def _costs(found: Found) -> Sheet:
     for label, by_seed in found.runs.items():
         raws = [result.raw for result in by_seed.values()]
         told = [raw["bytes"] for raw in raws if raw["bytes"]]  # not of private runs
-        up = _mean([bytes["up_adapter"] + bytes["up_heads"] for bytes in told]) / 1e6 if told else 0.0
-        total = _mean([bytes["total"] for bytes in told]) / 1e6 if told else 0.0
-        sizes = [f"{up:.1f}", f"{total - up:.1f}"] if told else ["not told", "not told"]
+        up = _mean([bytes["up_adapter"] + bytes["up_heads"] for bytes in told]) if told else 0.0
+        total = _mean([bytes["total"] for bytes in told]) if told else 0.0
+        sizes = [megabytes(up), megabytes(total - up)] if told else ["not told", "not told"]
         drifts = [d for raw in raws if (d := (raw["gauge_drift"] or {}).get(raw["method"])) is not None]
         aggregate = _mean([raw["seconds"].get("aggregate", 0.0) for raw in raws])
         rows.append(

@@ -26,6 +26,11 @@ def byte_size(count: float) -> str:
     return f"{count / 1e3:.1f} KB" if count < 1e6 else f"{count / 1e6:.1f} MB"
 
 
+def megabytes(count: float) -> str:
+    """Bytes as MB for a column: 14.1; of a small model 0.023, where one digit would say 0.0."""
+    return f"{count / 1e6:.1f}" if count >= 1e6 else f"{count / 1e6:.3f}"
+
+
 def label_title(names: Sequence[str]) -> str:
     """The title of a column of `label_cell`s."""
     return " / ".join(names) if 0 < len(names) <= _NAMED_CLASSES else "by label"

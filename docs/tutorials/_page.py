@@ -1,0 +1,42 @@
+"""What every tutorial begins with, unseen: an empty folder to work in, and %%bash that fails where a command fails.
+
+IPython's own %%bash shows the two streams apart and in pieces, and goes on when any command but the last one failed.
+"""
+
+import atexit
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+
+from IPython import get_ipython
+
+_FOLDER = tempfile.TemporaryDirectory()
+atexit.register(_FOLDER.cleanup)
+os.chdir(_FOLDER.name)
+os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # this Python's `fedlora`
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+for _name in ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE"):  # the kernel sets them: commands would draw spinners
+    os.environ.pop(_name, None)
+warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, in a notebook without widgets
+warnings.filterwarnings("ignore", category=FutureWarning)  # transformers of itself
+
+
+def bash(line: str, cell: str) -> None:
+    """The cell magic: what its commands say, in the order in which they say it. Raises where one of them fails."""
+    words = ["bash", "-euo", "pipefail", "-c", cell]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    print(done.stdout, end="")
+    done.check_returncode()
+
+
+get_ipython().register_magic_function(bash, "cell", "bash")
