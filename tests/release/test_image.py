@@ -41,8 +41,8 @@ def test_the_images_steps_make_an_environment_that_serves(built: Built, tmp_path
     found = image.python.distributions()
     assert "flwr" in found and not [name for name in found if name.startswith("nvidia-")]
     assert "Usage" in image.entry("--help")
-    image.entry("flower", "init", "fed", "--server-name", "fl.example.org", "--sites", "acme=2,berlin=4")
-    assert "federation.toml" in {path.name for path in (image.python.work / "fed").iterdir()}
+    assert "flower-superlink" in image.entry("doctor")
+    assert "serve" in image.entry("flower", "--help") and "node" in image.entry("flower", "--help")
 
 
 class Image:
