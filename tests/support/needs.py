@@ -17,10 +17,11 @@ NEEDS = {
     "import fedlora.experiments.tables; print('sound')",
     "hub": "from datasets import Dataset; from fedlora.data.hub import from_dataset\n"
     "d = Dataset.from_dict({'text': ['good', 'bad'], 'label': [1, 0]})\n"
-    "print('sound' if len(from_dataset(d)) == 2 else '')",
+    "print('sound' if len(from_dataset(d, text='text', label='label')) == 2 else '')",
     "privacy": "from fedlora.privacy.accounting import epsilon; from fedlora.privacy import Mechanism; import torch\n"
     "Mechanism.of(1.0, 1.0, 4).noised(torch.zeros(4, dtype=torch.int64))\n"
     "print('sound' if 0 < epsilon(2.0, 1, 1e-3) < 10 else '')",
     "train,track": "from fedlora.runs.tracking import check_trackers; check_trackers(['tensorboard']); print('sound')",
-    "flower": "import fedlora.flower.rounds, fedlora.flower.serving, fedlora.flower.site; print('sound')",
+    "flower": "import fedlora.flower.rounds.strategy, fedlora.flower.setup.trial, fedlora.flower.site.resident\n"
+    "import fedlora.flower.serving.trial, cryptography, prometheus_client; print('sound')",
 }
