@@ -16,10 +16,12 @@ def main() -> None:
             raise
         from fedlora.versions import report
 
-        sys.exit(
+        print(
             f"error: the command line needs {error.name}, which is not installed: only fedlora's core is. "
-            f"pip install 'fedlora[train]'.\n{report()}"
+            f"pip install 'fedlora[train]'.\n{report()}",
+            file=sys.stderr,
         )
+        sys.exit(2)
     command_line()
 
 
