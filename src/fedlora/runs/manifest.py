@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.rank_profiles import is_attention
 from fedlora.training.models import AdaptedModel, model_digests
 from fedlora.training.prompting import find_template
+from fedlora.versions import installed
 
 
 def manifest(
@@ -57,7 +57,7 @@ def manifest(
 def code_facts() -> dict[str, Any]:
     """What this machine runs: versions of the libraries, and the commit of a checkout."""
     return {
-        "versions": {name: _version(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
+        "versions": {name: installed(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
         "python": platform.python_version(),
         "commit": commit_of_code(),
     }
@@ -102,13 +102,6 @@ def _ranges(parts: Mapping[str, TextData]) -> list[NDArray[np.int64]]:
     """Where each client's examples stand in all of them laid end to end."""
     ends = np.cumsum([len(p) for p in parts.values()])
     return [np.arange(end - len(p), end) for end, p in zip(ends, parts.values(), strict=True)]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def commit_of_code() -> dict[str, Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from rich.text import Text
 from fedlora.cli.flower.common import needed
 from fedlora.cli.screen import cell, complain, console, print_json, red
 from fedlora.core.echo import shown
+from fedlora.versions import installed, least
 
 
 def doctor(
@@ -48,18 +48,9 @@ def doctor(
 
 def _versions() -> list[tuple[str, str, bool]]:
     rows = [("Python", sys.version.split()[0], sys.version_info >= (3, 11))]
-    for name, least in (
-        ("torch", "2.6"),
-        ("transformers", "5"),
-        ("peft", "0.19"),
-        ("flwr", "1.41"),
-        ("cryptography", "43"),
-    ):
-        try:
-            found = version(name)
-            rows.append((name, found, _numbers(found) >= _numbers(least)))
-        except PackageNotFoundError:
-            rows.append((name, "not installed", False))
+    for name in ("torch", "transformers", "peft", "flwr", "cryptography"):
+        found = installed(name)
+        rows.append((name, found or "not installed", found is not None and _numbers(found) >= _numbers(least(name))))
     for program in ("flwr", "flower-superlink", "flower-supernode"):
         beside = Path(sys.executable).parent / program
         where = str(beside) if beside.is_file() else shutil.which(program)

@@ -24,12 +24,16 @@ _DOCKERFILE = """\
 #   docker build -t {image} {folder}
 # For a fedlora that is not from PyPI: put its wheel into {folder}/wheels, which is looked into first.
 FROM python:3.11-slim
+ARG TORCH="torch=={torch}"
 ARG FEDLORA="fedlora[flower]=={version}"
 RUN groupadd --gid 1000 fedlora && useradd --uid 1000 --gid 1000 --create-home fedlora
 COPY wheels/ /wheels/
-RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu
+# Both are pinned above. Two layers: the large one stays when fedlora changes.
+# hadolint ignore=DL3013
+RUN pip install --no-cache-dir "$TORCH" --index-url https://download.pytorch.org/whl/cpu
+# hadolint ignore=DL3013,DL3059
 RUN pip install --no-cache-dir --find-links /wheels "$FEDLORA"
-USER fedlora
+USER 1000:1000
 ENV FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 PYTHONUNBUFFERED=1
 ENTRYPOINT ["fedlora"]
 CMD ["--help"]
@@ -54,7 +58,8 @@ def write_containers(folder: Path, home: Path, settings: FederationSettings, sit
 
 def dockerfile(home: Path) -> str:
     """The image of server and sites."""
-    return _DOCKERFILE.format(image=_image(), folder=f"{home}/docker", version=version("fedlora"))
+    torch = version("torch").partition("+")[0]  # what this federation's maker has, in its CPU build
+    return _DOCKERFILE.format(image=_image(), folder=f"{home}/docker", version=version("fedlora"), torch=torch)
 
 
 def compose(home: Path, settings: FederationSettings, sites: Sequence[str]) -> str:

@@ -1,0 +1,29 @@
+"""`fedlora` and `python -m fedlora`: the command line, or a word on what it needs where that is not installed."""
+
+from __future__ import annotations
+
+import sys
+
+_NEEDED = ("click", "typer", "rich", "pydantic")  # what any command imports, and the core does not bring
+
+
+def main() -> None:
+    """The entry point of the package."""
+    try:
+        from fedlora.cli import main as command_line
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        from fedlora.versions import report
+
+        print(
+            f"error: the command line needs {error.name}, which is not installed: only fedlora's core is. "
+            f"pip install 'fedlora[train]'.\n{report()}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The wheel in empty environments, outside of the checkout. Kind: end-to-end, with a package index; minutes.
+
+Each extra is installed beside torch alone, and one thing is done that needs what it brings.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from release.conftest import ROOT, Built
+from support.environments import Environment, empty, run
+from support.needs import ADAPTERS, NEEDS
+
+pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
+
+# What torch itself brings, as of 2.13; and what an installation of fedlora's core adds.
+OF_TORCH = {
+    "torch", "filelock", "typing-extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec",
+    "setuptools",
+}  # fmt: skip
+CORE = {"fedlora", "safetensors"}
+
+
+def test_the_core_is_torch_and_safetensors(core: Environment) -> None:
+    assert set(core.distributions()) <= OF_TORCH | CORE
+    assert "sound" in core.run("-W", "ignore", "-c", "import fedlora; print('sound')")
+    said = core.fedlora(code=2)
+    assert "pip install 'fedlora[train]'" in said and "Traceback" not in said and re.search(r"torch +2", said)
+
+
+def test_the_readmes_lines_run_on_the_core(core: Environment) -> None:
+    """README.md, "Fifteen lines": without numpy torch warns, and the result is the same."""
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    (core.work / "lines.py").write_text(lines, encoding="utf-8")
+    assert "B=(64, 12)" in core.run("-W", "ignore", "lines.py")
+
+
+@pytest.mark.parametrize("extra", NEEDS)
+def test_an_extra_brings_what_it_is_for(built: Built, tmp_path: Path, extra: str) -> None:
+    made = empty(tmp_path / "environment")
+    before = made.distributions()["torch"]
+    made.install(f"{built.wheel}[{extra}]")
+    after = made.distributions()
+    assert after["torch"] == before, "an extra replaced torch"
+    assert not [name for name in after if name.startswith(("nvidia-", "cuda-", "triton"))] or "+cpu" not in before
+    assert "sound" in made.run("-W", "ignore", "-c", NEEDS[extra])
+    if "train" in extra or extra == "flower":
+        merges(made)
+    if extra == "flower":
+        assert "flower-superlink" in made.fedlora("doctor")
+
+
+def merges(made: Environment) -> None:
+    made.run("-c", ADAPTERS)
+    made.fedlora("merge", "a", "b", "-o", "merged")
+    made.fedlora("validate", "merged")
+    assert "fedlora" in made.fedlora("--version")
+
+
+def test_the_source_builds_the_wheel_and_its_tests_run_there(core: Environment, built: Built, tmp_path: Path) -> None:
+    """Unpacked elsewhere, with the installed wheel: the sdist holds what these tests need."""
+    import tarfile
+
+    with tarfile.open(built.source) as source:
+        source.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    out = tmp_path / "dist"
+    run([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", out, unpacked], tmp_path)
+    assert next(out.glob("*.whl")).read_bytes() == built.wheel.read_bytes()  # hatch's builds are reproducible
+    chosen = ["tests/test_exactness.py", "tests/adapters/test_formats.py", "tests/test_golden.py"]
+    assert "passed" in run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen], unpacked)
