@@ -36,7 +36,7 @@ default_role = "py:obj"
 
 # Cells run at every build, for the library may have changed under them. FEDLORA_DOCS_EXECUTE=off skips them.
 nb_execution_mode = os.environ.get("FEDLORA_DOCS_EXECUTE", "force")
-nb_execution_timeout = 300
+nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
