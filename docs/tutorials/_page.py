@@ -18,6 +18,7 @@ os.chdir(_FOLDER.name)
 os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # this Python's `fedlora`
 os.environ |= {
     "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # transformers of itself
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -28,7 +29,7 @@ os.environ |= {
 for _name in ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE"):  # the kernel sets them: commands would draw spinners
     os.environ.pop(_name, None)
 warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, in a notebook without widgets
-warnings.filterwarnings("ignore", category=FutureWarning)  # transformers of itself
+warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def bash(line: str, cell: str) -> None:
