@@ -21,6 +21,7 @@ from fedlora.versions import TOLD, installed, least, report
 from release.conftest import ROOT, Built
 from support.environments import run
 
+pytestmark = pytest.mark.timeout(900)  # the first of them builds
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -82,7 +83,6 @@ def test_versions_are_told_and_bounds_are_those_of_pyproject() -> None:
 
 
 @pytest.mark.release  # a dozen seconds
-@pytest.mark.timeout(900)
 def test_what_is_built_is_listed_and_hashed(tmp_path_factory: pytest.TempPathFactory, built: Built) -> None:
     """The same script as `make dist` runs, on this environment."""
     folder = tmp_path_factory.mktemp("hashed")
