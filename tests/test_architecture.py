@@ -1,4 +1,4 @@
-"""The drawings of the README and docs/explanation/architecture.md are those that the code makes now. Kind: structural."""
+"""The drawings of the README and of the architecture page are those that the code makes now. Kind: structural."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trials of docs/how-to/deployment.md and of a tutorial, by the pages' commands, on one machine. Kind: *end to end*."""
+"""The trials of docs/how-to/deployment.md and of a tutorial, by the pages' commands. Kind: *end to end*."""
 
 from __future__ import annotations
 
