@@ -28,10 +28,14 @@ def has_instructions() -> bool:
 
 
 @contextmanager
-def bfloat16_autocast(device: torch.device, on: bool) -> Iterator[None]:
-    """The forward pass of training and evaluation in mixed precision runs in this. on: else nothing is done."""
+def bfloat16_autocast(device: torch.device, on: bool, network: nn.Module | None = None) -> Iterator[None]:
+    """The forward pass of training and evaluation in mixed precision runs in this. on: else nothing is done.
+
+    network: gradient checkpointing computes forward again in the backward pass, outside of this: products stay torch's.
+    """
+    again = bool(getattr(network, "is_gradient_checkpointing", False))
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on):
-        if on and device.type == "cpu" and not has_instructions():
+        if on and not again and device.type == "cpu" and not has_instructions():
             with _InFloat32():
                 yield
         else:

@@ -273,7 +273,7 @@ class ModelEvaluator:
         network, device = self._model.network, self._model.device
         network.eval()
         inputs = collate(examples, self._model.tokenizer, device)
-        with bfloat16_autocast(device, self._bf16):
+        with bfloat16_autocast(device, self._bf16, network):
             output = network(**inputs)
         labels, logits = inputs["labels"], output.logits
         if labels.ndim == 2:

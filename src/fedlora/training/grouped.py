@@ -148,7 +148,7 @@ class _Group:
             self._owner = torch.tensor([k for k, _ in part], device=device)
             inputs = collate([example for _, example in part], self._model.tokenizer, device)
             labels = inputs.pop("labels")
-            with bfloat16_autocast(device, bf16):
+            with bfloat16_autocast(device, bf16, self._model.network):
                 logits = self._model.network(**inputs).logits
             share = torch.tensor([_weight(example, weights[k]) / counts[k] for k, example in part], device=device)
             yield self._owner, _losses(logits.float(), labels) * share

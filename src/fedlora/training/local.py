@@ -228,7 +228,7 @@ class LocalTrainer(RoundTrainer):
         for k in range(0, len(picked), micro):
             part = picked[k : k + micro]
             inputs = collate(part, self._model.tokenizer, device)
-            with bfloat16_autocast(device, s.bf16):
+            with bfloat16_autocast(device, s.bf16, network):
                 loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
             yield loss
 

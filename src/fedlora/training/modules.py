@@ -172,7 +172,7 @@ class ModuleTrainer(RoundTrainer):
         for k in range(0, len(picked), micro):
             part = picked[k : k + micro]
             batch = _moved(self._collate(part), device)
-            with bfloat16_autocast(device, s.bf16):
+            with bfloat16_autocast(device, s.bf16, network):
                 loss = _checked_loss(self._loss(network, batch))
             yield loss * (len(part) / len(picked)) if len(part) < len(picked) else loss
         self._tell_unreached()
