@@ -1,4 +1,4 @@
-"""The kinds of table that a page is filled with, each a function of an experiment, its results and what is asked of it."""
+"""The kinds of table that a page is filled with: each is a function of an experiment, its results and its plan."""
 
 from __future__ import annotations
 
