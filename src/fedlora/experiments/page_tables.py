@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean
 
 from fedlora.errors import ConfigError
@@ -77,6 +78,33 @@ def _differences(source: Source) -> Rows:
         mean, interval = difference_in_words(d.mean, d.low, d.high, " to ")
         rows.append([d.other, *(d.where[a] for a in others), mean, interval, str(d.pairs)])
     return [axis, *others, f"against {reference}", "95 %", "pairs"], rows
+
+
+def _steps(source: Source) -> Rows:
+    """Each label of the first row axis against the one before it. words: a number's name, or nothing."""
+    experiment, axis = source.experiment, source.experiment.rows[0]
+    others = [a for a in _told_axes(experiment, source.profile) if a != axis]
+    cells = _cells(source, source.words)
+    labels = list(dict.fromkeys(cell.cell[axis] for cell in cells))
+    rows = []
+    for before, label in pairwise(labels):
+        for d in paired([cell for cell in cells if cell.cell[axis] in (before, label)], axis, before):
+            mean, interval = difference_in_words(d.mean, d.low, d.high, " to ")
+            rows.append([label, before, *(d.where[a] for a in others), mean, interval, str(d.pairs)])
+    return [axis, "against", *others, "difference", "95 %", "pairs"], rows
+
+
+def _losses(source: Source) -> Rows:
+    """The clients' training losses in the last round: the mean over clients, from the smallest seed to the largest."""
+    axes = _told_axes(source.experiment, source.profile)
+    found: dict[tuple[str, ...], list[float]] = {}
+    for run in mains(source.experiment, source.profile, source.results):
+        result = run.result(source.results)
+        last = result.raw["history"][-1]["losses"] if result is not None and result.raw["history"] else {}
+        if last and all(isinstance(loss, int | float) for loss in last.values()):
+            found.setdefault(tuple(run.cell[axis] for axis in axes), []).append(fmean(last.values()))
+    rows = [[*key, f"{min(each):.2f} to {max(each):.2f}", str(len(each))] for key, each in found.items()]
+    return [*axes, "training loss", "seeds"], rows
 
 
 def _decisions(source: Source) -> Rows:
@@ -185,6 +213,8 @@ KINDS: Mapping[str, Callable[[Source], Rows]] = {
     "prices": _prices,
     "scores": _scores,
     "differences": _differences,
+    "steps": _steps,
+    "losses": _losses,
     "decisions": _decisions,
     "gates": _gates,
     "seeds": _seeds,
