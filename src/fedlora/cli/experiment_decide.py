@@ -68,7 +68,7 @@ def plan_seeds(
             [[r["of"], r["key"], "" if r["value"] is None else shown(r["value"]), r["at_the_edge"] or ""]
              for r in plan["rates"]],
         )  # fmt: skip
-        show(Printed([sheet, rates], [], plan), Format.table)
+        show(Printed([sheet, rates] if plan["rates"] else [sheet], [], plan), Format.table)
         short = [family for family, n in plan["needed"].items() if n > seeds]
         tell([
             f"{family}: {plan['needed'][family]} seeds would find equal methods equivalent in {asked.power:.0%} of "
