@@ -33,7 +33,7 @@ EFFECTS = {
 }
 
 
-# The repository's experiments have one rate for all; a search is put into the copy, so that plans of one are tested, too.
+# The repository's experiments have one rate for all; the copy gets a search, so that plans of one are tested, too.
 SEARCH = """[tune]
 key = "train.lr"
 values = [3e-4, 1e-3, 3e-3]
