@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from fedlora.errors import ConfigError
 from fedlora.experiments.claims import check_asked, load_claims
 from fedlora.experiments.looks import read_plan
+from fedlora.experiments.pages import Stored, filled
 from fedlora.experiments.spec import Experiment, load_experiment
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES
@@ -309,3 +311,48 @@ def test_the_page_shows_no_numbers_of_what_still_waits(place: Path, rounds: Expe
     invoke("experiment", "report", "--out", str(place / "r.html"), *options(place))
     page = (place / "r.html").read_text()
     assert "0 of" in page and 'id="map_rounds"' not in page, "no head alone on these seeds yet: 0 seeds complete"
+
+
+def test_pages_are_filled_with_what_is_decided(place: Path, once: Experiment, rounds: Experiment) -> None:
+    """The same numbers as `decide` prints, and none before all planned seeds are there."""
+    pages = Stored.read(place / "experiments", place / "results" / "runs", place / "claims.toml")
+
+    def block(kind: str) -> str:
+        return filled(f"<!-- filled: map_rounds mini {kind} -->\n<!-- end -->\n", pages)
+
+    assert "No plan of it is written yet." in block("decisions half-budget")
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    assert not re.search(r"[+-]0\.\d", block("decisions half-budget"))
+    for experiment in (once, rounds):
+        write_runs(place / "results" / "runs", experiment, "mini", same_level(0.001))
+    pages = Stored.read(place / "experiments", place / "results" / "runs", place / "claims.toml")
+    answers = {a["setup"]: a for a in decide(place, "map_rounds")["half-budget"]["answers"]}
+    page = block("decisions half-budget")
+    for setup in SETUPS[:2]:
+        assert f"| GLoRA 0.5 against GLoRA | {setup} | {answers[setup]['mean']:+.4f} |" in page
+    assert "| mixed ranks |  |  |  |  | thrown out" in page
+    gates = block("gates half-budget")
+    assert gates.count("carried by LoRA") == 2 and "| mixed ranks | -0.0" in gates.replace("+", "-")
+    assert "| half-budget |" in block("seeds") and "| GLoRA | 0.001 |" in block("rates")
+    with pytest.raises(
+        ConfigError, match="is asked by factors-or-products, flexlora-or-glora, half-budget; got 'half'"
+    ):
+        block("decisions half")
+
+
+def test_steps_losses_and_differences_of_a_page_are_those_of_the_files(place: Path, rounds: Experiment) -> None:
+    """By hand from the made losses: each label against the one before it, and against a label of one's choice."""
+    write_runs(place / "results" / "runs", rounds, "pilot", by_effects({("GLoRA", "25 local steps"): 0.25}, 0.0))
+    pages = Stored.read(place / "experiments", place / "results" / "runs", place / "claims.toml")
+
+    def block(kind: str) -> str:
+        return filled(f"<!-- filled: map_rounds pilot {kind} -->\n<!-- end -->\n", pages)
+
+    assert "| GLoRA | FlexLoRA | +0.2500 | none | 4 |" in block("steps")
+    assert "| GLoRA 0.5 | GLoRA | -0.2500 | none | 4 |" in block("steps")
+    assert "| FlexLoRA | -0.2500 | none | 4 |" in block("differences GLoRA")
+    assert "| GLoRA | -0.2500 | none | 4 |" not in block("differences GLoRA")
+    with pytest.raises(ConfigError, match="has no method 'glora'"):
+        block("differences glora")
+    with pytest.raises(ConfigError, match="no number"):
+        block("scores test, luck")
