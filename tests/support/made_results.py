@@ -52,8 +52,10 @@ def _result(experiment: Experiment, run: PlannedRun, loss: Rule, before: Mapping
     rounds, every, method = run.config.run.rounds, run.config.evaluate.every, run.config.method.name
     return {
         "digest": run.digest, "metric": "loss", "config": json.loads(run.config.canonical()), "wall_seconds": 40.0,
-        "history": [{"round": k, "metrics": {"loss": mine["loss"] + 0.1 * (1 / k - 1 / rounds)} if k % every == 0 else {}}
-                    for k in range(1, rounds + 1)],
+        "history": [
+            {"round": k, "metrics": {"loss": mine["loss"] + 0.1 * (1 / k - 1 / rounds)} if k % every == 0 else {}}
+            for k in range(1, rounds + 1)
+        ],
         "confusion": {"classes": ["negative", "positive"]}, "method": method, "padded_error": 0.2 + 0.01 * run.seed,
         "gauge_drift": {"padded-average": 1.0 + 0.01 * run.seed, method: 3e-15} | (
             {method: 1.0 + 0.01 * run.seed} if method == "padded-average" else {}),

@@ -79,6 +79,7 @@ def _experiment(
         part["maps"] = _maps(name, complete)
     if found and not waiting:
         profile = found[0].family.profile
+        part["numbers"] = f"fedlora experiment table {name} --profile {profile} --format json"
         cut = planned(experiment, profile, found[0].wanted)
         part |= set_up_pictures(cut, profile, results, failed, margin=min(one.family.margin for one in found))
         part["mechanism"] = _mechanism(cut, profile, results, failed)
@@ -174,7 +175,7 @@ def set_up_pictures(
             for k, panel in enumerate(curves)
         ]
         shaded = f"the 95 % interval of the gap to {against}, paired by seed" if against else "± its standard error"
-        words = f"Validation by round, mean over seeds. Shaded, where five lines or fewer: {shaded}."
+        words = f"Validation by round, mean over seeds; each panel has its own scale. Shaded, where five lines or fewer: {shaded}."
         return {"panels": made, "legend": legend, "panel_words": words}
 
 

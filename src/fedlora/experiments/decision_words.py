@@ -58,7 +58,8 @@ def _beside(found: Answers, answer: Answer) -> str:
     if answer.beside is None:
         return ""
     mean, _ = in_unit(answer.beside, found.family.beside)
-    return f" {UNITS[found.family.beside][0].capitalize()}: {mean}."
+    name, _, unit = UNITS[found.family.beside][0].partition(", ")
+    return f" {name.capitalize()} {mean} {unit}."
 
 
 def tally(found: Sequence[Answers]) -> dict[str, int]:

@@ -111,13 +111,13 @@ def _scale(figure: Figure, norm: Normalize, margins: Sequence[float], unit: str)
 
 
 def _keys(figure: Figure, margins: Sequence[float]) -> None:
-    blank = {"facecolor": "none", "edgecolor": MUTED}
+    blank = {"facecolor": "none", "edgecolor": "none"}
     keys = [
         Patch(**blank, label=f"{MARKS['better']} first better"),
         Patch(**blank, label=f"{MARKS['worse']} second better"),
         Patch(**blank, label=f"{MARKS['equivalent']} equivalent"),
         Patch(facecolor=FAINT, edgecolor=MUTED, hatch=_HATCH, label=f"{MARKS['undecided']} undecided"),
-        Patch(facecolor=_GREY, edgecolor=MUTED, label="out: LoRA no use"),
-        Patch(facecolor="none", edgecolor="none", label="· not asked"),
+        Patch(facecolor=_GREY, edgecolor=MUTED, label="out: LoRA adds nothing"),
+        Patch(**blank, label="· not asked"),
     ]
-    figure.legend(handles=keys, loc="lower center", ncols=3, fontsize=13, columnspacing=1.2, handlelength=1.4)
+    figure.legend(handles=keys, loc="lower center", ncols=3, fontsize=13, columnspacing=0.8, handlelength=1.4)
