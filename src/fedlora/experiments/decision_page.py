@@ -175,7 +175,7 @@ def set_up_pictures(
             for k, panel in enumerate(curves)
         ]
         shaded = f"the 95 % interval of the gap to {against}, paired by seed" if against else "± its standard error"
-        words = f"Validation by round, mean over seeds; each panel has its own scale. Shaded, where five lines or fewer: {shaded}."
+        words = f"Validation by round, mean over seeds; each panel has its own scale. Shaded, of few lines: {shaded}."
         return {"panels": made, "legend": legend, "panel_words": words}
 
 
