@@ -13,9 +13,9 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.budgets import budget_rows, spendings
-from fedlora.experiments.pages import filled
+from fedlora.experiments.pages import Stored, filled
 from fedlora.experiments.plan import mains
-from fedlora.experiments.results import Result, read_results, write_result
+from fedlora.experiments.results import Result, write_result
 from fedlora.experiments.spec import Experiment, load_experiment
 from support.command_line import invoke
 
@@ -129,15 +129,15 @@ def test_the_picture_is_drawn_of_whole_and_of_half_grids(experiment: Experiment,
 
 def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp_path: Path) -> None:
     results = stored(experiment)
-    page = filled(MARKED, tmp_path, results)
+    page = filled(MARKED, Stored(tmp_path, results))
     assert page.startswith("# A page\n\n<!-- filled: tiny mini budgets -->\n| clients |") and "old" not in page
     assert "| 6 | 8.00 | 0.01 |" in page and "12 of 12 runs, commit abcdef0" in page
-    assert page.endswith("<!-- end -->\n\nThe end.\n") and filled(page, tmp_path, results) == page
-    assert "No run of it is stored yet (0 of 12)." in filled(MARKED, tmp_path, {})
+    assert page.endswith("<!-- end -->\n\nThe end.\n") and filled(page, Stored(tmp_path, results)) == page
+    assert "No run of it is stored yet (0 of 12)." in filled(MARKED, Stored(tmp_path, {}))
     said = "Write `<!-- filled: A B C -->` in a page."
-    assert filled(said, tmp_path, results) == said
+    assert filled(said, Stored(tmp_path, results)) == said
     half = dict(list(results.items())[:3])
-    assert "3 of 12 runs" in filled(MARKED, tmp_path, half)
+    assert "3 of 12 runs" in filled(MARKED, Stored(tmp_path, half))
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,9 @@ def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp
     [
         ("<!-- end -->", "", "not each is ended"),
         ("old\n", "<!-- filled: tiny mini scores -->\nold\n", "not each is ended"),
-        ("mini budgets", "mini prices", "names an experiment, a profile and one of"),
-        ("mini budgets", "mini prices loss", "says nothing of prices loss"),
+        ("mini budgets", "mini pictures", "names an experiment, a profile and one of"),
+        ("mini budgets", "mini prices", "takes one of loss, accuracy"),
+        ("mini budgets", "mini prices loss", "says nothing of prices"),
         ("mini budgets", "paper budgets", "has no profile 'paper'"),
         ("tiny mini", "huge mini", "cannot be read"),
     ],
@@ -155,7 +156,7 @@ def test_a_block_that_cannot_be_filled_is_refused(
     experiment: Experiment, tmp_path: Path, old: str, new: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        filled(MARKED.replace(old, new), tmp_path, stored(experiment))
+        filled(MARKED.replace(old, new), Stored(tmp_path, stored(experiment)))
 
 
 def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_path: Path) -> None:
@@ -178,7 +179,10 @@ def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_pat
 def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
     """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""
     text = page.read_text(encoding="utf-8")
-    assert filled(text, ROOT / "experiments", read_results(ROOT / "results" / "runs")) == text
+    assert (
+        filled(text, Stored.read(ROOT / "experiments", ROOT / "results" / "runs", ROOT / "docs" / "claims.toml"))
+        == text
+    )
 
 
 def test_a_tick_of_the_picture_never_understates_epsilon() -> None:

@@ -40,7 +40,7 @@ def _result(experiment: Experiment, run: PlannedRun, loss: Rule, before: Mapping
     setup = next((label for axis, label in run.cell.items() if axis != experiment.rows[0]), "")
 
     def scores(label: str) -> dict[str, float]:
-        x = loss(label, setup, run.seed) + abs((run.tuned or 3e-3) - 3e-3) * (10 if run.searching else 0)
+        x = loss(label, setup, run.seed) + abs((run.tuned or 1e-3) - 1e-3) * (10 if run.searching else 0)
         return {"loss": x, "accuracy": 1.3 - x}
 
     mine = scores(run.cell[experiment.rows[0]])

@@ -40,11 +40,11 @@ from fedlora.experiments.claims import load_claims
 from fedlora.experiments.looks import note_look, path_of, read_plan
 from fedlora.experiments.numbers import parse_number, titled
 from fedlora.experiments.other_files import missing_files, other_files
-from fedlora.experiments.pages import filled, read_page
+from fedlora.experiments.pages import Stored, filled, read_page
 from fedlora.experiments.plan import PlannedRun, check_number, chosen_value, dead_end, mains, searches, worst_values
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
-from fedlora.experiments.results import Result, read_results
+from fedlora.experiments.results import Result
 from fedlora.experiments.runner import Outcome, Places, missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import measured_by, paired, score_cells
@@ -228,10 +228,11 @@ def fill(
     pages: Annotated[list[Path], typer.Argument(help="Markdown pages with blocks to fill", show_default=False)],
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
+    claims: Claimed = CLAIMS,
 ) -> None:
     """Write tables into Markdown pages, between <!-- filled: EXPERIMENT PROFILE KIND --> and <!-- end -->."""
-    done = read_results(results)
-    found = [(page, text, filled(text, experiments, done)) for page in pages for text in [read_page(page)]]
+    stored = Stored.read(experiments, results, claims)
+    found = [(page, text, filled(text, stored)) for page in pages for text in [read_page(page)]]
     for page, text, new in found:
         if new != text:
             files.write(page, new)

@@ -25,7 +25,7 @@ from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet,
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, check_asked, load_claims
 from fedlora.experiments.decision_words import COLUMNS, plain_answers, remarks, rows, title
-from fedlora.experiments.decisions import Answers, answers, heads_of, read_scores
+from fedlora.experiments.decisions import Answers, answers_from, read_scores
 from fedlora.experiments.digits import shown
 from fedlora.experiments.looks import check_plan, make_plan, note_look, path_of, read_plan, write_plan
 from fedlora.experiments.runner import Places
@@ -123,9 +123,7 @@ def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experime
     plan = read_plan(path)
     check_plan(plan, claims, experiment.name)
     done, failed = places.finished(), places.given_up()
-    scores = read_scores(experiment, plan["profile"], done, failed)
-    heads = heads_of(claims, experiment, known, plan["profile"], done, failed)
-    found = answers(claims, experiment, plan["seeds"], scores, heads)
+    found = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
     note_look(path, plan, [one.there for one in found])
     return found
 

@@ -171,6 +171,17 @@ def _gated(
     return Gated(setup, passed, ahead, gate.margin)
 
 
+def answers_from(
+    claims: Claims, experiment: Experiment, experiments: Mapping[str, Experiment], profile: str, seeds: Sequence[int],
+    results: Mapping[str, Result], failed: Collection[str] = (),
+) -> list[Answers]:  # fmt: skip
+    """`answers` of stored results. profile, seeds: of the plan. experiments: those that a gate names, too."""
+    scores = read_scores(experiment, profile, results, failed)
+    return answers(
+        claims, experiment, seeds, scores, heads_of(claims, experiment, experiments, profile, results, failed)
+    )
+
+
 def heads_of(
     claims: Claims, experiment: Experiment, experiments: Mapping[str, Experiment], profile: str,
     results: Mapping[str, Result], failed: Collection[str] = (),

@@ -7,40 +7,59 @@
 Between the two markers stands what `filled` makes of an experiment, a profile and a kind of table. `fedlora experiment
 fill PAGE` writes it, and a test holds every page to it: no number there was typed.
 
-kind                what
-budgets             an experiment's `budgets`: what each cell spent, and its scores
-prices SCORE        an experiment's `peace`: what each row costs without an attacker, and saves with one
-scores              its number, mean ± standard deviation over seeds
+kind                      what
+budgets                   an experiment's `budgets`: what each cell spent, and its scores
+prices SCORE              an experiment's `peace`: what each row costs without an attacker, and saves with one
+scores [NUMBER]           mean ± standard deviation over seeds, of the experiment's number or another ("test, best")
+differences [LABEL][: NUMBER]   paired by seed, against the reference or another label
+steps [NUMBER]            each label of the first axis against the one before it
+losses                    clients' training losses in the last round
+decisions FAMILY          verdicts; gates FAMILY: whether LoRA carries the set-ups
+seeds, rates              of the plan: how many seeds and why; what the search chose
+mechanism                 relative error, norm and rank of merged updates; error and gauge drift of runs
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.budgets import budget_rows, spendings
-from fedlora.experiments.digits import in_words
+from fedlora.experiments.claims import load_claims
+from fedlora.experiments.decisions import answers_from
+from fedlora.experiments.looks import check_plan, path_of, read_plan
+from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
 from fedlora.experiments.plan import mains
-from fedlora.experiments.prices import SCORES, price_rows, prices
-from fedlora.experiments.results import Result
+from fedlora.experiments.results import Result, read_results
 from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.tables import CellScore, score_cells
 
 _BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # markers have lines of their own
 _BLOCK = re.compile(rf"({_BEGIN}\n)(?:(?!<!-- filled: ).)*?(^<!-- end -->$)", flags=re.DOTALL | re.MULTILINE)
-KINDS = ("budgets", *(f"prices {score}" for score in SCORES), "scores")
-Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
-def filled(text: str, experiments: Path, results: Mapping[str, Result]) -> str:
+@dataclass(frozen=True)
+class Stored:
+    """Where pages take their numbers from. results: as `read_results` reads them. claims: the file of what is asked;
+    plans: the results' folder, beside which the plans are. Without the two nothing is decided."""
+
+    experiments: Path
+    results: Mapping[str, Result]
+    claims: Path | None = None
+    plans: Path | None = None
+
+    @classmethod
+    def read(cls, experiments: Path, results: Path, claims: Path) -> Stored:
+        """From the folders."""
+        return cls(experiments, read_results(results), claims if claims.is_file() else None, results)
+
+
+def filled(text: str, stored: Stored) -> str:
     """The page with each block as the results have it; the rest of it as it was.
 
     Args:
         text: of a Markdown page.
-        experiments: the folder of the experiments' files.
-        results: digest -> result, as `results.read_results` reads them.
 
     Raises:
         ConfigError: a block that asks for what there is not, or has no end.
@@ -48,7 +67,7 @@ def filled(text: str, experiments: Path, results: Mapping[str, Result]) -> str:
     begun = len(re.findall(_BEGIN, text, flags=re.MULTILINE))
     if begun != len(_BLOCK.findall(text)):
         raise ConfigError(f"a page has {begun} blocks '<!-- filled: ... -->', and not each is ended by '<!-- end -->'.")
-    return _BLOCK.sub(lambda found: f"{found[1]}{_block(found['asked'], experiments, results)}{found[3]}", text)
+    return _BLOCK.sub(lambda found: f"{found[1]}{_block(found['asked'], stored)}{found[3]}", text)
 
 
 def read_page(path: Path) -> str:
@@ -59,44 +78,46 @@ def read_page(path: Path) -> str:
         raise ConfigError(f"the page {path} cannot be read: {error}.") from error
 
 
-def _block(asked: str, experiments: Path, results: Mapping[str, Result]) -> str:
+def _block(asked: str, stored: Stored) -> str:
     name, _, rest = asked.partition(" ")
-    profile, _, kind = rest.partition(" ")
+    profile, _, words = rest.partition(" ")
+    kind, _, words = words.partition(" ")
     if kind not in KINDS:
         raise ConfigError(
             f"<!-- filled: {asked} --> names an experiment, a profile and one of {', '.join(KINDS)}; got {kind!r}."
         )
-    experiment = load_experiment(experiments / f"{name}.toml")
+    experiment, results = load_experiment(stored.experiments / f"{name}.toml"), stored.results
+    source = Source(experiment, profile, results, words.strip())
+    if kind in PLANNED:
+        if stored.plans is None or stored.claims is None or not path_of(stored.plans, name).is_file():
+            return "No plan of it is written yet.\n"
+        source = _planned(source, stored.claims, stored.plans, stored.experiments)
     runs = mains(experiment, profile, results)
-    done = sum(run.digest in results for run in runs)
+    done = sum(run.result(results) is not None for run in runs)
     if not done:
         return f"No run of it is stored yet (0 of {len(runs)}).\n"
-    columns, rows = _rows(experiment, profile, kind, results)
+    columns, rows = table_of(kind, source)
     if not rows:
         raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} says nothing of {kind}.")
     return f"{markdown(columns, rows)}\n{_made(experiment, profile, results, done, len(runs))}\n"
 
 
-def _rows(experiment: Experiment, profile: str, kind: str, results: Mapping[str, Result]) -> Rows:
-    if kind == "budgets":
-        lines = experiment.budgets.lines if experiment.budgets else ""
-        return budget_rows(spendings(experiment, profile, results), lines)
-    if kind == "scores":
-        return _score_rows(experiment, score_cells(experiment, profile, results))
-    columns, rows = price_rows(prices(experiment, profile, results), kind.removeprefix("prices "))
-    return [experiment.rows[0], *columns[1:]], [[cell or "not run" for cell in row] for row in rows]
-
-
-def _score_rows(experiment: Experiment, cells: Sequence[CellScore]) -> Rows:
-    axes = list(experiment.axes)
-    rows = [[*(cell.cell[axis] for axis in axes), in_words(cell.mean, cell.spread), str(len(cell.scores))]
-            for cell in cells if cell.mean is not None]  # fmt: skip
-    return [*axes, "mean ± sd", "seeds"], rows
+def _planned(source: Source, claims_file: Path, plans: Path, experiments: Path) -> Source:
+    """With the plan and its answers; a page is no look, for it is filled from results that were looked at."""
+    claims, experiment = load_claims(claims_file), source.experiment
+    plan = read_plan(path_of(plans, experiment.name))
+    check_plan(plan, claims, experiment.name)
+    known = {experiment.name: experiment}
+    gate = claims.gates.get(experiment.name)
+    if gate is not None and gate.head_of is not None:
+        known[gate.head_of.experiment] = load_experiment(experiments / f"{gate.head_of.experiment}.toml")
+    answers = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], source.results)
+    return replace(source, plan=plan, answers=tuple(answers))
 
 
 def _made(experiment: Experiment, profile: str, results: Mapping[str, Result], done: int, planned: int) -> str:
     """How many runs, of which commits, on which machines, in which time."""
-    used = [results[run.digest].raw for run in mains(experiment, profile, results) if run.digest in results]
+    used = [results[run.digest].raw for run in mains(experiment, profile, results) if run.result(results)]
     commits = sorted({str((raw["commit"] or {}).get("id", "unknown"))[:7] for raw in used})
     machines = sorted({f"{raw['machine']['device']}, {raw['machine']['architecture']}" for raw in used})
     return (

@@ -1,0 +1,224 @@
+"""The kinds of table that a page is filled with: each is a function of an experiment, its results and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+
+from fedlora.errors import ConfigError
+from fedlora.experiments import decision_words
+from fedlora.experiments.budgets import budget_rows, spendings
+from fedlora.experiments.decisions import Answers
+from fedlora.experiments.digits import difference_in_words, in_words, shown
+from fedlora.experiments.looks import Plan
+from fedlora.experiments.plan import mains
+from fedlora.experiments.prices import SCORES, price_rows, prices
+from fedlora.experiments.results import Result
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.tables import CellScore, paired, score_cells
+
+Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a block's table is made of. plan, answers: of the experiment; None and empty where it has no plan.
+    words: what stands behind the kind in the block."""
+
+    experiment: Experiment
+    profile: str
+    results: Mapping[str, Result]
+    words: str = ""
+    plan: Plan | None = None
+    answers: Sequence[Answers] = field(default_factory=tuple)
+
+
+def table_of(kind: str, source: Source) -> Rows:
+    """Columns and rows. Raises `ConfigError` for words that the kind does not take."""
+    return KINDS[kind](source)
+
+
+def _budgets(source: Source) -> Rows:
+    experiment = source.experiment
+    lines = experiment.budgets.lines if experiment.budgets else ""
+    return budget_rows(spendings(experiment, source.profile, source.results), lines)
+
+
+def _prices(source: Source) -> Rows:
+    if source.words not in SCORES:
+        raise ConfigError(f"'prices' takes one of {', '.join(SCORES)}; got {source.words!r}.")
+    columns, rows = price_rows(prices(source.experiment, source.profile, source.results), source.words)
+    return [source.experiment.rows[0], *columns[1:]], [[cell or "not run" for cell in row] for row in rows]
+
+
+def _scores(source: Source) -> Rows:
+    """A row a cell that has any. words: a number's name, as `Result.score` takes it; none: the experiment's."""
+    axes = _told_axes(source.experiment, source.profile)
+    rows = [[*(cell.cell[axis] for axis in axes), in_words(cell.mean, cell.spread), str(len(cell.scores)),
+             "" if cell.tuned is None else shown(cell.tuned)]
+            for cell in _cells(source, source.words) if cell.mean is not None]  # fmt: skip
+    if not any(row[-1] for row in rows):
+        return [*axes, "mean ± sd", "seeds"], [row[:-1] for row in rows]
+    return [*axes, "mean ± sd", "seeds", source.experiment.tune.key if source.experiment.tune else ""], rows
+
+
+def _differences(source: Source) -> Rows:
+    """Paired differences. words: `LABEL` of the first row axis that all others are compared with, then a colon and a
+    number's name, each of which may be left out."""
+    label, _, which = source.words.partition(":")
+    experiment, axis = source.experiment, source.experiment.rows[0]
+    reference = label.strip() or experiment.reference
+    if reference not in experiment.axes[axis]:
+        raise ConfigError(f"{experiment.name} has no {axis} {reference!r}: {', '.join(experiment.axes[axis])}.")
+    others = [a for a in _told_axes(experiment, source.profile) if a != axis]
+    rows = []
+    for d in paired(_cells(source, which.strip()), axis, reference):
+        mean, interval = difference_in_words(d.mean, d.low, d.high, " to ")
+        rows.append([d.other, *(d.where[a] for a in others), mean, interval, str(d.pairs)])
+    return [axis, *others, f"against {reference}", "95 %", "pairs"], rows
+
+
+def _steps(source: Source) -> Rows:
+    """Each label of the first row axis against the one before it. words: a number's name, or nothing."""
+    experiment, axis = source.experiment, source.experiment.rows[0]
+    others = [a for a in _told_axes(experiment, source.profile) if a != axis]
+    cells = _cells(source, source.words)
+    labels = list(dict.fromkeys(cell.cell[axis] for cell in cells))
+    rows = []
+    for before, label in pairwise(labels):
+        for d in paired([cell for cell in cells if cell.cell[axis] in (before, label)], axis, before):
+            mean, interval = difference_in_words(d.mean, d.low, d.high, " to ")
+            rows.append([label, before, *(d.where[a] for a in others), mean, interval, str(d.pairs)])
+    return [axis, "against", *others, "difference", "95 %", "pairs"], rows
+
+
+def _losses(source: Source) -> Rows:
+    """The clients' training losses in the last round: the mean over clients, from the smallest seed to the largest."""
+    axes = _told_axes(source.experiment, source.profile)
+    found: dict[tuple[str, ...], list[float]] = {}
+    for run in mains(source.experiment, source.profile, source.results):
+        result = run.result(source.results)
+        last = result.raw["history"][-1]["losses"] if result is not None and result.raw["history"] else {}
+        if last and all(isinstance(loss, int | float) for loss in last.values()):
+            found.setdefault(tuple(run.cell[axis] for axis in axes), []).append(fmean(last.values()))
+    rows = [[*key, f"{min(each):.2f} to {max(each):.2f}", str(len(each))] for key, each in found.items()]
+    return [*axes, "training loss", "seeds"], rows
+
+
+def _decisions(source: Source) -> Rows:
+    """words: a family."""
+    columns = ["", *decision_words.COLUMNS[1:]]
+    found = _family(source)
+    return columns, decision_words.rows(found) if found is not None else []
+
+
+def _gates(source: Source) -> Rows:
+    """Whether LoRA beats a head alone, by set-up. words: a family."""
+    found = _family(source)
+    rows = [
+        [gate.setup, *(f"{gate.ahead[label]:+.4f}" if label in gate.ahead else "" for label in _lora(found)),
+         "carried by LoRA" if gate.passed else "thrown out"]
+        for gate in (found.gates if found is not None else ())
+    ]  # fmt: skip
+    return ["set-up", *(f"{label}, better than a head alone by" for label in _lora(found)), ""], rows
+
+
+def _lora(found: Answers | None) -> list[str]:
+    return list(dict.fromkeys(label for gate in (found.gates if found is not None else ()) for label in gate.ahead))
+
+
+def _family(source: Source) -> Answers | None:
+    if source.plan is None:
+        return None
+    known = {one.name: one for one in source.answers}
+    if source.words not in known:
+        raise ConfigError(f"{source.experiment.name} is asked by {', '.join(known)}; got {source.words!r}.")
+    return known[source.words]
+
+
+def _seeds(source: Source) -> Rows:
+    """What the plan says: the largest spread of a gap in the pilot, how many seeds it takes, how many there are."""
+    plan = source.plan
+    if plan is None:
+        return ["family"], []
+    rows = []
+    for name, spreads in plan["spreads"].items():
+        question, spread = max(spreads.items(), key=lambda pair: pair[1])
+        rows.append([name, f"{spread:.4f} ({question})", str(plan["needed"][name]), str(len(plan["seeds"]))])
+    return ["family", "largest spread of a gap in the pilot", "seeds that it takes", "seeds planned"], rows
+
+
+def _rates(source: Source) -> Rows:
+    """The value of the search that each label got, with what it was chosen by: the score on validation."""
+    if source.plan is None:
+        return ["of"], []
+    values = list(dict.fromkeys(value for rate in source.plan["rates"] for value in rate["validation"]))
+    rows = []
+    for rate in source.plan["rates"]:
+        each = [
+            [score for score in rate["validation"].get(value, {}).values() if score is not None] for value in values
+        ]
+        cells = [in_words(fmean(scores)) if scores else "" for scores in each]
+        rows.append([rate["of"], shown(rate["value"]) + (" (at the edge)" if rate["at_the_edge"] else ""), *cells])
+    return ["", "chosen", *(f"validation at {value}" for value in values)], rows
+
+
+def _mechanism(source: Source) -> Rows:
+    """What happens to the update, in the mean over seeds. Of mergers: the relative error against the exact mean, the
+    norm, the rank. Of runs: the relative error that padded factor averages have on these uploads (mean over rounds),
+    and how far the last server update moves when uploads are written in other coordinates (gauge drift)."""
+    experiment = source.experiment
+    axes = _told_axes(experiment, source.profile)
+    found: dict[tuple[str, ...], list[list[float]]] = {}
+    for run in mains(experiment, source.profile, source.results):
+        result = run.result(source.results)
+        if result is None:
+            continue
+        if experiment.merged is not None:
+            facts = result.raw["of"]
+            numbers = [facts[name] for name in ("error", "norm", "rank") if name in facts]
+        else:
+            mine = [line["padded_error"] for line in result.raw["history"] if line["padded_error"] is not None]
+            drift = result.raw["gauge_drift"].get(result.raw["method"])
+            numbers = [fmean(mine), drift] if mine and drift is not None else []
+        if numbers:
+            found.setdefault(tuple(run.cell[axis] for axis in axes), []).append(numbers)
+    columns = (
+        ["relative error", "norm", "rank"] if experiment.merged else ["factor averages would be off by", "gauge drift"]
+    )
+    rows = [[*key, *(_fact(fmean(column)) for column in zip(*lists, strict=True)), str(len(lists))]
+            for key, lists in found.items()]  # fmt: skip
+    return [*axes, *columns, "seeds"], rows
+
+
+def _fact(value: float) -> str:
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3g}"
+
+
+def _told_axes(experiment: Experiment, profile: str) -> list[str]:
+    """Those of which the profile has more than one label; the first at least."""
+    cells = list(experiment.cells(profile))
+    told = [axis for axis in experiment.axes if len({cell[axis] for cell in cells}) > 1]
+    return told or [experiment.rows[0]]
+
+
+def _cells(source: Source, which: str) -> list[CellScore]:
+    return score_cells(source.experiment, source.profile, source.results, which or None)
+
+
+KINDS: Mapping[str, Callable[[Source], Rows]] = {
+    "budgets": _budgets,
+    "prices": _prices,
+    "scores": _scores,
+    "differences": _differences,
+    "steps": _steps,
+    "losses": _losses,
+    "decisions": _decisions,
+    "gates": _gates,
+    "seeds": _seeds,
+    "rates": _rates,
+    "mechanism": _mechanism,
+}
+PLANNED = ("decisions", "gates", "seeds", "rates")  # those that need a plan
