@@ -181,7 +181,8 @@ def test_the_pages_numbers_are_those_of_decide(place: Path, page: str) -> None:
     words = html.unescape(page.split('<h2 id="decided">')[1].split('<h2 id="map">')[0])
     drawn = html.unescape(page.split('<h2 id="map">')[1].split('<h2 id="curves">')[0])
     asked = [(family, a) for family in decisions(place) for a in family["answers"]]
-    assert len(asked) == 28
+    claims = load_claims(place / "claims.toml")
+    assert len(asked) == sum(len(family.questions) for family in claims.families.values()) > 15
     for _, a in asked:
         question = f"{a['first']} against {a['second']}"
         assert a["verdict"], "every planned run is there"
@@ -192,18 +193,19 @@ def test_the_pages_numbers_are_those_of_decide(place: Path, page: str) -> None:
         assert f"{a['mean'] + 0.0:+.3f}</text>" in drawn
         assert f"{abs(a['mean']):.4f}" in words
     counts = {v: sum(a["verdict"] == v for _, a in asked) for v in ("better", "equivalent")}
-    assert counts["better"] > 5 and counts["equivalent"] > 5, "planted: both kinds"
+    assert counts["better"] > 3 and counts["equivalent"] > 3, "planted: both kinds"
 
 
 def test_the_mechanism_is_that_of_table(place: Path, page: str) -> None:
     """The made results have a relative error of 0.5 + 0.01 seed for GLoRA 0.25, and of 0.6 + 0.01 seed for factor
     averages; of seeds 0 to n - 1 here are mean and standard deviation."""
-    found = {row[0]: row[1:] for row in rows(page, "mechanism") if len(row) == 7 and row[0] != "method"}
+    setups = {cell["setup"] for cell in experiment(place, "map_once").cells("mini")}
+    found = {row[0]: row[1:] for row in rows(page, "mechanism") if len(row) == 1 + len(setups)}
     said = invoke("experiment", "table", "map_once", "--metric", "server, error", "--json", *options(place)[:-2])
     cells = [c for c in json.loads(said.stdout)["cells"] if c["mean"] is not None]
     assert {c["cell"]["method"] for c in cells} >= {"factor averages", "exact mean", "GLoRA 0.25"}
     errors = [0.01 * seed for seed in range(wanted(place, "map_once"))]
-    assert found["GLoRA 0.25"] == [f"{0.5 + fmean(errors):.3f} ± {stdev(errors):.3f}"] * 6
+    assert found["GLoRA 0.25"] == [f"{0.5 + fmean(errors):.3f} ± {stdev(errors):.3f}"] * len(setups)
     averages = f"{0.6 + fmean(errors):.3f} ± {stdev(errors):.3f}"
     assert averages in page.split('<h2 id="mechanism">')[1], "of factor averages, once"
     assert "table map_once --profile mini --metric &#34;server, error&#34;" in page
