@@ -120,6 +120,7 @@ def _told(panel: Dots) -> str:
 
 def dots_figure(panel: Dots, end: float) -> Figure:
     """One panel as a picture of its own."""
+    figure: Figure
     figure, axis = plt.subplots(figsize=(3.6, 1.15 + 0.23 * len(panel.rows)), layout="constrained")
     draw_dots(axis, panel, end)
     figure.suptitle(panel.title, x=0.02, ha="left", fontweight="bold", fontsize=plt.rcParams["font.size"])

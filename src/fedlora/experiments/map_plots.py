@@ -38,6 +38,7 @@ def map_figure(found: Sequence[Answers]) -> Figure:
     sizes = [factor * abs(a.test.mean) for a in cells.values() if a.test is not None]
     end = min(12 * margins[-1], max([4 * margins[-1], *sizes]))
     norm = Normalize(-end, end)
+    figure: Figure
     with drawn(14):
         figure = plt.figure(figsize=(7.2, 0.95 + 1.08 * len(pairs) + 1.75))
         top, bottom = 0.95 / figure.get_figheight(), 1.75 / figure.get_figheight()
@@ -54,7 +55,7 @@ def map_figure(found: Sequence[Answers]) -> Figure:
                 else:
                     axis.text(x + 0.5, y + (1 + _TITLE) / 2, "·", ha="center", va="center", color=MUTED)
         _scale(figure, norm, margins, unit)
-        _keys(figure, margins)
+        _keys(figure)
     return figure
 
 
@@ -72,7 +73,7 @@ def _draw(axis: Any, x: int, y: float, a: Answer, norm: Normalize, factor: float
         axis.add_patch(Rectangle((x + 0.02, y), 0.96, high, facecolor=_GREY, edgecolor="none", gid=name))
         if a.why.startswith(OUT):
             axis.plot([x + 0.02, x + 0.98], [y + high, y], color=_DARK, linewidth=1.6, gid=f"struck: {name}")
-        ground = {"facecolor": _GREY, "edgecolor": "none", "pad": 1.5}
+        ground: dict[str, Any] | None = {"facecolor": _GREY, "edgecolor": "none", "pad": 1.5}
         words = "out" if a.why.startswith(OUT) else "failed"
         axis.text(*middle, words, ha="center", va="center", color=_DARK, bbox=ground)
         return
@@ -103,21 +104,23 @@ def _scale(figure: Figure, norm: Normalize, margins: Sequence[float], unit: str)
             axis.axvline(at, color=_DARK, linewidth=1.6)
     end = float(norm.vmax or 1.0)
     axis.set_xticks([-end, 0.0, end], [f"-{end:.2g}: second better", "0", f"first better: +{end:.2g}"])
-    axis.get_xticklabels()[0].set_ha("left")
-    axis.get_xticklabels()[-1].set_ha("right")
+    axis.get_xticklabels()[0].set_horizontalalignment("left")
+    axis.get_xticklabels()[-1].set_horizontalalignment("right")
     axis.tick_params(length=0, pad=3)
     words = f"lines: ± margin, {' and '.join(f'{m:g}' for m in margins)}; {unit}"
     axis.annotate(words, (0.5, 1.25), xycoords="axes fraction", ha="center", va="bottom", color=INK, fontsize=13)
 
 
-def _keys(figure: Figure, margins: Sequence[float]) -> None:
-    blank = {"facecolor": "none", "edgecolor": "none"}
+def _keys(figure: Figure) -> None:
+    def bare(label: str) -> Patch:
+        return Patch(facecolor="none", edgecolor="none", label=label)
+
     keys = [
-        Patch(**blank, label=f"{MARKS['better']} first better"),
-        Patch(**blank, label=f"{MARKS['worse']} second better"),
-        Patch(**blank, label=f"{MARKS['equivalent']} equivalent"),
+        bare(f"{MARKS['better']} first better"),
+        bare(f"{MARKS['worse']} second better"),
+        bare(f"{MARKS['equivalent']} equivalent"),
         Patch(facecolor=FAINT, edgecolor=MUTED, hatch=_HATCH, label=f"{MARKS['undecided']} undecided"),
         Patch(facecolor=_GREY, edgecolor=MUTED, label="out: LoRA adds nothing"),
-        Patch(**blank, label="· not asked"),
+        bare("· not asked"),
     ]
     figure.legend(handles=keys, loc="lower center", ncols=3, fontsize=13, columnspacing=0.8, handlelength=1.4)

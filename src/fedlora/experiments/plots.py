@@ -148,6 +148,7 @@ def _axis_words(metric: str) -> str:
 
 def curve_figure(panel: Panel, labels: Sequence[str], against: str | None = None) -> Figure:
     """One panel as a picture of its own, for a page that puts as many side by side as there is room."""
+    figure: Figure
     figure, axis = plt.subplots(figsize=(3.5, 2.7), layout="constrained")
     draw_curves(axis, panel, labels, against)
     if panel.title:

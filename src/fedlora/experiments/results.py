@@ -101,9 +101,9 @@ class Result:
         up = find_metric(self.metric).larger_is_better
         return max([0.0, *(-change if up else change for change in changes)])  # a rise, where less is better
 
-    def _of_server(self, what: str) -> float | None:
+    def _of_server(self, what: str) -> float:
         """Relative numbers of the last round's update: how far it is from the exact mean, how far it moves when clients
-        change their coordinates, and how far zero-padded factor averages of the same uploads would have been off. None
+        change their coordinates, and how far zero-padded factor averages of the same uploads would have been off. NaN
         where it was not measured."""
         facts: Mapping[str, Any] = self.raw.get("of", {})  # of a merger
         if what == "error":
@@ -114,7 +114,7 @@ class Result:
             found = (self.raw.get("gauge_drift") or {}).get(method)
         else:
             found = self.raw.get("padded_error")
-        return None if found is None else float(found)
+        return math.nan if found is None else float(found)
 
     def _held_out(self, where: str, what: str) -> Mapping[str, Any]:
         """The scores on the test set or on a further one; empty where it was not measured."""
