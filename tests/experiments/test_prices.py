@@ -160,7 +160,7 @@ def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(gr
     write_report(tmp_path / "r.html", [grid], "mini", places.finished(), tmp_path / "none.toml")
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "Under attack, on purpose: sign-flip by 20% of the clients." in page
-    assert "<td>0.600 (+0.300, " in page and "<th>flip: saved</th>" in page
+    assert "<td>0.600 (+0.300, " in page and ">flip: saved</th>" in page
     said = invoke("experiment", "table", tmp_path / "grid.toml", "--results", places.results, "--work", places.work)
     assert "UNDER ATTACK, on purpose: sign-flip by 20% of the clients." in said.stdout + said.stderr
     assert "0.600 (+0.300, " in said.stdout

@@ -28,9 +28,10 @@ from fedlora.cli.experiment_files import (
     load_named,
     tell,
 )  # fmt: skip
+from fedlora.cli.experiment_plot import draw
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet, widen_lines
-from fedlora.cli.screen import complain, console, notes, plotted, print_json
+from fedlora.cli.screen import complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.core import files
 from fedlora.errors import ConfigError
@@ -219,41 +220,7 @@ app.command("plan")(plan_seeds)
 app.command("decide")(decide)
 
 
-@app.command("plot")
-def draw(
-    name: Annotated[str, typer.Argument(help="an experiment")],
-    out: Annotated[Path | None, typer.Option(help="picture to write (default: results/plots/NAME-PROFILE.png)")] = None,
-    profile: ProfileName = "mini",
-    experiments: Directory = EXPERIMENTS,
-    results: Results = RESULTS,
-    work: Work = WORK,
-) -> None:
-    """Curves over rounds, a line a cell with its spread over seeds; with `budgets`, scores by epsilon."""
-    experiment = load_named(name, experiments)
-    target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
-    places = Places(results, work, None)
-    done, given_up = places.finished(), places.given_up()
-    if experiment.budgets is not None:
-        found, lines = spendings(experiment, profile, done, given_up), experiment.budgets.lines
-        if not found:
-            raise ConfigError(f"experiment {name} has no result of profile {profile}; run some first.")
-        plotted(lambda: [_budget_plots().plot_budgets(found, experiment.title, lines, target)])
-        return
-    plotted(lambda: [_plots().plot_curves(experiment, profile, done, target, given_up)])
-
-
-def _budget_plots() -> Any:
-    """`fedlora.experiments.budget_plot`, as `_plots`."""
-    from fedlora.experiments import budget_plot
-
-    return budget_plot
-
-
-def _plots() -> Any:
-    """`fedlora.experiments.plots`, or ImportError where matplotlib is missing: for inside `plotted`."""
-    from fedlora.experiments import plots
-
-    return plots
+app.command("plot")(draw)
 
 
 @app.command()

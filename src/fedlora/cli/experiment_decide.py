@@ -95,7 +95,7 @@ def decide(
         experiment = load_named(name, experiments)
         if not asked.of(experiment.name):
             raise ConfigError(f"no family of {claims} asks the experiment {experiment.name}.")
-        found += _of_one(asked, experiment, loaded, places)
+        found += answers_of(asked, experiment, loaded, places)
     sheets = [Sheet(title(one), COLUMNS, rows(one), names=2) for one in found]
     value = {"alpha": asked.alpha, "families": [plain_answers(one) for one in found]}
     records: list[dict[str, Any]] = [
@@ -111,12 +111,12 @@ def read_answers(claims: Claims, loaded: Sequence[Experiment], places: Places) -
     found: list[Answers] = []
     for experiment in loaded:
         if claims.of(experiment.name) and path_of(places.results, experiment.name).is_file():
-            found += _of_one(claims, experiment, loaded, places)
+            found += answers_of(claims, experiment, loaded, places)
     return claims, found
 
 
-def _of_one(claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places) -> list[Answers]:
-    """The families of one experiment; the look is noted in its plan."""
+def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places) -> list[Answers]:
+    """The families of one experiment; the look is noted in its plan. Raises `ConfigError` where there is none."""
     known = {e.name: e for e in [*loaded, experiment]}
     check_asked(claims, known)
     path = path_of(places.results, experiment.name)

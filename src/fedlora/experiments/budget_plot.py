@@ -5,20 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator, NullLocator
 
 from fedlora.experiments.budgets import Spent
+from fedlora.experiments.pictures import MUTED
+from fedlora.experiments.plots import legend_entry
 from fedlora.runs.plots import COLOURS, saved, words
 
 _PROMISES_NOTHING = 1000.0  # an epsilon beyond it stands at the picture's edge, by its label
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-def plot_budgets(found: Sequence[Spent], title: str, lines: str, path: Path | BinaryIO) -> Path | BinaryIO:
+def budget_figures(found: Sequence[Spent], lines: str) -> tuple[dict[str, Figure], list[dict[str, str]]]:
+    """(score -> its panel as a picture of its own, what a page's legend shows)"""
+    labels, figures = list(dict.fromkeys(cell.line for cell in found)), {}
+    for score in ("accuracy", "loss"):
+        figures[score], axis = plt.subplots(figsize=(4.6, 3.4), layout="constrained")
+        _panel(axis, found, labels, score)
+        axis.set_xlabel("epsilon (smaller: more private)")
+    legend = [legend_entry(f"{label} {lines}", COLOURS[k % len(COLOURS)]) for k, label in enumerate(labels)]
+    return figures, [*legend, legend_entry("without privacy", MUTED, "--")]
+
+
+def plot_budgets(found: Sequence[Spent], title: str, lines: str, path: Path) -> Path:
     """Accuracy and log-loss by epsilon, a line for each label of `lines` with a band from the least to the largest
     seed. Dashed: the same federation without privacy. At the right edge: cells whose noise is next to none."""
     labels = list(dict.fromkeys(cell.line for cell in found))
@@ -36,11 +49,7 @@ def plot_budgets(found: Sequence[Spent], title: str, lines: str, path: Path | Bi
         seeds = {cell.seeds for cell in found}
         of = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seeds"
         figure.suptitle(f"{title}\nmean of {of}, shaded: from the least to the largest", fontsize=14)
-        if isinstance(path, Path):
-            return saved(figure, path)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    return path
+        return saved(figure, path)
 
 
 def _tenth_up(epsilon: float) -> float:

@@ -1,83 +1,212 @@
-"""The part of the report that says what is decided: the map, the curves, the decision table, the paper's claims."""
+"""The part of the page that says what is decided: answers in words, map, curves, decision table, mechanism, claims.
+
+Its numbers are those of `decisions`, `decision_words` and `tables`. Nothing here is computed but for the pictures.
+"""
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import BinaryIO
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from fedlora.experiments.claims import Claims
-from fedlora.experiments.decision_words import COLUMNS, claim_rows, remarks, rows, title
-from fedlora.experiments.decisions import Answers, read_scores
+from fedlora.experiments.claims import Claims, setup_axis
+from fedlora.experiments.decision_words import (
+    COLUMNS,
+    OUT,
+    UNITS,
+    claim_rows,
+    mark,
+    remarks,
+    rows,
+    sentence,
+    tally,
+    title,
+)
+from fedlora.experiments.decisions import Answer, Answers
+from fedlora.experiments.digits import by_spread
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
+from fedlora.experiments.tables import score_cells
 
-_PART = """
-<h2 id="decided">What is decided</h2>
-<p>Each question is asked at a number of seeds that a pilot fixed, once. Verdicts: better, worse, equivalent (the
-difference is smaller than the margin), undecided. Of each family the chance that it says anything false is at most
-{{ alpha }} (Holm's step-down with Shaffer's count, over a test of difference and two one-sided tests of equivalence for
-each question). Intervals are 95 %, of one question each, paired by seed.</p>
-{% for e in experiments %}
-<h3>{{ e.title }}</h3>
-<p>{{ e.question }}</p>
-<p class="note">Its numbers: <code>fedlora experiment run {{ e.name }} --profile {{ e.profile }}</code>, then
-<code>fedlora experiment decide {{ e.name }} --format json</code></p>
-{% for picture in e.pictures %}<img alt="{{ picture.words }}" src="data:image/png;base64,{{ picture.data }}">
-{% endfor %}
-{% for table in e.tables %}<div class="scroll"><table><caption>{{ table.caption }}</caption>
-<thead><tr>{% for c in columns %}<th>{{ c }}</th>{% endfor %}</tr></thead><tbody>
-{% for row in table.rows %}<tr class="{{ 'decided' if row[-1] in ('better', 'worse', 'equivalent') }}">
-{%- for x in row %}<td>{{ x }}</td>{% endfor %}</tr>
-{% endfor %}</tbody></table></div>{% endfor %}
-{% for line in e.remarks %}<p class="attack">{{ line }}</p>{% endfor %}
-{% endfor %}
-<h3>The paper's claims</h3>
-<div class="scroll"><table><thead><tr><th>claim</th><th>sentence</th><th>where</th><th>verdicts here</th></tr></thead>
-<tbody>{% for row in claims %}<tr>{% for x in row %}<td class="words">{{ x }}</td>{% endfor %}</tr>
-{% endfor %}</tbody></table></div>
-"""
+_ONE_LOOK = "Nothing is shown before all of them are there: a look in between would spend the error rate."
 
 
-def decision_part(
+def decided_part(
     claims: Claims,
     found: Sequence[Answers],
     experiments: Mapping[str, Experiment],
     results: Mapping[str, Result],
     failed: Mapping[str, str],
-) -> object:
-    """The part as markup. found: every family that has a plan."""
-    import jinja2
+) -> dict[str, Any]:
+    """What page/decided.html shows. found: every family that has a plan."""
+    asked = dict.fromkeys(family.experiment for family in claims.families.values())
+    parts = []
+    for name in asked:
+        if name in experiments:
+            mine = [one for one in found if one.family.experiment == name]
+            parts.append(_experiment(claims, experiments[name], mine, results, failed))
+    return {"alpha": claims.alpha, "columns": COLUMNS, "claims": claim_rows(claims, found), "experiments": parts}
+
+
+def planned(experiment: Experiment, profile: str, wanted: int) -> Experiment:
+    """The experiment with the plan's seeds only."""
+    cut = experiment.profile(profile).model_copy(update={"seeds": experiment.profile(profile).seeds[:wanted]})
+    made = experiment.model_copy(update={"profiles": {**experiment.profiles, profile: cut}})
+    made._folder = experiment.folder  # private attributes are not of a model's fields
+    return made
+
+
+def _experiment(
+    claims: Claims, experiment: Experiment, found: Sequence[Answers], results: Mapping[str, Result],
+    failed: Mapping[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    name, complete = experiment.name, [one for one in found if one.complete]
+    part: dict[str, Any] = {
+        "name": name, "title": experiment.title, "families": [_family(one) for one in found],
+        "decide": f"fedlora experiment decide {name} --format json", "plot": f"fedlora experiment plot {name}",
+        "remarks": remarks(found), "tally": _tally(complete), "glossary": _glossary(experiment) if complete else [],
+        "tables": [{"caption": title(one), "rows": rows(one)} for one in complete],
+        "maps": [], "panels": [], "mechanism": [], "state": "",
+        "no_mechanism": "No run of it measured what its server did to the updates.",
+    }  # fmt: skip
+    if not found:
+        part["state"] = (
+            f"Not asked yet: {name} has no plan. Its first step: fedlora experiment run {name} --profile pilot"
+        )
+    waiting = [one for one in found if not one.complete]
+    if waiting or not found:
+        part["no_picture"] = part["no_mechanism"] = part["state"] or _waiting(waiting)
+    if complete:
+        part["maps"] = _maps(name, complete)
+    if found and not waiting:
+        profile = found[0].family.profile
+        part["numbers"] = f"fedlora experiment table {name} --profile {profile} --format json"
+        cut = planned(experiment, profile, found[0].wanted)
+        part |= set_up_pictures(cut, profile, results, failed, margin=min(one.family.margin for one in found))
+        part["mechanism"] = _mechanism(cut, profile, results, failed)
+    return part
+
+
+def _waiting(found: Sequence[Answers]) -> str:
+    there = ", ".join(f"{one.there} of {one.wanted}" for one in {one.there: one for one in found}.values())
+    return f"{there} planned seeds are there. {_ONE_LOOK}"
+
+
+def _family(found: Answers) -> dict[str, Any]:
+    lines = [
+        {"mark": mark(a), "kind": kind(a), "setup": a.question.setup, "words": sentence(found, a)}
+        for a in found.answers
+    ]
+    return {"question": found.family.question, "lines": lines, "state": "" if lines else _waiting([found])}
+
+
+def kind(answer: Answer) -> str:
+    """Its class in the style sheet."""
+    return answer.verdict or ("out" if answer.why.startswith(OUT) else "none")
+
+
+def _tally(found: Sequence[Answers]) -> str:
+    counts = tally(found)
+    total = sum(counts.values())
+    told = ", ".join(f"{count} {word}" for word, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+    return f"{total} questions: {told}." if total else ""
+
+
+def _glossary(experiment: Experiment) -> list[list[str]]:
+    """What labels stand for: the settings in the experiment's file."""
+    axes = [setup_axis(experiment), experiment.rows[0]]
+    return [
+        [label, ", ".join(f"{key} = {value}" for key, value in settings.items()) or "the base configuration"]
+        for axis in axes
+        for label, settings in experiment.axes[axis].items()
+    ]
+
+
+def _maps(name: str, found: Sequence[Answers]) -> list[object]:
+    """A heat map for each score that families go by."""
     from markupsafe import Markup
 
-    from fedlora.experiments.map_plots import plot_budgets, plot_map
+    from fedlora.experiments.map_plots import map_figure
+    from fedlora.experiments.pictures import inline
 
-    parts = []
-    for name in dict.fromkeys(one.family.experiment for one in found):
-        mine, experiment = [one for one in found if one.family.experiment == name], experiments[name]
-        pictures = [{"words": f"map of {name}", "data": encoded(partial(plot_map, mine))}]
-        profile = mine[0].family.profile
-        if all(one.complete for one in mine):
-            scores = read_scores(experiment, profile, results, failed)
-            seeds = experiment.profile(profile).seeds[: mine[0].wanted]
-            setups = list(dict.fromkeys(setup for one in mine for setup in one.family.setups))
-            drawn = encoded(partial(plot_budgets, experiment, scores, seeds, setups))
-            pictures += [{"words": f"rank budgets of {name}", "data": drawn}] if drawn else []
-        parts.append(
-            {
-                "name": name, "title": experiment.title, "question": experiment.question, "profile": profile,
-                "pictures": pictures, "remarks": remarks(mine),
-                "tables": [{"caption": title(one), "rows": rows(one)} for one in mine],
-            }
-        )  # fmt: skip
-    page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PART)
-    return Markup(page.render(alpha=claims.alpha, experiments=parts, columns=COLUMNS, claims=claim_rows(claims, found)))
+    made: list[object] = []
+    for score in dict.fromkeys(one.family.metric for one in found):
+        of = [one for one in found if one.family.metric == score]
+        told = "; ".join(f"{a.question.words}: {_short(one, a)}" for one in of for a in one.answers)
+        made.append(Markup(inline(map_figure(of), f"map-{name}-{score}", f"Heat map of {name}. {told}.")))
+    return made
 
 
-def encoded(draw: Callable[[BinaryIO], object]) -> str:
-    """The picture as base64; empty where nothing was drawn."""
-    picture = io.BytesIO()
-    draw(picture)
-    return base64.b64encode(picture.getvalue()).decode()
+def _short(found: Answers, a: Answer) -> str:
+    _, factor, digits = UNITS[found.family.metric]
+    return a.why if a.test is None else f"{factor * a.test.mean:+.{digits}f}, {a.verdict}"
+
+
+def set_up_pictures(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str], margin: float = 0.0
+) -> dict[str, Any]:
+    """A picture a set-up: curves over rounds, with the reference's paired bands; of merged runs, which have one round,
+    dots with intervals."""
+    from markupsafe import Markup
+
+    from fedlora.experiments.interval_plots import dots, dots_figure, reach
+    from fedlora.experiments.pictures import drawn, inline
+    from fedlora.experiments.plots import curve_figure, curve_panels, legend_of
+
+    name = f"{experiment.name}-{profile}"
+    against = experiment.reference if margin else None
+    with drawn(9):
+        if experiment.merged:
+            panels = dots(experiment, profile, results, failed, margin)
+            end = reach(panels) if panels else 0.0
+            made = [
+                Markup(inline(dots_figure(panel, end), f"dots-{name}-{k}", panel.words))
+                for k, panel in enumerate(panels)
+            ]
+            strip = f" The grey strip is the margin of {margin:g}: what is too small to matter." if margin else ""
+            words = (
+                f"A dot is the mean difference to {experiment.reference}, paired by seed, with its 95 % interval; "
+                f"right is better, hollow: zero is inside. Each interval is of one comparison.{strip}"
+            )
+            return {"panels": made, "legend": [], "panel_words": words}
+        curves = curve_panels(experiment, profile, results, failed)
+        labels, legend = legend_of(curves)
+        made = [
+            Markup(inline(curve_figure(panel, labels, against), f"curves-{name}-{k}", panel.words))
+            for k, panel in enumerate(curves)
+        ]
+        shaded = f"the 95 % interval of the gap to {against}, paired by seed" if against else "± its standard error"
+        words = f"Validation by round, mean over seeds; each panel has its own scale. Shaded, of few lines: {shaded}."
+        return {"panels": made, "legend": legend, "panel_words": words}
+
+
+_MECHANISM = {
+    "server, error": "How far the merged update is from the exact mean of the sites' updates, relative to that mean "
+    "(0: it is the mean; 1: as far as no update at all).",
+    "server, gauge drift": "How far the merged update moves when sites write the same updates in other coordinates, of "
+    "condition 10 (0: not at all).",
+    "server, error of factor averages": "How far averages of factors are from the exact mean, in the last round: for "
+    "factor averages what they did, for the others what they would have done to the same uploads.",
+}
+
+
+def _mechanism(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """A table a number, a row a label, a column a set-up; of labels that have the number."""
+    axis, rows_axis = setup_axis(experiment), experiment.rows[0]
+    numbers = ["server, error" if experiment.merged else "server, error of factor averages", "server, gauge drift"]
+    tables = []
+    for which in numbers:
+        cells = [c for c in score_cells(experiment, profile, results, which, failed) if c.mean is not None]
+        setups = list(dict.fromkeys(c.cell[axis] for c in cells))
+        shown = {(c.cell[rows_axis], c.cell[axis]): by_spread(c.mean, c.spread) for c in cells if c.mean is not None}
+        labels = list(dict.fromkeys(c.cell[rows_axis] for c in cells))
+        if labels:
+            tables.append(
+                {
+                    "words": _MECHANISM[which], "columns": [rows_axis, *setups],
+                    "rows": [[label, *(shown.get((label, setup), "") for setup in setups)] for label in labels],
+                    "command": f'fedlora experiment table {experiment.name} --profile {profile} --metric "{which}"',
+                }
+            )  # fmt: skip
+    return tables

@@ -11,6 +11,8 @@ from fedlora.experiments.verdicts import Weighed
 from fedlora.training.metrics import METRICS
 
 COLUMNS = ("question", "set-up", "difference", "95 % interval", "ahead", "beside", "verdict")
+MARKS = {"better": "▲", "worse": "▼", "equivalent": "≈", "undecided": "?"}
+OUT = "thrown out"  # how a verdict that the gate took begins
 UNITS = {"loss": ("log-loss, nats", 1.0, 4), "accuracy": ("accuracy, points", 100.0, 2)}  # words, factor, digits
 
 
@@ -21,6 +23,53 @@ def title(found: Answers) -> str:
     margin = f"{family.margin:.{digits}f}".rstrip("0")
     lower = "" if METRICS[family.metric].larger_is_better else ", lower by this much"
     return f"{found.name}: {family.question} Positive: the first is better ({unit}{lower}); margin {margin}"
+
+
+def mark(answer: Answer) -> str:
+    """The verdict as one sign; ✕ where the gate threw the set-up out, – where there is no number."""
+    if answer.verdict is not None:
+        return MARKS[answer.verdict]
+    return "✕" if answer.why.startswith(OUT) else "–"
+
+
+def sentence(found: Answers, answer: Answer) -> str:
+    """One answer for somebody who has not read a word of us."""
+    first, second, test = answer.question.first, answer.question.second, answer.test
+    if test is None or answer.verdict is None:
+        return f"{first} against {second}: {answer.why}."
+    score = found.family.metric
+    name, (_, factor, digits) = {"loss": "log-loss"}.get(score, score), UNITS[score]
+    mean, interval = in_unit(test, score)
+    if answer.verdict == "equivalent":
+        limit = f"{factor * test.margin:.{digits}f}".rstrip("0")
+        return f"{first} and {second} do equally well: {name} differs by {mean} ({interval}), less than {limit}."
+    if answer.verdict == "undecided":
+        return f"{first} or {second}: not decided by {len(test.gaps)} seeds. {mean} ({interval})."
+    up = METRICS[score].larger_is_better
+    size, ends = mean.lstrip("+-"), sorted(abs(factor * x) for x in (test.low, test.high))
+    way = "higher" if up == (answer.verdict == "better") else "lower"
+    shown = f"{name} is {size} {way} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
+    if test.low < 0 < test.high:  # one question alone would not be decided; its family is
+        shown = f"{name} is {size} {way}"
+    return f"{first} is {answer.verdict} than {second}: {shown}.{_beside(found, answer)}"
+
+
+def _beside(found: Answers, answer: Answer) -> str:
+    if answer.beside is None:
+        return ""
+    mean, _ = in_unit(answer.beside, found.family.beside)
+    name, _, unit = UNITS[found.family.beside][0].partition(", ")
+    return f" {name.capitalize()} {mean} {unit}."
+
+
+def tally(found: Sequence[Answers]) -> dict[str, int]:
+    """Verdict -> how many questions have it, of several families; "no verdict" for those without one."""
+    counts: dict[str, int] = {}
+    for one in found:
+        for answer in one.answers:
+            word = answer.verdict or "no verdict"
+            counts[word] = counts.get(word, 0) + 1
+    return counts
 
 
 def rows(found: Answers) -> list[list[str]]:
@@ -80,11 +129,7 @@ def _tally(found: Answers | None) -> str:
         return "no plan yet"
     if not found.complete:
         return f"{found.there} of {found.wanted} seeds"
-    counts: dict[str, int] = {}
-    for answer in found.answers:
-        word = answer.verdict or "no verdict"
-        counts[word] = counts.get(word, 0) + 1
-    return ", ".join(f"{count} {word}" for word, count in counts.items())
+    return ", ".join(f"{count} {word}" for word, count in tally([found]).items())
 
 
 def plain_answers(found: Answers) -> dict[str, Any]:

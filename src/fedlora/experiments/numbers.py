@@ -1,6 +1,7 @@
 """The numbers that runs are compared by, each with a name, as "test, best" or "rounds to 0.92".
 
-All are of `evaluate.metric`. "best" is at the round that is best on validation, "last" at the last one.
+All are of `evaluate.metric`, but for those of the server, which are of updates and relative. "best" is at the round
+that is best on validation, "last" at the last one.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ KNOWN = (
     "test, best", "test, last", "validation, best", "validation, last", "validation, mean of last K",
     "validation, largest drop", "validation, jitter", "rounds to X", "clients, last",
     *(f"{probe}, {when}" for probe in _PROBES for when in ("best", "last")),
+    "server, error", "server, gauge drift", "server, error of factor averages",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Number:
-    """A name taken apart. where: "test", "validation", "clients", "rounds" or a further test set. what: which of its
-    numbers. amount: the K of "mean of last K", the X of "rounds to X"."""
+    """A name taken apart. where: "test", "validation", "clients", "rounds", "server" or a further test set. what:
+    which of its numbers. amount: the K of "mean of last K", the X of "rounds to X"."""
 
     name: str
     where: str
@@ -36,7 +38,7 @@ class Number:
         return self.what in ("largest drop", "jitter")
 
     def smaller_is_better(self, metric: str) -> bool:
-        return self.where == "rounds" or self.changes or not find_metric(metric).larger_is_better
+        return self.where in ("rounds", "server") or self.changes or not find_metric(metric).larger_is_better
 
     def evaluations(self) -> int:
         """On how many evaluations it is defined: a drop needs two, the deviation of changes three."""
@@ -85,7 +87,7 @@ def parse_number(name: str) -> Number:
 
 def titled(which: str, metric: str | None) -> str:
     """A number with what it measures, in words: "accuracy (test, best)". metric: as scores have it."""
-    if metric is None:
+    if metric is None or which.startswith("server, "):
         return which
     shown = metric.replace("_", "-")
     return f"{which} (validation {shown})" if which.startswith("rounds to ") else f"{shown} ({which})"

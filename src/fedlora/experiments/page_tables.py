@@ -166,9 +166,9 @@ def _rates(source: Source) -> Rows:
 
 
 def _mechanism(source: Source) -> Rows:
-    """What happens to the update, in the mean over seeds. Of mergers: the relative error against the exact mean, the
-    norm, the rank. Of runs: the relative error that padded factor averages have on these uploads (mean over rounds),
-    and how far the last server update moves when uploads are written in other coordinates (gauge drift)."""
+    """What happens to the update in the last round, in the mean over seeds. Of mergers: the relative error against the
+    exact mean, the norm, the rank. Of runs: how far zero-padded factor averages of the same uploads would have been
+    off, and how far the update moves when uploads are written in other coordinates (gauge drift)."""
     experiment = source.experiment
     axes = _told_axes(experiment, source.profile)
     found: dict[tuple[str, ...], list[list[float]]] = {}
@@ -178,16 +178,13 @@ def _mechanism(source: Source) -> Rows:
             continue
         if experiment.merged is not None:
             facts = result.raw["of"]
-            numbers = [facts[name] for name in ("error", "norm", "rank") if name in facts]
+            numbers = [facts.get(name) for name in ("error", "norm", "rank")]
         else:
-            mine = [line["padded_error"] for line in result.raw["history"] if line["padded_error"] is not None]
-            drift = result.raw["gauge_drift"].get(result.raw["method"])
-            numbers = [fmean(mine), drift] if mine and drift is not None else []
-        if numbers:
-            found.setdefault(tuple(run.cell[axis] for axis in axes), []).append(numbers)
-    columns = (
-        ["relative error", "norm", "rank"] if experiment.merged else ["factor averages would be off by", "gauge drift"]
-    )
+            numbers = [result.score("server, error of factor averages"), result.score("server, gauge drift")]
+        if (told := [number for number in numbers if number is not None]) and len(told) == len(numbers):
+            found.setdefault(tuple(run.cell[axis] for axis in axes), []).append(told)
+    of_mergers, of_runs = ["relative error", "norm", "rank"], ["factor averages would be off by", "gauge drift"]
+    columns = of_mergers if experiment.merged else of_runs
     rows = [[*key, *(_fact(fmean(column)) for column in zip(*lists, strict=True)), str(len(lists))]
             for key, lists in found.items()]  # fmt: skip
     return [*axes, *columns, "seeds"], rows

@@ -24,6 +24,7 @@ from fedlora.experiments.numbers import Number, parse_number
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.training.metrics import find_metric, is_better
 
+PADDED = "padded-average"  # the method whose error every run measures on its own uploads
 MERGERS = "mergers.json"  # in a run's folder: what `mergers` made of its uploads
 # One line of a run's log in short: what curves and spreads need.
 _KEPT = ("round", "metrics", "losses", "server_rank", "padded_error")
@@ -61,14 +62,16 @@ class Result:
         """A number by its name: "test, last", "test, best" (by validation), "unseen, last", "clients, last" (the mean
         of their own readouts), "validation, mean of last 3", "validation, largest drop", "validation, jitter" (the
         standard deviation of its change from one evaluation to the next), "rounds to 0.92" (the first evaluated round
-        whose validation reaches it). None where the run has no such number: it diverged, never got there, or was
-        evaluated too seldom. Raises `ConfigError` for a name that `numbers.KNOWN` lacks.
+        whose validation reaches it), "server, error". None where the run has no such number: it diverged, never got
+        there, or was evaluated too seldom. Raises `ConfigError` for a name that `numbers.KNOWN` lacks.
         """
         number = parse_number(which)
         if number.where == "rounds":
             return self.rounds_to(number.amount)
         if number.where == "validation":
             found = self._of_validation(number)
+        elif number.where == "server":
+            found = self._of_server(number.what)
         elif number.where == "clients":
             each = [scores.get(self.metric) for scores in self.raw["clients_at_end"].values()]
             found = math.nan if not each or None in each else sum(each) / len(each)
@@ -97,6 +100,21 @@ class Result:
             return stdev(changes)
         up = find_metric(self.metric).larger_is_better
         return max([0.0, *(-change if up else change for change in changes)])  # a rise, where less is better
+
+    def _of_server(self, what: str) -> float:
+        """Relative numbers of the last round's update: how far it is from the exact mean, how far it moves when clients
+        change their coordinates, and how far zero-padded factor averages of the same uploads would have been off. NaN
+        where it was not measured."""
+        facts: Mapping[str, Any] = self.raw.get("of", {})  # of a merger
+        if what == "error":
+            own = self.raw.get("padded_error") if self.raw.get("method") == PADDED else None
+            found = facts.get("error") if facts else own
+        elif what == "gauge drift":
+            method = facts["merger"].get("name") if facts else self.raw.get("method")
+            found = (self.raw.get("gauge_drift") or {}).get(method)
+        else:
+            found = self.raw.get("padded_error")
+        return math.nan if found is None else float(found)
 
     def _held_out(self, where: str, what: str) -> Mapping[str, Any]:
         """The scores on the test set or on a further one; empty where it was not measured."""

@@ -1,0 +1,84 @@
+"""`fedlora experiment plot`: an experiment's pictures as files, of what is decided or of what has been run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlora.cli.experiment_decide import answers_of
+from fedlora.cli.experiment_files import (
+    CLAIMS,
+    EXPERIMENTS,
+    RESULTS,
+    WORK,
+    Claimed,
+    Directory,
+    ProfileName,
+    Results,
+    Work,
+    load_all,
+    load_named,
+)  # fmt: skip
+from fedlora.cli.screen import plotted
+from fedlora.errors import ConfigError
+from fedlora.experiments.budgets import spendings
+from fedlora.experiments.claims import load_claims
+from fedlora.experiments.decision_page import planned
+from fedlora.experiments.decisions import Answers
+from fedlora.experiments.runner import Places
+
+
+def draw(
+    name: Annotated[str, typer.Argument(help="an experiment")],
+    out: Annotated[Path | None, typer.Option(help="picture to write (default: results/plots/NAME-PROFILE.png)")] = None,
+    profile: ProfileName = "mini",
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    claims: Claimed = CLAIMS,
+) -> None:
+    """Curves over rounds, or dots of merged runs, a panel a set-up; with `budgets`, scores by epsilon; of what
+    docs/claims.toml asks the heat map, and the panels in NAME-setups.png."""
+    experiment = load_named(name, experiments)
+    target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
+    places = Places(results, work, None)
+    done, given_up = places.finished(), places.given_up()
+    asked = load_claims(claims) if claims.is_file() else None
+    families = {} if asked is None else asked.of(experiment.name)
+    decided: list[Answers] = []
+    margin = 0.0
+    if asked is not None and profile in {family.profile for family in families.values()}:
+        decided = answers_of(asked, experiment, load_all(experiments), places)
+        if waiting := [one for one in decided if not one.complete]:
+            raise ConfigError(
+                f"{waiting[0].there} of {waiting[0].wanted} planned seeds of {experiment.name} are there, and nothing "
+                f"of it is drawn before all of them are. Go on with: fedlora experiment run {experiment.name} "
+                f"--profile {profile}"
+            )
+        experiment = planned(experiment, profile, decided[0].wanted)
+        margin = min(one.family.margin for one in decided)
+
+    def pictures() -> list[Path]:
+        from fedlora.experiments.budget_plot import plot_budgets
+        from fedlora.experiments.interval_plots import plot_dots
+        from fedlora.experiments.map_plots import plot_map
+        from fedlora.experiments.plots import plot_curves
+
+        if experiment.budgets is not None:
+            found = spendings(experiment, profile, done, given_up)
+            if not found:
+                raise ConfigError(f"experiment {name} has no result of profile {profile}; run some first.")
+            return [plot_budgets(found, experiment.title, experiment.budgets.lines, target)]
+        made = []
+        for k, score in enumerate(dict.fromkeys(one.family.metric for one in decided)):
+            path = target if k == 0 else target.with_stem(f"{target.stem}-{score}")
+            made.append(plot_map([one for one in decided if one.family.metric == score], path))
+        panels = target.with_stem(f"{target.stem}-setups") if decided else target
+        if experiment.merged:
+            return [*made, plot_dots(experiment, profile, done, panels, given_up, margin)]
+        against = experiment.reference if decided else None
+        return [*made, plot_curves(experiment, profile, done, panels, given_up, against)]
+
+    plotted(pictures)

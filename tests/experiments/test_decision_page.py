@@ -1,0 +1,242 @@
+"""The page of what is decided: its numbers are those of `decide` and `table`, its pictures follow the verdicts, and
+where there is nothing it says so. Kinds: oracle (planted effects), whole."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from fedlora.experiments.claims import Family, Question, load_claims
+from fedlora.experiments.decision_page import decided_part
+from fedlora.experiments.decision_words import sentence
+from fedlora.experiments.decisions import Answer, Answers
+from fedlora.experiments.looks import path_of, read_plan
+from fedlora.experiments.map_plots import map_figure
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.verdicts import Verdict, weigh
+from support.command_line import Said, invoke
+from support.made_results import by_effects, write_runs
+
+ROOT = Path(__file__).parents[2]
+SETUPS = ["one", "two", "three", "four", "five"]
+WHY = "thrown out: LoRA does not carry the result there"
+
+
+def answered(
+    verdicts: Mapping[str, Verdict | None], gaps: Mapping[str, list[float]] | None = None, why: str = WHY
+) -> Answers:
+    """One family of one pair: set-up -> verdict. gaps: set-up -> by how much the first is better, seed by seed."""
+    family = Family(
+        question="Is it?", experiment="e", pairs=[("new", "old")], setups=list(verdicts), margin=0.005, metric="loss"
+    )
+    made = tuple(
+        Answer(Question("new", "old", setup), None, why)
+        if verdict is None
+        else Answer(
+            Question("new", "old", setup), verdict, "", weigh((gaps or {}).get(setup, [0.01, 0.012, 0.014]), 0.005)
+        )
+        for setup, verdict in verdicts.items()
+    )
+    return Answers("f", family, 3, 3, made)
+
+
+def boxes(figure: Figure) -> dict[str, Rectangle]:
+    """Question -> its cell."""
+    return {str(p.get_gid()): p for p in figure.axes[0].patches if isinstance(p, Rectangle) and p.get_gid()}
+
+
+def test_hatched_is_undecided_struck_is_thrown_out_and_nothing_else_is() -> None:
+    verdicts: dict[str, Verdict | None] = {
+        "one": "better", "two": "worse", "three": "equivalent", "four": "undecided", "five": None,
+    }  # fmt: skip
+    figure = map_figure([answered(verdicts)])
+    found = boxes(figure)
+    assert {name: bool(box.get_hatch()) for name, box in found.items()} == {
+        f"new against old, {setup}": verdict == "undecided" for setup, verdict in verdicts.items()
+    }
+    struck = [line.get_gid() for line in figure.axes[0].lines]
+    assert struck == ["struck: new against old, five"]
+    lost = map_figure([answered({"one": "better", "two": None}, why="no number for new on seed 1")])
+    assert not lost.axes[0].lines, "a failed run is not thrown out by the gate"
+
+
+def test_colours_are_centred_at_zero_and_the_margin_is_on_the_scale() -> None:
+    """A gap of zero has the colour map's middle; gaps of one size and two signs are at its two sides alike. By hand:
+    the scale ends at four margins, 0.02, for the largest difference is 0.012."""
+    gaps = {"one": [0.0, 0.001, -0.001], "two": [0.011, 0.012, 0.013], "three": [-0.011, -0.012, -0.013]}
+    figure = map_figure([answered({"one": "equivalent", "two": "better", "three": "worse"}, gaps)])
+    colours = {name.rpartition(" ")[2]: box.get_facecolor() for name, box in boxes(figure).items()}
+    assert min(colours["one"][:3]) > 0.95, "PuOr's middle is next to white"
+    (red, _, blue, _), (red2, _, blue2, _) = colours["two"], colours["three"]
+    assert blue > red and red2 > blue2, "purple to the right, orange to the left"
+    scale = figure.axes[1]
+    assert list(scale.get_xticks()) == pytest.approx([-0.02, 0, 0.02])
+    assert sorted(line.get_xdata()[0] for line in scale.lines) == pytest.approx([-0.005, 0.005])
+
+
+def test_cells_have_the_number_and_the_mark() -> None:
+    """By hand: the mean of 0.01, 0.012, 0.014."""
+    texts = [text.get_text() for text in map_figure([answered({"one": "better", "two": None})]).axes[0].texts]
+    assert "+0.012\n▲" in texts and "out" in texts and "new against old" in texts
+
+
+@pytest.mark.parametrize(
+    ("verdict", "gaps", "says"),
+    [
+        ("better", [0.01, 0.012, 0.014], "new is better than old: log-loss is 0.0120 lower (0.0070 to 0.0170)."),
+        ("worse", [-0.01, -0.012, -0.014], "new is worse than old: log-loss is 0.0120 higher (0.0070 to 0.0170)."),
+        ("equivalent", [0.0, 0.001, -0.001], "new and old do equally well: log-loss differs by +0.0000 "
+         "(-0.0025 to +0.0025), less than 0.005."),
+        ("undecided", [0.0, 0.02, -0.02], "new or old: not decided by 3 seeds. +0.0000 (-0.0497 to +0.0497)."),
+    ],
+)  # fmt: skip
+def test_an_answer_in_words(verdict: Verdict, gaps: list[float], says: str) -> None:
+    """By hand: t(0.975, 2) = 4.302653; of 0.010, 0.012, 0.014 s = 0.002, half width 4.302653 * 0.002 / sqrt 3."""
+    found = answered({"one": verdict}, {"one": gaps})
+    assert sentence(found, found.answers[0]) == says
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both experiments of the map at their planned seeds. Ten local steps: factor averages cost nothing; else 0.06."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "experiments").mkdir()
+    for name in ("map_once", "map_rounds"):
+        shutil.copy(ROOT / "experiments" / f"{name}.toml", folder / "experiments")
+    shutil.copy(ROOT / "docs" / "claims.toml", folder)
+    once, rounds = (experiment(folder, name) for name in ("map_once", "map_rounds"))
+    setups = {*once.axes["setup"], *rounds.axes["setup"]}
+    effects = {("factor averages", setup): 0.06 for setup in setups - {"10 local steps"}}
+    effects |= {("head alone", setup): 0.04 for setup in setups} | {("no adapter", setup): 0.1 for setup in setups}
+    planted, bare = by_effects(effects, 0.0005), by_effects({}, 0.0)  # little: few seeds are planned
+
+    def loss(label: str, setup: str, seed: int) -> float:
+        return planted(label, setup, seed) - bare(label, setup, seed) + bare("", "", seed)
+
+    results = folder / "results" / "runs"
+    for one in (once, rounds):
+        write_runs(results, one, "mini", loss, search=True)
+        write_runs(results, one, "pilot", loss)
+        invoke("experiment", "plan", one.name, *options(folder))
+        write_runs(results, with_seeds(one, wanted(folder, one.name)), "mini", loss)
+    return folder
+
+
+def wanted(folder: Path, name: str) -> int:
+    """How many seeds its plan has."""
+    return len(read_plan(path_of(folder / "results" / "runs", name))["seeds"])
+
+
+def experiment(folder: Path, name: str) -> Experiment:
+    return load_experiment(folder / "experiments" / f"{name}.toml")
+
+
+def with_seeds(one: Experiment, count: int) -> Experiment:
+    cut = one.profiles["mini"].model_copy(update={"seeds": one.profiles["mini"].seeds[:count]})
+    made = one.model_copy(update={"profiles": {**one.profiles, "mini": cut}})
+    made._folder = one.folder
+    return made
+
+
+def options(folder: Path) -> list[str]:
+    return ["--experiments", str(folder / "experiments"), "--results", str(folder / "results" / "runs"),
+            "--work", str(folder / "work"), "--claims", str(folder / "claims.toml")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(place: Path) -> str:
+    invoke("experiment", "report", "--out", str(place / "r.html"), *options(place))
+    return (place / "r.html").read_text(encoding="utf-8")
+
+
+def rows(page: str, part: str) -> list[list[str]]:
+    """The cells of all tables of a part of the page, without markup."""
+    text = page.split(f'<h2 id="{part}">')[1].split("<h2")[0]
+    found = re.findall(r"<tr>(.*?)</tr>", text, flags=re.DOTALL)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, flags=re.DOTALL) for row in found]
+    return [[html.unescape(re.sub(r"<[^>]*>", "", cell)).strip() for cell in row] for row in cells]
+
+
+def decisions(place: Path) -> list[dict[str, Any]]:
+    families: list[dict[str, Any]] = []
+    for name in ("map_once", "map_rounds"):
+        said = invoke("experiment", "decide", name, "--format", "json", *options(place))
+        families += json.loads(said.stdout)["families"]
+    return families
+
+
+def test_the_pages_numbers_are_those_of_decide(place: Path, page: str) -> None:
+    """Every question: in the decision table, in words, and on the map."""
+    table = {(row[0], row[1]): row[2:] for row in rows(page, "table") if len(row) == 7}
+    words = html.unescape(page.split('<h2 id="decided">')[1].split('<h2 id="map">')[0])
+    drawn = html.unescape(page.split('<h2 id="map">')[1].split('<h2 id="curves">')[0])
+    asked = [(family, a) for family in decisions(place) for a in family["answers"]]
+    claims = load_claims(place / "claims.toml")
+    assert len(asked) == sum(len(family.questions) for family in claims.families.values()) > 15
+    for _, a in asked:
+        question = f"{a['first']} against {a['second']}"
+        assert a["verdict"], "every planned run is there"
+        found = table[question, a["setup"]]
+        assert found[0] == f"{a['mean'] + 0.0:+.4f}" and found[1] == f"{a['low']:+.4f} to {a['high']:+.4f}"
+        assert found[4] == a["verdict"]
+        assert f"{question}, {a['setup']}: {a['mean']:+.4f}, {a['verdict']}" in drawn, "what is said of the map"
+        assert f"{a['mean'] + 0.0:+.3f}</text>" in drawn
+        assert f"{abs(a['mean']):.4f}" in words
+    counts = {v: sum(a["verdict"] == v for _, a in asked) for v in ("better", "equivalent")}
+    assert counts["better"] > 3 and counts["equivalent"] > 3, "planted: both kinds"
+
+
+def test_the_mechanism_is_that_of_table(place: Path, page: str) -> None:
+    """The made results have a relative error of 0.5 + 0.01 seed for GLoRA 0.25, and of 0.6 + 0.01 seed for factor
+    averages; of seeds 0 to n - 1 here are mean and standard deviation."""
+    setups = {cell["setup"] for cell in experiment(place, "map_once").cells("mini")}
+    found = {row[0]: row[1:] for row in rows(page, "mechanism") if len(row) == 1 + len(setups)}
+    said = invoke("experiment", "table", "map_once", "--metric", "server, error", "--json", *options(place)[:-2])
+    cells = [c for c in json.loads(said.stdout)["cells"] if c["mean"] is not None]
+    assert {c["cell"]["method"] for c in cells} >= {"factor averages", "exact mean", "GLoRA 0.25"}
+    errors = [0.01 * seed for seed in range(wanted(place, "map_once"))]
+    assert found["GLoRA 0.25"] == [f"{0.5 + fmean(errors):.3f} ± {stdev(errors):.3f}"] * len(setups)
+    averages = f"{0.6 + fmean(errors):.3f} ± {stdev(errors):.3f}"
+    assert averages in page.split('<h2 id="mechanism">')[1], "of factor averages, once"
+    assert "table map_once --profile mini --metric &#34;server, error&#34;" in page
+
+
+def test_what_is_not_there_is_a_sentence(place: Path) -> None:
+    """No plan: no picture, no table, no empty grid, and the command that begins. Some seeds: how many."""
+    claims = load_claims(place / "claims.toml")
+    known = {name: experiment(place, name) for name in ("map_once", "map_rounds")}
+    part = decided_part(claims, [], known, {}, {})
+    for one in part["experiments"]:
+        assert not (one["maps"] or one["panels"] or one["tables"] or one["mechanism"] or one["families"])
+        assert f"fedlora experiment run {one['name']} --profile pilot" in one["state"] == one["no_picture"]
+    waiting = [Answers(name, family, 2, 7) for name, family in claims.of("map_once").items()]
+    part = decided_part(claims, waiting, known, {}, {})
+    once = part["experiments"][0]
+    assert once["no_picture"].startswith("2 of 7 planned seeds are there.") and not once["maps"] and not once["tables"]
+    assert all(family["state"].startswith("2 of 7") and not family["lines"] for family in once["families"])
+
+
+def test_plot_draws_the_map_and_the_set_ups_and_nothing_before_its_time(
+    place: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    for name in ("map_once", "map_rounds"):
+        invoke("experiment", "plot", name, "--out", str(tmp_path / f"{name}.svg"), *options(place))
+        map_text, set_ups = (tmp_path / f"{name}{x}.svg" for x in ("", "-setups"))
+        assert map_text.stat().st_size > 10_000 and set_ups.stat().st_size > 10_000
+    copy = Path(shutil.copytree(place, tmp_path / "copy"))
+    plan = copy / "results" / "plans" / "map_rounds.json"
+    told = json.loads(plan.read_text())
+    plan.write_text(json.dumps({**told, "seeds": [*told["seeds"], len(told["seeds"])]}))
+    there = len(told["seeds"])
+    said = main("experiment", "plot", "map_rounds", *options(copy)).error()
+    assert f"{there} of {there + 1} planned seeds of map_rounds" in said
