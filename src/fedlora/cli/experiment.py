@@ -301,11 +301,11 @@ def _show_plan(
         seeds = [s for s in experiment.profile(profile).seeds if only is None or s in only]
         given_up = places.given_up()
         todo = missing(experiment, profile, places, only, given_up)
-        planned = mains(experiment, profile, done, given_up)
+        planned = [run for run in mains(experiment, profile, done, given_up) if run.seed in seeds]
         known = list({r.digest: r for r in planned if r.digest in done}.values())
         # Cells whose search is not done cannot be planned exactly; they cost what a run of the search costs.
         like = todo or search or planned
-        distinct = {r.digest for r in planned if r.seed in seeds}
+        distinct = {r.digest for r in planned}
         whole = max(len(cells) * len(seeds), len(distinct))  # more where mergers of one training chose other rates
         each = _examples(like[0].config.model_dump(), None) if like else 0
         tried = {*done, *given_up}
