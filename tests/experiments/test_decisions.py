@@ -362,7 +362,7 @@ def test_steps_losses_and_differences_of_a_page_are_those_of_the_files(place: Pa
 
 
 def test_a_plan_of_some_seeds_counts_theirs_alone(place: Path, rounds: Experiment) -> None:
-    """Eight seeds are stored and one is asked for: its 12 runs are finished (as the 12 of the search), and nothing is left."""
+    """Eight seeds are stored and one is asked for: its 12 runs are finished, the search too, and nothing is left."""
     write_runs(place / "results" / "runs", rounds, "mini", same_level(0.001))
     said = invoke("experiment", "run", "map_rounds", "--seeds", "0", "--plan", *options(place)[:-2]).stdout
     row = next(line for line in said.splitlines() if "map_rounds" in line)
