@@ -38,6 +38,28 @@ from fedlora.client import receive, send
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_needs_an_extra_says_which() -> None:
+    """`sys.modules[name] = None` is Python's own word for a module that is not there. torch is none of what an extra
+    brings; it is left out so that the process ends at the first import."""
+    code = """
+import sys
+for missing in ("numpy", "pydantic", "flwr", "torch", "safetensors"):
+    sys.modules[missing] = None
+import fedlora.runs, fedlora.training, fedlora.offline, fedlora.flower
+for package, name, extra in (
+    (fedlora.runs, "load_config", "train"), (fedlora.training, "LocalTrainer", "train"),
+    (fedlora.offline, "train_site", "train"), (fedlora.flower, "FedLoRA", "flower"),
+):
+    try:
+        getattr(package, name)
+    except ModuleNotFoundError as error:
+        assert f"{package.__name__}.{name} needs " in str(error) and f"fedlora[{extra}]" in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_one_version() -> None:
     assert version("fedlora") == fedlora.__version__
 

@@ -25,6 +25,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.setup.containers import compose, dockerfile, write_containers
 from fedlora.flower.setup.proxy import nginx_configuration
 from fedlora.flower.terms.settings import FederationSettings
+from support.page import PAGE
 
 yaml: Any = pytest.importorskip("yaml")  # transformers brings it
 SITES = ["acme", "berlin", "cork"]
@@ -84,6 +85,17 @@ def test_every_command_of_compose_is_one_of_the_command_line(tmp_path: Path) -> 
         assert f"{place}:{place}" in service["volumes"]  # absolute paths in a folder stay true
     assert services["server"]["command"] == ["flower", "serve", str(home)]
     assert services["site-cork"]["command"][2] == f"${{SITES:-{tmp_path}}}/cork"
+
+
+def test_the_page_gives_the_commands_that_the_file_names(tmp_path: Path) -> None:
+    """docs/how-to/deployment.md, "In containers", beside the head of compose.yaml; with a service of the example."""
+    section = PAGE.read_text(encoding="utf-8").partition("\n## In containers\n")[2].partition("\n## ")[0]
+    text = compose(tmp_path / "fed", settings(), SITES)
+    told = [command.strip() for command in re.findall(r"(?m)^#   (.*?)(?:  |$)", text)]
+    assert len(told) == 3
+    for command in told:
+        assert f"`{command.replace('NAME', 'acme')}`" in section, command
+    assert "site-acme" in yaml.safe_load(text)["services"]
 
 
 def test_only_the_proxys_port_leaves(tmp_path: Path) -> None:

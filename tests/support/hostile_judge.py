@@ -792,10 +792,11 @@ def _is_dropped(kind: str, key: str, folders: Sequence[Path], parts: Sequence[Pa
 
 def serve(pipe: Any) -> None:
     """Judges what comes through the pipe, until None comes. Memory beyond 2 GB more than it begins with is an error."""
-    import peft  # noqa: F401 - the baseline holds it
+    import peft  # noqa: F401 - the baseline holds it, and what commands import when they are called
 
-    import fedlora.cli.adapters
-    import fedlora.cli.merge
+    import fedlora.cli.method_names
+    import fedlora.cli.opened
+    import fedlora.offline.rounds
     import fedlora.runs.plots  # noqa: F401
 
     torch.set_num_threads(1)

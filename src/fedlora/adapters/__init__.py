@@ -3,10 +3,25 @@
 alpha / r ends here: inside fedlora an update is B A. Strangers' files are opened by `untrusted_files` only.
 """
 
-from fedlora.adapters.io import read_adapter, write_adapter
-from fedlora.adapters.merging import MergeReport, merge, resize
-from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.writer import AdapterSpec, AdapterWriter
+from typing import TYPE_CHECKING
+
+from fedlora._lazy import face
+
+if TYPE_CHECKING:
+    from fedlora.adapters.io import read_adapter, write_adapter
+    from fedlora.adapters.merging import MergeReport, merge, resize
+    from fedlora.adapters.reader import AdapterFile
+    from fedlora.adapters.writer import AdapterSpec, AdapterWriter
+
+__getattr__ = face(
+    "fedlora.adapters",
+    {
+        "io": ("read_adapter", "write_adapter"),
+        "merging": ("MergeReport", "merge", "resize"),
+        "reader": ("AdapterFile",),
+        "writer": ("AdapterSpec", "AdapterWriter"),
+    },
+)
 
 __all__ = [
     "AdapterFile",

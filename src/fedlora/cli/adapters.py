@@ -1,30 +1,23 @@
-"""`fedlora inspect | diff | validate | apply`: PEFT adapters as files."""
+"""`fedlora inspect | diff | validate | apply`: PEFT adapters as files. A command imports torch when it is called."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from fedlora.adapters import allocation
-from fedlora.adapters.apply import DTYPES, Applied, apply_adapter, check_adapter
-from fedlora.adapters.base_model import BaseFiles
-from fedlora.adapters.collection import Collection
-from fedlora.adapters.merging import open_adapters
-from fedlora.adapters.reader import AdapterFile
-from fedlora.analysis.inspection import difference, facts, overlap
-from fedlora.cli import applied
 from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
-from fedlora.cli.screen import cell, complain, console, import_plots, notes, plotted, print_json, tracked
-from fedlora.core.echo import quoted, shown
+from fedlora.cli.screen import cell, complain, console, import_plots, plotted, print_json, tracked
+from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from fedlora.runs.folder import plain
+
+if TYPE_CHECKING:
+    from fedlora.adapters.apply import Applied
 
 Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
@@ -45,15 +38,18 @@ def inspect(
     json: AsJson = False,
 ) -> None:
     """Ranks, norms, spectra, dead slots, and how much the adapters' subspaces overlap."""
-    files = _of_one_base(opened(adapters, allow_unknown, limit=limit))
-    _check_memory(files)
+    from fedlora.analysis.inspection import facts
+    from fedlora.cli.opened import check_memory, mean_overlap, of_one_base, opened, overlaps
+
+    files = of_one_base(opened(adapters, allow_unknown, limit=limit))
+    check_memory(files)
     found = {str(f.directory): {m: facts(f.lora(m)) for m in f.modules} for f in files}
-    shared = [[_mean_overlap(a, b) for b in files] for a in files] if len(files) > 1 else []
+    shared = [[mean_overlap(a, b) for b in files] for a in files] if len(files) > 1 else []
     if plot is not None:
         if len(files) < 2:
             raise AdapterFormatError("--plot draws how adapters overlap: give two at least.")
         names = [shown(file.directory.name) for file in files]
-        plotted(lambda: [import_plots().plot_overlaps(names, _overlaps(files), plot)])
+        plotted(lambda: [import_plots().plot_overlaps(names, overlaps(files), plot)])
     if json:
         each = {
             str(file.directory): {
@@ -93,8 +89,11 @@ def diff(
     json: AsJson = False,
 ) -> None:
     """Is it the same update in another gauge? Distances of updates, of factors, and angles, module by module."""
-    a, b = _of_one_base(opened([one, other], limit=limit))
-    _check_memory([a, b])
+    from fedlora.analysis.inspection import difference
+    from fedlora.cli.opened import check_memory, of_one_base, opened
+
+    a, b = of_one_base(opened([one, other], limit=limit))
+    check_memory([a, b])
     common = sorted(set(a.modules) & set(b.modules))
     found = {module: difference(a.lora(module), b.lora(module)) for module in common}
     lone = {str(f.directory): sorted(set(f.modules) - set(common)) for f in (a, b)}
@@ -125,6 +124,12 @@ def validate(
     json: AsJson = False,
 ) -> None:
     """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
+    from fedlora.adapters.apply import check_adapter
+    from fedlora.adapters.base_model import BaseFiles
+    from fedlora.adapters.merging import open_adapters
+    from fedlora.cli import applied
+    from fedlora.cli.opened import tell
+
     found: dict[str, str | None] = {}
     limits = limits_of(limit, max_bytes, max_tensors)
     fits: dict[str, Applied] = {}
@@ -153,7 +158,7 @@ def validate(
             console.print(f"{name}: {'sound' if reason is None else 'refused'}", markup=False, soft_wrap=True)
             if name in fits:
                 applied.tell(fits[name], would=True)
-            _tell(remarks.get(name, ()))
+            tell(remarks.get(name, ()))
     refused = [reason for reason in found.values() if reason is not None]
     if refused:
         more = f"; and {len(refused) - 3} more, with their reasons in --json" if len(refused) > 3 else ""
@@ -166,7 +171,10 @@ def apply(
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"of what is written: {', '.join(DTYPES)} [default: the base model's]", show_default=False),
+        typer.Option(
+            help="of what is written: float16, bfloat16, float32, float64 [default: the base model's]",
+            show_default=False,
+        ),
     ] = None,
     force: Force = False,
     allow_unknown: AllowUnknown = None,
@@ -174,10 +182,16 @@ def apply(
     json: AsJson = False,
 ) -> None:
     """Merge an adapter into the full model, for serving without PEFT: one tensor in memory at a time."""
+    from fedlora.adapters.apply import DTYPES, apply_adapter
+    from fedlora.adapters.base_model import BaseFiles
+    from fedlora.adapters.merging import open_adapters
+    from fedlora.cli import applied
+    from fedlora.cli.opened import tell
+
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
     (file,), said = open_adapters([adapter], allow_unknown or (), limits_of(limit, None, None), with_base=True)
-    _tell(said)
+    tell(said)
     done = apply_adapter(
         file,
         BaseFiles(base),
@@ -195,61 +209,3 @@ def apply(
         f"update",
         markup=False, soft_wrap=True,
     )  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------------------- inside
-
-
-def opened(
-    directories: Sequence[Path],
-    allow_unknown: Sequence[str] | None = None,
-    max_bytes: int | None = None,
-    max_tensors: int | None = None,
-    *,
-    limit: list[str] | None = None,
-    least: int = 1,
-) -> list[AdapterFile]:
-    """The adapters, checked but not read; what was warned of is told when all of them are sound."""
-    files, said = open_adapters(directories, allow_unknown or (), limits_of(limit, max_bytes, max_tensors))
-    _tell(said)
-    if len(files) < least:
-        raise AdapterFormatError(f"at least {least} adapters are needed; got {len(files)}.")
-    return files
-
-
-def _tell(remarks: Sequence[str]) -> None:
-    for remark in remarks:
-        notes.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
-
-
-def _of_one_base(files: Sequence[AdapterFile]) -> list[AdapterFile]:
-    files = list(Collection.of(files, [1.0] * len(files)).files)
-    first: dict[str, tuple[tuple[int, ...], AdapterFile]] = {}
-    for file in files:
-        for path in file.layouts:
-            B, A = file.pair(path)[:2]
-            shape, other = first.setdefault(path, ((*B.shape[:1], *A.shape[1:]), file))
-            if shape != (*B.shape[:1], *A.shape[1:]):
-                raise AdapterFormatError(
-                    f"module {quoted(path)} is an update of other shapes in {other.directory} and in {file.directory}: "
-                    f"other models."
-                )
-    return files
-
-
-def _check_memory(files: Sequence[AdapterFile]) -> None:
-    """Raises `AdapterFormatError` where two adapters' largest modules would not fit into memory together."""
-    largest = [max((file.pair(path) for path in file.layouts), key=allocation.bytes_to_read) for file in files]
-    largest = sorted(largest, key=allocation.bytes_to_read)[-2:]
-    allocation.check(allocation.bytes_to_merge(largest), "comparing the largest modules", files[0].limits)
-
-
-def _mean_overlap(one: AdapterFile, other: AdapterFile) -> float:
-    common = sorted(set(one.modules) & set(other.modules))
-    return math.fsum(overlap(one.lora(m), other.lora(m)) for m in common) / len(common) if common else 0.0
-
-
-def _overlaps(files: Sequence[AdapterFile]) -> dict[str, list[list[float]]]:
-    """Module -> adapter by adapter, how much their column spaces share; of the modules that all have."""
-    common = [m for m in files[0].modules if all(m in file.ranks for file in files)]
-    return {m: [[overlap(a.lora(m), b.lora(m)) for b in files] for a in files] for m in common}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import track
@@ -14,15 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from fedlora.adapters.limits import Limits
-from fedlora.adapters.uploads import read_uploads
-from fedlora.analysis.audit import Audit
-from fedlora.analysis.audit import audit as audit_method
 from fedlora.cli.limits import Limit, limits_of
-from fedlora.cli.method_names import parse_methods
 from fedlora.cli.screen import cell, console, import_plots, notes, plotted, print_json, red, tell_attack
-from fedlora.core.messages import Upload
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
+
+if TYPE_CHECKING:
+    from fedlora.analysis.audit import Audit
+    from fedlora.core.messages import Upload
 
 CONDITIONS = "1,10,100,1000"
 
@@ -40,6 +39,9 @@ def audit(
     json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
+    from fedlora.analysis.audit import audit as audit_method
+    from fedlora.cli.method_names import parse_methods
+
     uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights, limits_of(limit))
     if from_run is not None and (run := RunFolder(from_run)).exists():
         tell_attack(run.read_json("manifest.json"))
@@ -56,6 +58,9 @@ def audit(
 
 
 def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | None, limits: Limits) -> list[Upload]:
+    from fedlora.adapters.uploads import read_uploads
+    from fedlora.core.messages import Upload
+
     if bool(adapters) == (from_run is not None):
         raise ConfigError("give adapter directories or --from-run RUN, one of the two.")
     if from_run is not None:

@@ -8,25 +8,24 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.table import Table
 
-from fedlora.adapters import merging
-from fedlora.adapters.collection import Collection
-from fedlora.adapters.merging import MergeReport, Place, Result
 from fedlora.adapters.weighting import read_weight_map
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, Force
 from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
-from fedlora.cli.method_names import parse_defence, parse_methods
 from fedlora.cli.screen import cell, console, notes, print_json, tracked
 from fedlora.core.echo import shown
-from fedlora.core.method import Method
 from fedlora.errors import ConfigError
-from fedlora.offline.rounds import merge_round
 from fedlora.runs.folder import plain
+
+if TYPE_CHECKING:
+    from fedlora.adapters.collection import Collection
+    from fedlora.adapters.merging import MergeReport
+    from fedlora.core.method import Method
 
 Out = Annotated[
     Path | None, typer.Option("-o", "--out", help="directory to write; needed without --dry-run", show_default=False)
@@ -89,6 +88,10 @@ def merge(
     json: AsJson = False,
 ) -> None:
     """Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank."""
+    from fedlora.adapters import merging
+    from fedlora.cli.method_names import parse_defence
+    from fedlora.offline.rounds import merge_round
+
     target = _target(out, dry_run)
     counts = _numbers(weights) if weights is not None else None
     limits = limits_of(limit, max_bytes, max_tensors)
@@ -108,8 +111,8 @@ def merge(
             raise ConfigError(
                 "--sum and --weight-map are for merges without --method, --state, --readout and --defence."
             )
-        wanted = Result(rank, heads, drop or (), dtype, ranks, serve, max_error, dry_run)
-        place = Place(target, force=force, inputs=adapters)
+        wanted = merging.Result(rank, heads, drop or (), dtype, ranks, serve, max_error, dry_run)
+        place = merging.Place(target, force=force, inputs=adapters)
         place.check()
         given, said = merging.collected(
             adapters, counts, weights_from, missing, heads=heads, drop=drop or (), same_base=same_base,
@@ -151,6 +154,8 @@ def resize(
     json: AsJson = False,
 ) -> None:
     """Write an adapter at another rank: the best approximation that it has, and what that loses."""
+    from fedlora.adapters import merging
+
     report = merging.resize(
         adapter, _target(out, dry_run), rank=rank, dtype=dtype, ranks=cast("Any", ranks),
         serve=cast("Any", serve), drop=drop or (), max_error=max_error, dry_run=dry_run, force=force,
@@ -191,6 +196,8 @@ def _numbers(text: str) -> list[float]:
 
 
 def _method(text: str) -> tuple[Method[Any], str]:
+    from fedlora.cli.method_names import parse_methods
+
     sections = parse_methods("svd energy=1.0" if text == "svd" else text)
     if len(sections) != 1:
         raise ConfigError(f"--method is one method; got {text[:80]!r}.")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.table import Table
 
-from fedlora.cli.method_names import parse_method
 from fedlora.cli.screen import console, import_plots, plotted, print_json, red
 from fedlora.errors import ConfigError
-from fedlora.methods.registry import Listed, listed
 from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
+
+if TYPE_CHECKING:
+    from fedlora.methods.registry import Listed
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
@@ -25,6 +26,8 @@ def methods(context: typer.Context, json: AsJson = False) -> None:
     context.obj = json
     if context.invoked_subcommand is not None:
         return
+    from fedlora.methods.registry import listed
+
     rows = listed()
     if json:
         print_json({row.name: _facts(row) for row in rows})
@@ -48,6 +51,7 @@ def check(
     json: AsJson = False,
 ) -> None:
     """Run every contract on a method: what it claims, what was measured. Exit code 1 where something does not hold."""
+    from fedlora.cli.method_names import parse_method
     from fedlora.testing.checking import check as checked
     from fedlora.testing.checking import claims_of, measure, sound
 

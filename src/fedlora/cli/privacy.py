@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from fedlora.cli.privacy_ledger import decide, show_ledger
 from fedlora.cli.runs import AsJson, DataRoot, Sets
 from fedlora.cli.screen import cell, console, notes, print_json
 from fedlora.errors import ConfigError
-from fedlora.privacy.accounting import epsilon_up, how_strong
-from fedlora.runs.config import load_config
-from fedlora.runs.preparation import prepare
-from fedlora.runs.private_plan import PrivacyPlan, plan
-from fedlora.runs.private_run import check_affordable
 from fedlora.runs.quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from fedlora.runs.private_plan import PrivacyPlan
 
 SECONDS_AN_ENTRY = 13e-6  # of exact noise, on one core (privacy.mechanism)
 
@@ -44,6 +41,8 @@ def privacy(
     """What a private run will cost and what is left of its signal, or what a ledger has spent.
 
     With --budget, --charge or --adopt: a decision about a ledger, which writes one line with the reason."""
+    from fedlora.cli.privacy_ledger import decide, show_ledger
+
     if sum((planned, budget is not None, charge, adopt)) > 1:
         raise ConfigError("--plan, --budget, --charge and --adopt are four things: one at a time.")
     if not charge and not (noise_multiplier is rounds is sampling is None):
@@ -71,6 +70,11 @@ def privacy(
 
 
 def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: bool) -> None:
+    from fedlora.runs.config import load_config
+    from fedlora.runs.preparation import prepare
+    from fedlora.runs.private_plan import plan
+    from fedlora.runs.private_run import check_affordable
+
     config = load_config(file, overrides)
     if config.privacy is None:
         raise ConfigError(f"{file} has no table [privacy], so there is nothing to plan.")
@@ -92,6 +96,8 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
 
 
 def _show_plan(found: PrivacyPlan) -> None:
+    from fedlora.privacy.accounting import epsilon_up, how_strong
+
     who = "all" if found.sampling == 1.0 else f"each with chance {found.sampling:g}"
     console.print(
         f"epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} for {found.rounds} rounds"

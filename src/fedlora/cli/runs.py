@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 from json import loads as json_of
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,7 +24,6 @@ from fedlora.cli.measures import (
     other_scores,
     worst_client,
 )
-from fedlora.cli.privacy_rows import privacy_rows, where_to_look
 from fedlora.cli.screen import (
     complain,
     console,
@@ -39,15 +38,13 @@ from fedlora.cli.screen import (
     tell_held_out_cut,
 )
 from fedlora.runs.attack_words import in_words
-from fedlora.runs.config import RunConfig, load_config
-from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.preparation import prepare
-from fedlora.runs.private_run import check_affordable
 from fedlora.runs.quiet import quiet_libraries
-from fedlora.runs.resuming import changes
 from fedlora.server.judged import remarks, told
-from fedlora.simulation import ClientDone
+
+if TYPE_CHECKING:
+    from fedlora.runs.config import RunConfig
+    from fedlora.simulation import ClientDone
 
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
@@ -69,11 +66,15 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Run one federation from a config file."""
+    from fedlora.runs.config import load_config
+
     _run(load_config(config, set or []), RunFolder(out or Path("runs") / config.stem), resume, json, data_root)
 
 
 def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson = False) -> None:
     """GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores."""
+    from fedlora.runs.config import load_config
+
     config = load_config(Path(str(files("fedlora") / "demo.toml")), set or [])
     _run(config, RunFolder(out or Path("runs") / "demo"), resume, json)
 
@@ -82,6 +83,8 @@ def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson
 
 
 def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
+    from fedlora.runs.resuming import changes
+
     if not (resume and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
     if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
@@ -94,6 +97,13 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
 
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:
     """All rounds, behind a progress bar."""
+    from fedlora.cli.privacy_rows import where_to_look
+    from fedlora.runs.execution import execute_events
+    from fedlora.runs.preparation import prepare
+    from fedlora.runs.private_run import check_affordable
+    from fedlora.runs.resuming import changes
+    from fedlora.simulation import ClientDone
+
     if folder.exists() and not resume:
         raise typer.Exit(
             complain(f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out.")
@@ -206,6 +216,8 @@ def _show(folder: RunFolder) -> None:
     if s["refused"]:
         table.add_row("client rounds left out", str(s["refused"]))
     if spent := s.get("privacy"):
+        from fedlora.cli.privacy_rows import privacy_rows
+
         for name, value in privacy_rows(spent):
             table.add_row(name, value)
     if s.get("defence"):

@@ -5,22 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedlora.adapters.writer import TRAIN, upload_folder
 from fedlora.cli.adapters import Force
 from fedlora.cli.limits import Limit, limits_of
 from fedlora.cli.screen import console, tell_cut
 from fedlora.core.folders import check_target
-from fedlora.data import TextData, demo_model, read_answers, read_classification, smollm2_model
-from fedlora.data.sources import CHAT
-from fedlora.data.tables import read_table
 from fedlora.errors import ConfigError
-from fedlora.offline.site import Fresh, train_site
-from fedlora.training.class_weights import ClassWeights, weigh_classes
-from fedlora.training.local import TrainSettings
+
+if TYPE_CHECKING:
+    from fedlora.data import TextData
+    from fedlora.training.class_weights import ClassWeights
 
 
 def train(
@@ -60,6 +57,12 @@ def train(
     force: Force = False,
 ) -> None:
     """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
+    from fedlora.adapters.writer import TRAIN, upload_folder
+    from fedlora.data import demo_model, read_answers, read_classification, smollm2_model
+    from fedlora.data.sources import CHAT
+    from fedlora.offline.site import Fresh, train_site
+    from fedlora.training.local import TrainSettings
+
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
         raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
     check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
@@ -118,6 +121,8 @@ def read_class_weights(text: str | None, examples: TextData) -> ClassWeights | N
     """Weights of classes from "balanced" or "NAME=WEIGHT,...". Raises `ConfigError`, also for what is no class."""
     if text is None:
         return None
+    from fedlora.training.class_weights import weigh_classes
+
     weights: ClassWeights = "balanced"
     if text != "balanced":
         pairs = [part.rpartition("=") for part in text.split(",")]
@@ -134,5 +139,7 @@ def read_class_weights(text: str | None, examples: TextData) -> ClassWeights | N
 
 def read_columns(data: Path) -> list[str]:
     """The columns of a file's first row."""
+    from fedlora.data.tables import read_table
+
     rows = read_table(data, [])
     return list(rows[0][1]) if rows else []

@@ -10,18 +10,14 @@ places.py   where things lie in the server's folder and in a site's; units.py: s
 apps.py     the ServerApp and the ClientApp; simulated.py: in Flower's simulation engine; stock.py: stock PEFT clients
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fedlora._lazy import face
 
 if TYPE_CHECKING:
     from fedlora.flower.rounds.strategy import FedLoRA
 
-
-def __getattr__(name: str) -> Any:
-    if name == "FedLoRA":  # on demand: a node's ClientApp process needs neither torch nor the server
-        from fedlora.flower.rounds.strategy import FedLoRA
-
-        return FedLoRA
-    raise AttributeError(name)
-
+# on demand: a node's ClientApp process needs neither torch nor the server
+__getattr__ = face("fedlora.flower", {"rounds.strategy": ("FedLoRA",)}, extra="flower")
 
 __all__ = ["FedLoRA"]

@@ -3,6 +3,18 @@
 `METHODS` is the whole list and `build` makes one by name. Methods know no server and no transport, and not each other.
 """
 
-from fedlora.methods.registry import METHODS, build
+from typing import TYPE_CHECKING
+
+from fedlora._lazy import face
+
+if TYPE_CHECKING:
+    from fedlora.methods.registry import METHODS, build
+
+__getattr__ = face(
+    "fedlora.methods",
+    {
+        "registry": ("METHODS", "build"),
+    },
+)
 
 __all__ = ["METHODS", "build"]

@@ -8,6 +8,6 @@ if TYPE_CHECKING:
     from fedlora.offline.server import ByHand
     from fedlora.offline.site import train_site
 
-__getattr__ = face("fedlora.offline", {"server": ("ByHand",), "site": ("train_site",)})
+__getattr__ = face("fedlora.offline", {"server": ("ByHand",), "site": ("train_site",)}, extra="train")
 
 __all__ = ["ByHand", "train_site"]

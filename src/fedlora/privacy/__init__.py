@@ -7,14 +7,33 @@ leave at all; `sampling` draws who takes part. None of it knows a method, a serv
 Importing it needs torch alone; noise needs `opendp` and epsilon `dp-accounting` (pip install 'fedlora[privacy]').
 """
 
-from fedlora.privacy.accounting import Spending, epsilon, epsilon_of, noise_multiplier_for
-from fedlora.privacy.events import Budget, Charged, Event
-from fedlora.privacy.geometry import Bases, Geometry, Layout
-from fedlora.privacy.journal import Journal
-from fedlora.privacy.ledger import Earlier, Ledger, Recomputed, recompute
-from fedlora.privacy.mechanism import Contribution, Mechanism, share_of
-from fedlora.privacy.released import Item, fate_of, filtered, unlisted
-from fedlora.privacy.sampling import poisson_sample
+from typing import TYPE_CHECKING
+
+from fedlora._lazy import face
+
+if TYPE_CHECKING:
+    from fedlora.privacy.accounting import Spending, epsilon, epsilon_of, noise_multiplier_for
+    from fedlora.privacy.events import Budget, Charged, Event
+    from fedlora.privacy.geometry import Bases, Geometry, Layout
+    from fedlora.privacy.journal import Journal
+    from fedlora.privacy.ledger import Earlier, Ledger, Recomputed, recompute
+    from fedlora.privacy.mechanism import Contribution, Mechanism, share_of
+    from fedlora.privacy.released import Item, fate_of, filtered, unlisted
+    from fedlora.privacy.sampling import poisson_sample
+
+__getattr__ = face(
+    "fedlora.privacy",
+    {
+        "accounting": ("Spending", "epsilon", "epsilon_of", "noise_multiplier_for"),
+        "events": ("Budget", "Charged", "Event"),
+        "geometry": ("Bases", "Geometry", "Layout"),
+        "journal": ("Journal",),
+        "ledger": ("Earlier", "Ledger", "Recomputed", "recompute"),
+        "mechanism": ("Contribution", "Mechanism", "share_of"),
+        "released": ("Item", "fate_of", "filtered", "unlisted"),
+        "sampling": ("poisson_sample",),
+    },
+)
 
 __all__ = [
     "Bases",

@@ -18,6 +18,7 @@ __getattr__ = face(
         "execution": ("execute",),
         "folder": ("RunFolder",),
     },
+    extra="train",
 )
 
 __all__ = ["Prepared", "RunConfig", "RunFolder", "execute", "load_config", "prepare"]

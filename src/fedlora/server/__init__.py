@@ -4,9 +4,24 @@ It knows no method by name, no engine and no network. How uploads are taken in i
 the end (`kept_uploads`), folded into bounded memory, or as sums of two exchanges (`sketched_round`).
 """
 
-from fedlora.server.sampling import sample_clients
-from fedlora.server.server import Server, start
-from fedlora.server.sketched_round import Sketch
-from fedlora.server.state import RunState, ServerState, Tally
+from typing import TYPE_CHECKING
+
+from fedlora._lazy import face
+
+if TYPE_CHECKING:
+    from fedlora.server.sampling import sample_clients
+    from fedlora.server.server import Server, start
+    from fedlora.server.sketched_round import Sketch
+    from fedlora.server.state import RunState, ServerState, Tally
+
+__getattr__ = face(
+    "fedlora.server",
+    {
+        "sampling": ("sample_clients",),
+        "server": ("Server", "start"),
+        "sketched_round": ("Sketch",),
+        "state": ("RunState", "ServerState", "Tally"),
+    },
+)
 
 __all__ = ["RunState", "Server", "ServerState", "Sketch", "Tally", "sample_clients", "start"]

@@ -20,6 +20,7 @@ __getattr__ = face(
         "evaluation": ("ModelEvaluator",),
         "modules": ("LoRAModule", "ModuleEvaluator", "ModuleTrainer"),
     },
+    extra="train",
 )
 
 __all__ = [

@@ -1,0 +1,72 @@
+"""Adapters that a command opened: sound, of one base model, small enough to compare. Imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedlora.adapters import allocation
+from fedlora.adapters.collection import Collection
+from fedlora.adapters.merging import open_adapters
+from fedlora.adapters.reader import AdapterFile
+from fedlora.analysis.inspection import overlap
+from fedlora.cli.limits import limits_of
+from fedlora.cli.screen import notes
+from fedlora.core.echo import quoted
+from fedlora.errors import AdapterFormatError
+
+
+def opened(
+    directories: Sequence[Path],
+    allow_unknown: Sequence[str] | None = None,
+    max_bytes: int | None = None,
+    max_tensors: int | None = None,
+    *,
+    limit: list[str] | None = None,
+    least: int = 1,
+) -> list[AdapterFile]:
+    """The adapters, checked but not read; what was warned of is told when all of them are sound."""
+    files, said = open_adapters(directories, allow_unknown or (), limits_of(limit, max_bytes, max_tensors))
+    tell(said)
+    if len(files) < least:
+        raise AdapterFormatError(f"at least {least} adapters are needed; got {len(files)}.")
+    return files
+
+
+def tell(remarks: Sequence[str]) -> None:
+    for remark in remarks:
+        notes.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
+
+
+def of_one_base(files: Sequence[AdapterFile]) -> list[AdapterFile]:
+    files = list(Collection.of(files, [1.0] * len(files)).files)
+    first: dict[str, tuple[tuple[int, ...], AdapterFile]] = {}
+    for file in files:
+        for path in file.layouts:
+            B, A = file.pair(path)[:2]
+            shape, other = first.setdefault(path, ((*B.shape[:1], *A.shape[1:]), file))
+            if shape != (*B.shape[:1], *A.shape[1:]):
+                raise AdapterFormatError(
+                    f"module {quoted(path)} is an update of other shapes in {other.directory} and in {file.directory}: "
+                    f"other models."
+                )
+    return files
+
+
+def check_memory(files: Sequence[AdapterFile]) -> None:
+    """Raises `AdapterFormatError` where two adapters' largest modules would not fit into memory together."""
+    largest = [max((file.pair(path) for path in file.layouts), key=allocation.bytes_to_read) for file in files]
+    largest = sorted(largest, key=allocation.bytes_to_read)[-2:]
+    allocation.check(allocation.bytes_to_merge(largest), "comparing the largest modules", files[0].limits)
+
+
+def mean_overlap(one: AdapterFile, other: AdapterFile) -> float:
+    common = sorted(set(one.modules) & set(other.modules))
+    return math.fsum(overlap(one.lora(m), other.lora(m)) for m in common) / len(common) if common else 0.0
+
+
+def overlaps(files: Sequence[AdapterFile]) -> dict[str, list[list[float]]]:
+    """Module -> adapter by adapter, how much their column spaces share; of the modules that all have."""
+    common = [m for m in files[0].modules if all(m in file.ranks for file in files)]
+    return {m: [[overlap(a.lora(m), b.lora(m)) for b in files] for a in files] for m in common}
