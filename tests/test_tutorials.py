@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import codeop
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from support.tutorials import PAGES, Cell, as_script, cells
+from support.tutorials import FOLDER, PAGES, Cell, as_script, cells
 
+TOUR = FOLDER.parent / "start" / "tour.md"
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -39,6 +41,37 @@ def test_a_command_that_fails_fails_the_build(page: Path) -> None:
 def test_a_page_works_in_a_folder_of_its_own(page: Path) -> None:
     first = cells(page.read_text(encoding="utf-8"))[0]
     assert first.hidden and first.code.startswith("import _page")
+
+
+def stuck(code: str) -> str | None:
+    """The line at which Python's prompt, which is given lines one by one, says SyntaxError; None where it does not.
+
+    A statement with an indented block ends at an empty line there, and nowhere else.
+    """
+    held: list[str] = []
+    for line in [*code.split("\n"), ""]:
+        held.append(line)
+        try:
+            if codeop.compile_command("\n".join(held), symbol="single") is not None:
+                held = []
+        except SyntaxError:
+            return line
+    return "the end" if any(held) else None
+
+
+@pytest.mark.parametrize("page", [*PAGES, TOUR], ids=lambda page: page.stem)
+def test_a_cell_can_be_typed_at_python_s_prompt_and_hides_no_error(page: Path) -> None:
+    """docs/tutorials/index.md says that it can."""
+    for cell in cells(page.read_text(encoding="utf-8")):
+        assert cell.magic or stuck(cell.code) is None
+        assert "/dev/null" not in cell.code
+
+
+def test_what_python_s_prompt_refuses_is_found() -> None:
+    """As CPython 3.11 does: a block that no empty line ends, and one that an empty line ends too soon."""
+    assert stuck("if x:\n    y = 1\n\nprint(y)") is None
+    assert stuck("if x:\n    y = 1\nprint(y)") == "print(y)"
+    assert stuck("def f():\n    y = 1\n\n    return y\n") == "    return y"
 
 
 def test_a_script_does_what_the_cells_do() -> None:

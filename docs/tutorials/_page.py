@@ -1,6 +1,8 @@
 """What every tutorial begins with, unseen: an empty folder to work in, and %%bash that fails where a command fails.
 
-IPython's own %%bash shows the two streams apart and in pieces, and goes on when any command but the last one failed.
+IPython's own %%bash goes on when any command but the last one failed, and shows progress bars and warnings on the page.
+Here standard error is shown where a cell fails, so that no page needs `2>/dev/null`, which would hide a reader's errors.
+A cell that is to show an error says `2>&1`.
 """
 
 import atexit
@@ -33,10 +35,11 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def bash(line: str, cell: str) -> None:
-    """The cell magic: what its commands say, in the order in which they say it. Raises where one of them fails."""
-    words = ["bash", "-euo", "pipefail", "-c", cell]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    """The cell magic: what its commands print. Where one fails, its standard error too, and it raises."""
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", cell], capture_output=True, text=True, check=False)
     print(done.stdout, end="")
+    if done.returncode:
+        print(done.stderr, end="", file=sys.stderr)
     done.check_returncode()
 
 

@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
+from fedlora.adapters.io import read_adapter
 from fedlora.errors import CheckpointError
 from fedlora.runs.config import RunConfig
+from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
 from fedlora.runs.resuming import _other_data
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -67,13 +70,42 @@ def test_by_the_command_line_and_the_result_is_shown_and_drawn_again(
     assert (tmp_path / "run" / "plots" / "bytes.png").read_bytes() != drawn
 
 
-def test_while_it_is_being_extended_it_is_not_finished(project: Path, tmp_path: Path) -> None:
-    """A kill in the added rounds must not leave the summary of the shorter run as the result."""
-    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run")
-    ran(configured(project, "run.rounds=4"), folder.path, 2, resume=True)
+RESULT = ("adapter", "best", "plots", "clients")
+
+
+def result_of(folder: RunFolder) -> dict[str, tuple[str, int]]:
+    """File -> digest and time, of what the end of a run made, beside its summary."""
+    return {f"{name}/{path}": facts for name in RESULT for path, facts in contents(folder.path / name).items()}
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_while_it_is_being_extended_the_shorter_result_stays_and_is_not_taken_for_the_longer_one(
+    project: Path, tmp_path: Path, rounds: int
+) -> None:
+    """Killed before its first new round is done, or after two: the adapter of round 1 is there to the byte, and its
+    card says of which round it is; the run is not finished, so no summary is read for the longer one's."""
+    folder = ran(configured(project, "run.rounds=1", "run.readouts=true"), tmp_path / "run")
+    folder.plots.mkdir()
+    (folder.plots / "metric.png").write_bytes(b"a picture of round 1")
+    before, summary = result_of(folder), folder.read_json("summary.json")
+    longer = configured(project, "run.rounds=4", "run.readouts=true")
+    if rounds:
+        ran(longer, folder.path, rounds, resume=True)
+    else:
+        playing = execute_events(prepare(longer), folder, resume=True)
+        next(playing)  # a client has trained
+        playing.close()  # type: ignore[attr-defined]  # a generator, said to be an iterator
+
+    assert result_of(folder) == before and {name.split("/")[0] for name in before} == set(RESULT)
+    assert "round 1)" in (folder.path / "adapter" / "README.md").read_text()
+    assert read_adapter(folder.path / "adapter")[0].modules
     assert not folder.finished() and folder.read_json("config.json")["run"]["rounds"] == 4
-    ran(configured(project, "run.rounds=4"), folder.path, resume=True)
+    assert folder.read_json("summary.before.json") == summary and summary["rounds"] == 1
+
+    ran(longer, folder.path, resume=True)
     assert folder.read_json("summary.json")["rounds"] == 4
+    assert "round 4)" in (folder.path / "adapter" / "README.md").read_text()
+    assert not folder.plots.exists() and not (folder.path / "summary.before.json").exists()
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

@@ -170,6 +170,7 @@ RELEASES: tuple[Item, ...] = (
     # the run's folder: each entry as a whole
     *_items("folder", "released", PUBLIC, "config.json", "manifest.json"),
     *_items("folder", "released", MADE, "metrics.jsonl", "summary.json", "adapter", "plots", "tensorboard"),
+    *_items("folder", "released", MADE, "summary.before.json"),
     *_items("folder", "if-public", CHOICE, "best"),
     *_items("folder", "if-public", TESTED, "samples.jsonl", "samples.md"),
     *_items("folder", "secret", RESUME, "checkpoints", "private", "journal"),

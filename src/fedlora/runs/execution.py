@@ -347,7 +347,7 @@ def _finish(
         for name, chosen in states.items():
             tracker.log(chosen.round, numbers_of_test(results[name], best=name == "best"))
         tracker.close()
-    write_samples(prepared, folder, state)
+    made = [*exported, *write_samples(prepared, folder, state)]
     summary = {
         "method": server.method.name,
         "rounds": state.round,
@@ -376,7 +376,7 @@ def _finish(
         **({"defence": judged} if judged is not None else {}),
         "diagnostics": server.diagnostics(state.server),
     }
-    folder.write_json("summary.json", summary if spent is None else private_summary(summary, spent))
+    folder.finish(summary if spent is None else private_summary(summary, spent), made)
 
 
 def _confusion(prepared: Prepared, measured: Mapping[str, Measured]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ samples.jsonl, samples.md  a language model's answers to held-out prompts, befor
 plots/*.png                                            best/             the best one by validation, likewise
 private/           of a private run: for the server alone (`private_releases`)
 uploads/           what clients sent, on request (run.keep_uploads)
+summary.before.json  the shorter run's summary, while a finished run is made longer
 clients/ID/        each client's readout, on request (run.readouts), or where there is no server model
 
 adapter/, best/, each of clients/ and each round of uploads/ appear whole (`core.folders`).
@@ -18,7 +19,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ _HAS = {
     "summary.json": ("method", "metric", "rounds", "validation", "test"),
     "manifest.json": ("config_digest", "data"),
 }
+_SUMMARY_BEFORE = "summary.before.json"
+_FOLDERS = frozenset(("adapter", "best", "clients", "plots"))
+_RESULT = _FOLDERS | {"samples.jsonl", "samples.md"}  # what the end of a run makes, beside the summary
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,24 @@ class RunFolder:
         self.write_json("manifest.json", manifest)
 
     def reopen(self) -> None:
-        """A finished run becomes an unfinished one: what was made at its end goes."""
-        for name in ("summary.json", "samples.jsonl", "samples.md"):
-            (self.path / name).unlink(missing_ok=True)
-        for name in ("plots", "adapter", "best", "clients"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+        """A finished run becomes an unfinished one. Its result stays for use until the new one is there: its adapters'
+        cards say of which round they are, and its summary gets another name, since `finished` goes by the name."""
+        if self.finished():
+            os.replace(self.path / "summary.json", self.path / _SUMMARY_BEFORE)
+
+    def finish(self, summary: Mapping[str, Any], made: Collection[Path]) -> None:
+        """The result is whole. What an earlier one had and this one has not goes, and the summary is written last.
+
+        made: everything of the result but the summary. Plots are drawn afterwards, from the summary.
+        """
+        keep = {path.relative_to(self.path).parts[0] for path in made}
+        for name in sorted(_RESULT - keep):
+            if name in _FOLDERS:
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            else:
+                (self.path / name).unlink(missing_ok=True)
+        self.write_json("summary.json", summary)
+        (self.path / _SUMMARY_BEFORE).unlink(missing_ok=True)
 
     def read_json(self, name: str) -> Any:
         """The content of one of the folder's JSON files. Raises `CheckpointError` where it is missing or damaged."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlora.client import receive
@@ -40,11 +41,12 @@ def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | 
     return whole.select(drawn)
 
 
-def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
-    """samples.jsonl and samples.md of a run that ends with `state`; nothing where no samples are asked for."""
+def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> list[Path]:
+    """samples.jsonl and samples.md of a run that ends with `state`; nothing where no samples are asked for. Returns
+    what was written."""
     data = prepared.samples
     if data is None:
-        return
+        return []
     assert data.responses is not None
     new, asked = _asked(prepared, data)
     prompts = [ids for ids, _ in asked]
@@ -61,8 +63,10 @@ def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> Non
         }
         for k in range(len(data))
     ]
-    files.write(folder.path / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    files.write(folder.path / "samples.md", _page(rows, _speaker(prepared, state), state.round))
+    table, page = folder.path / "samples.jsonl", folder.path / "samples.md"
+    files.write(table, "".join(json.dumps(row) + "\n" for row in rows))
+    files.write(page, _page(rows, _speaker(prepared, state), state.round))
+    return [table, page]
 
 
 def _asked(prepared: Prepared, data: TextData) -> tuple[int, list[tuple[list[int], int]]]:
