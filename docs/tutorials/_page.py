@@ -1,7 +1,7 @@
 """What every tutorial begins with, unseen: an empty folder to work in, and %%bash that fails where a command fails.
 
 IPython's own %%bash goes on when any command but the last one failed, and shows progress bars and warnings on the page.
-Here standard error is shown where a cell fails, so that no page needs `2>/dev/null`, which would hide a reader's errors.
+Here standard error is shown where a cell fails, so that no page needs `2>/dev/null`, which would hide errors.
 A cell that is to show an error says `2>&1`.
 """
 

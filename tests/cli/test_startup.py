@@ -92,3 +92,16 @@ def test_a_called_command_is_the_whole_one() -> None:
         _, command, rest = group.resolve_command(context, ["merge", "a"])
     assert command is not None and rest == ["a"]
     assert {"--out", "--rank"} <= {option for param in command.params for option in param.opts}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_argument_and_option_has_words(name: str) -> None:
+    """Those of the function's annotations: typer 0.20 gives an argument's to click, and click 8.5 loses them."""
+
+    def walk(command: click.Command) -> None:
+        for inner in getattr(command, "commands", {}).values():
+            walk(inner)
+        bare = [param.name for param in command.params if not vars(param).get("help") and param.name != "help"]
+        assert not bare, f"{command.name}: {bare}"
+
+    walk(loaded(name, f"fedlora.cli.{COMMANDS[name][0]}"))

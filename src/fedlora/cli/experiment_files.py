@@ -13,7 +13,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.spec import Experiment, load_experiment
 
 Names = Annotated[list[str], typer.Argument(help="names of experiments/NAME.toml, or paths", show_default=False)]
-ProfileName = Annotated[str, typer.Option("--profile", help="the scale to run at: mini or paper")]
+ProfileName = Annotated[str, typer.Option("--profile", help="of the experiment's file: mini, paper, or another it has")]
 Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
 Work = Annotated[Path, typer.Option("--work", help="where run folders, failures and unclean results go")]

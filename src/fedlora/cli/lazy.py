@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
+from typer.models import ArgumentInfo
 
 
 def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
@@ -54,4 +56,16 @@ def loaded(name: str, where: str) -> click.Command:
         alone.command(name)(found)
     group = get_command(alone)
     assert isinstance(group, TyperGroup)
+    _explain_arguments(group.commands[name])
     return group.commands[name]
+
+
+def _explain_arguments(command: click.Command) -> None:
+    """Give arguments their help back: arguments of click 8.5 have one, too, and forget that of typer 0.20."""
+    for inner in getattr(command, "commands", {}).values():
+        _explain_arguments(inner)
+    hints = get_type_hints(inspect.unwrap(command.callback), include_extras=True) if command.callback else {}
+    for parameter in command.params:
+        for said in getattr(hints.get(str(parameter.name)), "__metadata__", ()):
+            if isinstance(said, ArgumentInfo):
+                vars(parameter)["help"] = said.help

@@ -10,10 +10,10 @@ import typer
 from fedlora.adapters.limits import Limits
 
 MaxBytes = Annotated[
-    int | None, typer.Option(help="largest weights file: as --limit total=N [default: 64 GiB]", show_default=False)
+    int | None, typer.Option(help="largest weights file: as --limit total=N (default: 64 GiB)", show_default=False)
 ]
 MaxTensors = Annotated[
-    int | None, typer.Option(help="most tensors in one: as --limit tensors=N [default: 100,000]", show_default=False)
+    int | None, typer.Option(help="most tensors in one: as --limit tensors=N (default: 100,000)", show_default=False)
 ]
 Limit = Annotated[
     list[str] | None,

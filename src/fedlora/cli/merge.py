@@ -36,10 +36,10 @@ Drop = Annotated[
         help="leave out (repeatable): heads, bias, lora_bias, tokens, base, embeddings, convolutions, experts"
     ),
 ]
-DType = Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64 [default: the adapters' own]")]
+DType = Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64 (default: the adapters' own)")]
 Ranks = Annotated[
     str | None,
-    typer.Option(help="one: all modules padded to one rank; each: rank_pattern [default: one, if small]"),
+    typer.Option(help="one: all modules padded to one rank; each: rank_pattern (default: one, if small)"),
 ]
 MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond this relative error")]
 For = Annotated[str | None, typer.Option("--for", help="vllm: one rank that it takes, or a refusal")]
@@ -53,7 +53,7 @@ def merge(
     out: Out = None,
     weights: Annotated[str | None, typer.Option(help="one for each, separated by commas (default: alike)")] = None,
     weights_from: Annotated[str | None, typer.Option(help="num_examples: from each upload.json")] = None,
-    weight_map: Annotated[Path | None, typer.Option(help="TOML file: module or pattern = [weight, ...]")] = None,
+    weight_map: Annotated[Path | None, typer.Option(help="TOML file: a module or pattern = its weights")] = None,
     sum: Annotated[
         bool, typer.Option("--sum", help="weights as they are, also negative: a sum, not a mean (default: all 1)")
     ] = False,
@@ -61,7 +61,7 @@ def merge(
     rank: Annotated[str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)")] = "exact",
     ranks: Ranks = None,
     missing: Annotated[
-        str | None, typer.Option(help="a module that one lacks: zero or renormalise [default: zero]")
+        str | None, typer.Option(help="a module that one lacks: zero or renormalise (default: zero)")
     ] = None,
     heads: Annotated[str, typer.Option(help="fully trained modules: average, holders, first or drop")] = "average",
     drop: Drop = None,
