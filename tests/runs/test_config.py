@@ -73,7 +73,8 @@ def test_an_unknown_key_with_no_near_one_lists_the_known_ones() -> None:
     [
         ("run", "rounds", "ten", r"run\.rounds: .*integer.*'ten'"),
         ("run", "rounds", 2.5, r"run\.rounds: .*integer.*2\.5"),
-        ("clients", "ranks", 8, r"clients\.ranks: .*list.*8"),
+        ("clients", "ranks", "8", r"clients\.ranks: .*list.*'8'"),
+        ("clients", "ranks", True, r"clients\.ranks: .*list.*True"),
         ("clients", "ranks", [4, "x"], r"clients\.ranks\.1: .*integer.*'x'"),
         ("model", "bf16", "maybe", r"model\.bf16: .*boolean.*'maybe'"),
         ("data", "clients", ["a.csv"], r"data\.clients: .*dictionary.*a\.csv"),
@@ -102,6 +103,7 @@ def test_a_wrong_type_names_the_key_and_the_value(table: str, key: str, value: o
         ("server", "missing", "ignore"),
         ("server", "upload", "dense"),
         ("clients", "ranks", [4, 0]),
+        ("clients", "ranks", 0),
         ("clients", "profile", "bell"),
         ("clients", "partition", "random"),
         ("clients", "alpha", 0.0),
@@ -224,6 +226,7 @@ def test_demo_stays_a_word_and_no_path() -> None:
         ("train.optimizer=sgd", "train", "optimizer", "sgd"),
         ('train.optimizer="sgd"', "train", "optimizer", "sgd"),
         ("clients.ranks=[2, 4]", "clients", "ranks", [2, 4]),
+        ("clients.ranks=4", "clients", "ranks", [4]),
         ('lora.targets=["q", "v"]', "lora", "targets", ["q", "v"]),
         ("lora.targets=all-linear", "lora", "targets", "all-linear"),
         ("data.text=a=b", "data", "text", "a=b"),
@@ -338,6 +341,12 @@ def test_the_digest_sees_every_key() -> None:
     assert tasks[0] != tasks[1]
     deltas = [parsed(evaluate={"patience": 2, "min_delta": delta}).digest() for delta in (0.0, 0.5)]
     assert deltas[0] != deltas[1]
+
+
+def test_one_rank_for_all_is_a_list_of_it() -> None:
+    kinds = {"attention": 4, "feed_forward": 8}
+    for one in (8, kinds):
+        assert parsed(clients={"ranks": one}).digest() == parsed(clients={"ranks": [one]}).digest()
 
 
 @pytest.mark.parametrize(

@@ -262,9 +262,9 @@ class ClientsSection(Section):
     """Who takes part, with which rank, and how one data file is dealt out to them.
 
     count: clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one for each client
-    in that order, or, with `profile`, the values that the profile distributes; one value serves everybody. An entry is
-    a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring ranks of their own.
-    Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet" label skew of
+    in that order, or, with `profile`, the values that the profile distributes; one value (`ranks = 8` or `[8]`) serves
+    everybody. An entry is a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring
+    ranks of their own. Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet" label skew of
     `alpha`, or "iid". alpha: of the label skew, 1 where it is not set; the smaller, the more skewed. min_size: so many
     examples each at least. own_test: a share of what each client was dealt that it never trains on and is measured on
     (evaluate.clients_at_end), beside the common test set; with data.test = 0 all of them together are the common one.
@@ -280,6 +280,12 @@ class ClientsSection(Section):
     min_size: Positive = 8
     own_test: Annotated[float, Field(gt=0, lt=1)] | None = None
     starts: Literal["common", "own"] = "common"
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _one_for_all(cls, ranks: object) -> object:
+        """4 and {attention = 4, feed_forward = 8} are [4] and a list of that table: the same configuration."""
+        return [ranks] if isinstance(ranks, dict) or (isinstance(ranks, int) and not isinstance(ranks, bool)) else ranks
 
     def types(self) -> list[RankType]:
         """`ranks` as types of clients; without them rank 8 for all, or the paper's five for a profile."""
