@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedlora.experiments.verdicts import Weighed, beats_by, judge, seeds_needed, weigh
+from fedlora.experiments.verdicts import Weighed, beats_by, judge, seeds_needed, seeds_to_beat, weigh
 
 GAPS = [0.010, 0.014, 0.004, 0.012, 0.008, 0.012]
 
@@ -172,3 +172,15 @@ def test_a_gate_asks_for_more_than_the_margin() -> None:
     assert beats_by(GAPS, 0.005)[0] and not beats_by(GAPS, 0.009)[0] and not beats_by([-g for g in GAPS], 0.005)[0]
     assert beats_by(GAPS, 0.005)[1] == pytest.approx(stats.ttest_1samp(GAPS, 0.005, alternative="greater").pvalue)
     assert beats_by([0.1, 0.1], 0.05) == (True, 0.0) and beats_by([0.1, 0.1], 0.1) == (False, 1.0)
+
+
+def test_seeds_to_beat_a_margin_are_those_that_find_it_in_eight_of_ten() -> None:
+    """By simulation: a lead of one standard deviation, at 0.05, needs eight seeds (power 0.8 with 8, not with 7)."""
+    n = seeds_to_beat(1.0, 1.0, 0.05)
+    assert n == 8 and seeds_to_beat(0.0, 1.0, 0.05) is None and seeds_to_beat(-1.0, 1.0, 0.05) is None
+    rng = np.random.default_rng(0)
+    found = {
+        k: float(np.mean([beats_by(list(rng.normal(1.0, 1.0, k)), 0.0, 0.05)[0] for _ in range(2000)]))
+        for k in (n, n - 1)
+    }
+    assert found[n] == pytest.approx(0.82, abs=0.03) and found[n - 1] < 0.8

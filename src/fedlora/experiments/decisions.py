@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Gate, Question, Score, setup_axis
 from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
-from fedlora.experiments.verdicts import Verdict, Weighed, beats_by, judge, weigh
+from fedlora.experiments.verdicts import Verdict, Weighed, beats_by, judge, seeds_to_beat, weigh
 from fedlora.training.metrics import METRICS
 
 Scores = Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]]  # (label, set-up) -> seed -> score's name -> value
@@ -24,12 +25,16 @@ Scores = Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]]  # (label, 
 
 @dataclass(frozen=True)
 class Gated:
-    """Whether LoRA carries a set-up. ahead: label -> how much lower its log-loss is than the head's, in the mean."""
+    """Whether LoRA carries a set-up. ahead: label -> how much lower its log-loss is than the head's, in the mean, and
+    spread its standard deviation over seeds. needed: seeds with which such a lead would pass, with power 0.8; None
+    where it is not above the margin."""
 
     setup: str
     passed: bool
     ahead: Mapping[str, float]
     margin: float
+    spread: Mapping[str, float]
+    needed: Mapping[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -160,15 +165,19 @@ def _gated(
     heads: Mapping[int, Mapping[str, float]],
     alpha: float,
 ) -> Gated:
-    ahead, passed = {}, False
+    ahead: dict[str, float] = {}
+    spread: dict[str, float] = {}
+    needed: dict[str, int | None] = {}
+    passed, level = False, alpha / len(gate.lora)
     for label in gate.lora:
         try:
             gaps = [heads[seed]["loss"] - scores[label, setup][seed]["loss"] for seed in seeds]
         except KeyError:  # it failed somewhere: no witness
             continue
-        better, _ = beats_by(gaps, gate.margin, alpha / len(gate.lora))
-        ahead[label], passed = sum(gaps) / len(gaps), passed or better
-    return Gated(setup, passed, ahead, gate.margin)
+        better, _ = beats_by(gaps, gate.margin, level)
+        ahead[label], spread[label], passed = fmean(gaps), stdev(gaps), passed or better
+        needed[label] = seeds_to_beat(ahead[label] - gate.margin, spread[label], level)
+    return Gated(setup, passed, ahead, gate.margin, spread, needed)
 
 
 def answers_from(

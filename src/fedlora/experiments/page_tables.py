@@ -115,18 +115,15 @@ def _decisions(source: Source) -> Rows:
 
 
 def _gates(source: Source) -> Rows:
-    """Whether LoRA beats a head alone, by set-up. words: a family."""
+    """By how much LoRA beats a head alone, by set-up, and with how many seeds that would pass. words: a family."""
     found = _family(source)
     rows = [
-        [gate.setup, *(f"{gate.ahead[label]:+.4f}" if label in gate.ahead else "" for label in _lora(found)),
+        [gate.setup, label, in_words(gate.ahead[label], gate.spread[label]),
+         "not ahead by the margin" if gate.needed[label] is None else str(gate.needed[label]),
          "carried by LoRA" if gate.passed else "thrown out"]
-        for gate in (found.gates if found is not None else ())
+        for gate in (found.gates if found is not None else ()) for label in gate.ahead
     ]  # fmt: skip
-    return ["set-up", *(f"{label}, better than a head alone by" for label in _lora(found)), ""], rows
-
-
-def _lora(found: Answers | None) -> list[str]:
-    return list(dict.fromkeys(label for gate in (found.gates if found is not None else ()) for label in gate.ahead))
+    return ["set-up", "", "log-loss lower than a head's by, mean ± sd", "seeds that it would take", "set-up is"], rows
 
 
 def _family(source: Source) -> Answers | None:

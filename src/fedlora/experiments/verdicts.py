@@ -125,6 +125,24 @@ def seeds_needed(
     return most
 
 
+def seeds_to_beat(lead: float, spread: float, alpha: float, *, power: float = POWER, most: int = 10_000) -> int | None:
+    """The least number of seeds with which a one-sided t test finds such a lead over the margin; None for no lead.
+
+    lead: what the mean of the gaps is above the margin. spread: their standard deviation.
+    """
+    from scipy import stats
+
+    if lead <= 0:
+        return None
+    if spread == 0:
+        return 2
+    for n in range(2, most):
+        bound = float(stats.t.ppf(1 - alpha, n - 1))
+        if float(stats.nct.sf(bound, n - 1, lead / spread * math.sqrt(n))) >= power:
+            return n
+    return most
+
+
 def beats_by(gaps: Sequence[float], margin: float, alpha: float = ALPHA) -> tuple[bool, float]:
     """(whether the mean of the gaps is above the margin, p): one one-sided t test at alpha. For gates."""
     if max(gaps) == min(gaps):
