@@ -136,6 +136,7 @@ def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp
     assert "No run of it is stored yet (0 of 12)." in filled(MARKED, Stored(tmp_path, {}))
     said = "Write `<!-- filled: A B C -->` in a page."
     assert filled(said, Stored(tmp_path, results)) == said
+    assert filled(page.replace("\n", "\r\n"), Stored(tmp_path, results)) == page.replace("\n", "\r\n")
     half = dict(list(results.items())[:3])
     assert "3 of 12 runs" in filled(MARKED, Stored(tmp_path, half))
 
@@ -145,6 +146,9 @@ def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp
     [
         ("<!-- end -->", "", "not each is ended"),
         ("old\n", "<!-- filled: tiny mini scores -->\nold\n", "not each is ended"),
+        ("<!-- filled: tiny", "<!--filled: tiny", "looks like a marker"),
+        ("budgets -->", "budgets --> ", "looks like a marker"),
+        ("<!-- end -->", " <!-- end -->", "looks like a marker"),
         ("mini budgets", "mini pictures", "names an experiment, a profile and one of"),
         ("mini budgets", "mini prices", "takes one of loss, accuracy"),
         ("mini budgets", "mini prices loss", "says nothing of prices"),

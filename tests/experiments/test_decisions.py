@@ -257,6 +257,21 @@ def test_a_run_that_diverged_leaves_its_question_without_a_verdict(
     assert found["factors-or-products", "25 local steps"]["verdict"] == "better"
 
 
+def test_a_lost_run_of_the_gate_is_no_finding(place: Path, once: Experiment, rounds: Experiment) -> None:
+    """FlexLoRA, which the gate asks, diverged on one seed: nobody knows whether LoRA carries the set-up."""
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    write_runs(place / "results" / "runs", once, "mini", same_level(0.001))
+    bad = same_level(0.001)
+    write_runs(
+        place / "results" / "runs", rounds, "mini",
+        lambda *of: float("nan") if of == ("FlexLoRA", "25 local steps", 1) else bad(*of),
+    )  # fmt: skip
+    found = {(name, a["setup"]): a for name, f in decide(place, "map_rounds").items() for a in f["answers"]}
+    assert "the gate has no number for FlexLoRA on seed 1" in found["half-budget", "25 local steps"]["why"]
+    said = " ".join(invoke("experiment", "decide", "map_rounds", *options(place)).stdout.split())
+    assert "whether LoRA carries 25 local steps is not known. There is no number for FlexLoRA on seed 1" in said
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -326,6 +341,8 @@ def test_pages_are_filled_with_what_is_decided(place: Path, once: Experiment, ro
     assert "No plan of it is written yet." in block("decisions half-budget")
     invoke("experiment", "plan", "map_rounds", *options(place))
     assert not re.search(r"[+-]0\.\d", block("decisions half-budget"))
+    for kind in ("scores", "differences", "steps", "mechanism", "gates half-budget"):
+        assert "No number before all planned seeds are there: 0 of" in block(kind)
     for experiment in (once, rounds):
         write_runs(place / "results" / "runs", experiment, "mini", same_level(0.001))
     pages = Stored.read(place / "experiments", place / "results" / "runs", place / "claims.toml")

@@ -235,7 +235,7 @@ def fill(
     found = [(page, text, filled(text, stored)) for page in pages for text in [read_page(page)]]
     for page, text, new in found:
         if new != text:
-            files.write(page, new)
+            files.write(page.resolve(), new)  # a link stays one
         notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)
 
 

@@ -105,7 +105,12 @@ def remarks(found: Sequence[Answers]) -> list[str]:
     lines = []
     for one in found:
         for gated in one.gates:
-            if not gated.passed:
+            if gated.lost:
+                lines.append(
+                    f"{one.name}: whether LoRA carries {gated.setup} is not known. There is no number for "
+                    f"{', '.join(gated.lost)}: it failed or diverged."
+                )
+            elif not gated.passed:
                 ahead = ", ".join(f"{label} {value:+.4f}" for label, value in gated.ahead.items()) or "no number"
                 lines.append(
                     f"{one.name}: {gated.setup} is thrown out. LoRA does not beat a head alone there by more than "

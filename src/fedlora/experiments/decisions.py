@@ -27,7 +27,7 @@ Scores = Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]]  # (label, 
 class Gated:
     """Whether LoRA carries a set-up. ahead: label -> how much lower its log-loss is than the head's, in the mean, and
     spread its standard deviation over seeds. needed: seeds with which such a lead would pass, with power 0.8; None
-    where it is not above the margin."""
+    where it is not above the margin. lost: what has no number, where that leaves the gate without an answer."""
 
     setup: str
     passed: bool
@@ -35,6 +35,7 @@ class Gated:
     margin: float
     spread: Mapping[str, float]
     needed: Mapping[str, int | None]
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,16 @@ def answers(
 def _judged(
     family: Family, gates: Sequence[Gated], seeds: Sequence[int], scores: Scores, alpha: float
 ) -> tuple[Answer, ...]:
-    out = {gated.setup for gated in gates if not gated.passed}
+    out = {gated.setup: gated for gated in gates if not gated.passed}
     tests: dict[Question, tuple[Weighed, Weighed | None]] = {}
     lost: dict[Question, str] = {}
     for question in family.questions:
         if question.setup in out:
-            lost[question] = "thrown out: LoRA does not carry the result there"
+            gone = ", ".join(out[question.setup].lost)
+            lost[question] = (
+                f"the gate has no number for {gone}: it failed or diverged" if gone else
+                "thrown out: LoRA does not carry the result there"
+            )  # fmt: skip
             continue
         bare = [
             f"{label} on seed {seed}"
@@ -168,16 +173,20 @@ def _gated(
     ahead: dict[str, float] = {}
     spread: dict[str, float] = {}
     needed: dict[str, int | None] = {}
+    lost: list[str] = []
     passed, level = False, alpha / len(gate.lora)
     for label in gate.lora:
-        try:
-            gaps = [heads[seed]["loss"] - scores[label, setup][seed]["loss"] for seed in seeds]
-        except KeyError:  # it failed somewhere: no witness
+        mine = scores[label, setup]
+        gone = [f"{gate.head} on seed {seed}" for seed in seeds if "loss" not in heads[seed]]
+        gone += [f"{label} on seed {seed}" for seed in seeds if "loss" not in mine[seed]]
+        if gone:  # no witness
+            lost += [what for what in gone if what not in lost]
             continue
+        gaps = [heads[seed]["loss"] - mine[seed]["loss"] for seed in seeds]
         better, _ = beats_by(gaps, gate.margin, level)
         ahead[label], spread[label], passed = fmean(gaps), stdev(gaps), passed or better
         needed[label] = seeds_to_beat(ahead[label] - gate.margin, spread[label], level)
-    return Gated(setup, passed, ahead, gate.margin, spread, needed)
+    return Gated(setup, passed, ahead, gate.margin, spread, needed, () if passed else tuple(lost))
 
 
 def answers_from(

@@ -39,7 +39,8 @@ def merge_all(
     mergers: as `resolved` gives them.
     """
     uploads = _uploads(prepared, folder)
-    weights = {u.client.id: float(u.num_examples) for u in uploads}
+    alike = prepared.server.weighting == "uniform"
+    weights = {u.client.id: 1.0 if alike else float(u.num_examples) for u in uploads}
     mean = mean_update(uploads, weights)
     sets = {"test": prepared.test, **({"validation": prepared.validation} if validate else {})}
     found: dict[str, dict[str, Any]] = {}

@@ -120,7 +120,7 @@ def _gates(source: Source) -> Rows:
     rows = [
         [gate.setup, label, in_words(gate.ahead[label], gate.spread[label]),
          "not ahead by the margin" if gate.needed[label] is None else str(gate.needed[label]),
-         "carried by LoRA" if gate.passed else "thrown out"]
+         "carried by LoRA" if gate.passed else "not known: a run is lost" if gate.lost else "thrown out"]
         for gate in (found.gates if found is not None else ()) for label in gate.ahead
     ]  # fmt: skip
     return ["set-up", "", "log-loss lower than a head's by, mean ± sd", "seeds that it would take", "set-up is"], rows

@@ -35,7 +35,9 @@ from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result, read_results
 from fedlora.experiments.spec import Experiment, load_experiment
 
+_MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything meant as one
 _BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # markers have lines of their own
+_END = "<!-- end -->"
 _BLOCK = re.compile(rf"({_BEGIN}\n)(?:(?!<!-- filled: ).)*?(^<!-- end -->$)", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -64,6 +66,15 @@ def filled(text: str, stored: Stored) -> str:
     Raises:
         ConfigError: a block that asks for what there is not, or has no end.
     """
+    if "\r\n" in text:
+        return filled(text.replace("\r\n", "\n"), stored).replace("\n", "\r\n")
+    meant = [line for line in text.splitlines() if (m := _MARKER.search(line)) and "`" not in line[: m.start()]]
+    odd = [line for line in meant if not re.fullmatch(_BEGIN, line) and line != _END]
+    if odd:
+        raise ConfigError(
+            f"a page has a line that looks like a marker and is none: {odd[0]!r:.120}. Markers have lines of their "
+            f"own, without a space before or behind: <!-- filled: EXPERIMENT PROFILE KIND --> and {_END}."
+        )
     begun = len(re.findall(_BEGIN, text, flags=re.MULTILINE))
     if begun != len(_BLOCK.findall(text)):
         raise ConfigError(f"a page has {begun} blocks '<!-- filled: ... -->', and not each is ended by '<!-- end -->'.")
@@ -73,7 +84,8 @@ def filled(text: str, stored: Stored) -> str:
 def read_page(path: Path) -> str:
     """Its text. Raises `ConfigError` where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8", newline="") as page:  # its own ends of lines
+            return page.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the page {path} cannot be read: {error}.") from error
 
@@ -88,10 +100,15 @@ def _block(asked: str, stored: Stored) -> str:
         )
     experiment, results = load_experiment(stored.experiments / f"{name}.toml"), stored.results
     source = Source(experiment, profile, results, words.strip())
-    if kind in PLANNED:
-        if stored.plans is None or stored.claims is None or not path_of(stored.plans, name).is_file():
-            return "No plan of it is written yet.\n"
+    planned = stored.plans is not None and stored.claims is not None and path_of(stored.plans, name).is_file()
+    if kind in PLANNED and not planned:
+        return "No plan of it is written yet.\n"
+    if planned and stored.plans is not None and stored.claims is not None:
         source = _planned(source, stored.claims, stored.plans, stored.experiments)
+        if source.plan is not None and profile != source.plan["profile"] and kind in PLANNED:
+            raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is of profile {source.plan['profile']}.")
+        if (waiting := _waiting(source)) and kind not in ("seeds", "rates"):
+            return waiting
     runs = mains(experiment, profile, results)
     done = sum(run.result(results) is not None for run in runs)
     if not done:
@@ -100,6 +117,14 @@ def _block(asked: str, stored: Stored) -> str:
     if not rows:
         raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} says nothing of {kind}.")
     return f"{markdown(columns, rows)}\n{_made(experiment, profile, results, done, len(runs))}\n"
+
+
+def _waiting(source: Source) -> str:
+    """Instead of any number of the planned runs, as long as a family waits for seeds."""
+    if source.plan is None or source.profile != source.plan["profile"]:
+        return ""
+    late = [one for one in source.answers if not one.complete]
+    return f"No number before all planned seeds are there: {late[0].there} of {late[0].wanted}.\n" if late else ""
 
 
 def _planned(source: Source, claims_file: Path, plans: Path, experiments: Path) -> Source:

@@ -266,8 +266,9 @@ class ClientsSection(Section):
     everybody. An entry is a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring
     ranks of their own. Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet"
     label skew of `alpha`, or "iid". alpha: of the label skew, 1 where it is not set; the smaller, the more skewed.
-    min_size: so many examples each at least. own_test: a share of what each client was dealt that it never trains on and is measured on
-    (evaluate.clients_at_end), beside the common test set; with data.test = 0 all of them together are the common one.
+    min_size: so many examples each at least. own_test: a share of what each client was dealt that it never trains on
+    and is measured on (evaluate.clients_at_end), beside the common test set; with data.test = 0 all of them together
+    are the common one.
     starts: where a client's first adapter begins: the "common" one that the server sends, or its "own", with an A that
     it draws itself, as adapters have that were trained apart.
     """
