@@ -33,7 +33,7 @@ from fedlora.experiments.looks import check_plan, path_of, read_plan
 from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result, read_results
-from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.spec import load_experiment
 
 _MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything meant as one
 _BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # markers have lines of their own
@@ -110,13 +110,12 @@ def _block(asked: str, stored: Stored) -> str:
         if (waiting := _waiting(source)) and kind not in ("seeds", "rates"):
             return waiting
     runs = mains(experiment, profile, results)
-    done = sum(run.result(results) is not None for run in runs)
-    if not done:
+    if not any(run.result(results) for run in runs):
         return f"No run of it is stored yet (0 of {len(runs)}).\n"
     columns, rows = table_of(kind, source)
     if not rows:
         raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} says nothing of {kind}.")
-    return f"{markdown(columns, rows)}\n{_made(experiment, profile, results, done, len(runs))}\n"
+    return f"{markdown(columns, rows)}\n{_made(source)}\n"
 
 
 def _waiting(source: Source) -> str:
@@ -140,14 +139,19 @@ def _planned(source: Source, claims_file: Path, plans: Path, experiments: Path) 
     return replace(source, plan=plan, answers=tuple(answers))
 
 
-def _made(experiment: Experiment, profile: str, results: Mapping[str, Result], done: int, planned: int) -> str:
-    """How many runs, of which commits, on which machines, in which time."""
-    used = [results[run.digest].raw for run in mains(experiment, profile, results) if run.result(results)]
-    commits = sorted({str((raw["commit"] or {}).get("id", "unknown"))[:7] for raw in used})
-    machines = sorted({f"{raw['machine']['device']}, {raw['machine']['architecture']}" for raw in used})
+def _made(source: Source) -> str:
+    """How many trainings, of which seeds, of which commits, on which machines. Where there is a plan of this profile,
+    its seeds are all that were meant."""
+    plan, name, profile = source.plan, source.experiment.name, source.profile
+    seeds = plan["seeds"] if plan is not None and plan["profile"] == profile else None
+    runs = [run for run in mains(source.experiment, profile, source.results) if seeds is None or run.seed in seeds]
+    used = {run.digest: result.raw for run in runs if (result := run.result(source.results)) is not None}
+    commits = sorted({str((raw["commit"] or {}).get("id", "unknown"))[:7] for raw in used.values()})
+    machines = sorted({f"{raw['machine']['device']}, {raw['machine']['architecture']}" for raw in used.values()})
+    planned = "" if seeds is None else f" of the {len(seeds)} seeds planned"
     return (
-        f"`fedlora experiment run {experiment.name} --profile {profile}`: {done} of {planned} runs, commit "
-        f"{', '.join(commits)}, {'; '.join(machines)}."
+        f"`fedlora experiment run {name} --profile {profile}`: {len(used)} of {len({run.digest for run in runs})} "
+        f"runs{planned}, commit {', '.join(commits)}, {'; '.join(machines)}."
     )
 
 
