@@ -29,7 +29,7 @@ from support.made_results import by_effects, write_runs
 
 ROOT = Path(__file__).parents[2]
 SETUPS = ["one", "two", "three", "four", "five"]
-WHY = "thrown out: LoRA does not carry the result there"
+WHY = "thrown out: LoRA is not shown to carry the result there"
 
 
 def answered(

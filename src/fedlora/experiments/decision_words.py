@@ -107,14 +107,14 @@ def remarks(found: Sequence[Answers]) -> list[str]:
         for gated in one.gates:
             if gated.lost:
                 lines.append(
-                    f"{one.name}: whether LoRA carries {gated.setup} is not known. There is no number for "
-                    f"{', '.join(gated.lost)}: it failed or diverged."
+                    f"{one.family.experiment}: whether LoRA carries {gated.setup} is not known. There is no number "
+                    f"for {', '.join(gated.lost)}: it failed or diverged."
                 )
             elif not gated.passed:
-                ahead = ", ".join(f"{label} {value:+.4f}" for label, value in gated.ahead.items()) or "no number"
+                ahead = ", ".join(f"{k} {v:+.4f} ± {gated.spread[k]:.4f}" for k, v in gated.ahead.items())
                 lines.append(
-                    f"{one.name}: {gated.setup} is thrown out. LoRA does not beat a head alone there by more than "
-                    f"{gated.margin:g} nats ({ahead})."
+                    f"{one.family.experiment}: {gated.setup} is thrown out. {one.there} seeds do not show that LoRA "
+                    f"beats a head alone there by more than {gated.margin:g} nats ({ahead})."
                 )
     return list(dict.fromkeys(lines))
 

@@ -138,7 +138,7 @@ def _judged(
             gone = ", ".join(out[question.setup].lost)
             lost[question] = (
                 f"the gate has no number for {gone}: it failed or diverged" if gone else
-                "thrown out: LoRA does not carry the result there"
+                "thrown out: LoRA is not shown to carry the result there"
             )  # fmt: skip
             continue
         bare = [

@@ -120,7 +120,7 @@ def _keys(figure: Figure) -> None:
         bare(f"{MARKS['worse']} second better"),
         bare(f"{MARKS['equivalent']} equivalent"),
         Patch(facecolor=FAINT, edgecolor=MUTED, hatch=_HATCH, label=f"{MARKS['undecided']} undecided"),
-        Patch(facecolor=_GREY, edgecolor=MUTED, label="out: LoRA adds nothing"),
+        Patch(facecolor=_GREY, edgecolor=MUTED, label="out: LoRA not shown to add"),
         bare("· not asked"),
     ]
     figure.legend(handles=keys, loc="lower center", ncols=3, fontsize=13, columnspacing=0.8, handlelength=1.4)
