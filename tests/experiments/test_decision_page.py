@@ -236,7 +236,7 @@ def test_plot_draws_the_map_and_the_set_ups_and_nothing_before_its_time(
     copy = Path(shutil.copytree(place, tmp_path / "copy"))
     plan = copy / "results" / "plans" / "map_rounds.json"
     told = json.loads(plan.read_text())
-    plan.write_text(json.dumps({**told, "seeds": [*told["seeds"], len(told["seeds"])]}))
+    plan.write_text(json.dumps({**told, "seeds": [*told["seeds"], len(told["seeds"])], "runs": {}}))
     there = len(told["seeds"])
     said = main("experiment", "plot", "map_rounds", *options(copy)).error()
     assert f"{there} of {there + 1} planned seeds of map_rounds" in said

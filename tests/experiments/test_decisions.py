@@ -384,3 +384,39 @@ def test_a_plan_of_some_seeds_counts_theirs_alone(place: Path, rounds: Experimen
     said = invoke("experiment", "run", "map_rounds", "--seeds", "0", "--plan", *options(place)[:-2]).stdout
     row = next(line for line in said.splitlines() if "map_rounds" in line)
     assert [cell.strip() for cell in row.strip("│ \n").split("│")][1:5] == ["12", "12", "12", "0"]
+
+
+def test_a_label_that_stands_for_something_else_is_refused(place: Path, main: Callable[..., Said]) -> None:
+    """The plan knows its runs: FedIT under GLoRA's label, or two set-ups exchanged, are other runs."""
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    path = place / "experiments" / "map_rounds.toml"
+    text = path.read_text()
+    for old, new in (
+        ('GLoRA = { "method.name" = "glora" }', 'GLoRA = { "method.name" = "fedit" }'),
+        ('"10 local steps" = { "train.steps" = 10,', '"10 local steps" = { "train.steps" = 11,'),
+    ):
+        assert old in text
+        path.write_text(text.replace(old, new))
+        said = main("experiment", "decide", "map_rounds", *options(place)).error()
+        assert "the runs of map_rounds are not those of the plan" in said
+    path.write_text(text)
+    assert decide(place, "map_rounds")
+    once = place / "experiments" / "map_once.toml"  # the gate takes its head from there
+    once.write_text(once.read_text().replace("batch_size = 8", "batch_size = 9"))
+    said = main("experiment", "decide", "map_rounds", *options(place)).error()
+    assert "the runs of map_once are not those of the plan of map_rounds" in said
+
+
+@pytest.mark.parametrize("seeds", ["[0, 0, 0, 0]", "[0]", "[0, true]", '["0", 1]', "5"])
+def test_a_plan_with_seeds_that_are_none_is_refused(place: Path, seeds: str, main: Callable[..., Said]) -> None:
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    path = place / "results" / "plans" / "map_rounds.json"
+    path.write_text(re.sub(r'"seeds": \[.*?\]', f'"seeds": {seeds}', path.read_text(), count=1, flags=re.DOTALL))
+    assert "cannot be used" in main("experiment", "decide", "map_rounds", *options(place)).error()
+
+
+def test_a_pilot_on_seeds_of_the_answer_is_refused(place: Path, main: Callable[..., Said]) -> None:
+    path = place / "experiments" / "map_rounds.toml"
+    path.write_text(path.read_text().replace("seeds = [100, 101, 102, 103]", "seeds = [100, 101, 102, 3]"))
+    said = main("experiment", "plan", "map_rounds", *options(place)).error()
+    assert "seed 3 of map_rounds is in the pilot" in said

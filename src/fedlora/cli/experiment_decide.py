@@ -27,7 +27,7 @@ from fedlora.experiments.claims import Claims, check_asked, load_claims
 from fedlora.experiments.decision_words import COLUMNS, plain_answers, remarks, rows, title
 from fedlora.experiments.decisions import Answers, answers_from, read_scores
 from fedlora.experiments.digits import shown
-from fedlora.experiments.looks import check_plan, make_plan, note_look, path_of, read_plan, write_plan
+from fedlora.experiments.looks import check_plan, make_plan, note_look, path_of, read_plan, runs_of, write_plan
 from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.manifest import commit_of_code
@@ -46,11 +46,12 @@ def plan_seeds(
     done, failed = places.finished(), places.given_up()
     for name in names:
         experiment = load_named(name, experiments)
-        check_asked(asked, {e.name: e for e in [*load_all(experiments), experiment]})
+        known = {e.name: e for e in [*load_all(experiments), experiment]}
+        check_asked(asked, known)
         families = asked.of(experiment.name)
         pilot = next((family.pilot for family in families.values()), "pilot")
         scores = read_scores(experiment, pilot, done, failed) if families else {}
-        plan = make_plan(asked, experiment, scores, done, commit_of_code(), failed)
+        plan = make_plan(asked, experiment, known, scores, done, commit_of_code(), failed)
         path = path_of(results, experiment.name)
         write_plan(path, plan, again=again)
         seeds = len(plan["seeds"])
@@ -121,8 +122,9 @@ def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experime
     check_asked(claims, known)
     path = path_of(places.results, experiment.name)
     plan = read_plan(path)
-    check_plan(plan, claims, experiment.name)
     done, failed = places.finished(), places.given_up()
+    runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
+    check_plan(plan, claims, experiment.name, runs)
     found = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
     note_look(path, plan, [one.there for one in found])
     return found

@@ -168,6 +168,13 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
     for name, family in claims.families.items():
         labels = [label for pair in family.pairs for label in pair]
         look(f"the family {name}", family.experiment, labels, family.setups, [family.pilot, family.profile])
+        asked = experiments[family.experiment]
+        shared = sorted(set(asked.profile(family.pilot).seeds) & set(asked.profile(family.profile).seeds))
+        if shared:
+            raise ConfigError(
+                f"seed {shared[0]} of {asked.name} is in the pilot ({family.pilot}) and in the runs that answer "
+                f"({family.profile}) of the family {name}: give the two different seeds."
+            )
     for name, gate in claims.gates.items():
         look(f"the gate of {name}", name, gate.lora if gate.head_of else [*gate.lora, gate.head], [], [])
         if gate.head_of is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
-from fedlora.experiments.plan import at_the_edge, chosen_value, searches
+from fedlora.experiments.plan import at_the_edge, chosen_value, mains, searches
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.verdicts import seeds_needed, weigh
@@ -44,15 +44,41 @@ def asked(claims: Claims, experiment: str) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def runs_of(
+    claims: Claims,
+    experiment: Experiment,
+    experiments: Mapping[str, Experiment],
+    profile: str,
+    seeds: Sequence[int],
+    results: Mapping[str, Result],
+    failed: Collection[str] = (),
+) -> dict[str, str]:
+    """Experiment -> a digest of its planned runs: cells, seeds, configurations, mergers; also of the experiment from
+    which the gate takes its head. It changes where a label stands for something else than it did."""
+    gate = claims.gates.get(experiment.name)
+    known = {experiment.name: experiment}
+    if gate is not None and gate.head_of is not None:
+        known[gate.head_of.experiment] = experiments[gate.head_of.experiment]
+    found = {}
+    for name, each in known.items():
+        runs = [run for run in mains(each, profile, results, failed) if run.seed in seeds]
+        told = [[run.seed, sorted(run.cell.items()), run.digest, run.mergers] for run in runs]
+        found[name] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    return found
+
+
 def make_plan(
     claims: Claims,
     experiment: Experiment,
+    experiments: Mapping[str, Experiment],
     pilot: Scores,
     results: Mapping[str, Result],
     commit: Mapping[str, Any] | None,
     failed: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan: seeds from the pilot's spreads, and the chosen rates with what they were chosen by.
+    """The plan: seeds from the pilot's spreads, the rates with what they were chosen by, and which runs these are.
+
+    experiments: by name, those that a gate names.
 
     A question whose set-up has no pilot takes the largest spread of its pair.
 
@@ -77,6 +103,7 @@ def make_plan(
         "experiment": experiment.name, "asked": asked(claims, experiment.name), "written": _now(), "commit": commit,
         "profile": profile, "seeds": seeds[:wanted], "needed": needed, "spreads": spreads,
         "rates": rates(experiment, profile, results, failed or {}), "looks": [], "before": [],
+        "runs": runs_of(claims, experiment, experiments, profile, seeds[:wanted], results, failed or {}),
     }  # fmt: skip
 
 
@@ -150,7 +177,7 @@ def read_plan(path: Path) -> Plan:
     """Raises `ConfigError` for none, or a damaged one."""
     try:
         plan: Plan = json.loads(path.read_text(encoding="utf-8"))
-        plan["asked"], plan["seeds"][0], plan["looks"], plan["written"], plan["before"], plan["profile"]
+        _check_shape(plan)
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no plan {path}. Run the search and the pilot, then: fedlora experiment plan {path.stem}"
@@ -160,13 +187,31 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-def check_plan(plan: Plan, claims: Claims, experiment: str) -> None:
-    """Raises `ConfigError` where the questions are others than those that were planned."""
+def _check_shape(plan: Plan) -> None:
+    """Raises `ValueError`, `KeyError` or `TypeError` for what no plan is."""
+    plan["asked"], plan["written"], plan["before"], plan["profile"]
+    seeds, looks = plan["seeds"], plan["looks"]
+    if not all(type(seed) is int for seed in seeds) or len(set(seeds)) < max(2, len(seeds)):
+        raise ValueError(f"its seeds are {seeds!r:.80}, and have to be two or more different whole numbers")
+    if not isinstance(looks, list) or not all(isinstance(look, dict) for look in looks):
+        raise ValueError("its looks are no list of looks")
+
+
+def check_plan(plan: Plan, claims: Claims, experiment: str, runs: Mapping[str, str]) -> None:
+    """Raises `ConfigError` where the questions or the runs are others than those that were planned. runs: as `runs_of`
+    gives them now. Plans before version 0.1.0 was released have none, and are not asked."""
     if plan["asked"] != asked(claims, experiment):
         raise ConfigError(
             f"the questions of {experiment} are not those of its plan of {plan['written']}: pairs, set-ups, margins, "
             f"error rates or the gate have changed since. Put them back, or plan again (fedlora experiment plan "
             f"{experiment} --again), which the plan will show."
+        )
+    changed = [name for name, digest in plan.get("runs", runs).items() if runs.get(name) != digest]
+    if changed:
+        raise ConfigError(
+            f"the runs of {changed[0]} are not those of the plan of {experiment}, of {plan['written']}: a label, a "
+            f"set-up, a seed, a rate or the base of its file stands for something else now. Put it back, or plan again "
+            f"(fedlora experiment plan {experiment} --again), which the plan will show."
         )
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import load_claims
 from fedlora.experiments.decisions import answers_from
-from fedlora.experiments.looks import check_plan, path_of, read_plan
+from fedlora.experiments.looks import check_plan, path_of, read_plan, runs_of
 from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result, read_results
@@ -130,11 +130,12 @@ def _planned(source: Source, claims_file: Path, plans: Path, experiments: Path) 
     """With the plan and its answers; a page is no look, for it is filled from results that were looked at."""
     claims, experiment = load_claims(claims_file), source.experiment
     plan = read_plan(path_of(plans, experiment.name))
-    check_plan(plan, claims, experiment.name)
     known = {experiment.name: experiment}
     gate = claims.gates.get(experiment.name)
     if gate is not None and gate.head_of is not None:
         known[gate.head_of.experiment] = load_experiment(experiments / f"{gate.head_of.experiment}.toml")
+    runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], source.results)
+    check_plan(plan, claims, experiment.name, runs)
     answers = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], source.results)
     return replace(source, plan=plan, answers=tuple(answers))
 
