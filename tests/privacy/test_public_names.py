@@ -47,7 +47,8 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """In the order of names, in one folder: `recompute` reads the ledger that `Ledger` made."""
     monkeypatch.chdir(tmp_path)
     ran = set()
-    values: dict[str, Any] = {**vars(privacy), "torch": torch, "Path": Path}
+    public = {name: getattr(privacy, name) for name in privacy.__all__}
+    values: dict[str, Any] = {**public, "torch": torch, "Path": Path}
     for name in privacy.__all__:
         for test in doctest.DocTestFinder(recurse=False).find(getattr(privacy, name), name, globs=dict(values)):
             said: list[str] = []
