@@ -420,3 +420,23 @@ def test_a_pilot_on_seeds_of_the_answer_is_refused(place: Path, main: Callable[.
     path.write_text(path.read_text().replace("seeds = [100, 101, 102, 103]", "seeds = [100, 101, 102, 3]"))
     said = main("experiment", "plan", "map_rounds", *options(place)).error()
     assert "seed 3 of map_rounds is in the pilot" in said
+
+
+def test_verdicts_of_a_second_plan_say_that_the_first_was_answered(
+    place: Path, once: Experiment, rounds: Experiment
+) -> None:
+    """Another margin after the answer, on the same seeds: said beside every verdict, and in filled pages."""
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    assert "before all planned seeds" in invoke("experiment", "decide", "map_rounds", *options(place)).output
+    for experiment in (once, rounds):
+        write_runs(place / "results" / "runs", experiment, "mini", same_level(0.001))
+    said = invoke("experiment", "decide", "map_rounds", *options(place)).output
+    assert "1 look at these runs before all planned seeds were there" in " ".join(said.split())
+    claims = place / "claims.toml"
+    claims.write_text(claims.read_text().replace("margin = 0.005", "margin = 0.5"))
+    invoke("experiment", "plan", "map_rounds", "--again", *options(place))
+    said = " ".join(invoke("experiment", "decide", "map_rounds", *options(place)).output.split())
+    assert "Plan 1 of 2" in said and "its error rate does not hold" in said
+    pages = Stored.read(place / "experiments", place / "results" / "runs", claims)
+    page = filled("<!-- filled: map_rounds mini decisions half-budget -->\n<!-- end -->\n", pages)
+    assert "its error rate does not hold" in page

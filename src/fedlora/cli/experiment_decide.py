@@ -27,7 +27,7 @@ from fedlora.experiments.claims import Claims, check_asked, load_claims
 from fedlora.experiments.decision_words import COLUMNS, plain_answers, remarks, rows, title
 from fedlora.experiments.decisions import Answers, answers_from, read_scores
 from fedlora.experiments.digits import shown
-from fedlora.experiments.looks import check_plan, make_plan, note_look, path_of, read_plan, runs_of, write_plan
+from fedlora.experiments.looks import check_plan, history, make_plan, note_look, path_of, read_plan, runs_of, write_plan
 from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.manifest import commit_of_code
@@ -92,19 +92,21 @@ def decide(
     """Better, worse, equivalent or undecided: for each question, once all planned seeds are there."""
     asked, places, loaded = load_claims(claims), Places(results, work, None), load_all(experiments)
     found: list[Answers] = []
+    past: list[str] = []
     for name in names:
         experiment = load_named(name, experiments)
         if not asked.of(experiment.name):
             raise ConfigError(f"no family of {claims} asks the experiment {experiment.name}.")
+        past += history(read_plan(path_of(places.results, experiment.name)))  # before this look
         found += answers_of(asked, experiment, loaded, places)
     sheets = [Sheet(title(one), COLUMNS, rows(one), names=2) for one in found]
-    value = {"alpha": asked.alpha, "families": [plain_answers(one) for one in found]}
+    value = {"alpha": asked.alpha, "history": past, "families": [plain_answers(one) for one in found]}
     records: list[dict[str, Any]] = [
         {"family": one.name, "seeds": one.there, "planned": one.wanted, **dict(zip(COLUMNS, row, strict=True))}
         for one in found
         for row in rows(one)
     ]
-    show(Printed(sheets, records, value, _notes(asked, found)), chosen(format, json))
+    show(Printed(sheets, records, value, [*past, *_notes(asked, found)]), chosen(format, json))
 
 
 def read_answers(claims: Claims, loaded: Sequence[Experiment], places: Places) -> tuple[Claims, list[Answers]]:

@@ -215,6 +215,33 @@ def check_plan(plan: Plan, claims: Claims, experiment: str, runs: Mapping[str, s
         )
 
 
+def history(plan: Plan) -> list[str]:
+    """What a reader of verdicts has to know of how they came about: earlier plans, those that were answered, and looks
+    before all seeds were there. Empty for one plan and one look."""
+    said = []
+    for k, old in enumerate(plan["before"], start=1):
+        answered = next((look["at"] for look in old["looks"] if _whole(look)), None)
+        words = f"Plan {k} of {len(plan['before']) + 1}, of {old['written']}, had {len(old['seeds'])} seeds"
+        shared = sorted(set(old["seeds"]) & set(plan["seeds"]))
+        if answered is None:
+            said.append(f"{words} and was not answered.")
+        elif shared:
+            said.append(
+                f"{words} and was answered on {answered}, on {len(shared)} of the seeds used now. What is said now was "
+                f"planned after these were seen: its error rate does not hold."
+            )
+        else:
+            said.append(f"{words} and was answered on {answered}, on other seeds.")
+    early = sum(not _whole(look) for look in plan["looks"])
+    if early:
+        said.append(f"{early} look{'s' if early > 1 else ''} at these runs before all planned seeds were there.")
+    return said
+
+
+def _whole(look: Mapping[str, Any]) -> bool:
+    return all(there >= look["of"] for there in look["there"])
+
+
 def note_look(path: Path, plan: Plan, there: Sequence[int], *, by: str = "decide") -> Plan:
     """The plan with this look at the results, stored where it saw other seeds than the last one. there: seeds with all
     runs, for each family. by: the command."""

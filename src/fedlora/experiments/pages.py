@@ -29,7 +29,7 @@ from pathlib import Path
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import load_claims
 from fedlora.experiments.decisions import answers_from
-from fedlora.experiments.looks import check_plan, path_of, read_plan, runs_of
+from fedlora.experiments.looks import check_plan, history, path_of, read_plan, runs_of
 from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result, read_results
@@ -150,9 +150,10 @@ def _made(source: Source) -> str:
     commits = sorted({str((raw["commit"] or {}).get("id", "unknown"))[:7] for raw in used.values()})
     machines = sorted({f"{raw['machine']['device']}, {raw['machine']['architecture']}" for raw in used.values()})
     planned = "" if seeds is None else f" of the {len(seeds)} seeds planned"
+    past = " ".join(["", *history(plan)]) if plan is not None and seeds is not None else ""
     return (
         f"`fedlora experiment run {name} --profile {profile}`: {len(used)} of {len({run.digest for run in runs})} "
-        f"runs{planned}, commit {', '.join(commits)}, {'; '.join(machines)}."
+        f"runs{planned}, commit {', '.join(commits)}, {'; '.join(machines)}.{past}"
     )
 
 
