@@ -440,3 +440,9 @@ def test_verdicts_of_a_second_plan_say_that_the_first_was_answered(
     pages = Stored.read(place / "experiments", place / "results" / "runs", claims)
     page = filled("<!-- filled: map_rounds mini decisions half-budget -->\n<!-- end -->\n", pages)
     assert "its error rate does not hold" in page
+
+
+def test_a_pilot_of_one_seed_is_refused(place: Path, main: Callable[..., Said]) -> None:
+    path = place / "experiments" / "map_rounds.toml"
+    path.write_text(path.read_text().replace("seeds = [100, 101, 102, 103]", "seeds = [100]"))
+    assert "has 1 seed" in main("experiment", "plan", "map_rounds", *options(place)).error()

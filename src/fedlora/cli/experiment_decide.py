@@ -73,11 +73,15 @@ def plan_seeds(
         short = [family for family, n in plan["needed"].items() if n > seeds]
         tell([
             f"{family}: {plan['needed'][family]} seeds would find equal methods equivalent in {asked.power:.0%} of "
-            f"cases; with {seeds} an equivalence may stay undecided."
+            f"cases; with {seeds} they most likely stay undecided."
             for family in short
         ])  # fmt: skip
-        notes = f"next: fedlora experiment run {experiment.name} --profile {plan['profile']} --seeds 0:{seeds}"
-        tell([notes if plan["seeds"] == list(range(seeds)) else "next: run these seeds"])
+        profile = experiment.profile(plan["profile"])
+        if seeds == len(profile.seeds) and any(n > seeds < families[name].cap for name, n in plan["needed"].items()):
+            tell([f"profile {plan['profile']} has {seeds} seeds, fewer than a family needs and its cap allows."])
+        row = plan["seeds"] == list(range(seeds))
+        which = f"0:{seeds}" if row else ",".join(map(str, plan["seeds"]))
+        tell([f"next: fedlora experiment run {experiment.name} --profile {plan['profile']} --seeds {which}"])
 
 
 def decide(

@@ -169,6 +169,12 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
         labels = [label for pair in family.pairs for label in pair]
         look(f"the family {name}", family.experiment, labels, family.setups, [family.pilot, family.profile])
         asked = experiments[family.experiment]
+        for profile in (family.pilot, family.profile):
+            if len(seeds := asked.profile(profile).seeds) < 2:
+                raise ConfigError(
+                    f"profile {profile} of {asked.name} has {len(seeds)} seed, and the family {name} compares by a "
+                    f"spread over seeds: give it two or more, better four."
+                )
         shared = sorted(set(asked.profile(family.pilot).seeds) & set(asked.profile(family.profile).seeds))
         if shared:
             raise ConfigError(
