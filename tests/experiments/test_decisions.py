@@ -446,3 +446,14 @@ def test_a_pilot_of_one_seed_is_refused(place: Path, main: Callable[..., Said]) 
     path = place / "experiments" / "map_rounds.toml"
     path.write_text(path.read_text().replace("seeds = [100, 101, 102, 103]", "seeds = [100]"))
     assert "has 1 seed" in main("experiment", "plan", "map_rounds", *options(place)).error()
+
+
+@pytest.mark.parametrize("command", [("report", "--out", "x.html"), ("fill", "page.md"), ("plot", "map_rounds")])
+def test_claims_that_are_named_and_not_there_are_refused(
+    place: Path, command: tuple[str, ...], main: Callable[..., Said]
+) -> None:
+    """A typo took all verdicts away without a word."""
+    where = options(place)
+    where[-1] += "x"
+    said = main("experiment", *command, *(where if command[0] != "fill" else [*where[:4], *where[-2:]])).error()
+    assert "claims.tomlx: there is no such file" in said

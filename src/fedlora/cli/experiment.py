@@ -27,6 +27,7 @@ from fedlora.cli.experiment_files import (
     load_all,
     load_named,
     tell,
+    there,
 )  # fmt: skip
 from fedlora.cli.experiment_plot import draw
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
@@ -231,6 +232,7 @@ def fill(
     claims: Claimed = CLAIMS,
 ) -> None:
     """Write tables into Markdown pages, between <!-- filled: EXPERIMENT PROFILE KIND --> and <!-- end -->."""
+    there(claims)
     stored = Stored.read(experiments, results, claims)
     found = [(page, text, filled(text, stored)) for page in pages for text in [read_page(page)]]
     for page, text, new in found:
@@ -253,7 +255,7 @@ def report(
     if not loaded:
         raise ConfigError(f"there are no experiments in {experiments}.")
     places = Places(results, work, None)
-    decided = read_answers(load_claims(claims), loaded, places) if claims.is_file() else None
+    decided = read_answers(load_claims(claims), loaded, places) if there(claims) else None
     write_report(
         out, loaded, profile, places.finished(), experiments / "paper_numbers.toml", places.given_up(), decided
     )

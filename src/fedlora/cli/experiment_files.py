@@ -37,6 +37,16 @@ def load_all(folder: Path) -> list[Experiment]:
     return [load_experiment(path) for path in sorted(folder.glob("*.toml")) if path.stem != "paper_numbers"]
 
 
+def there(claims: Path) -> bool:
+    """Whether there are claims. The default file may be missing: a project of one's own need not ask anything. Raises
+    `ConfigError` for a named file that is not there."""
+    if claims.is_file():
+        return True
+    if claims != CLAIMS:
+        raise ConfigError(f"--claims {claims}: there is no such file.")
+    return False
+
+
 def tell(lines: Sequence[str]) -> None:
     """In yellow, beside the result."""
     for line in lines:

@@ -20,6 +20,7 @@ from fedlora.cli.experiment_files import (
     Work,
     load_all,
     load_named,
+    there,
 )  # fmt: skip
 from fedlora.cli.screen import plotted
 from fedlora.errors import ConfigError
@@ -45,7 +46,7 @@ def draw(
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
     places = Places(results, work, None)
     done, given_up = places.finished(), places.given_up()
-    asked = load_claims(claims) if claims.is_file() else None
+    asked = load_claims(claims) if there(claims) else None
     families = {} if asked is None else asked.of(experiment.name)
     decided: list[Answers] = []
     margin = 0.0
