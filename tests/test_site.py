@@ -85,6 +85,16 @@ class TestCommands:
         ]
         assert not silent, silent
 
+    def test_nothing_of_a_help_text_is_taken_for_markup(self) -> None:
+        """rich drops "[default: zero]" from what `--help` shows, for its own markup is in brackets."""
+        eaten = [
+            f"{path} {parameter.opts[0]}"
+            for path, command in commands.commands()
+            for parameter in commands.parameters(command)
+            if "[" in (getattr(parameter, "help", None) or "")
+        ]
+        assert not eaten, eaten
+
     def test_options_are_the_program_s(self) -> None:
         merge = commands.page().split("## `fedlora merge`\n")[1].split("\n## ")[0]
         assert "`--rank` · " in merge and "`--weights` · " in merge

@@ -172,7 +172,7 @@ def apply(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="of what is written: float16, bfloat16, float32, float64 [default: the base model's]",
+            help="of what is written: float16, bfloat16, float32, float64 (default: the base model's)",
             show_default=False,
         ),
     ] = None,
