@@ -23,7 +23,7 @@ library_name: peft
 
 # Federated LoRA adapter ({title}, round {round})
 
-{attack}Trained by {clients} clients that kept their data, combined by `{method_repr}`.
+{attack}Trained by {clients} clients, each on data of its own, combined by `{method_repr}`.
 
 | | |
 |---|---|

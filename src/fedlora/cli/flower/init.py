@@ -76,7 +76,9 @@ def init(
     clients, name = names.sites(sites), names.server_name(server_name)
     classes = _classes(labels)
     from fedlora.flower.setup.init_steps import federation
+    from fedlora.runs.quiet import quiet_libraries
 
+    quiet_libraries()
     notes.print("checking the start ..." if start else "loading the model, for the common start ...")
     if (user or getpass.getuser()) == "root":
         notes.print("the units will run as root; another user is better: --user NAME, who must own the folder")
@@ -108,6 +110,7 @@ def init(
 def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: int) -> None:
     from fedlora.flower.setup.init_steps import trial
     from fedlora.runs.config import load_config, located, override_in, parse_config
+    from fedlora.runs.quiet import quiet_libraries
     from fedlora.runs.reading import read_tables
 
     demo = Path(sys.modules["fedlora"].__file__ or "").parent / "demo.toml"
@@ -124,6 +127,7 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
         loaded = located(parse_config(raw), Path.cwd())
     else:
         loaded = load_config(config or demo, [*(three if config is None else []), *sets])
+    quiet_libraries()
     notes.print("loading the model, for the common start ...")
     trial(folder, loaded, superlink_port)
     console.print(f"{folder}: ready. Try it on this machine: fedlora flower up {folder}", markup=False, soft_wrap=True)

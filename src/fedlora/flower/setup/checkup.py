@@ -15,6 +15,7 @@ from fedlora.core.messages import Client
 from fedlora.errors import FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import connection
+from fedlora.flower.serving.lines import size_of
 from fedlora.flower.setup import doors, handshake
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.private_checkup import privacy_rows
@@ -78,7 +79,7 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
     message = sum((min(largest, *shape) * sum(shape)) * 4 for shape in shapes) + heads
     rows: list[Row] = [
         ("start", f"{len(shapes)} modules, {len(start.heads)} tensors beside them", True),
-        ("largest message", f"{message / 1e6:.1f} MB, in pieces of 5 MiB", message < 2e9),
+        ("largest message", f"{size_of(message)}, in pieces of 5 MiB", message < 2e9),
     ]
     if there.proxy.is_file():
         found = re.findall(r"client_max_body_size (\d+);", there.proxy.read_text(encoding="utf-8"))
@@ -89,7 +90,7 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
     rows.append(("rounds done", f"{done} of {settings.run.rounds}", True))
     needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps some rounds, the checkpoints two
     free = shutil.disk_usage(there.path).free
-    rows.append(("disk", f"{free / 1e9:.1f} GB free, about {needed / 1e9:.2f} GB needed", free > needed))
+    rows.append(("disk", f"{size_of(free)} free, about {size_of(needed)} needed", free > needed))
     return rows
 
 
