@@ -217,7 +217,10 @@ def test_heads_apart_are_the_mean_of_each_clients_logits(experiment: Experiment,
 
 
 def test_a_client_that_lacks_a_class_has_no_head(experiment: Experiment, places: Places) -> None:
-    prepared, dealt = prepare(searches(experiment, "mini")[0].config), deal(searches(experiment, "mini")[0].config, None)
+    prepared, dealt = (
+        prepare(searches(experiment, "mini")[0].config),
+        deal(searches(experiment, "mini")[0].config, None),
+    )
     name, part = next(iter(dealt.parts.items()))
     single = replace(dealt, parts={name: part.select([k for k, y in enumerate(part.labels) if y == 0])})
     with pytest.raises(ConfigError, match=f"the client {name} has no example of class 1"):

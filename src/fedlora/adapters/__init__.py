@@ -9,7 +9,8 @@ from fedlora._lazy import face
 
 if TYPE_CHECKING:
     from fedlora.adapters.io import read_adapter, write_adapter
-    from fedlora.adapters.merging import MergeReport, merge, resize
+    from fedlora.adapters.merge_report import MergeReport
+    from fedlora.adapters.merging import merge, resize
     from fedlora.adapters.reader import AdapterFile
     from fedlora.adapters.writer import AdapterSpec, AdapterWriter
 
@@ -17,7 +18,8 @@ __getattr__ = face(
     "fedlora.adapters",
     {
         "io": ("read_adapter", "write_adapter"),
-        "merging": ("MergeReport", "merge", "resize"),
+        "merge_report": ("MergeReport",),
+        "merging": ("merge", "resize"),
         "reader": ("AdapterFile",),
         "writer": ("AdapterSpec", "AdapterWriter"),
     },

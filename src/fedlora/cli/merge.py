@@ -24,7 +24,7 @@ from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
     from fedlora.adapters.collection import Collection
-    from fedlora.adapters.merging import MergeReport
+    from fedlora.adapters.merge_report import MergeReport
     from fedlora.core.method import Method
 
 Out = Annotated[

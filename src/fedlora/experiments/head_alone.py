@@ -1,4 +1,4 @@
-"""The controls without LoRA: a head alone, trained to its optimum on all clients' data together, or by each client apart.
+"""The controls without LoRA: a head alone, trained to its optimum on all clients' data together or by each client.
 
 Logistic regression (scikit-learn) on what the pre-trained model hands to its head, its strength of regularisation
 chosen on validation. On all data together that is more than a federation could do with heads alone: an adapter trained

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedlora.adapters.io import write_adapter
 from fedlora.adapters.merge_card import client_card
-from fedlora.adapters.merging import ClientReport, Parts
+from fedlora.adapters.merge_report import ClientReport
+from fedlora.adapters.merge_result import Parts
 from fedlora.adapters.narrowing import narrowed_pair
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import combine

@@ -12,17 +12,8 @@ from typing import Any
 import torch
 
 from fedlora.adapters.collection import Collection
-from fedlora.adapters.merging import (
-    ClientReport,
-    MergeReport,
-    Parts,
-    Place,
-    Progress,
-    Result,
-    Source,
-    Weighed,
-    write_result,
-)
+from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
+from fedlora.adapters.merge_result import Parts, Place, Progress, Result, Source, write_result
 from fedlora.adapters.narrowing import parse_type
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
 from fedlora.adapters.uploads import read_facts, read_round
