@@ -16,6 +16,7 @@ from fedlora.runs.config import load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = [page for page in PAGES if "_generated" not in page.parts]  # their links are of the pages that include them
 
 
 def python_blocks(page: Path) -> list[str]:

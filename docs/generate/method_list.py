@@ -1,4 +1,4 @@
-"""Every built-in method in one table: a link to its page, its paper, its hyper-parameters with defaults, its presets."""
+"""Every built-in method in one table: a link to its page, its paper, its settings with their defaults, its presets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What the page of a method says from the code: its formulas, what travels, what was measured, its settings, examples."""
+"""What the page of a method says from the code: formulas, what travels, what was measured, settings, examples."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -24,7 +25,7 @@ _DOES: dict[Role, str] = {
 
 
 def pages() -> dict[str, str]:
-    """"NAME.facts" and "NAME.use" -> Markdown, which reference/methods/NAME.md includes before and after its words."""
+    """ "NAME.facts" and "NAME.use" -> Markdown, which reference/methods/NAME.md includes before and after its words."""
     found = {}
     for row in listed():
         if row.name in METHODS:
@@ -39,7 +40,9 @@ def facts(row: Listed) -> str:
     about, cost = " ".join(doc.split("\n\n")[0].split()), re.search(r"\bCost:? .*", doc, flags=re.S)
     said = [prose(about), f"Source: {linked(prose(row.paper))}.", *(f"```text\n{text}\n```" for text in formulas(doc))]
     if cost:
-        told = re.sub(r"docs/explanation/(\w+)\.md", r"[\1](../../explanation/\1.md)", line(cost[0]).replace("\\_", "_"))
+        told = re.sub(
+            r"docs/explanation/(\w+)\.md", r"[\1](../../explanation/\1.md)", line(cost[0]).replace("\\_", "_")
+        )
         said.append(told.replace("_", "\\_"))
     said += ["## What travels", _travels(cls()), "## Measured", _measured(row.name)]
     return "\n\n".join(said) + "\n"
@@ -49,9 +52,9 @@ def use(row: Listed) -> str:
     """The settings with their defaults and meanings, the presets, and three lines each of a file and of Python."""
     said = ["## Settings", _settings(row) or "None."]
     for name, values in row.presets.items():
-        said.append(f"`preset = \"{name}\"` sets {', '.join(f'`{key} = {toml(held)}`' for key, held in values.items())}.")
+        said.append(f'`preset = "{name}"` sets {", ".join(f"`{key} = {toml(held)}`" for key, held in values.items())}.')
     key, value = next(((k, v) for k, v in row.defaults.items() if v is not None), (None, None))
-    setting = "" if key is None else f", {key}={value!r}"
+    setting = "" if key is None else f", {key}={json.dumps(value)}"
     file = [f'name = "{row.name}"', *([] if key is None else [f"{key} = {toml(value)}"])]
     said += [
         "## Example",
@@ -118,7 +121,7 @@ def _measured(name: str) -> str:
     own = [row for row in rows if row.split("|")[1].split()[0] == name]
     about = (
         f"On four clients of one rank ([how, and what the columns mean]({PROPERTIES})): traffic in units of FedIT's; by "
-        "how much the server's update is off the weighted mean of the clients' updates; and by how much the result moves "
+        "how much the server's update is off the weighted mean of the clients' updates; by how much the result moves "
         "when clients send the same updates in other coordinates."
     )
     return "\n".join([about, "", head, rule, *own])
