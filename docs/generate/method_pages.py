@@ -120,8 +120,8 @@ def _measured(name: str) -> str:
     head, rule, *rows = table.strip().splitlines()
     own = [row for row in rows if row.split("|")[1].split()[0] == name]
     about = (
-        f"On four clients of one rank ([how, and what the columns mean]({PROPERTIES})): traffic in units of FedIT's; by "
-        "how much the server's update is off the weighted mean of the clients' updates; by how much the result moves "
+        f"On four clients of one rank ([how, and what the columns mean]({PROPERTIES})): traffic in units of FedIT's; "
+        "by how much the server's update is off the mean of the clients' updates; by how much the result moves "
         "when clients send the same updates in other coordinates."
     )
     return "\n".join([about, "", head, rule, *own])

@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator, Null
 from fedlora.experiments.budgets import Spent
 from fedlora.experiments.pictures import MUTED
 from fedlora.experiments.plots import legend_entry
-from fedlora.runs.plots import COLOURS, saved, words
+from fedlora.runs.drawing import COLOURS, saved, words
 
 _PROMISES_NOTHING = 1000.0  # an epsilon beyond it stands at the picture's edge, by its label
 _MARKERS = ("o", "s", "^", "D", "v", "P")
