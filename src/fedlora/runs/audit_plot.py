@@ -26,7 +26,8 @@ def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
     with plt.rc_context({**LETTERS, "font.size": 14, "axes.titlesize": 14.5, "legend.fontsize": 13}):
         heights = [1.6 + 0.55 * max(len(shown), 2), 3.6]
         figure: Figure = plt.figure(figsize=(8.4, sum(heights)), layout="constrained")
-        upper, lower = figure.subfigures(2, 1, height_ratios=heights)
+        parts: Any = figure.subfigures(2, 1, height_ratios=heights)
+        upper, lower = parts
         left, middle = upper.subplots(1, 2, sharey=True)
         for k, audit in enumerate(shown):
             if audit.drift is None or audit.readout_drift is None:

@@ -48,53 +48,55 @@ def plot_run(folder: RunFolder) -> list[Path]:
         return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
 
 
-@plt.rc_context(LETTERS)
 def plot_ranks(profiles: Mapping[str, Mapping[RankType, int]], path: Path) -> Path:
     """How many clients of which rank, a panel for each profile."""
-    columns = min(2, len(profiles))
-    rows = -(-len(profiles) // columns)
-    figure: Figure
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(WIDE, 2.2 * rows + 0.6), layout="constrained", sharey=True, squeeze=False
-    )
-    for axis, (name, counts) in zip(axes.flat, profiles.items(), strict=False):
-        bars = axis.bar([str(kind) for kind in counts], list(counts.values()), color=COLOURS[0], width=0.7)
-        axis.bar_label(bars)
-        axis.set_title(name)
-        axis.margins(y=0.2)
-    for axis in axes.flat[len(profiles) :]:
-        axis.set_axis_off()
-    for axis in axes[:, 0]:
-        axis.set_ylabel("clients")
-    figure.supxlabel("rank (attention/feed-forward where they differ)", fontsize=12)
-    return saved(figure, path)
+    with plt.rc_context(LETTERS):
+        columns = min(2, len(profiles))
+        rows = -(-len(profiles) // columns)
+        figure: Figure
+        figure, axes = plt.subplots(
+            rows, columns, figsize=(WIDE, 2.2 * rows + 0.6), layout="constrained", sharey=True, squeeze=False
+        )
+        for axis, (name, counts) in zip(axes.flat, profiles.items(), strict=False):
+            bars = axis.bar([str(kind) for kind in counts], list(counts.values()), color=COLOURS[0], width=0.7)
+            axis.bar_label(bars)
+            axis.set_title(name)
+            axis.margins(y=0.2)
+        for axis in axes.flat[len(profiles) :]:
+            axis.set_axis_off()
+        for axis in axes[:, 0]:
+            axis.set_ylabel("clients")
+        figure.supxlabel("rank (attention/feed-forward where they differ)", fontsize=12)
+        return saved(figure, path)
 
 
-@plt.rc_context(LETTERS)
 def plot_overlaps(names: Sequence[str], overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Path:
     """Heat maps of how much adapters' column spaces share: the mean over modules, and below the pairs by module."""
-    count = len(names)
-    pairs = [(i, j) for i in range(count) for j in range(i)]
-    mean = [[sum(m[i][j] for m in overlaps.values()) / len(overlaps) for j in range(count)] for i in range(count)]
-    by_module = [[m[i][j] for i, j in pairs] for m in overlaps.values()]
-    heights = [max(3.0, 1.2 + 0.5 * count), 1.6 + 0.24 * len(overlaps)]
-    figure: Figure
-    figure, (upper, lower) = plt.subplots(
-        2, 1, figsize=(max(WIDE, 2.5 + 0.5 * len(pairs)), sum(heights)), layout="constrained", height_ratios=heights
-    )
-    upper.imshow(mean, vmin=0, vmax=1, cmap="viridis")
-    upper.set(title="mean over modules")
-    upper.set_xticks(range(count), [str(k + 1) for k in range(count)])
-    upper.set_yticks(range(count), [f"{k + 1} {name[:24]}" for k, name in enumerate(names)])
-    for i in range(count):
-        for j in range(count):
-            upper.text(j, i, f"{mean[i][j]:.2f}", ha="center", va="center", color="w" if mean[i][j] < 0.6 else "k")
-    image = lower.imshow(by_module, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    lower.set(title="module by module")
-    lower.set_xticks(range(len(pairs)), [f"{i + 1}-{j + 1}" for i, j in pairs], rotation=90 if len(pairs) > 6 else 0)
-    lower.set_yticks(range(len(overlaps)), [short(module) for module in overlaps], fontsize=9)
-    figure.colorbar(image, ax=lower, location="bottom", label="shared column space (1: one lies in the other)")
-    return saved(figure, path)
+    with plt.rc_context(LETTERS):
+        count = len(names)
+        pairs = [(i, j) for i in range(count) for j in range(i)]
+        mean = [[sum(m[i][j] for m in overlaps.values()) / len(overlaps) for j in range(count)] for i in range(count)]
+        by_module = [[m[i][j] for i, j in pairs] for m in overlaps.values()]
+        heights = [max(3.0, 1.2 + 0.5 * count), 1.6 + 0.24 * len(overlaps)]
+        figure: Figure
+        figure, (upper, lower) = plt.subplots(
+            2, 1, figsize=(max(WIDE, 2.5 + 0.5 * len(pairs)), sum(heights)), layout="constrained", height_ratios=heights
+        )
+        upper.imshow(mean, vmin=0, vmax=1, cmap="viridis")
+        upper.set(title="mean over modules")
+        upper.set_xticks(range(count), [str(k + 1) for k in range(count)])
+        upper.set_yticks(range(count), [f"{k + 1} {name[:24]}" for k, name in enumerate(names)])
+        for i in range(count):
+            for j in range(count):
+                upper.text(j, i, f"{mean[i][j]:.2f}", ha="center", va="center", color="w" if mean[i][j] < 0.6 else "k")
+        image = lower.imshow(by_module, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        lower.set(title="module by module")
+        lower.set_xticks(
+            range(len(pairs)), [f"{i + 1}-{j + 1}" for i, j in pairs], rotation=90 if len(pairs) > 6 else 0
+        )
+        lower.set_yticks(range(len(overlaps)), [short(module) for module in overlaps], fontsize=9)
+        figure.colorbar(image, ax=lower, location="bottom", label="shared column space (1: one lies in the other)")
+        return saved(figure, path)
 
 
 def _metric(
