@@ -16,6 +16,7 @@ from fedlora.runs.config import load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = [page for page in PAGES if "_generated" not in page.parts]  # their links are of the pages that include them
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -35,16 +36,16 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_toy_method_of_the_docs_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/explanation/methods.md, "How to add a method": the module as a file, its use, and its own tests."""
+    """docs/how-to/add-a-method.md: the module as a file, its use, and its own tests."""
     module, use, tests = (
-        block for block in python_blocks(ROOT / "docs" / "explanation" / "methods.md") if "UniformMean" in block
+        block for block in python_blocks(ROOT / "docs" / "how-to" / "add-a-method.md") if "UniformMean" in block
     )
     (tmp_path / "uniform_mean.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
-    exec(compile(use, "methods.md", "exec"), {})
+    exec(compile(use, "add-a-method.md", "exec"), {})
     assert "B=(64, 12)" in capsys.readouterr().out
     defined: dict[str, Any] = {}
-    exec(compile(tests, "methods.md", "exec"), defined)
+    exec(compile(tests, "add-a-method.md", "exec"), defined)
     defined["test_all_contracts"]()
     defined["test_one_contract"]()
 

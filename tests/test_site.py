@@ -7,6 +7,7 @@ import re
 import runpy
 import tomllib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 from pydantic import BaseModel, create_model
 
 import fedlora
+from fedlora.methods.registry import Listed, listed
 from fedlora.runs.config import RunConfig
-from generate import commands, config_keys, docstrings, method_list, python_names
+from generate import commands, config_keys, docstrings, method_pages, python_names
 from generate.markdown import prose
 
 ROOT = Path(__file__).parent.parent
@@ -106,9 +108,64 @@ class TestNames:
         missing = [name for name in fedlora.__all__ if f":: fedlora.{name}\n" not in page]
         assert not missing, missing
 
-    def test_every_method_has_a_section(self) -> None:
-        page = method_list.page()
-        assert [name for name in fedlora.METHODS if f"\n## `{name}`\n" not in page] == []
+
+METHOD_PAGES = DOCS / "reference" / "methods"
+INCLUDED = "```{include} ../../_generated/methods/NAME.%s.md\n```\n\n"
+METHOD_PAGE = (  # what stands in each, in this order
+    "# NAME\n\n" + INCLUDED % "facts" + "## When to take it\n\n**Use it** ",
+    "**Not**",
+    INCLUDED % "use" + "## In detail\n\n",
+    *("**Ranks.** ", "**Bytes.** ", "**Exact?** ", "**Gauge?** ", "**Deviations"),
+)
+BUILT_IN = pytest.mark.parametrize("row", [r for r in listed() if r.name in fedlora.METHODS], ids=lambda r: r.name)
+
+
+class TestMethods:
+    """Expected: the registry, the fields of the classes, and one template for all pages."""
+
+    def test_every_method_has_a_page_and_every_page_a_method(self) -> None:
+        assert {path.stem for path in METHOD_PAGES.glob("*.md")} == set(fedlora.METHODS)
+
+    @BUILT_IN
+    def test_a_page_follows_the_template(self, row: Listed) -> None:
+        page, at = (METHOD_PAGES / f"{row.name}.md").read_text(encoding="utf-8"), 0
+        for part in METHOD_PAGE:
+            part = part.replace("NAME", row.name)
+            assert part in page[at:], f"{row.name}.md lacks, or has too early: {part}"
+            at = page.index(part, at) + len(part)
+        assert {f"{row.name}.facts", f"{row.name}.use"} <= set(method_pages.pages())
+
+    @BUILT_IN
+    def test_every_setting_has_its_default_and_a_meaning(self, row: Listed) -> None:
+        entries = dict(re.findall(r"^`(\w+)` · .+\n: (.*)$", method_pages.use(row), flags=re.M))
+        assert set(entries) == {field.name for field in fields(fedlora.METHODS[row.name])}
+        assert all(len(meaning) > 5 for meaning in entries.values()), f"{row.name}: say in Args what each setting means"
+
+    @BUILT_IN
+    def test_its_examples_run(self, row: Listed) -> None:
+        (file,), (lines,) = (
+            re.findall(f"```{kind}\n(.*?)```", method_pages.use(row), flags=re.S) for kind in ("toml", "python")
+        )
+        run = RunConfig.model_validate(tomllib.loads(f'[model]\npath = "demo"\n[data]\ntrain = "demo"\n{file}'))
+        made: dict[str, Any] = {}
+        exec(compile(lines, f"{row.name}.use.md", "exec"), made)
+        assert run.method.name == row.name and made["server"].method == fedlora.build(row.name)
+
+    def test_what_travels_is_what_the_method_says(self) -> None:
+        """Read in three papers: FFA-LoRA freezes A, FedSA-LoRA keeps B, RoLoRA takes turns, B first."""
+        pages = method_pages.pages()
+        assert "* A: received, not trained, not sent." in pages["ffa-lora.facts"]
+        assert "* B: trained, and never leaves the client." in pages["fedsa-lora.facts"]
+        first, second = pages["rolora.facts"].split("In rounds 1, 3, 5")
+        assert "* B: trained and sent." in first and "* A: trained and sent." in second
+
+    def test_the_family_names_each_with_its_paper(self) -> None:
+        """The table of explanation/methods.md, beside the papers in the code."""
+        page = (DOCS / "explanation" / "methods.md").read_text(encoding="utf-8")
+        for name, cls in fedlora.METHODS.items():
+            (row,) = re.findall(rf"^.*\]\(\.\./reference/methods/{name}\.md\) \|.*$", page, flags=re.M)
+            number = re.search(r"\d{4}\.\d{5}", cls.paper)
+            assert (number[0] in row) if number else ("arXiv" not in row), row
 
 
 class TestPlainProse:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 def write_all(folder: Path) -> None:
     """Every generated part, as `folder/NAME.md`; pages of reference/ include them."""
-    from generate import commands, config_keys, method_list, python_names
+    from generate import commands, config_keys, method_list, method_pages, python_names
 
-    folder.mkdir(exist_ok=True)
-    parts = {"commands": commands, "config": config_keys, "methods": method_list, "python": python_names}
-    for name, part in parts.items():
-        page, text = folder / f"{name}.md", part.page()
+    (folder / "methods").mkdir(parents=True, exist_ok=True)
+    whole = {"commands": commands, "config": config_keys, "methods": method_list, "python": python_names}
+    parts = {name: part.page() for name, part in whole.items()}
+    parts |= {f"methods/{name}": text for name, text in method_pages.pages().items()}
+    for name, text in parts.items():
+        page = folder / f"{name}.md"
         if not page.exists() or page.read_text(encoding="utf-8") != text:
             page.write_text(text, encoding="utf-8")

@@ -136,7 +136,7 @@ def test_each_upload_means_the_same_in_coordinates_of_that_condition(condition: 
 
 
 def test_the_coordinates_are_new_in_every_round_for_every_client_and_module() -> None:
-    """usage.md: fresh ones, every round. No two of all Q of one size are alike; another seed draws others."""
+    """audit.md: fresh ones, every round. No two of all Q of one size are alike; another seed draws others."""
     records, trainer = stressed(10.0)
     drawn = [gauge(u, trainer.made[r.round - 1, u.client.id], m) for r in records for u in r.uploads for m in SHAPES]
     for k, Q in enumerate(drawn):

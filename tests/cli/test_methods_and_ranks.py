@@ -58,10 +58,10 @@ def test_ranks_shows_counts_and_sums(wide: None) -> None:
 
 
 def test_ranks_without_arguments_shows_all_profiles_as_documented() -> None:
-    """The table of docs/how-to/usage.md, row by row: counts of 50 clients."""
+    """The table of docs/how-to/mixed-ranks.md, row by row: counts of 50 clients."""
     found = json.loads(invoke("ranks", "--json").stdout)
-    usage = (Path(__file__).parents[2] / "docs" / "how-to" / "usage.md").read_text(encoding="utf-8")
-    rows = [cells(line.replace("|", "│")) for line in usage.splitlines() if line.startswith("|") and " of " in line]
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "mixed-ranks.md").read_text(encoding="utf-8")
+    rows = [cells(line.replace("|", "│")) for line in page.splitlines() if line.startswith("|") and " of " in line]
     documented = {
         name: {rank: int(n) for n, rank in (part.split(" of ") for part in counts.split(", "))}
         for name, counts, *_ in rows

@@ -115,8 +115,8 @@ def test_every_module_is_trained_and_uploaded_at_its_clients_own_rank(typed: Fin
 
 
 def test_the_start_is_common_slot_by_slot(typed: Finished) -> None:
-    """usage.md: for each module the largest rank that any client has there. A client of fewer slots has its first ones,
-    bit for bit; attention's widest client is site-3, the others' site-2."""
+    """mixed-ranks.md: for each module the largest rank that any client has there. A client of fewer slots has its
+    first ones, bit for bit; attention's widest client is site-3, the others' site-2."""
     first = {call.client: call.received for call in typed.calls if call.round == 1}
     for name in SHAPES:
         widest = first["site-3" if name in ATTENTION else "site-2"].modules[name].factors[1]
@@ -151,7 +151,7 @@ def test_peft_loads_the_uploads_and_readouts_at_those_ranks(typed: Finished, pro
 
 
 def test_the_manifest_names_the_types_as_attention_and_feed_forward(typed: Finished) -> None:
-    """As usage.md writes them: attention/feed-forward, one number where they are the same."""
+    """As mixed-ranks.md writes them: attention/feed-forward, one number where they are the same."""
     assert typed.folder.read_json("manifest.json")["clients"] == {"site-1": "2/3", "site-2": 4, "site-3": "5/2"}
     assert "site-1: 2/3, site-2: 4, site-3: 5/2" in (typed.folder.path / "adapter" / "README.md").read_text()
     assert set(typed.folder.read_json("summary.json")["clients_at_end"]) == set(RANKS)
@@ -281,7 +281,7 @@ def test_the_draw_of_types_is_the_seeds(project: Path) -> None:
 
 
 def test_flexloras_profiles_refuse_ranks(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
-    """usage.md: they have types of their own and refuse `clients.ranks`. One line, nothing written."""
+    """mixed-ranks.md: they have types of their own and refuse `clients.ranks`. One line, nothing written."""
     sets = ("clients.profile=flexlora-uniform", "clients.count=4")
     said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
     assert "flexlora-uniform brings its own ranks; leave clients.ranks out" in said.complaint()

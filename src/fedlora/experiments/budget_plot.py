@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator, Null
 from fedlora.experiments.budgets import Spent
 from fedlora.experiments.pictures import MUTED
 from fedlora.experiments.plots import legend_entry
-from fedlora.runs.plots import COLOURS, saved, words
+from fedlora.runs.drawing import COLOURS, saved, words
 
 _PROMISES_NOTHING = 1000.0  # an epsilon beyond it stands at the picture's edge, by its label
 _MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -36,8 +36,8 @@ def plot_budgets(found: Sequence[Spent], title: str, lines: str, path: Path) -> 
     seed. Dashed: the same federation without privacy. At the right edge: cells whose noise is next to none."""
     labels = list(dict.fromkeys(cell.line for cell in found))
     figure: Figure
-    with plt.rc_context({"font.size": 14}):  # to be read at half its size
-        figure, axes = plt.subplots(1, 2, figsize=(13.5, 6.2), layout="constrained")
+    with plt.rc_context({"font.size": 14}):  # to be read 400 pixels wide
+        figure, axes = plt.subplots(2, 1, figsize=(7.6, 10.6), layout="constrained")
         for axis, score in zip(axes, ("accuracy", "loss"), strict=True):
             _panel(axis, found, labels, score)
         handles = [
@@ -45,7 +45,7 @@ def plot_budgets(found: Sequence[Spent], title: str, lines: str, path: Path) -> 
             for label, (colour, marker) in zip(labels, zip(COLOURS, _MARKERS, strict=False), strict=False)
         ]
         handles.append(plt.Line2D([], [], color="#444444", linestyle="--", linewidth=2, label="without privacy"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=14)
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=14)
         seeds = {cell.seeds for cell in found}
         of = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seeds"
         figure.suptitle(f"{title}\nmean of {of}, shaded: from the least to the largest", fontsize=14)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from fedlora.experiments.results import Result
+from fedlora.training.metrics import by_guessing
 
 
 def chance(result: Result, metric: str | None = None) -> float | None:
-    """The score of who says each of K classes with probability 1 / K: ln K of log-loss, 1 / K of accuracy, 0 of
-    Matthews correlation. None for other metrics, and where a result names no classes."""
-    metric, count = metric or result.metric, _classes(result.raw)
-    if metric == "matthews":
-        return 0.0
-    if count < 2:
-        return None
-    return {"loss": math.log(count), "accuracy": 1 / count, "balanced_accuracy": 1 / count}.get(metric)
+    """`by_guessing` of the result's own metric, or of another; None also where it names no classes."""
+    return by_guessing(metric or result.metric, _classes(result.raw))
 
 
 def _classes(raw: Mapping[str, Any]) -> int:

@@ -22,7 +22,7 @@ from fedlora.experiments.plots import panel_grid, wrapped
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import Difference, measured_by, paired, score_cells, smaller_is_better
-from fedlora.runs.plots import COLOURS, saved
+from fedlora.runs.drawing import COLOURS, saved
 
 _REACH = 12.0  # margins from zero to the ends of the scale, at most; what lies beyond stands at the edge, by its number
 

@@ -15,7 +15,7 @@ from fedlora.experiments.decision_words import MARKS, OUT, UNITS, mark
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.pictures import FAINT, INK, MUTED, drawn
 from fedlora.experiments.plots import wrapped
-from fedlora.runs.plots import saved
+from fedlora.runs.drawing import saved
 
 _COLOURS = "PuOr"  # orange to purple: told apart by everybody
 _DARK, _LIGHT, _GREY = "#111111", "#fefefe", "#b9b9b9"  # in cells: the same by day and by night

@@ -15,7 +15,7 @@ from html import escape
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from fedlora.runs.plots import COLOURS
+from fedlora.runs.drawing import COLOURS
 
 INK, MUTED, FAINT, GROUND = "#222222", "#5c5c5c", "#d9d9d9", "#ffffff"
 # drawn colour -> (CSS variable, in the dark)

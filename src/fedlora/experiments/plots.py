@@ -22,7 +22,7 @@ from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import Difference
 from fedlora.runs.attack_words import attacks_of
-from fedlora.runs.plots import COLOURS, saved, under_attack, words
+from fedlora.runs.drawing import COLOURS, saved, under_attack, words
 
 
 @dataclass(frozen=True)

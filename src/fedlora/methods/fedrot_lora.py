@@ -44,7 +44,8 @@ class FedRotLoRA:
     """Use it as the nearest rival that keeps FedIT's averages and bytes.
 
     Args:
-        rotate_lambda: how much of the rotation is applied, > 0; above 1, as the authors' default 1.5, all of it.
+        rotate_lambda: how much of the rotation is applied, > 0. Above 1, as the authors' default 1.5, all of R_i; up to
+            1 (1 - l) I + l R_i made orthogonal again, R_i with determinant +1.
     """
 
     name: ClassVar[str] = "fedrot-lora"

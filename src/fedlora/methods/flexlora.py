@@ -55,7 +55,8 @@ class FlexLoRA(Accumulating[FlexLoRAState], TakesMultipliers):
     """Use it for clients of different ranks that should all see the strongest directions.
 
     Args:
-        solver: of the mean update's SVD, "thin" or "dense"; the same result.
+        solver: of the mean update's SVD: "thin", or "dense", the full SVD of the d_out x d_in mean, as papers time it;
+            the same result.
         weighting: "examples" uses the p_i that the server hands in; "rank-partition" is raFLoRA (`preset="raflora"`).
     """
 

@@ -129,7 +129,8 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState], Accumulating[GLoRAState
         history_lag: 0 reads out by the latest upload; 1 by the newest one older than the state, as Algorithm 1.
         score: tail components by "alignment" ||H_i^T u_j||^2, or by "energy" s_j^2 ||H_i^T u_j||^2.
         factor_split: "balanced" (sqrt(s) on both) or "left" (s on B).
-        rank_tol: overrides `linalg.rank_tolerance`.
+        rank_tol: relative tolerance in (0, 1) for a client's votes in K, in place of `linalg.rank_tolerance`'s from the
+            stored dtype; never of the mean.
         history_limit: clients whose history is kept, None: all of them, 0: nobody's. Whose is not reads out by energy.
             One takes 4 d_out r_i bytes for each matrix.
         weighting: "examples" uses the p_i that the server hands in, "uniform" 1/n instead; "rank-partition" gives the

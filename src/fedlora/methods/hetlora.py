@@ -48,10 +48,12 @@ class HetLoRA(TakesMultipliers):
     """Use it as the factor-averaging baseline for clients of different ranks.
 
     Args:
-        weights: "sparsity" (the paper's, by the norm of the update) or "examples" (the server's p_i).
-        solver: of the norms; the same numbers.
+        weights: "sparsity" (the paper's w_i by the norm of the update, module by module) or "examples" (the server's
+            p_i).
+        solver: of the norms: "thin" by QR factors, or "dense" from B_i A_i itself, as papers time it; the same numbers.
         pruning: whether clients are asked to penalise and prune their tail.
-        strength, keep: of that penalty; see `TailPenalty`.
+        strength: weight of that penalty in the clients' loss, >= 0; see `TailPenalty`.
+        keep: where the tail begins, as a share of the rank, in (0, 1).
     """
 
     name: ClassVar[str] = "hetlora"

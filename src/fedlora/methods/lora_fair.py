@@ -49,7 +49,12 @@ class LoRAFAIRState:
 
 @dataclass(frozen=True)
 class LoRAFAIR:
-    """Use it to see how far a correction of averaged factors gets. lambda_: weight of ||dB||^2, in units of B."""
+    """Use it to see how far a correction of averaged factors gets.
+
+    Args:
+        metric: D: "cosine" (the paper's, which knows no scale: the size stays about that of B A) or "l2", the squared
+            distance.
+        lambda_: weight of ||dB||_F^2, > 0, in units of B."""
 
     name: ClassVar[str] = "lora-fair"
     paper: ClassVar[str] = "arXiv 2411.14961"

@@ -42,7 +42,8 @@ class PaddedAverage:
     """Use it to see what averaging factors does, next to a method that averages updates.
 
     Args:
-        coordinates: what is averaged: the "factors" as they come, or each update's own "subspace" form.
+        coordinates: what is averaged: the "factors" (B_i, A_i) as they come, or each update's own "subspace" form
+            (U_i, diag(s_i) V_i^T) of its SVD.
     """
 
     name: ClassVar[str] = "padded-average"

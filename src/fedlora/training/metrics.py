@@ -46,6 +46,16 @@ class Metric:
     words: str
 
 
+def by_guessing(metric: str, classes: int) -> float | None:
+    """The score of who says each of K classes with probability 1 / K: ln K of log-loss, 1 / K of accuracy, 0 of
+    Matthews correlation. None for other metrics, and where there are no classes."""
+    if metric == "matthews":
+        return 0.0
+    if classes < 2:
+        return None
+    return {"loss": math.log(classes), "accuracy": 1 / classes, "balanced_accuracy": 1 / classes}.get(metric)
+
+
 # ---- classes -----------------------------------------------------------------------------------------------------
 
 
