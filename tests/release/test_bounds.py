@@ -24,7 +24,7 @@ EVERYTHING = ("train", "plot", "flower", "stats", "hub", "privacy", "track")
 
 @pytest.mark.parametrize("which", ["lowest", "highest"])
 def test_what_the_bounds_allow_works(built: Built, tmp_path: Path, which: str) -> None:
-    """Lowest: each bound as a pin. A resolver that is merely asked for low versions takes higher ones without a word."""
+    """Lowest: each bound as a pin. Asked only for low versions, a resolver takes higher ones without a word."""
     made = empty(tmp_path / "environment")
     lines = [line for line in stated(built.wheel) if line.name != "torch"]
     asked = [f"{line.name}=={least(line)}" if which == "lowest" else f"{line.name}{line.specifier}" for line in lines]
