@@ -57,6 +57,7 @@ release-check: $(VENV)/.ready
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
+	@echo "installing into $(VENV): some 2.8 GB, for minutes without a word"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt -e '.[dev]'

@@ -28,9 +28,7 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example = python_blocks(ROOT / "README.md")[0]
     assert len([line for line in example.splitlines() if line.strip()]) <= 17
     exec(compile(example, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert "B=(64, 12)" in printed
-    assert "inf" in printed
+    assert "B=(64, 12)" in capsys.readouterr().out
 
 
 def test_the_toy_method_of_the_docs_runs(

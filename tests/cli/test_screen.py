@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import struct
 import termios
 from pathlib import Path
 
 import pytest
-from rich.table import Table
 
 import fedlora
 from support.command_line import invoke  # imports fedlora.cli, without click's warnings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import Finished
 
+Screen, Table = fedlora.cli.screen.Screen, fedlora.cli.screen.Table
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
-def wide_table() -> Table:
+def wide_table() -> fedlora.cli.screen.Table:
     table = Table(*(f"column {k}" for k in range(40)))
     table.add_row(*(f"{k}.123456789" for k in range(40)))
     return table
@@ -60,3 +61,25 @@ def test_a_sheet_that_is_too_wide_goes_on_below_with_its_names() -> None:
     assert [part.columns for part in fitting(sheet, 34)] == [["name", "a", "b"], ["name", "c"]]
     assert [part.rows for part in fitting(sheet, 17)] == [[["x", f"{k}.0000"]] for k in (1, 2, 3)]
     assert [part.title for part in fitting(sheet, 1)] == ["t", "t (continued)", "t (continued)"]
+
+
+def test_a_narrow_terminal_cuts_no_word() -> None:
+    """The letters of a word that is wider than its column are all there; rich's own table puts `…` for some."""
+    table = Table("name", "a", title="t")
+    table.add_column("b")
+    table.add_row("abcdefghijklmnop", "qrstuvwxyz", "0123456789")
+    with io.StringIO() as file:
+        Screen(file=file, no_color=True).print(table, width=20)
+        said = file.getvalue()
+    assert "…" not in said
+    assert all(said.count(letter) == 1 for letter in "ghijklopqrsuvwxyz0123456789")
+
+
+def test_commands_make_their_tables_of_this_class() -> None:
+    """Structural: rich's own class would be one import away."""
+    sources = Path(fedlora.__file__).parent.rglob("*.py")
+    assert [path.name for path in sources if "rich.table" in path.read_text(encoding="utf-8")] == ["screen.py"]
+
+
+def test_one_thing_is_not_counted_in_the_plural() -> None:
+    assert [fedlora.cli.screen.counted(n, "round") for n in (0, 1, 2)] == ["0 rounds", "1 round", "2 rounds"]

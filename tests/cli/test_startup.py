@@ -105,3 +105,31 @@ def test_every_argument_and_option_has_words(name: str) -> None:
         assert not bare, f"{command.name}: {bare}"
 
     walk(loaded(name, f"fedlora.cli.{COMMANDS[name][0]}"))
+
+
+def complaint(typed: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", "fedlora", *typed.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("typed", ["merg", "flower sttus"])
+def test_a_mistyped_command_is_answered_once(typed: str) -> None:
+    """typer 0.20 and click 8.4 both know what may be meant, and both would say it."""
+    assert complaint(typed).count("Did you mean") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("run x.toml --rounds 3", "run.rounds is a key of the config: --set run.rounds=VALUE"),
+        ("demo --method svd", "method.name is a key of the config: --set method.name=VALUE"),
+        ("run x.toml --rank 4", "Keys of the config are clients.ranks, privacy.rank: --set KEY=VALUE"),
+        ("run x.toml --resum", "Did you mean '--resume'?"),  # an option of the command, and no key
+        ("merge a --rounds 3", "No such option '--rounds'."),  # a command without --set has no keys
+    ],
+)
+def test_a_key_of_the_config_that_was_typed_as_an_option_is_found(typed: str, said: str) -> None:
+    answer = complaint(typed)
+    assert said in answer and ("--set" in said) == ("--set" in answer)

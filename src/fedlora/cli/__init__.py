@@ -110,6 +110,11 @@ def main() -> None:
     except MemoryError:
         sys.exit(_complain("this machine has not the memory for that."))
     except click.ClickException as error:  # a wrong option or argument
+        if isinstance(error, click.NoSuchOption):
+            from fedlora.cli.keys import meant
+
+            if line := meant(error):
+                error.message, error.possibilities = f"{error.message} {line}", None
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):

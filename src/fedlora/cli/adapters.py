@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
-from fedlora.cli.screen import cell, complain, console, import_plots, plotted, print_json, tracked
+from fedlora.cli.screen import Table, cell, complain, console, import_plots, plotted, print_json, tracked
 from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from fedlora.runs.folder import plain

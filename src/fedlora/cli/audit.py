@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from fedlora.adapters.limits import Limits
 from fedlora.cli.limits import Limit, limits_of
-from fedlora.cli.screen import cell, console, import_plots, notes, plotted, print_json, red, tell_attack
+from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tell_attack
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedlora.cli.batches import WorkersHelp, run_batch, worker_count
 from fedlora.cli.experiment_decide import decide, plan_seeds, read_answers
@@ -32,7 +31,7 @@ from fedlora.cli.experiment_files import (
 from fedlora.cli.experiment_plot import draw
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet, widen_lines
-from fedlora.cli.screen import complain, console, notes, print_json
+from fedlora.cli.screen import Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.core import files
 from fedlora.errors import ConfigError

@@ -11,9 +11,8 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from fedlora.cli.screen import console, print_json
+from fedlora.cli.screen import Table, console, print_json
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 

@@ -30,6 +30,7 @@ def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
     class Lazy(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
+            _suggest_once(self)
             self.commands = {name: TyperCommand(name, help=line) for name, (_, line) in commands.items()}
 
         def resolve_command(
@@ -57,7 +58,16 @@ def loaded(name: str, where: str) -> click.Command:
     group = get_command(alone)
     assert isinstance(group, TyperGroup)
     _explain_arguments(group.commands[name])
+    _suggest_once(group.commands[name])
     return group.commands[name]
+
+
+def _suggest_once(command: click.Command) -> None:
+    """A mistyped command gets its "Did you mean ...?" from click 8.4 and from typer 0.20: one of them is enough."""
+    if isinstance(command, TyperGroup) and hasattr(click.exceptions, "NoSuchCommand"):
+        vars(command)["suggest_commands"] = False
+        for inner in command.commands.values():
+            _suggest_once(inner)
 
 
 def _explain_arguments(command: click.Command) -> None:

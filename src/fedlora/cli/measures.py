@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
+from fedlora.cli.screen import Table
 from fedlora.training.metrics import worst_of
 
 SHOWN_CLASSES = 10  # of a confusion matrix on the screen

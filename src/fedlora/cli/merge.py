@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.table import Table
 
 from fedlora.adapters.weighting import read_weight_map
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, Force
 from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
-from fedlora.cli.screen import cell, console, notes, print_json, tracked
+from fedlora.cli.screen import Table, cell, console, notes, print_json, tracked
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain

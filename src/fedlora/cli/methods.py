@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from rich.table import Table
 
-from fedlora.cli.screen import console, import_plots, plotted, print_json, red
+from fedlora.cli.screen import Table, console, import_plots, plotted, print_json, red
 from fedlora.errors import ConfigError
 from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
 

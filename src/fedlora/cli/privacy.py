@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from fedlora.cli.runs import AsJson, DataRoot, Sets
-from fedlora.cli.screen import cell, console, notes, print_json
+from fedlora.cli.screen import Table, cell, console, notes, print_json
 from fedlora.errors import ConfigError
 from fedlora.runs.quiet import quiet_libraries
 

@@ -6,9 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from fedlora.cli.screen import cell, console, print_json
+from fedlora.cli.screen import Table, cell, console, print_json
 from fedlora.errors import ConfigError
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.privacy.ledger import Budget, Earlier, Ledger, Recomputed, budget_facts, recompute

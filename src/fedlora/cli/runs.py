@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from fedlora.cli.measures import (
@@ -25,8 +24,10 @@ from fedlora.cli.measures import (
     worst_client,
 )
 from fedlora.cli.screen import (
+    Table,
     complain,
     console,
+    counted,
     import_plots,
     notes,
     plotted,
@@ -87,12 +88,22 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
 
     if not (resume and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
+    else:
+        notes.print(_nothing_left(folder, config), style="yellow", markup=False, soft_wrap=True)
     if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
     if as_json:
         print_json(folder.read_json("summary.json"))
     else:
         _show(folder)
+
+
+def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
+    """What `--resume` says of a run that has ended."""
+    summary = folder.read_json("summary.json")
+    said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
+    more = config.privacy is None and not summary.get("stopped_early")  # a budget and a stop are for good
+    return said + f" For more rounds: --resume --set run.rounds={config.run.rounds + 1}" * more
 
 
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:
@@ -114,6 +125,12 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root)
     tell_attack(prepared.manifest)
+    if len(prepared.clients) == 1:
+        notes.print(
+            "one client: nothing is combined. For several, give clients.ranks a rank for each, or clients.count their "
+            "number.",
+            style="yellow", markup=False, soft_wrap=True,
+        )  # fmt: skip
     tell_copies(prepared.manifest["copies"])
     tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
     tell_held_out_cut(prepared.manifest["cut_held_out"], config.data.max_length, config.evaluate.max_new_tokens)
@@ -176,7 +193,8 @@ def _show(folder: RunFolder) -> None:
     tell_attack(manifest)
     if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run tells of no single client
         console.print(_clients(s, manifest, folder.metrics()[-1]))
-    table = Table("", "", title=f"{s['method']}, {s['rounds']} rounds, {s['clients']} clients", show_header=False)
+    title = f"{s['method']}, {counted(s['rounds'], 'round')}, {counted(s['clients'], 'client')}"
+    table = Table("", "", title=title, show_header=False)
     if s.get("attack"):
         table.add_row(red("under attack"), red(in_words(s["attack"], s["clients"])))
     for name in ("last", "best"):

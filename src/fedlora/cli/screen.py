@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleDimensions
 from rich.progress import track
+from rich.table import Table as _Table
 from rich.text import Text
 
 from fedlora.core.echo import escaped, shown
@@ -45,6 +46,18 @@ class Screen(Console):
     @size.setter
     def size(self, new: tuple[int, int]) -> None:
         self.width, self.height = new
+
+
+class Table(_Table):
+    """One whose words go on in the next line where a terminal is narrow. Rich's own cuts them: `balanc…`."""
+
+    def add_column(self, header: Any = "", *args: Any, overflow: Any = "fold", **options: Any) -> None:
+        super().add_column(header, *args, overflow=overflow, **options)
+
+
+def counted(number: int, what: str) -> str:
+    """`1 round`, `2 rounds`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _printable(text: str) -> str:
@@ -99,8 +112,8 @@ def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str
     if cut:
         examples, tokens = (sum(part[what] for part in cut.values()) for what in ("cut", "tokens"))
         notes.print(
-            f"{examples} training examples of {len(cut)} clients are longer than {setting} = {max_length} and were cut "
-            f"by {tokens} tokens; raise it to keep them whole.",
+            f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than {setting} = "
+            f"{max_length}: cut by {counted(tokens, 'token')}; raise it to keep them whole.",
             style="yellow", markup=False, soft_wrap=True,
         )  # fmt: skip
 

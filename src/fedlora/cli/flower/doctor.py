@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from fedlora.cli.flower.common import needed
-from fedlora.cli.screen import cell, complain, console, print_json, red
+from fedlora.cli.screen import Table, cell, complain, console, print_json, red
 from fedlora.core.echo import shown
 from fedlora.versions import installed, least
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedlora.cli.flower.common import Folder, needed
-from fedlora.cli.screen import cell, complain, console, notes, print_json
+from fedlora.cli.screen import Table, cell, complain, console, notes, print_json
 
 
 def serve(

@@ -7,10 +7,9 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedlora.cli.flower.common import needed
-from fedlora.cli.screen import cell, console, notes
+from fedlora.cli.screen import Table, cell, console, notes
 from fedlora.core import files
 from fedlora.errors import ConfigError
 
