@@ -93,11 +93,15 @@ def test_cells_have_the_number_and_the_mark() -> None:
 @pytest.mark.parametrize(
     ("verdict", "gaps", "says"),
     [
-        ("better", [0.01, 0.012, 0.014], "new is better than old: log-loss is 0.0120 lower (0.0070 to 0.0170)."),
-        ("worse", [-0.01, -0.012, -0.014], "new is worse than old: log-loss is 0.0120 higher (0.0070 to 0.0170)."),
-        ("equivalent", [0.0, 0.001, -0.001], "new and old do equally well: log-loss differs by +0.0000 "
+        ("better", [0.01, 0.012, 0.014], "new is better than old: log-loss is 0.0120 nats lower (0.0070 to "
+         "0.0170)."),
+        ("worse", [-0.01, -0.012, -0.014], "new is worse than old: log-loss is 0.0120 nats higher (0.0070 "
+         "to 0.0170)."),
+        ("equivalent", [0.0, 0.001, -0.001], "new and old do equally well: log-loss differs by +0.0000 nats "
          "(-0.0025 to +0.0025), less than 0.005."),
-        ("undecided", [0.0, 0.02, -0.02], "new or old: not decided by 3 seeds. +0.0000 (-0.0497 to +0.0497)."),
+        ("undecided", [0.0, 0.02, -0.02], "new or old: not decided by 3 seeds. +0.0000 nats (-0.0497 to +0.0497)."),
+        ("better", [0.002, 0.0021, 0.0022], "new is better than old, by less than the margin: log-loss is 0.0021 nats "
+         "lower (0.0019 to 0.0023). A gap below 0.005 is too small to matter; that it is no larger is not shown."),
     ],
 )  # fmt: skip
 def test_an_answer_in_words(verdict: Verdict, gaps: list[float], says: str) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.captions import caption, reservations
 from fedlora.experiments.claims import load_claims
 from fedlora.experiments.decisions import answers_from
 from fedlora.experiments.looks import check_plan, history, path_of, read_plan, runs_of
@@ -115,7 +116,8 @@ def _block(asked: str, stored: Stored) -> str:
     columns, rows = table_of(kind, source)
     if not rows:
         raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} says nothing of {kind}.")
-    return f"{markdown(columns, rows)}\n{_made(source)}\n"
+    below = "".join(f"{line}\n\n" for line in reservations(kind, source))
+    return f"{caption(kind, source)}\n\n{markdown(columns, rows)}\n{below}{_made(source)}\n"
 
 
 def _waiting(source: Source) -> str:
@@ -137,7 +139,7 @@ def _planned(source: Source, claims_file: Path, plans: Path, experiments: Path) 
     runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], source.results)
     check_plan(plan, claims, experiment.name, runs)
     answers = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], source.results)
-    return replace(source, plan=plan, answers=tuple(answers))
+    return replace(source, plan=plan, answers=tuple(answers), claims=claims)
 
 
 def _made(source: Source) -> str:
