@@ -20,6 +20,7 @@ from fedlora.cli.experiment_files import (
     Work,
     load_all,
     load_named,
+    tell_left_out,
     there,
 )  # fmt: skip
 from fedlora.cli.screen import plotted
@@ -45,6 +46,7 @@ def draw(
     experiment = load_named(name, experiments)
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
     places = Places(results, work, None)
+    tell_left_out(places, [(experiment, profile)])
     done, given_up = places.finished(), places.given_up()
     asked = load_claims(claims) if there(claims) else None
     families = {} if asked is None else asked.of(experiment.name)

@@ -114,6 +114,17 @@ def rows(found: Answers) -> list[list[str]]:
     ]
 
 
+def records(found: Answers) -> list[dict[str, Any]]:
+    """The same for programs: `COLUMNS` as keys, the verdict as one word, and whether its gap is below the margin."""
+    told = [dict(zip(COLUMNS, row, strict=True)) for row in rows(found)]
+    if not found.complete:
+        return [{**row, "below margin": None} for row in told]
+    return [
+        {**row, "verdict": a.verdict or a.why, "below margin": a.below_margin}
+        for row, a in zip(told, found.answers, strict=True)
+    ]
+
+
 def _numbers(found: Answers, answer: Answer) -> list[str]:
     if answer.test is None:
         return [""] * 4

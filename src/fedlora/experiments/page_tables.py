@@ -153,7 +153,7 @@ def _seeds(source: Source) -> Rows:
     for name, spreads in plan["spreads"].items():
         question, spread = max(spreads.items(), key=lambda pair: pair[1])
         found = powers(claims, claims.families[name], {question: spread}, count)[question]
-        unit, factor, digits = decision_words.UNITS[claims.families[name].metric]
+        _, factor, digits = decision_words.UNITS[claims.families[name].metric]
         told = [f"{factor * x:.{digits}f}" for x in (spread, found.gap)]
         rows.append(
             [name, f"{told[0]} ({question})", str(plan["needed"][name]), str(count), told[1], per_cent(found.equal)]

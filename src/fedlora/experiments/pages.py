@@ -82,6 +82,12 @@ def filled(text: str, stored: Stored) -> str:
     return _BLOCK.sub(lambda found: f"{found[1]}{_block(found['asked'], stored)}{found[3]}", text)
 
 
+def asked_of(text: str) -> list[tuple[str, str]]:
+    """(experiment, profile) of each block of a page."""
+    found = [begun.split(" ") for begun in re.findall(_BEGIN, text.replace("\r\n", "\n"), flags=re.MULTILINE)]
+    return [(words[0], words[1]) for words in found if len(words) > 1]
+
+
 def read_page(path: Path) -> str:
     """Its text. Raises `ConfigError` where it cannot be read."""
     try:

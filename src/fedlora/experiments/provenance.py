@@ -89,7 +89,7 @@ def whose_models(experiment: Experiment, of: Used) -> list[str]:
     score = "the mean score of the clients' own models on the same data"
     if not others:
         return [f"Every number is {score}, not the score of a server's model."]
-    return [f"Of {', '.join(own)} the number is {score}, of the others the score of the server's model."]
+    return [f"{', '.join(own)}: {score}. The others: the score of the server's model."]
 
 
 def _of_clients(result: Result) -> bool:
@@ -114,13 +114,14 @@ def _mixture(experiment: Experiment, of: Used, what: str, told: Callable[[Mappin
         where = tuple(label for axis, label in run.cell.items() if axis != experiment.rows[0])
         places.setdefault((run.seed, where), set()).add(by_run[run.digest])
     met = sum(len(each) > 1 for each in places.values())
+    each = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
     meet = (
-        f"they meet on one seed of one place in {met} of {len(places)} cases, where a gap may come of that."
+        f"Runs of different ones are compared in {met} of {len(places)} cases (a seed in a set-up): part of such a gap "
+        f"may come of that."
         if met
-        else "on each seed of each place they are of one, so that no gap comes of that."
+        else "All runs of a seed in a set-up are of one: no gap comes of that."
     )
-    each = "; ".join(f"{name}: {count}" for name, count in counts.most_common())
-    return f"The {len(by_run)} runs are of {len(counts)} {what} ({each}); {meet}"
+    return f"The {len(by_run)} runs are of {len(counts)} {what}: {each}. {meet}"
 
 
 def _machine(raw: Mapping[str, Any]) -> str:
@@ -141,14 +142,15 @@ def edges(experiment: Experiment, profile: str, of: Used) -> list[str]:
     tune = experiment.tune
     if tune is None:
         return []
+    over = [axis for axis in tune.over if len({run.cell[axis] for run, _ in of}) > 1]
     found: dict[tuple[str, float], list[str]] = {}
     for run, _ in of:
         edge = at_the_edge(experiment, profile, run.tuned)
         if edge is not None and run.tuned is not None:
-            where = " / ".join(run.cell[axis] for axis in tune.over) or "all"
             labels = found.setdefault((edge, run.tuned), [])
+            where = ", ".join(run.cell[axis] for axis in over) or "all"
             labels += [where] if where not in labels else []
     return [
-        f"{tune.key} = {shown(value)} is the {edge} tried; chosen for {', '.join(labels)}: the best may lie beyond."
+        f"{tune.key} = {shown(value)}, the {edge} tried, was chosen for {'; '.join(labels)}: the best may lie beyond."
         for (edge, value), labels in found.items()
     ]
