@@ -14,7 +14,7 @@ from fedlora.experiments.page_tables import Source
 from fedlora.experiments.prices import prices
 from fedlora.experiments.provenance import edges, mixtures, used, whose_models
 from fedlora.experiments.tables import measured_by, score_cells, smaller_is_better
-from fedlora.experiments.units import explained, scale
+from fedlora.experiments.units import capital, explained, scale
 
 _ONE = "Each interval is of one comparison; none is corrected for their number."
 _TELLS_EDGES = ("scores", "losses", "mechanism")  # in a column of its own; or about no choice
@@ -84,7 +84,7 @@ def _scores(source: Source) -> str:
     chosen = tune is not None and any(cell.tuned is not None for cell in cells)
     searched = f" *{tune.key}*: the value that the search chose on validation." if tune and chosen else ""
     alone = "; of one seed its number" if any(len(cell.scores) == 1 for cell in cells) else ""
-    return f"{_capital(_number(source, source.words))}: mean ± standard deviation over seeds{alone}.{searched}"
+    return f"{capital(_number(source, source.words))}: mean ± standard deviation over seeds{alone}.{searched}"
 
 
 def _differences(source: Source) -> str:
@@ -102,7 +102,7 @@ def _gap(source: Source, which: str, minus: str) -> str:
     metric, name = measured_by(cells), _which(source, which)
     less = metric is not None and smaller_is_better(name, metric)
     return (
-        f"{_capital(_number(source, which))}: {minus}, paired by seed (*pairs*: how many), mean and 95 % interval "
+        f"{capital(_number(source, which))}: {minus}, paired by seed (*pairs*: how many), mean and 95 % interval "
         f"(Student's t). {'Negative' if less else 'Positive'} is better. {_ONE}"
     )
 
@@ -179,7 +179,7 @@ def _prices(source: Source) -> str:
     name = {"loss": "log-loss"}.get(source.words, source.words)
     intervals = f", with 95 % intervals. {_ONE}" if counts[-1] > 1 else ". One seed has no interval."
     return (
-        f"{_capital(scale(source.words))} on held-out test data after the last round, the mean over {seeds}. In "
+        f"{capital(scale(source.words))} on held-out test data after the last round, the mean over {seeds}. In "
         f"brackets against {experiment.rows[0]} {experiment.reference}: *cost*, by how much {name} is worse where "
         f"{peace.axis} is {peace.label}; *saved*, by how much it is better elsewhere; paired by seed{intervals}"
     )
@@ -202,10 +202,6 @@ def _planned_seeds(source: Source) -> Sequence[int] | None:
 
 def _alike(words: Sequence[str]) -> str:
     return " or ".join(dict.fromkeys(words))
-
-
-def _capital(words: str) -> str:
-    return words[:1].upper() + words[1:]
 
 
 CAPTIONS: Mapping[str, Callable[[Source], str]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedlora.experiments.claims import Claims, Family
+from fedlora.experiments.claims import Claims, Family, Score
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.verdicts import Weighed
 from fedlora.training.metrics import METRICS
@@ -49,6 +49,17 @@ def verdict_in_words(answer: Answer) -> str:
     if answer.verdict is None:
         return answer.why
     return f"{answer.verdict} {BELOW}" if answer.below_margin else answer.verdict
+
+
+def by_score(found: Sequence[Answers]) -> dict[Score, list[Answers]]:
+    """The families of each score: a picture, and a margin in it, have one unit."""
+    return {score: [one for one in found if one.family.metric == score] for score in
+            dict.fromkeys(one.family.metric for one in found)}  # fmt: skip
+
+
+def margins(found: Sequence[Answers]) -> dict[str, float]:
+    """Score -> the smallest margin of the families that go by it."""
+    return {score: min(one.family.margin for one in of) for score, of in by_score(found).items()}
 
 
 def mark(answer: Answer) -> str:
@@ -158,7 +169,8 @@ def remarks(found: Sequence[Answers]) -> list[str]:
                     f"{one.family.experiment}: {gated.setup} is thrown out. {one.there} seeds do not show that LoRA "
                     f"beats a head alone there by more than {gated.margin:g} nats ({ahead})."
                 )
-        lines += [f"{one.family.experiment}: {note}" for note in [*one.gate_notes, *one.notes]]
+        lines += [f"{one.family.experiment}: {note}" for note in one.gate_notes]
+        lines += [f"{one.name}: {note}" for note in one.notes]
     return list(dict.fromkeys(lines))
 
 

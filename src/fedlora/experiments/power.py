@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fedlora.experiments.claims import Claims, Family
 
@@ -96,8 +95,3 @@ def per_cent(chance: float) -> str:
     if chance < 0.01:
         return "below 1 %"
     return "above 99 %" if chance > 0.99 else f"{100 * chance:.0f} %"
-
-
-def plain_powers(found: Mapping[str, Mapping[str, Power]]) -> dict[str, Any]:
-    """Family -> question -> its numbers, for JSON."""
-    return {name: {question: vars(power) for question, power in each.items()} for name, each in found.items()}

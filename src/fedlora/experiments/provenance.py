@@ -10,6 +10,7 @@ from typing import Any
 from fedlora.experiments.claims import Claims, Family, setup_axis
 from fedlora.experiments.digits import shown
 from fedlora.experiments.merger_settings import ALONE
+from fedlora.experiments.numbers import parse_number
 from fedlora.experiments.plan import PlannedRun, at_the_edge, mains
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
@@ -30,9 +31,11 @@ def used(
     ]
 
 
-def notes(experiment: Experiment, profile: str, of: Used) -> list[str]:
-    """A line for each thing that a reader of these runs' scores has to know. of: as `used` gives them."""
-    return [*whose_models(experiment, of), *mixtures(experiment, of), *edges(experiment, profile, of)]
+def notes(experiment: Experiment, profile: str, which: str, of: Used) -> list[str]:
+    """A line for each thing that a reader of a number of these runs has to know. which: its name. of: as `used` gives
+    them."""
+    whose = whose_models(experiment, of) if parse_number(which).of_target else []
+    return [*whose, *mixtures(experiment, of), *edges(experiment, profile, of)]
 
 
 def family_notes(
@@ -44,7 +47,10 @@ def family_notes(
     labels = {label for pair in family.pairs for label in pair}
     of = used(experiment, profile, results, failed, seeds)
     return notes(
-        experiment, profile, [o for o in of if o[0].cell[axis] in labels and o[0].cell[setups] in family.setups]
+        experiment,
+        profile,
+        "test, last",
+        [o for o in of if o[0].cell[axis] in labels and o[0].cell[setups] in family.setups],
     )
 
 
@@ -52,13 +58,16 @@ def gate_notes(
     claims: Claims, family: Family, experiments: Mapping[str, Experiment], profile: str, seeds: Collection[int],
     results: Mapping[str, Result], failed: Collection[str] = (),
 ) -> list[str]:  # fmt: skip
-    """Where the head alone, which the gate of a family asks, chose its strength at the edge of what was tried."""
+    """Where the head alone, which the gate of a family's experiment asks in any set-up, chose its strength at the edge
+    of what was tried."""
     gate = claims.gates.get(family.experiment)
     if gate is None:
         return []
     elsewhere = gate.head_of
     asked = experiments[elsewhere.experiment if elsewhere else family.experiment]
-    setups = [elsewhere.setup] if elsewhere else family.setups
+    setups = (
+        [elsewhere.setup] if elsewhere else [s for one in claims.of(family.experiment).values() for s in one.setups]
+    )
     heads = [
         (run, result)
         for run, result in used(asked, profile, results, failed, seeds)

@@ -58,3 +58,8 @@ def explained(which: str, metric: str | None) -> str:
     if number.what == "jitter":
         return f"standard deviation of the change of {scale(metric)} {place}, from one evaluation to the next"
     return f"{scale(metric)} {place}, {_WHEN[number.what]}"
+
+
+def capital(words: str) -> str:
+    """As a sentence begins."""
+    return words[:1].upper() + words[1:]
