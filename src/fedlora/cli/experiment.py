@@ -262,11 +262,11 @@ def report(
     if not loaded:
         raise ConfigError(f"there are no experiments in {experiments}.")
     places = Places(results, work, None)
+    tell_left_out(places, [(one, name) for one in loaded for name in one.profiles])
     decided = read_answers(load_claims(claims), loaded, places) if there(claims) else None
     write_report(
         out, loaded, profile, places.finished(), experiments / "paper_numbers.toml", places.given_up(), decided
     )
-    tell_left_out(places, [(one, name) for one in loaded for name in one.profiles])
     notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
 
 
