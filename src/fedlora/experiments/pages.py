@@ -4,8 +4,9 @@
     | clients | epsilon | ...
     <!-- end -->
 
-Between the two markers stands what `filled` makes of an experiment, a profile and a kind of table. `fedlora experiment
-fill PAGE` writes it, and a test holds every page to it: no number there was typed.
+Between the two markers stands what `filled` makes of an experiment, a profile and a kind of table: a caption
+(`captions`), the table (`page_tables`), and what it rests on (`provenance`). `fedlora experiment fill PAGE` writes it,
+and a test holds every page to it: no number there was typed.
 
 kind                      what
 budgets                   an experiment's `budgets`: what each cell spent, and its scores
