@@ -53,8 +53,14 @@ def _decisions(source: Source) -> str:
     unit, margin = UNITS[family.metric][0].replace(", ", " in "), margin_in_words(family)
     beside = UNITS[family.beside][0].replace(", ", " in ")
     points = " (hundredths)" if "accuracy" in (family.metric, family.beside) else ""
-    empty = " Without a verdict no number is shown." if any(a.test is None for a in found.answers) else ""
     count = len(family.questions)
+    if all(a.test is None for a in found.answers):
+        return (
+            f"None of the {count} question{'s' if count > 1 else ''} has a verdict, and so no number is shown. They are "
+            f"asked of {unit}, on held-out test data after the last round, with a margin of {margin} and {found.there} "
+            f"paired seeds."
+        )
+    empty = " Without a verdict no number is shown." if any(a.test is None for a in found.answers) else ""
     return (
         f"*difference*: by how much the first is better ({unit}, held-out test data, last round), the mean over "
         f"{found.there} paired seeds with its 95 % interval; less than the margin, {margin}, is too little to matter. "

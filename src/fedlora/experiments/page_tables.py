@@ -128,7 +128,12 @@ def _losses(source: Source) -> Rows:
 def _decisions(source: Source) -> Rows:
     """words: a family."""
     found = source.family
-    return ([""], []) if found is None else (decision_words.headings(found.family), decision_words.rows(found))
+    if found is None:
+        return [""], []
+    columns, rows = decision_words.headings(found.family), decision_words.rows(found)
+    if any(answer.test is not None for answer in found.answers):
+        return columns, rows
+    return [*columns[:2], columns[-1]], [[*row[:2], row[-1]] for row in rows]  # columns of nothing say nothing
 
 
 def _gates(source: Source) -> Rows:
