@@ -487,6 +487,19 @@ def test_what_verdicts_rest_on_stands_beside_them(place: Path, once: Experiment,
         assert there in block and not_there not in block, kind
 
 
+def test_a_family_without_any_verdict_has_no_empty_columns(place: Path, once: Experiment, rounds: Experiment) -> None:
+    """LoRA is no better than a head anywhere: questions, why, and what was asked."""
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    for experiment in (once, rounds):
+        write_runs(
+            place / "results" / "runs", experiment, "mini", by_effects({("head alone", "own starts"): -0.5}, 0.001)
+        )
+    pages = Stored.read(place / "experiments", place / "results" / "runs", place / "claims.toml")
+    page = filled("<!-- filled: map_rounds mini decisions half-budget -->\n<!-- end -->\n", pages)
+    assert "None of the 3 questions has a verdict" in page and "margin of 0.005 nats" in page
+    assert "| question | set-up | verdict |" in page and page.count("| thrown out") == 3 and "|  |" not in page
+
+
 def test_the_plan_says_what_its_seeds_can_show(place: Path, rounds: Experiment) -> None:
     """A pilot with a spread of 0.03 and five seeds: each question has its two numbers, and "undecided" a chance."""
     shutil.rmtree(place / "results" / "runs")
