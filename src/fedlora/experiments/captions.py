@@ -57,8 +57,8 @@ def _decisions(source: Source) -> str:
     if all(a.test is None for a in found.answers):
         return (
             f"None of the {count} question{'s' if count > 1 else ''} has a verdict, and so no number is shown. Asked "
-            f"of {unit}, on held-out test data after the last round, with a margin of {margin} and {found.there} paired "
-            f"seeds."
+            f"of {unit}, on held-out test data after the last round, with a margin of {margin} and {found.there} "
+            f"paired seeds."
         )
     empty = " Without a verdict no number is shown." if any(a.test is None for a in found.answers) else ""
     return (
