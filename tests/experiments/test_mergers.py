@@ -3,6 +3,7 @@ float64), end-to-end."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,15 @@ import torch
 
 from fedlora.adapters.uploads import read_uploads
 from fedlora.core.lora import Adapter, LoRA
+from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
+from fedlora.experiments.head_alone import head_alone
 from fedlora.experiments.merger_settings import resolved, searched_as
 from fedlora.experiments.plan import chosen_value, mains, searches
 from fedlora.experiments.runner import Places, missing, run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import score_cells
+from fedlora.runs.client_data import deal
 from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, rows, save_encoder
@@ -69,6 +73,7 @@ least = { control = "least error", like = "half" }
 nothing = { control = "no adapter" }
 alone = { control = "clients alone" }
 head = { control = "head alone" }
+heads = { control = "heads apart" }
 
 [tune]
 values = [1e-2, 3e-2]
@@ -107,13 +112,13 @@ def places(folder: Path, experiment: Experiment) -> Places:
 
 
 def test_one_training_serves_all_mergers(experiment: Experiment, places: Places) -> None:
-    """By hand: two values of the search on one seed are two runs, with eight mergers each; then at most two trainings
-    (one for each value that a merger chose) give eight cells. Nothing is left to do."""
+    """By hand: two values of the search on one seed are two runs, with nine mergers each; then at most two trainings
+    (one for each value that a merger chose) give nine cells. Nothing is left to do."""
     search = searches(experiment, "mini")
     assert len(search) == 2 and all(set(run.mergers) == set(experiment.axes["method"]) for run in search)
     done = places.finished(unclean=True)
     runs = mains(experiment, "mini", done)
-    assert len(runs) == 8 and len({run.digest for run in runs}) <= 2
+    assert len(runs) == 9 and len({run.digest for run in runs}) <= 2
     assert missing(experiment, "mini", places) == []
     assert len(done) == len(search) + len({run.digest for run in runs})
     cells = score_cells(experiment, "mini", done)
@@ -181,6 +186,42 @@ def test_the_exact_merger_is_the_run_itself(experiment: Experiment, places: Plac
         assert raw["mergers"]["exact"]["validation"]["loss"] == pytest.approx(
             raw["validation"]["last"]["loss"], rel=1e-5
         )
+
+
+def test_heads_apart_are_the_mean_of_each_clients_logits(experiment: Experiment, places: Places) -> None:
+    """A head is linear, so the averaged head's logits are the weighted mean of the clients' logits: computed so here,
+    by scikit-learn and a softmax by hand (three classes). Each client's own data, weights by number of examples."""
+    import numpy as np
+    from sklearn.linear_model import LogisticRegression
+
+    from fedlora.experiments.head_alone import _features
+
+    run = searches(experiment, "mini")[0]
+    facts = places.finished(unclean=True)[run.digest].raw["mergers"]["heads"]
+    prepared = prepare(run.config)
+    dealt = deal(run.config, None)
+    test = TextData.concat(list(dealt.test.values()))
+    logits, total = 0.0, sum(len(part) for part in dealt.parts.values())
+    for part in dealt.parts.values():
+        head = LogisticRegression(C=facts["strength"], max_iter=1000).fit(_features(prepared, part), part.labels)
+        logits = logits + len(part) / total * (_features(prepared, test) @ head.coef_.T + head.intercept_)
+    chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    right = chances[np.arange(len(test)), list(test.labels or ())]
+    assert facts["test"]["loss"] == pytest.approx(float(-np.log(right).mean()), rel=1e-5)
+    assert facts["test"]["accuracy"] == pytest.approx(float((chances.argmax(axis=1) == np.array(test.labels)).mean()))
+
+    # Of a single client they are the head alone.
+    (name, whole), *_ = dealt.parts.items()
+    one = replace(dealt, parts={name: whole})
+    assert head_alone(prepared, one, ["test"], apart={name: 7.0}) == head_alone(prepared, one, ["test"])
+
+
+def test_a_client_that_lacks_a_class_has_no_head(experiment: Experiment, places: Places) -> None:
+    prepared, dealt = prepare(searches(experiment, "mini")[0].config), deal(searches(experiment, "mini")[0].config, None)
+    name, part = next(iter(dealt.parts.items()))
+    single = replace(dealt, parts={name: part.select([k for k, y in enumerate(part.labels) if y == 0])})
+    with pytest.raises(ConfigError, match=f"the client {name} has no example of class 1"):
+        head_alone(prepared, single, ["test"], apart={name: 1.0})
 
 
 def test_own_starts_share_no_rows(experiment: Experiment, places: Places) -> None:

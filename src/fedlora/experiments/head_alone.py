@@ -1,16 +1,18 @@
-"""The control without LoRA: a head alone, trained to its optimum on all clients' data together.
+"""The controls without LoRA: a head alone, trained to its optimum on all clients' data together, or by each client apart.
 
 Logistic regression (scikit-learn) on what the pre-trained model hands to its head, its strength of regularisation
-chosen on validation. That is more than a federation could do with heads alone; an adapter that does not beat it has not
-been trained enough to say anything about servers.
+chosen on validation. On all data together that is more than a federation could do with heads alone: an adapter trained
+over rounds that does not beat it says nothing about servers. Where adapters are trained apart and merged once, the like
+without LoRA is heads that are trained apart and averaged: what one exchange can do without an adapter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,28 +27,41 @@ STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # scikit-learn's C
 _known: dict[tuple[str, ...], Tensor] = {}  # (model, text) -> its features: one process makes many runs on one model
 
 
-def head_alone(prepared: Prepared, dealt: Dealt, sets: Sequence[str]) -> dict[str, Any]:
+def head_alone(
+    prepared: Prepared, dealt: Dealt, sets: Sequence[str], *, apart: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """Set ("test", "validation") -> loss (mean log-loss, nats) and accuracy; "strength", the chosen C; and
     "strengths_tried", the ends of its grid.
 
+    apart: client -> weight. Each of these trains a head on its own data, all with one C, and their coefficients and
+    intercepts are averaged. None: one head on all clients' data.
+
     Raises:
-        ConfigError: the model is no classifier, or there are no validation data to choose on.
+        ConfigError: the model is no classifier, there are no validation data to choose on, or a client that trains its
+            own head lacks one of the classes.
     """
-    from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import log_loss
 
     if prepared.config.model.task != "classification" or prepared.validation is None:
         raise ConfigError("the control 'head alone' is for classification with validation data (data.validation).")
-    train = TextData.concat(list(dealt.parts.values()))
+    parts = [TextData.concat(list(dealt.parts.values()))] if apart is None else [dealt.parts[name] for name in apart]
+    shares = [1.0] if apart is None else list(apart.values())
+    classes = list(range(len(parts[0].label_names)))
+    for name, part in zip(apart or (), parts, strict=False):
+        if lacking := sorted(set(classes) - set(part.labels)):
+            raise ConfigError(
+                f"the control 'heads apart': the client {name} has no example of class {lacking[0]} among its "
+                f"{len(part)}, and its head cannot be trained to an optimum. Take less skewed labels, or 'head alone'."
+            )
     held = {
         "validation": TextData.concat(list(dealt.validation.values())),
         "test": TextData.concat(list(dealt.test.values())),
     }
-    X, classes = _features(prepared, train), list(range(len(train.label_names)))
+    train = [(_features(prepared, part), part.labels) for part in parts]
     features = {name: _features(prepared, data) for name, data in held.items()}
     best: tuple[float, float, Any] = (math.inf, 0.0, None)
     for strength in STRENGTHS:
-        model = LogisticRegression(C=strength, max_iter=1000).fit(X, train.labels)
+        model = _mean_head([_head(X, labels, strength) for X, labels in train], shares)
         loss = float(log_loss(held["validation"].labels, model.predict_proba(features["validation"]), labels=classes))
         best = min(best, (loss, strength, model), key=lambda found: found[0])
     _, strength, model = best
@@ -56,6 +71,20 @@ def head_alone(prepared: Prepared, dealt: Dealt, sets: Sequence[str]) -> dict[st
         loss = float(log_loss(held[name].labels, shown, labels=classes))
         found[name] = {"loss": loss, "accuracy": float(model.score(features[name], held[name].labels))}
     return found
+
+
+def _head(X: Any, labels: Sequence[Any], strength: float) -> Any:
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression(C=strength, max_iter=1000).fit(X, labels)
+
+
+def _mean_head(heads: Sequence[Any], shares: Sequence[float]) -> Any:
+    """The first of the heads, with the weighted mean of all heads' coefficients and intercepts."""
+    mean = heads[0]
+    mean.coef_ = np.average([head.coef_ for head in heads], axis=0, weights=shares)
+    mean.intercept_ = np.average([head.intercept_ for head in heads], axis=0, weights=shares)
+    return mean
 
 
 def no_adapter(seed: Adapter) -> Adapter:

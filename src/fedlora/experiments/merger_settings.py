@@ -5,6 +5,7 @@ least error         the same rank budget as the method `like`, in the basis of l
 no adapter          the pre-trained model with its drawn head
 clients alone       the mean over (at most five) clients' own adapters, not merged
 head alone          no LoRA, and the head trained on all clients' data (`head_alone`)
+heads apart         no LoRA, each client's head trained on its own data, and the mean of these heads (`head_alone`)
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from fedlora.errors import ConfigError
 from fedlora.methods import build
 from fedlora.runs.config import RunConfig
 
-SHRUNK, LEAST_ERROR, NOTHING, ALONE, HEAD = (
-    "exact mean, shrunk", "least error", "no adapter", "clients alone", "head alone",
+SHRUNK, LEAST_ERROR, NOTHING, ALONE, HEAD, HEADS = (
+    "exact mean, shrunk", "least error", "no adapter", "clients alone", "head alone", "heads apart",
 )  # fmt: skip
-CONTROLS = (SHRUNK, LEAST_ERROR, NOTHING, ALONE, HEAD)
+CONTROLS = (SHRUNK, LEAST_ERROR, NOTHING, ALONE, HEAD, HEADS)
 _NEEDS = {SHRUNK, LEAST_ERROR}
 Merger = Mapping[str, Any]
 

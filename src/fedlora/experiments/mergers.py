@@ -19,7 +19,7 @@ from fedlora.analysis.audit import mean_update, relative_difference
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Upload
 from fedlora.experiments.head_alone import head_alone, no_adapter
-from fedlora.experiments.merger_settings import ALONE, HEAD, LEAST_ERROR, NOTHING, SHRUNK, Merger, method_of
+from fedlora.experiments.merger_settings import ALONE, HEAD, HEADS, LEAST_ERROR, NOTHING, SHRUNK, Merger, method_of
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
@@ -47,8 +47,9 @@ def merge_all(
     for label, merger in mergers.items():
         facts: dict[str, Any] = {"merger": dict(merger)}
         control = merger.get("control")
-        if control == HEAD:
-            found[label] = facts | head_alone(prepared, dealt, list(sets))
+        if control in (HEAD, HEADS):
+            apart = weights if control == HEADS else None
+            found[label] = facts | head_alone(prepared, dealt, list(sets), apart=apart)
             continue
         models = (
             [u.adapter.modules for u in uploads[:_MOST_ALONE]]
