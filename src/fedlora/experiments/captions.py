@@ -76,9 +76,9 @@ def _gates(source: Source) -> str:
         return ""
     where = f" (measured in {gate.head_of.experiment}, {gate.head_of.setup})" if gate.head_of else ""
     return (
-        f"By how much LoRA's held-out log-loss (nats) is lower than that of {gate.head}{where}: no LoRA, and a head "
-        f"trained on all clients' data. Mean ± standard deviation over {found.there} paired seeds. A set-up is carried "
-        f"by LoRA where one of the methods named is ahead by more than {gate.margin:g} nats (one-sided t test at "
+        f"By how much LoRA's held-out log-loss (nats) is lower than that of the control without LoRA, "
+        f"{gate.head}{where}: mean ± standard deviation over {found.there} paired seeds. A set-up is carried by LoRA "
+        f"where one of the methods named is ahead by more than {gate.margin:g} nats (one-sided t test at "
         f"{claims.alpha / len(gate.lora):g}). *seeds that it would take*: to show such a lead in {claims.power:.0%} of "
         f"cases."
     )
