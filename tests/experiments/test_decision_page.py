@@ -36,6 +36,7 @@ from fedlora.experiments.map_plots import map_figure
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.verdicts import Verdict, weigh
 from support.command_line import Said, invoke
+from support.cut_claims import cut_claims
 from support.made_results import by_effects, write_runs
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +178,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "experiments").mkdir()
     for name in ("map_once", "map_rounds"):
         shutil.copy(ROOT / "experiments" / f"{name}.toml", folder / "experiments")
-    shutil.copy(ROOT / "docs" / "claims.toml", folder)
+    cut_claims(folder, ("map_once", "map_rounds"))
     once, rounds = (experiment(folder, name) for name in ("map_once", "map_rounds"))
     setups = {*once.axes["setup"], *rounds.axes["setup"]}
     effects = {("factor averages", setup): 0.06 for setup in setups - {"10 local steps"}}

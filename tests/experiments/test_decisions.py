@@ -18,6 +18,7 @@ from fedlora.experiments.pages import Stored, filled
 from fedlora.experiments.power import powers
 from fedlora.experiments.spec import Experiment, load_experiment
 from support.command_line import Said, invoke
+from support.cut_claims import cut_claims
 from support.known_warnings import FUTURE_NAMES
 from support.made_results import by_effects, write_runs
 
@@ -79,7 +80,7 @@ def piloted(tmp_path_factory: pytest.TempPathFactory, files: Path, once: Experim
     """Experiments, claims, and the results of the search and the pilot of both."""
     tmp_path = tmp_path_factory.mktemp("piloted")
     shutil.copytree(files, tmp_path / "experiments")
-    shutil.copy(ROOT / "docs" / "claims.toml", tmp_path)
+    cut_claims(tmp_path, ("map_once", "map_rounds"))
     rule = same_level(noise=0.002)
     for experiment in (once, rounds):
         write_runs(tmp_path / "results" / "runs", experiment, "mini", rule, search=True)

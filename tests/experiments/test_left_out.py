@@ -12,6 +12,7 @@ import pytest
 
 from fedlora.experiments.spec import load_experiment
 from support.command_line import Said, invoke
+from support.cut_claims import cut_claims
 from support.known_warnings import FUTURE_NAMES
 from support.made_results import by_effects, write_runs
 
@@ -25,7 +26,7 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "experiments").mkdir()
     for name in ("map_once", "map_rounds"):
         shutil.copy(ROOT / "experiments" / f"{name}.toml", tmp_path / "experiments")
-    shutil.copy(ROOT / "docs" / "claims.toml", tmp_path)
+    cut_claims(tmp_path, ("map_once", "map_rounds"))
     aside = tmp_path / "work" / "unclean"
     made = write_runs(
         aside, load_experiment(tmp_path / "experiments" / "map_rounds.toml"), "pilot", by_effects({}, 0.01)
