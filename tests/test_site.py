@@ -15,9 +15,11 @@ import pytest
 from pydantic import BaseModel, create_model
 
 import fedlora
+from fedlora.experiments.claims import Claims
+from fedlora.experiments.spec import Experiment
 from fedlora.methods.registry import Listed, listed
 from fedlora.runs.config import RunConfig
-from generate import commands, config_keys, docstrings, method_pages, python_names
+from generate import commands, config_keys, docstrings, experiment_keys, method_pages, python_names
 from generate.markdown import prose
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +66,42 @@ class TestConfiguration:
     def test_the_page_s_own_file_loads(self) -> None:
         block = re.findall(r"```toml\n(.*?)```", (DOCS / "reference" / "config.md").read_text(), flags=re.S)[0]
         assert RunConfig.model_validate(tomllib.loads(block)).model.path == "demo"
+
+
+class TestExperimentsAndClaims:
+    """Expected: the fields of the classes that read the files, found by walking from `Experiment` and `Claims`."""
+
+    @pytest.mark.parametrize(
+        ("whole", "tables"), [(Experiment, experiment_keys.EXPERIMENT), (Claims, experiment_keys.CLAIMS)]
+    )
+    def test_every_key_has_an_entry_with_a_meaning(self, whole: type[BaseModel], tables: dict[str, Any]) -> None:
+        assert set(parts_of(whole)) == set(tables.values()), "a table of the file that the page does not have"
+        page = config_keys.page(experiment_keys.tables(tables))
+        entries = dict(re.findall(r"^`([\w.]+)` · .+\n: (.*)$", page, flags=re.M))
+        wanted = {f"{name}.{key}".lstrip(".") for name, part in tables.items() for key in part.model_fields}
+        assert len(wanted) > 25 and set(entries) == wanted
+        silent = [key for key, meaning in entries.items() if len(meaning) < 10]
+        assert not silent, f"say in the class's docstring what these mean, as 'key: meaning.': {silent}"
+
+    def test_a_class_without_words_is_seen_as_such(self) -> None:
+        made = create_model("Made", __doc__="Words.", old=(int, 1))
+        assert config_keys.split(made.__doc__ or "", ["old"]) == ("Words.", {})
+
+    def test_the_page_s_own_file_loads(self) -> None:
+        block = re.findall(r"```toml\n(.*?)```", (DOCS / "reference" / "claims.md").read_text(), flags=re.S)[0]
+        assert Claims.model_validate(tomllib.loads(block)).families["momentum"].margin == 0.005
+
+
+def parts_of(whole: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """The class, and every one that its fields hold, however deep."""
+    yield whole
+    for field in whole.model_fields.values():
+        waiting: list[Any] = [field.annotation]
+        while waiting:
+            held = waiting.pop()
+            waiting += getattr(held, "__args__", ())
+            if isinstance(held, type) and issubclass(held, BaseModel):
+                yield from parts_of(held)
 
 
 class TestCommands:

@@ -7,11 +7,14 @@ from pathlib import Path
 
 def write_all(folder: Path) -> None:
     """Every generated part, as `folder/NAME.md`; pages of reference/ include them."""
-    from generate import commands, config_keys, method_list, method_pages, python_names
+    from generate import commands, config_keys, experiment_keys, method_list, method_pages, python_names
 
     (folder / "methods").mkdir(parents=True, exist_ok=True)
-    whole = {"commands": commands, "config": config_keys, "methods": method_list, "python": python_names}
-    parts = {name: part.page() for name, part in whole.items()}
+    whole = {
+        "commands": commands.page, "config": config_keys.page, "methods": method_list.page, "python": python_names.page,
+        "experiments": experiment_keys.experiment_page, "claims": experiment_keys.claims_page,
+    }  # fmt: skip
+    parts = {name: part() for name, part in whole.items()}
     parts |= {f"methods/{name}": text for name, text in method_pages.pages().items()}
     for name, text in parts.items():
         page = folder / f"{name}.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from fedlora.runs.config import RunConfig
 from generate.markdown import entry, line, prose
 
-_PLAIN = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+_PLAIN = {Any: "anything", str: "text", int: "whole number", float: "number", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -41,18 +41,22 @@ class Table:
 def tables() -> Iterator[Table]:
     """Every table that a configuration may have, in the order of the code."""
     for name, field in RunConfig.model_fields.items():
-        section = _section(field.annotation)
-        about, meanings = split(inspect.getdoc(section) or "", list(section.model_fields))
-        keys = [Key(key, _kind(of), _default(of), meanings.get(key, "")) for key, of in section.model_fields.items()]
-        yield Table(name, about, tuple(keys))
+        yield table_of(name, _section(field.annotation))
 
 
-def page() -> str:
-    """As Markdown."""
+def table_of(name: str, section: type[BaseModel]) -> Table:
+    """One table of a file, by that name."""
+    about, meanings = split(inspect.getdoc(section) or "", list(section.model_fields))
+    keys = [Key(key, _kind(of), _default(of), meanings.get(key, "")) for key, of in section.model_fields.items()]
+    return Table(name, about, tuple(keys))
+
+
+def page(of: Iterable[Table] | None = None) -> str:
+    """As Markdown. of: these tables; a run's configuration where there are none."""
     parts = []
-    for table in tables():
-        parts += [f"## [{table.name}]", prose(table.about)]
-        parts += [entry(f"{table.name}.{k.name}", (k.kind, k.default), line(k.meaning)) for k in table.keys]
+    for table in tables() if of is None else of:
+        parts += [f"## [{table.name}]" if table.name else "## At the top", prose(table.about)]
+        parts += [entry(f"{table.name}.{k.name}".lstrip("."), (k.kind, k.default), line(k.meaning)) for k in table.keys]
     return "\n\n".join(parts) + "\n"
 
 
@@ -61,7 +65,7 @@ def split(doc: str, names: list[str]) -> tuple[str, dict[str, str]]:
     name = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
     marks = list(re.finditer(rf"(?<![\w.\"'`])((?:{name})(?:, (?:{name}))*):\s", doc))
     found: dict[str, str] = {}
-    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+    for mark, following in zip(marks, [*marks[1:], None] if marks else [], strict=True):
         said = doc[mark.end() : following.start() if following else None]
         said = re.sub(r"[;,]?\s*(?:(?:and|or)\s+)?(?:in its\s+place\s+)?$", "", said)
         said = re.sub(r"[;,]\s*(?:or|and)$", "", said).strip()

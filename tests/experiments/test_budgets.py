@@ -130,7 +130,8 @@ def test_the_picture_is_drawn_of_whole_and_of_half_grids(experiment: Experiment,
 def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp_path: Path) -> None:
     results = stored(experiment)
     page = filled(MARKED, Stored(tmp_path, results))
-    assert page.startswith("# A page\n\n<!-- filled: tiny mini budgets -->\n| clients |") and "old" not in page
+    assert page.startswith("# A page\n\n<!-- filled: tiny mini budgets -->\nWhat each cell spent, and accuracy")
+    assert "\n\n| clients |" in page and "old" not in page
     assert "| 6 | 8.00 | 0.01 |" in page and "12 of 12 runs, commit abcdef0" in page
     assert page.endswith("<!-- end -->\n\nThe end.\n") and filled(page, Stored(tmp_path, results)) == page
     assert "No run of it is stored yet (0 of 12)." in filled(MARKED, Stored(tmp_path, {}))

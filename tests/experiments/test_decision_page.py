@@ -16,15 +16,27 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from fedlora.experiments.claims import Family, Question, load_claims
+from fedlora.experiments.claims import Family, Question, Score, load_claims
 from fedlora.experiments.decision_page import decided_part
-from fedlora.experiments.decision_words import sentence
+from fedlora.experiments.decision_words import (
+    by_score,
+    headings,
+    margins,
+    mark,
+    plain_answers,
+    records,
+    sentence,
+    tally,
+    title,
+)
+from fedlora.experiments.decision_words import rows as rows_in_words
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.looks import path_of, read_plan
 from fedlora.experiments.map_plots import map_figure
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.verdicts import Verdict, weigh
 from support.command_line import Said, invoke
+from support.cut_claims import cut_claims
 from support.made_results import by_effects, write_runs
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +45,14 @@ WHY = "thrown out: LoRA is not shown to carry the result there"
 
 
 def answered(
-    verdicts: Mapping[str, Verdict | None], gaps: Mapping[str, list[float]] | None = None, why: str = WHY
+    verdicts: Mapping[str, Verdict | None],
+    gaps: Mapping[str, list[float]] | None = None,
+    why: str = WHY,
+    metric: Score = "loss",
 ) -> Answers:
     """One family of one pair: set-up -> verdict. gaps: set-up -> by how much the first is better, seed by seed."""
     family = Family(
-        question="Is it?", experiment="e", pairs=[("new", "old")], setups=list(verdicts), margin=0.005, metric="loss"
+        question="Is it?", experiment="e", pairs=[("new", "old")], setups=list(verdicts), margin=0.005, metric=metric
     )
     made = tuple(
         Answer(Question("new", "old", setup), None, why)
@@ -90,14 +105,64 @@ def test_cells_have_the_number_and_the_mark() -> None:
     assert "+0.012\n▲" in texts and "out" in texts and "new against old" in texts
 
 
+SMALL = [0.002, 0.0021, 0.0022]  # of a margin of 0.005
+
+
+def test_a_verdict_below_the_margin_says_so_wherever_it_stands() -> None:
+    """In the table, in the tally, on the map with its key, for programs as a field of its own; others do not."""
+    gaps = {"one": SMALL, "two": [-gap for gap in SMALL], "four": SMALL}
+    verdicts: dict[str, Verdict | None] = {"one": "better", "two": "worse", "three": "better", "four": "equivalent"}
+    found = answered(verdicts, gaps)
+    said = ["better by less than the margin", "worse by less than the margin", "better", "equivalent"]
+    assert [row[-1] for row in rows_in_words(found)] == said and list(tally([found])) == said
+    assert [mark(answer) for answer in found.answers] == ["(▲)", "(▼)", "▲", "≈"]
+    assert [(r["verdict"], r["below margin"]) for r in records(found)] == [
+        ("better", True), ("worse", True), ("better", False), ("equivalent", False),
+    ]  # fmt: skip
+    assert [a["below_margin"] for a in plain_answers(found)["answers"]] == [True, True, False, False]
+    keys = "( ) by less than the margin"
+
+    def legend(figure: Figure) -> list[str]:
+        return [text.get_text() for text in figure.legends[0].get_texts()]
+
+    assert keys in legend(map_figure([found])) and keys not in legend(map_figure([answered({"one": "better"})]))
+
+
+def test_a_map_has_one_unit_and_says_it() -> None:
+    """Log-loss in nats and accuracy in points are two maps: 0.012 nats, and by hand 100 * 0.012 points."""
+    loss, accuracy = answered({"one": "better"}), answered({"one": "better"}, metric="accuracy")
+    with pytest.raises(ValueError, match="a map has one unit; these families go by accuracy and loss"):
+        map_figure([loss, accuracy])
+    assert by_score([loss, accuracy, loss]) == {"loss": [loss, loss], "accuracy": [accuracy]}
+    for one, number, unit, margin in (
+        (loss, "+0.012\n▲", "log-loss, nats", "0.005"), (accuracy, "+1.2\n▲", "accuracy, points", "0.5"),
+    ):  # fmt: skip
+        figure = map_figure([one])
+        assert number in [text.get_text() for text in figure.axes[0].texts]
+        assert [t.get_text() for t in figure.axes[1].texts] == [f"difference of {unit}; lines: ± margin, {margin}"]
+        assert f"margin {margin} {unit.partition(', ')[2]}" in title(one)
+        assert headings(one.family)[2] == f"difference: {unit}"
+
+
+def test_a_margin_is_drawn_in_pictures_of_its_own_score_alone() -> None:
+    """A margin of accuracy says nothing of log-loss, and was drawn there where it was the smaller one."""
+    loss, accuracy = answered({"one": "better"}), answered({"one": "better"}, metric="accuracy")
+    small = Answers("g", accuracy.family.model_copy(update={"margin": 0.001}), 3, 3, accuracy.answers)
+    assert margins([loss, accuracy, small]) == {"loss": 0.005, "accuracy": 0.001}
+
+
 @pytest.mark.parametrize(
     ("verdict", "gaps", "says"),
     [
-        ("better", [0.01, 0.012, 0.014], "new is better than old: log-loss is 0.0120 lower (0.0070 to 0.0170)."),
-        ("worse", [-0.01, -0.012, -0.014], "new is worse than old: log-loss is 0.0120 higher (0.0070 to 0.0170)."),
-        ("equivalent", [0.0, 0.001, -0.001], "new and old do equally well: log-loss differs by +0.0000 "
+        ("better", [0.01, 0.012, 0.014], "new is better than old: log-loss is 0.0120 nats lower (0.0070 to "
+         "0.0170)."),
+        ("worse", [-0.01, -0.012, -0.014], "new is worse than old: log-loss is 0.0120 nats higher (0.0070 "
+         "to 0.0170)."),
+        ("equivalent", [0.0, 0.001, -0.001], "new and old do equally well: log-loss differs by +0.0000 nats "
          "(-0.0025 to +0.0025), less than 0.005."),
-        ("undecided", [0.0, 0.02, -0.02], "new or old: not decided by 3 seeds. +0.0000 (-0.0497 to +0.0497)."),
+        ("undecided", [0.0, 0.02, -0.02], "new or old: not decided by 3 seeds. +0.0000 nats (-0.0497 to +0.0497)."),
+        ("better", [0.002, 0.0021, 0.0022], "new is better than old, by less than the margin: log-loss is 0.0021 nats "
+         "lower (0.0019 to 0.0023). A gap below 0.005 is too small to matter; that it is no larger is not shown."),
     ],
 )  # fmt: skip
 def test_an_answer_in_words(verdict: Verdict, gaps: list[float], says: str) -> None:
@@ -113,7 +178,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "experiments").mkdir()
     for name in ("map_once", "map_rounds"):
         shutil.copy(ROOT / "experiments" / f"{name}.toml", folder / "experiments")
-    shutil.copy(ROOT / "docs" / "claims.toml", folder)
+    cut_claims(folder, ("map_once", "map_rounds"))
     once, rounds = (experiment(folder, name) for name in ("map_once", "map_rounds"))
     setups = {*once.axes["setup"], *rounds.axes["setup"]}
     effects = {("factor averages", setup): 0.06 for setup in setups - {"10 local steps"}}

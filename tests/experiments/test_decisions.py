@@ -15,8 +15,10 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import check_asked, load_claims
 from fedlora.experiments.looks import read_plan
 from fedlora.experiments.pages import Stored, filled
+from fedlora.experiments.power import powers
 from fedlora.experiments.spec import Experiment, load_experiment
 from support.command_line import Said, invoke
+from support.cut_claims import cut_claims
 from support.known_warnings import FUTURE_NAMES
 from support.made_results import by_effects, write_runs
 
@@ -78,7 +80,7 @@ def piloted(tmp_path_factory: pytest.TempPathFactory, files: Path, once: Experim
     """Experiments, claims, and the results of the search and the pilot of both."""
     tmp_path = tmp_path_factory.mktemp("piloted")
     shutil.copytree(files, tmp_path / "experiments")
-    shutil.copy(ROOT / "docs" / "claims.toml", tmp_path)
+    cut_claims(tmp_path, ("map_once", "map_rounds"))
     rule = same_level(noise=0.002)
     for experiment in (once, rounds):
         write_runs(tmp_path / "results" / "runs", experiment, "mini", rule, search=True)
@@ -352,8 +354,10 @@ def test_pages_are_filled_with_what_is_decided(place: Path, once: Experiment, ro
         assert f"| GLoRA 0.5 against GLoRA | {setup} | {answers[setup]['mean']:+.4f} |" in page
     assert "| mixed ranks |  |  |  |  | thrown out" in page
     gates = block("gates half-budget")
-    assert gates.count("carried by LoRA") == 2 and gates.count("not ahead by the margin | thrown out") == 1
+    assert gates.count("| carried by LoRA |") == 2 and gates.count("not ahead by the margin | thrown out") == 1
     assert "| half-budget |" in block("seeds") and "| GLoRA | 0.001 |" in block("rates")
+    assert "*difference*: by how much the first is better (log-loss in nats" in page and "margin, 0.005 nats" in page
+    assert "| difference: log-loss, nats |" in page and "| beside: accuracy, points |" in page
     with pytest.raises(
         ConfigError, match="is asked by factors-or-products, flexlora-or-glora, half-budget; got 'half'"
     ):
@@ -440,6 +444,96 @@ def test_verdicts_of_a_second_plan_say_that_the_first_was_answered(
     pages = Stored.read(place / "experiments", place / "results" / "runs", claims)
     page = filled("<!-- filled: map_rounds mini decisions half-budget -->\n<!-- end -->\n", pages)
     assert "its error rate does not hold" in page
+
+
+def test_what_verdicts_rest_on_stands_beside_them(place: Path, once: Experiment, rounds: Experiment) -> None:
+    """Of GLoRA 0.5 the clients' own models, FlexLoRA by another commit and machine, the head's C at the edge: beside
+    `decide`, in its JSON, on the page, in the report; each under the family that it is of, and not before the end."""
+    results = place / "results" / "runs"
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    assert not any(f["notes"] for f in decide(place, "map_rounds").values()), "nothing is there"
+    for experiment in (once, rounds):
+        write_runs(results, experiment, "mini", same_level(0.001))
+    for path in results.glob("*.json"):
+        raw = json.loads(path.read_text())
+        config = raw["config"]["method"]
+        if config["name"] == "glora" and config.get("rho") == 0.5:
+            raw["target"] = "clients"
+        if config["name"] == "flexlora" and "mergers" not in raw:
+            raw |= {"commit": {"id": "d" * 40, "clean": True}, "machine": {**raw["machine"], "device": "GPU"}}
+        if "mergers" in raw:
+            raw["mergers"].get("head alone", {})["strength"] = 10.0
+        path.write_text(json.dumps(raw))
+    found = {name: " ".join(f["notes"]) for name, f in decide(place, "map_rounds").items()}
+    own = "GLoRA 0.5: the mean score of the clients' own models on the same data. The others: the score of the server's"
+    assert own in found["half-budget"] and own not in found["flexlora-or-glora"]
+    for what in ("commits of the code: ddddddd (", "machines: "):
+        assert what in found["flexlora-or-glora"] and what not in found["half-budget"], "both of one commit"
+    seeds = len(read_plan(place / "results" / "plans" / "map_rounds.json")["seeds"])
+    met = f"Runs of different ones are compared in {3 * seeds} of {3 * seeds} cases"
+    assert met in found["factors-or-products"], "three set-ups"
+    head = f"The strength C of head alone is the largest tried, 10, in {seeds} of {seeds} runs"
+    assert all(head in notes for notes in found.values())
+    pages = Stored.read(place / "experiments", results, place / "claims.toml")
+    invoke("experiment", "report", "--out", str(place / "r.html"), *options(place))
+    decided = invoke("experiment", "decide", "map_rounds", *options(place)).stdout
+    for shown in (decided, (place / "r.html").read_text().replace("&#39;", "'")):
+        words = " ".join(shown.split())
+        assert words.count(head) == 1 and own in words and "half-budget: GLoRA 0.5: the mean" in words
+    for kind, there, not_there in (
+        ("decisions half-budget", own, head), ("gates half-budget", head, own), ("scores", own, head),
+        ("differences", own, head), ("mechanism", "commits of the code", own),
+    ):  # fmt: skip
+        block = filled(f"<!-- filled: map_rounds mini {kind} -->\n<!-- end -->\n", pages)
+        assert there in block and not_there not in block, kind
+
+
+def test_a_family_without_any_verdict_has_no_empty_columns(place: Path, once: Experiment, rounds: Experiment) -> None:
+    """LoRA is no better than a head anywhere: questions, why, and what was asked."""
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    for experiment in (once, rounds):
+        write_runs(
+            place / "results" / "runs", experiment, "mini", by_effects({("head alone", "own starts"): -0.5}, 0.001)
+        )
+    pages = Stored.read(place / "experiments", place / "results" / "runs", place / "claims.toml")
+    page = filled("<!-- filled: map_rounds mini decisions half-budget -->\n<!-- end -->\n", pages)
+    assert "None of the 3 questions has a verdict" in page and "margin of 0.005 nats" in page
+    assert "| question | set-up | verdict |" in page and page.count("| thrown out") == 3 and "|  |" not in page
+
+
+def test_the_plan_says_what_its_seeds_can_show(place: Path, rounds: Experiment) -> None:
+    """A pilot with a spread of 0.03 and five seeds: each question has its two numbers, and "undecided" a chance."""
+    shutil.rmtree(place / "results" / "runs")
+    write_runs(place / "results" / "runs", rounds, "mini", same_level(0.0), search=True)
+    write_runs(place / "results" / "runs", rounds, "pilot", same_level(0.02))
+    said = " ".join(invoke("experiment", "plan", "map_rounds", *options(place)).output.split())
+    plan = read_plan(place / "results" / "plans" / "map_rounds.json")
+    claims, seeds = load_claims(place / "claims.toml"), len(plan["seeds"])
+    assert f"what {seeds} seeds can show" in said
+    for name, family in claims.of("map_rounds").items():
+        for question, power in powers(claims, family, plan["spreads"][name], seeds).items():
+            assert question in said and f"{power.gap:.4f} nats" in said
+        assert f"{seeds} do in below 1 %, and show a difference" in said
+
+
+def test_a_value_at_the_edge_of_its_grid_is_said_under_verdicts(
+    place: Path, once: Experiment, rounds: Experiment
+) -> None:
+    """The copy's search has 1e-3 best by construction; without 3e-3 it is the largest tried."""
+    path = place / "experiments" / "map_rounds.toml"
+    path.write_text(path.read_text().replace("values = [3e-4, 1e-3, 3e-3]", "values = [3e-4, 1e-3]"))
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    for experiment in (once, rounds):
+        write_runs(place / "results" / "runs", experiment, "mini", same_level(0.001))
+    found = decide(place, "map_rounds")
+    edge = "train.lr = 0.001, the largest tried, was chosen for GLoRA; GLoRA 0.5: the best may lie beyond."
+    assert edge in found["half-budget"]["notes"] and edge not in found["flexlora-or-glora"]["notes"]
+    pages = Stored.read(place / "experiments", place / "results" / "runs", place / "claims.toml")
+    for kind, says in (
+        ("decisions half-budget", edge), ("rates", "| GLoRA | 0.001 (largest tried) |"),
+        ("scores", "| 0.001 (largest tried) |"), ("steps", "the largest tried, was chosen for"),
+    ):  # fmt: skip
+        assert says in filled(f"<!-- filled: map_rounds mini {kind} -->\n<!-- end -->\n", pages), kind
 
 
 def test_a_pilot_of_one_seed_is_refused(place: Path, main: Callable[..., Said]) -> None:

@@ -193,3 +193,21 @@ def test_seeds_to_beat_a_margin_are_those_that_find_it_in_eight_of_ten() -> None
         for k in (n, n - 1)
     }
     assert found[n] == pytest.approx(0.82, abs=0.03) and found[n - 1] < 0.8
+
+
+@pytest.mark.parametrize("most", [10_000, 50])
+@pytest.mark.parametrize("questions", [1, 3, 9])
+def test_the_number_of_seeds_is_that_of_a_search_one_by_one(questions: int, most: int) -> None:
+    """Expected: the first n, counted up from two, that has the power; spreads from next to none to ten margins."""
+
+    def one_by_one(spread: float) -> int:
+        for n in range(2, most):
+            bound = float(stats.t.ppf(1 - 0.05 / questions, n - 1))
+            if float(stats.nct.sf(bound, n - 1, 0.005 / spread * math.sqrt(n))) >= 0.9:
+                return n
+        return most
+
+    for spread in (1e-9, 1e-6, 1e-4, 0.001, 0.0021, 0.003, 0.005, 0.0077, 0.0134, 0.0294, 0.05):
+        assert seeds_needed(spread, 0.005, questions, most=most) == one_by_one(spread), spread
+    assert seeds_needed(100.0, 0.005, questions, most=most) == most
+    assert [seeds_to_beat(lead, 1.0, 0.05, most=most) for lead in (1.0, 0.5, 1e-9)] == [8, 27, most]

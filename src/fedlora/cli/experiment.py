@@ -26,6 +26,7 @@ from fedlora.cli.experiment_files import (
     load_all,
     load_named,
     tell,
+    tell_left_out,
     there,
 )  # fmt: skip
 from fedlora.cli.experiment_plot import draw
@@ -40,7 +41,7 @@ from fedlora.experiments.claims import load_claims
 from fedlora.experiments.looks import note_look, path_of, read_plan
 from fedlora.experiments.numbers import parse_number, titled
 from fedlora.experiments.other_files import missing_files, other_files
-from fedlora.experiments.pages import Stored, filled, read_page
+from fedlora.experiments.pages import Stored, asked_of, filled, read_page
 from fedlora.experiments.plan import PlannedRun, check_number, chosen_value, dead_end, mains, searches, worst_values
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
@@ -112,6 +113,7 @@ def run(
         for run in searches(experiment, profile):
             if run.digest in given_up and chosen_value(experiment, profile, run.cell, done, given_up) is not None:
                 gone_without.add(run.digest)
+    tell_left_out(places, [(experiment, profile) for experiment in loaded])
     if until is not None and time.monotonic() > until:
         notes.print("the budget is used up; run again to go on", style="yellow")
     failed = [outcome for outcome in failed if outcome.run.digest not in gone_without]
@@ -152,6 +154,7 @@ def status(
         left = missing(experiment, profile, places, None, given_up)
         failed = sum(places.failure(run.digest).exists() for run in left)
         tell(other_files(left, done))
+        tell_left_out(places, [(experiment, profile)])
         found[experiment.name] = {
             "search": [sum(run.result(done) is not None for run in search), len(search)],
             "runs": [finished, cells], "failed": failed, "to_do": cells - finished,
@@ -214,6 +217,7 @@ def show_table(
     }  # fmt: skip
     lines = [{**line, "not_for_use": loud} if loud else line for line in records(which, cells, differences, axis)]
     show(Printed(sheets, lines, value, remarks), chosen(format, json))
+    tell_left_out(places, [(experiment, profile)])
 
 
 app.command("plan")(plan_seeds)
@@ -228,6 +232,7 @@ def fill(
     pages: Annotated[list[Path], typer.Argument(help="Markdown pages with blocks to fill", show_default=False)],
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
+    work: Work = WORK,
     claims: Claimed = CLAIMS,
 ) -> None:
     """Write tables into Markdown pages, between <!-- filled: EXPERIMENT PROFILE KIND --> and <!-- end -->."""
@@ -238,6 +243,8 @@ def fill(
         if new != text:
             files.write(page.resolve(), new)  # a link stays one
         notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)
+    shown = dict.fromkeys(pair for _, text, _ in found for pair in asked_of(text))
+    tell_left_out(Places(results, work, None), [(load_named(name, experiments), profile) for name, profile in shown])
 
 
 @app.command()
@@ -254,6 +261,7 @@ def report(
     if not loaded:
         raise ConfigError(f"there are no experiments in {experiments}.")
     places = Places(results, work, None)
+    tell_left_out(places, [(one, name) for one in loaded for name in one.profiles])
     decided = read_answers(load_claims(claims), loaded, places) if there(claims) else None
     write_report(
         out, loaded, profile, places.finished(), experiments / "paper_numbers.toml", places.given_up(), decided

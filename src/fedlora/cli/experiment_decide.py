@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,14 +20,25 @@ from fedlora.cli.experiment_files import (
     load_all,
     load_named,
     tell,
+    tell_left_out,
 )  # fmt: skip
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.errors import ConfigError
-from fedlora.experiments.claims import Claims, check_asked, load_claims
-from fedlora.experiments.decision_words import COLUMNS, plain_answers, remarks, rows, title
+from fedlora.experiments.claims import Claims, Family, check_asked, load_claims
+from fedlora.experiments.decision_words import (
+    UNITS,
+    headings,
+    margin_in_words,
+    plain_answers,
+    records,
+    remarks,
+    rows,
+    title,
+)
 from fedlora.experiments.decisions import Answers, answers_from, read_scores
 from fedlora.experiments.digits import shown
 from fedlora.experiments.looks import check_plan, history, make_plan, note_look, path_of, read_plan, runs_of, write_plan
+from fedlora.experiments.power import per_cent, powers
 from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.manifest import commit_of_code
@@ -50,6 +61,7 @@ def plan_seeds(
         check_asked(asked, known)
         families = asked.of(experiment.name)
         pilot = next((family.pilot for family in families.values()), "pilot")
+        tell_left_out(places, [(experiment, pilot)] if pilot in experiment.profiles else [])
         scores = read_scores(experiment, pilot, done, failed) if families else {}
         plan = make_plan(asked, experiment, known, scores, done, commit_of_code(), failed)
         path = path_of(results, experiment.name)
@@ -59,21 +71,38 @@ def plan_seeds(
             f"{experiment.name}: {seeds} seeds ({plan['seeds'][0]} to {plan['seeds'][-1]}), in {path}",
             ["family", "largest spread", "margin", "seeds needed", "cap"],
             [
-                [family, f"{max(plan['spreads'][family].values()):.4f}", f"{of.margin:g}",
+                [family, _in_unit(of, max(plan["spreads"][family].values())), margin_in_words(of),
                  str(plan["needed"][family]), str(of.cap)]
                 for family, of in families.items()
             ],
         )  # fmt: skip
+        can = {family: powers(asked, of, plan["spreads"][family], seeds) for family, of in families.items()}
+        power = Sheet(
+            f"what {seeds} seeds can show, at the pilot's spread, if gaps are normal",
+            [
+                "question",
+                "spread",
+                f"smallest gap shown in {asked.power:.0%}",
+                "chance that equals are found equivalent",
+            ],
+            [
+                [question, *(_in_unit(families[family], size) for size in (one.spread, one.gap)), per_cent(one.equal)]
+                for family, each in can.items()
+                for question, one in each.items()
+            ],
+        )
         rates = Sheet(
             "the search", ["for", "key", "chosen", "at the edge"],
             [[r["of"], r["key"], "" if r["value"] is None else shown(r["value"]), r["at_the_edge"] or ""]
              for r in plan["rates"]],
         )  # fmt: skip
-        show(Printed([sheet, rates] if plan["rates"] else [sheet], [], plan), Format.table)
+        show(Printed([sheet, power, *([rates] if plan["rates"] else [])], [], plan), Format.table)
         short = [family for family, n in plan["needed"].items() if n > seeds]
         tell([
             f"{family}: {plan['needed'][family]} seeds would find equal methods equivalent in {asked.power:.0%} of "
-            f"cases; with {seeds} they most likely stay undecided."
+            f"cases; {seeds} do in {per_cent(min(one.equal for one in can[family].values()))}, and show a difference "
+            f"of {_in_unit(families[family], max(one.gap for one in can[family].values()))} or more in "
+            f"{asked.power:.0%} (of the question with the largest spread). What lies between stays undecided."
             for family in short
         ])  # fmt: skip
         profile = experiment.profile(plan["profile"])
@@ -101,16 +130,21 @@ def decide(
         experiment = load_named(name, experiments)
         if not asked.of(experiment.name):
             raise ConfigError(f"no family of {claims} asks the experiment {experiment.name}.")
+        tell_left_out(places, [(experiment, family.profile) for family in list(asked.of(experiment.name).values())[:1]])
         past += history(read_plan(path_of(places.results, experiment.name)))  # before this look
         found += answers_of(asked, experiment, loaded, places)
-    sheets = [Sheet(title(one), COLUMNS, rows(one), names=2) for one in found]
+    sheets = [Sheet(title(one), headings(one.family), rows(one), names=2) for one in found]
     value = {"alpha": asked.alpha, "history": past, "families": [plain_answers(one) for one in found]}
-    records: list[dict[str, Any]] = [
-        {"family": one.name, "seeds": one.there, "planned": one.wanted, **dict(zip(COLUMNS, row, strict=True))}
-        for one in found
-        for row in rows(one)
+    lines = [
+        {"family": one.name, "seeds": one.there, "planned": one.wanted, **r} for one in found for r in records(one)
     ]
-    show(Printed(sheets, records, value, [*past, *_notes(asked, found)]), chosen(format, json))
+    show(Printed(sheets, lines, value, [*past, *_notes(asked, found)]), chosen(format, json))
+
+
+def _in_unit(family: Family, value: float) -> str:
+    """A gap in the family's unit: "0.0123 nats", "1.23 points"."""
+    words, factor, digits = UNITS[family.metric]
+    return f"{factor * value:.{digits}f} {words.partition(', ')[2]}"
 
 
 def read_answers(claims: Claims, loaded: Sequence[Experiment], places: Places) -> tuple[Claims, list[Answers]]:

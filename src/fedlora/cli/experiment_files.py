@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +10,9 @@ import typer
 
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
+from fedlora.experiments.left_out import left_out
+from fedlora.experiments.results import read_results
+from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment, load_experiment
 
 Names = Annotated[list[str], typer.Argument(help="names of experiments/NAME.toml, or paths", show_default=False)]
@@ -51,3 +54,12 @@ def tell(lines: Sequence[str]) -> None:
     """In yellow, beside the result."""
     for line in lines:
         notes.print(line, style="yellow", markup=False, soft_wrap=True)
+
+
+def tell_left_out(places: Places, asked: Iterable[tuple[Experiment, str]]) -> None:
+    """Of which finished runs of these experiments and profiles nothing is shown, and why."""
+    unclean = read_results(places.unclean)
+    if unclean:
+        results, failed = places.finished(), places.given_up()
+        for experiment, profile in asked:
+            tell(left_out(experiment, profile, results, unclean, places.unclean, failed))

@@ -20,6 +20,7 @@ from fedlora.cli.experiment_files import (
     Work,
     load_all,
     load_named,
+    tell_left_out,
     there,
 )  # fmt: skip
 from fedlora.cli.screen import plotted
@@ -27,6 +28,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.budgets import spendings
 from fedlora.experiments.claims import load_claims
 from fedlora.experiments.decision_page import planned
+from fedlora.experiments.decision_words import by_score, margins
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.runner import Places
 
@@ -45,11 +47,11 @@ def draw(
     experiment = load_named(name, experiments)
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
     places = Places(results, work, None)
+    tell_left_out(places, [(experiment, profile)])
     done, given_up = places.finished(), places.given_up()
     asked = load_claims(claims) if there(claims) else None
     families = {} if asked is None else asked.of(experiment.name)
     decided: list[Answers] = []
-    margin = 0.0
     if asked is not None and profile in {family.profile for family in families.values()}:
         decided = answers_of(asked, experiment, load_all(experiments), places)
         if waiting := [one for one in decided if not one.complete]:
@@ -59,7 +61,6 @@ def draw(
                 f"--profile {profile}"
             )
         experiment = planned(experiment, profile, decided[0].wanted)
-        margin = min(one.family.margin for one in decided)
 
     def pictures() -> list[Path]:
         from fedlora.experiments.budget_plot import plot_budgets
@@ -73,12 +74,11 @@ def draw(
                 raise ConfigError(f"experiment {name} has no result of profile {profile}; run some first.")
             return [plot_budgets(found, experiment.title, experiment.budgets.lines, target)]
         made = []
-        for k, score in enumerate(dict.fromkeys(one.family.metric for one in decided)):
-            path = target if k == 0 else target.with_stem(f"{target.stem}-{score}")
-            made.append(plot_map([one for one in decided if one.family.metric == score], path))
+        for k, (score, of) in enumerate(by_score(decided).items()):
+            made.append(plot_map(of, target if k == 0 else target.with_stem(f"{target.stem}-{score}")))
         panels = target.with_stem(f"{target.stem}-setups") if decided else target
         if experiment.merged:
-            return [*made, plot_dots(experiment, profile, done, panels, given_up, margin)]
+            return [*made, plot_dots(experiment, profile, done, panels, given_up, margins(decided))]
         against = experiment.reference if decided else None
         return [*made, plot_curves(experiment, profile, done, panels, given_up, against)]
 

@@ -19,10 +19,16 @@ Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Family(Part):
-    """Questions that share one error rate: each of `pairs` (first, second), labels of the experiment's first row axis,
-    in each of `setups`, labels of its one other axis. margin: what is too small to matter, in the unit of `metric`, on
-    the test set after the last round. beside: shown, without a verdict. cap: most seeds, whatever the pilot says.
-    pilot: the profile that gives the spread; profile: the one that answers."""
+    """Questions that share one error rate: is the first better than the second, in this set-up?
+
+    question: in words, for tables and the report. experiment: the one that is asked, of two axes. pairs: (first,
+    second), labels of the experiment's first row axis; a gap is positive where the first is better. setups: labels of
+    its other axis; each pair is asked in each of them. metric: the score that is compared, on the test set after the
+    last round. beside: another score, shown with its intervals, without a verdict. margin: what is too small to matter,
+    in the unit of `metric` (nats of log-loss; of accuracy a share, so that 0.01 is a point). cap: the most seeds that
+    may be spent, whatever the pilot says. profile: the one of the experiment that answers. pilot: the one that gives
+    the spread, on other seeds. claims: the paper's claims, of [claims], that ask this.
+    """
 
     question: str
     experiment: str
@@ -42,14 +48,22 @@ class Family(Part):
 
 
 class HeadOf(Part):
-    """Where the head alone was measured, on the same seeds: an experiment and one of its set-ups."""
+    """Where the head alone was measured, on the same seeds, if not in the experiment itself.
+
+    experiment: one that has the head. setup: one of its set-ups, for all set-ups of the experiment that is asked.
+    """
 
     experiment: str
     setup: str
 
 
 class Gate(Part):
-    """One of `lora` has to be better than `head` by more than the margin, of log-loss, or a set-up is thrown out."""
+    """LoRA has to carry the result: a set-up where no adapter is better than a head alone by more than the margin is
+    thrown out, and nothing is compared in it. The key is the experiment.
+
+    lora: labels of which one has to be better; the level alpha is shared among them. head: the label of the control
+    without LoRA. head_of: where that was measured. margin: of log-loss in nats, one-sided t test on the planned seeds.
+    """
 
     lora: Annotated[list[str], Field(min_length=1)]
     head: str
@@ -58,8 +72,12 @@ class Gate(Part):
 
 
 class Claim(Part):
-    """One sentence of the paper. verdict: the rule by which our results decide, written before them. corrected: what
-    was mended in it afterwards, with the date."""
+    """One claim of the paper.
+
+    sentence: as the paper has it. where: its table, figure or section. experiment: what is run for it. metric: what is
+    compared, in words. verdict: the rule by which our results decide, written before them. corrected: what was mended
+    in it afterwards, with the date.
+    """
 
     sentence: str
     where: str
@@ -70,7 +88,12 @@ class Claim(Part):
 
 
 class Claims(Part):
-    """The whole file. alpha: the chance that a family says anything false. power: to find equivalent what is equal."""
+    """What is asked, before it is run.
+
+    alpha: the chance that a family says anything false, at most, where gaps are normal. power: with which equal methods
+    are to be found equivalent; the number of seeds follows from it. families: the questions, by names of your own.
+    gates: by experiment, when a set-up counts at all. claims: the paper's sentences, by names of your own.
+    """
 
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     power: Annotated[float, Field(gt=0.5, lt=1)] = POWER

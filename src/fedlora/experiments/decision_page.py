@@ -10,22 +10,26 @@ from typing import Any
 
 from fedlora.experiments.claims import Claims, setup_axis
 from fedlora.experiments.decision_words import (
-    COLUMNS,
     OUT,
     UNITS,
+    by_score,
     claim_rows,
+    headings,
+    margins,
     mark,
     remarks,
     rows,
     sentence,
     tally,
     title,
+    verdict_in_words,
 )
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.digits import by_spread
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import score_cells
+from fedlora.experiments.units import scale
 
 _ONE_LOOK = "Nothing is shown before all of them are there: a look in between would spend the error rate."
 
@@ -44,7 +48,7 @@ def decided_part(
         if name in experiments:
             mine = [one for one in found if one.family.experiment == name]
             parts.append(_experiment(claims, experiments[name], mine, results, failed))
-    return {"alpha": claims.alpha, "columns": COLUMNS, "claims": claim_rows(claims, found), "experiments": parts}
+    return {"alpha": claims.alpha, "claims": claim_rows(claims, found), "experiments": parts}
 
 
 def planned(experiment: Experiment, profile: str, wanted: int) -> Experiment:
@@ -64,7 +68,7 @@ def _experiment(
         "name": name, "title": experiment.title, "families": [_family(one) for one in found],
         "decide": f"fedlora experiment decide {name} --format json", "plot": f"fedlora experiment plot {name}",
         "remarks": remarks(found), "tally": _tally(complete), "glossary": _glossary(experiment) if complete else [],
-        "tables": [{"caption": title(one), "rows": rows(one)} for one in complete],
+        "tables": [{"caption": title(one), "columns": headings(one.family), "rows": rows(one)} for one in complete],
         "maps": [], "panels": [], "mechanism": [], "state": "",
         "no_mechanism": "No run of it measured what its server did to the updates.",
     }  # fmt: skip
@@ -81,7 +85,7 @@ def _experiment(
         profile = found[0].family.profile
         part["numbers"] = f"fedlora experiment table {name} --profile {profile} --format json"
         cut = planned(experiment, profile, found[0].wanted)
-        part |= set_up_pictures(cut, profile, results, failed, margin=min(one.family.margin for one in found))
+        part |= set_up_pictures(cut, profile, results, failed, margins=margins(found))
         part["mechanism"] = _mechanism(cut, profile, results, failed)
     return part
 
@@ -122,30 +126,35 @@ def _glossary(experiment: Experiment) -> list[list[str]]:
 
 
 def _maps(name: str, found: Sequence[Answers]) -> list[object]:
-    """A heat map for each score that families go by."""
+    """A heat map for each score that families go by: one scale has one unit."""
     from markupsafe import Markup
 
     from fedlora.experiments.map_plots import map_figure
     from fedlora.experiments.pictures import inline
 
     made: list[object] = []
-    for score in dict.fromkeys(one.family.metric for one in found):
-        of = [one for one in found if one.family.metric == score]
+    for score, of in by_score(found).items():
         told = "; ".join(f"{a.question.words}: {_short(one, a)}" for one in of for a in one.answers)
-        made.append(Markup(inline(map_figure(of), f"map-{name}-{score}", f"Heat map of {name}. {told}.")))
+        made.append(
+            Markup(inline(map_figure(of), f"map-{name}-{score}", f"Heat map of {name}, {UNITS[score][0]}. {told}."))
+        )
     return made
 
 
 def _short(found: Answers, a: Answer) -> str:
     _, factor, digits = UNITS[found.family.metric]
-    return a.why if a.test is None else f"{factor * a.test.mean:+.{digits}f}, {a.verdict}"
+    return a.why if a.test is None else f"{factor * a.test.mean:+.{digits}f}, {verdict_in_words(a)}"
 
 
 def set_up_pictures(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str], margin: float = 0.0
+    experiment: Experiment,
+    profile: str,
+    results: Mapping[str, Result],
+    failed: Mapping[str, str],
+    margins: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """A picture a set-up: curves over rounds, with the reference's paired bands; of merged runs, which have one round,
-    dots with intervals."""
+    dots with intervals. margins: score -> what is too small to matter, of an experiment that is decided."""
     from markupsafe import Markup
 
     from fedlora.experiments.interval_plots import dots, dots_figure, reach
@@ -153,19 +162,21 @@ def set_up_pictures(
     from fedlora.experiments.plots import curve_figure, curve_panels, legend_of
 
     name = f"{experiment.name}-{profile}"
-    against = experiment.reference if margin else None
+    against = experiment.reference if margins else None
     with drawn(9):
         if experiment.merged:
-            panels = dots(experiment, profile, results, failed, margin)
+            panels = dots(experiment, profile, results, failed, margins)
             end = reach(panels) if panels else 0.0
             made = [
                 Markup(inline(dots_figure(panel, end), f"dots-{name}-{k}", panel.words))
                 for k, panel in enumerate(panels)
             ]
+            margin = panels[0].margin if panels else 0.0
             strip = f" The grey strip is the margin of {margin:g}: what is too small to matter." if margin else ""
+            unit = f" ({scale(panels[0].metric)})" if panels else ""
             words = (
-                f"A dot is the mean difference to {experiment.reference}, paired by seed, with its 95 % interval; "
-                f"right is better, hollow: zero is inside. Each interval is of one comparison.{strip}"
+                f"A dot is the mean difference to {experiment.reference}{unit}, paired by seed, with its 95 % "
+                f"interval; right is better, hollow: zero is inside. Each interval is of one comparison.{strip}"
             )
             return {"panels": made, "legend": [], "panel_words": words}
         curves = curve_panels(experiment, profile, results, failed)

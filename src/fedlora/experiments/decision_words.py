@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedlora.experiments.claims import Claims
+from fedlora.experiments.claims import Claims, Family, Score
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.verdicts import Weighed
 from fedlora.training.metrics import METRICS
@@ -14,21 +14,59 @@ COLUMNS = ("question", "set-up", "difference", "95 % interval", "ahead", "beside
 MARKS = {"better": "▲", "worse": "▼", "equivalent": "≈", "undecided": "?"}
 OUT = "thrown out"  # how a verdict that the gate took begins
 UNITS = {"loss": ("log-loss, nats", 1.0, 4), "accuracy": ("accuracy, points", 100.0, 2)}  # words, factor, digits
+BELOW = "by less than the margin"
 
 
 def title(found: Answers) -> str:
     """What a family's table shows."""
     family = found.family
-    unit, _, digits = UNITS[family.metric]
-    margin = f"{family.margin:.{digits}f}".rstrip("0")
     lower = "" if METRICS[family.metric].larger_is_better else ", lower by this much"
-    return f"{found.name}: {family.question} Positive: the first is better ({unit}{lower}); margin {margin}"
+    return (
+        f"{found.name}: {family.question} Positive: the first is better ({UNITS[family.metric][0]}{lower}); margin "
+        f"{margin_in_words(family)}"
+    )
+
+
+def headings(family: Family) -> list[str]:
+    """`COLUMNS` for people: the two scores by name, with their units."""
+    own, beside = UNITS[family.metric][0], UNITS[family.beside][0]
+    told = {"difference": f"difference: {own}", "beside": f"beside: {beside}"}
+    return [told.get(column, column) for column in COLUMNS]
+
+
+def margin_in_words(family: Family) -> str:
+    """ "0.005 nats", "1 points"."""
+    words, factor, _ = UNITS[family.metric]
+    return f"{factor * family.margin:g} {_unit(words)}"
+
+
+def _unit(words: str) -> str:
+    return words.partition(", ")[2]
+
+
+def verdict_in_words(answer: Answer) -> str:
+    """The verdict, and whether its gap is below the margin; why there is none."""
+    if answer.verdict is None:
+        return answer.why
+    return f"{answer.verdict} {BELOW}" if answer.below_margin else answer.verdict
+
+
+def by_score(found: Sequence[Answers]) -> dict[Score, list[Answers]]:
+    """The families of each score: a picture, and a margin in it, have one unit."""
+    return {score: [one for one in found if one.family.metric == score] for score in
+            dict.fromkeys(one.family.metric for one in found)}  # fmt: skip
+
+
+def margins(found: Sequence[Answers]) -> dict[str, float]:
+    """Score -> the smallest margin of the families that go by it."""
+    return {score: min(one.family.margin for one in of) for score, of in by_score(found).items()}
 
 
 def mark(answer: Answer) -> str:
-    """The verdict as one sign; ✕ where the gate threw the set-up out, – where there is no number."""
+    """The verdict as one sign, in brackets where its gap is below the margin; ✕ where the gate threw the set-up out,
+    – where there is no number."""
     if answer.verdict is not None:
-        return MARKS[answer.verdict]
+        return f"({MARKS[answer.verdict]})" if answer.below_margin else MARKS[answer.verdict]
     return "✕" if answer.why.startswith(OUT) else "–"
 
 
@@ -38,20 +76,24 @@ def sentence(found: Answers, answer: Answer) -> str:
     if test is None or answer.verdict is None:
         return f"{first} against {second}: {answer.why}."
     score = found.family.metric
-    name, (_, factor, digits) = {"loss": "log-loss"}.get(score, score), UNITS[score]
+    name, (words, factor, digits) = {"loss": "log-loss"}.get(score, score), UNITS[score]
     mean, interval = in_unit(test, score)
+    unit, limit = _unit(words), f"{factor * test.margin:g}"
     if answer.verdict == "equivalent":
-        limit = f"{factor * test.margin:.{digits}f}".rstrip("0")
-        return f"{first} and {second} do equally well: {name} differs by {mean} ({interval}), less than {limit}."
+        return f"{first} and {second} do equally well: {name} differs by {mean} {unit} ({interval}), less than {limit}."
     if answer.verdict == "undecided":
-        return f"{first} or {second}: not decided by {len(test.gaps)} seeds. {mean} ({interval})."
+        return f"{first} or {second}: not decided by {len(test.gaps)} seeds. {mean} {unit} ({interval})."
     up = METRICS[score].larger_is_better
     size, ends = mean.lstrip("+-"), sorted(abs(factor * x) for x in (test.low, test.high))
     way = "higher" if up == (answer.verdict == "better") else "lower"
-    shown = f"{name} is {size} {way} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
+    shown = f"{name} is {size} {unit} {way} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
     if test.low < 0 < test.high:  # one question alone would not be decided; its family is
-        shown = f"{name} is {size} {way}"
-    return f"{first} is {answer.verdict} than {second}: {shown}.{_beside(found, answer)}"
+        shown = f"{name} is {size} {unit} {way}"
+    than = f"{first} is {answer.verdict} than {second}"
+    if answer.below_margin:
+        shown = f"{shown}. A gap below {limit} is too small to matter; that it is no larger is not shown"
+        than = f"{than}, {BELOW}"
+    return f"{than}: {shown}.{_beside(found, answer)}"
 
 
 def _beside(found: Answers, answer: Answer) -> str:
@@ -67,7 +109,7 @@ def tally(found: Sequence[Answers]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for one in found:
         for answer in one.answers:
-            word = answer.verdict or "no verdict"
+            word = "no verdict" if answer.verdict is None else verdict_in_words(answer)
             counts[word] = counts.get(word, 0) + 1
     return counts
 
@@ -78,8 +120,19 @@ def rows(found: Answers) -> list[list[str]]:
         waiting = f"{found.there} of {found.wanted} seeds"
         return [[f"{q.first} against {q.second}", q.setup, "", "", "", "", waiting] for q in found.family.questions]
     return [
-        [f"{a.question.first} against {a.question.second}", a.question.setup, *_numbers(found, a), a.verdict or a.why]
+        [f"{a.question.first} against {a.question.second}", a.question.setup, *_numbers(found, a), verdict_in_words(a)]
         for a in found.answers
+    ]
+
+
+def records(found: Answers) -> list[dict[str, Any]]:
+    """The same for programs: `COLUMNS` as keys, the verdict as one word, and whether its gap is below the margin."""
+    told = [dict(zip(COLUMNS, row, strict=True)) for row in rows(found)]
+    if not found.complete:
+        return [{**row, "below margin": None} for row in told]
+    return [
+        {**row, "verdict": a.verdict or a.why, "below margin": a.below_margin}
+        for row, a in zip(told, found.answers, strict=True)
     ]
 
 
@@ -101,7 +154,7 @@ def in_unit(test: Weighed, score: str, *, bracket: bool = False) -> tuple[str, s
 
 
 def remarks(found: Sequence[Answers]) -> list[str]:
-    """What stands under the tables: what was thrown out, and what the gate found."""
+    """What stands under the tables: what was thrown out, what the gate found, and what the scores rest on."""
     lines = []
     for one in found:
         for gated in one.gates:
@@ -116,6 +169,8 @@ def remarks(found: Sequence[Answers]) -> list[str]:
                     f"{one.family.experiment}: {gated.setup} is thrown out. {one.there} seeds do not show that LoRA "
                     f"beats a head alone there by more than {gated.margin:g} nats ({ahead})."
                 )
+        lines += [f"{one.family.experiment}: {note}" for note in one.gate_notes]
+        lines += [f"{one.name}: {note}" for note in one.notes]
     return list(dict.fromkeys(lines))
 
 
@@ -145,7 +200,7 @@ def plain_answers(found: Answers) -> dict[str, Any]:
         "answers": [
             {
                 "first": a.question.first, "second": a.question.second, "setup": a.question.setup,
-                "verdict": a.verdict, "why": a.why or None,
+                "verdict": a.verdict, "below_margin": a.below_margin, "why": a.why or None,
                 **({} if a.test is None else {
                     "mean": a.test.mean, "low": a.test.low, "high": a.test.high, "sd": a.test.spread,
                     "p_same": a.test.p_same, "p_matters": a.test.p_matters, "ahead": a.test.ahead,
@@ -157,5 +212,5 @@ def plain_answers(found: Answers) -> dict[str, Any]:
             }
             for a in found.answers
         ],
-        "gates": [vars(gated) for gated in found.gates],
+        "gates": [vars(gated) for gated in found.gates], "notes": [*found.gate_notes, *found.notes],
     }  # fmt: skip

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Gate, Question, Score, setup_axis
 from fedlora.experiments.plan import mains
+from fedlora.experiments.provenance import family_notes, gate_notes
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.verdicts import Verdict, Weighed, beats_by, judge, seeds_to_beat, weigh
@@ -48,11 +49,18 @@ class Answer:
     test: Weighed | None = None
     beside: Weighed | None = None
 
+    @property
+    def below_margin(self) -> bool:
+        """Whether it is better or worse, and by less than the margin in the mean. That the gap is no larger is then
+        not shown: it would be equivalent."""
+        return self.verdict in ("better", "worse") and self.test is not None and abs(self.test.mean) < self.test.margin
+
 
 @dataclass(frozen=True)
 class Answers:
     """One family. there, wanted: seeds on which all of its runs are finished, and the plan's number. answers: empty
-    before they are all there. gates: of its set-ups."""
+    before they are all there. gates: of its set-ups. notes, gate_notes: what its scores, and the gate's, rest on
+    (`provenance`)."""
 
     name: str
     family: Family
@@ -60,6 +68,8 @@ class Answers:
     wanted: int
     answers: tuple[Answer, ...] = ()
     gates: tuple[Gated, ...] = ()
+    notes: tuple[str, ...] = ()
+    gate_notes: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -195,9 +205,18 @@ def answers_from(
 ) -> list[Answers]:  # fmt: skip
     """`answers` of stored results. profile, seeds: of the plan. experiments: those that a gate names, too."""
     scores = read_scores(experiment, profile, results, failed)
-    return answers(
-        claims, experiment, seeds, scores, heads_of(claims, experiment, experiments, profile, results, failed)
-    )
+    heads = heads_of(claims, experiment, experiments, profile, results, failed)
+    found = answers(claims, experiment, seeds, scores, heads)
+    return [
+        replace(
+            one,
+            notes=tuple(family_notes(one.family, experiment, profile, seeds, results, failed)),
+            gate_notes=tuple(gate_notes(claims, one.family, experiments, profile, seeds, results, failed)),
+        )
+        if one.complete
+        else one
+        for one in found
+    ]
 
 
 def heads_of(

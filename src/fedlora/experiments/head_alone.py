@@ -30,7 +30,8 @@ _known: dict[tuple[str, ...], Tensor] = {}  # (model, text) -> its features: one
 def head_alone(
     prepared: Prepared, dealt: Dealt, sets: Sequence[str], *, apart: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """Set ("test", "validation") -> loss (mean log-loss, nats) and accuracy; and "strength", the chosen C.
+    """Set ("test", "validation") -> loss (mean log-loss, nats) and accuracy; "strength", the chosen C; and
+    "strengths_tried", the ends of its grid.
 
     apart: client -> weight. Each of these trains a head on its own data, all with one C, and their coefficients and
     intercepts are averaged. None: one head on all clients' data.
@@ -64,7 +65,7 @@ def head_alone(
         loss = float(log_loss(held["validation"].labels, model.predict_proba(features["validation"]), labels=classes))
         best = min(best, (loss, strength, model), key=lambda found: found[0])
     _, strength, model = best
-    found: dict[str, Any] = {"strength": strength}
+    found: dict[str, Any] = {"strength": strength, "strengths_tried": [min(STRENGTHS), max(STRENGTHS)]}
     for name in sets:
         shown = model.predict_proba(features[name])
         loss = float(log_loss(held[name].labels, shown, labels=classes))

@@ -22,6 +22,7 @@ from fedlora.experiments.plots import panel_grid, wrapped
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import Difference, measured_by, paired, score_cells, smaller_is_better
+from fedlora.experiments.units import scale
 from fedlora.runs.drawing import COLOURS, saved
 
 _REACH = 12.0  # margins from zero to the ends of the scale, at most; what lies beyond stands at the edge, by its number
@@ -50,9 +51,10 @@ class Dots:
 
 def dots(
     experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = (),
-    margin: float = 0.0,
+    margins: Mapping[str, float] | None = None,
 ) -> list[Dots]:  # fmt: skip
-    """A panel a set-up in which the reference and another label share two seeds."""
+    """A panel a set-up in which the reference and another label share two seeds. margins: score -> what is too small to
+    matter, of the test set after the last round; that of another number or score is none of these."""
     reference, axis = experiment.reference, experiment.rows[0]
     which = experiment.profile(profile).metric or experiment.metric
     cells = score_cells(experiment, profile, results, failed=failed)
@@ -60,6 +62,7 @@ def dots(
     if reference is None or metric is None:
         return []
     up = -1.0 if smaller_is_better(which, metric) else 1.0
+    margin = (margins or {}).get(metric, 0.0) if which == "test, last" else 0.0
     found: dict[str, list[Difference]] = {}
     for d in paired(cells, axis, reference):
         found.setdefault(", ".join(d.where.values()), []).append(d)
@@ -125,20 +128,20 @@ def dots_figure(panel: Dots, end: float) -> Figure:
     draw_dots(axis, panel, end)
     figure.suptitle(panel.title, x=0.02, ha="left", fontweight="bold", fontsize=plt.rcParams["font.size"])
     axis.set_title(_told(panel), loc="right", color=MUTED, fontsize=plt.rcParams["font.size"] - 1)
-    axis.set_xlabel(f"better than {panel.label} by")
+    axis.set_xlabel(f"better by, {scale(panel.metric)}")
     return figure
 
 
 def plot_dots(
     experiment: Experiment, profile: str, results: Mapping[str, Result], path: Path, failed: Collection[str] = (),
-    margin: float = 0.0,
+    margins: Mapping[str, float] | None = None,
 ) -> Path:  # fmt: skip
     """All panels in one picture, two beside each other, to be read at 400 points of width.
 
     Raises:
         ConfigError: there is no pair of results to draw.
     """
-    panels = dots(experiment, profile, results, failed, margin)
+    panels = dots(experiment, profile, results, failed, margins)
     if not panels:
         raise ConfigError(f"experiment {experiment.name} has no result of profile {profile}; run some first.")
     end = reach(panels)
@@ -149,8 +152,8 @@ def plot_dots(
             axis.set_title(panel.title, loc="left", fontweight="bold")
             if k % 2 and [d.other for d in panel.rows] == [d.other for d in panels[k - 1].rows]:
                 axis.set_yticklabels([])
-        unit = "log-loss (nats)" if panels[0].metric == "loss" else panels[0].metric
-        figure.supxlabel(f"better than {panels[0].label} by, {unit}", fontsize=13)
+        figure.supxlabel(f"better than {panels[0].label} by, {scale(panels[0].metric)}", fontsize=13)
+        margin = panels[0].margin
         strip = f"; grey: within the margin {margin:g}" if margin else ""
         figure.suptitle(
             f"{wrapped(experiment.title, 56)}\npaired by seed, 95 % intervals; hollow: zero inside{strip}", fontsize=13

@@ -28,8 +28,14 @@ def map_figure(found: Sequence[Answers]) -> Figure:
     middle and the margin marked on the scale. Hatched: undecided. Struck: thrown out by the gate.
 
     The scale ends at the largest difference, but at four margins at least and at twelve at most: what is larger has the
-    colour of its end, and its number. found: complete families of one experiment that go by one score.
+    colour of its end, and its number. A verdict in brackets is of a gap below its margin. found: complete families of
+    one experiment that go by one score.
+
+    Raises:
+        ValueError: the families go by several scores: one scale has one unit.
     """
+    if len(scores := {one.family.metric for one in found}) > 1:
+        raise ValueError(f"a map has one unit; these families go by {' and '.join(sorted(scores))}.")
     cells = {(a.question.first, a.question.second, a.question.setup): a for one in found for a in one.answers}
     setups = list(dict.fromkeys(setup for one in found for setup in one.family.setups))
     pairs = list(dict.fromkeys(pair for one in found for pair in one.family.pairs))
@@ -55,7 +61,7 @@ def map_figure(found: Sequence[Answers]) -> Figure:
                 else:
                     axis.text(x + 0.5, y + (1 + _TITLE) / 2, "·", ha="center", va="center", color=MUTED)
         _scale(figure, norm, margins, unit)
-        _keys(figure)
+        _keys(figure, below=any(answer.below_margin for answer in cells.values()))
     return figure
 
 
@@ -107,11 +113,13 @@ def _scale(figure: Figure, norm: Normalize, margins: Sequence[float], unit: str)
     axis.get_xticklabels()[0].set_horizontalalignment("left")
     axis.get_xticklabels()[-1].set_horizontalalignment("right")
     axis.tick_params(length=0, pad=3)
-    words = f"lines: ± margin, {' and '.join(f'{m:g}' for m in margins)}; {unit}"
+    words = f"difference of {unit}; lines: ± margin, {' and '.join(f'{m:g}' for m in margins)}"
     axis.annotate(words, (0.5, 1.25), xycoords="axes fraction", ha="center", va="bottom", color=INK, fontsize=13)
 
 
-def _keys(figure: Figure) -> None:
+def _keys(figure: Figure, *, below: bool) -> None:
+    """below: whether a verdict is of a gap below the margin, which is then explained."""
+
     def bare(label: str) -> Patch:
         return Patch(facecolor="none", edgecolor="none", label=label)
 
@@ -122,5 +130,6 @@ def _keys(figure: Figure) -> None:
         Patch(facecolor=FAINT, edgecolor=MUTED, hatch=_HATCH, label=f"{MARKS['undecided']} undecided"),
         Patch(facecolor=_GREY, edgecolor=MUTED, label="out: LoRA not shown to add"),
         bare("· not asked"),
+        *([bare("( ) by less than the margin")] if below else []),
     ]
     figure.legend(handles=keys, loc="lower center", ncols=3, fontsize=13, columnspacing=0.8, handlelength=1.4)

@@ -37,6 +37,11 @@ class Number:
         """Whether it tells how validation moves, and not how high it is."""
         return self.what in ("largest drop", "jitter")
 
+    @property
+    def of_target(self) -> bool:
+        """Whether it is measured on what `evaluate.target` names, the server's model or the clients' own ones."""
+        return self.where not in ("clients", "server")
+
     def smaller_is_better(self, metric: str) -> bool:
         return self.where in ("rounds", "server") or self.changes or not find_metric(metric).larger_is_better
 

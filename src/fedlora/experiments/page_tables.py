@@ -10,10 +10,12 @@ from statistics import fmean
 from fedlora.errors import ConfigError
 from fedlora.experiments import decision_words
 from fedlora.experiments.budgets import budget_rows, spendings
+from fedlora.experiments.claims import Claims
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.digits import difference_in_words, in_words, shown
 from fedlora.experiments.looks import Plan
-from fedlora.experiments.plan import mains
+from fedlora.experiments.plan import at_the_edge, mains
+from fedlora.experiments.power import per_cent, powers
 from fedlora.experiments.prices import SCORES, price_rows, prices
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
@@ -24,7 +26,7 @@ Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class Source:
-    """What a block's table is made of. plan, answers: of the experiment; None and empty where it has no plan.
+    """What a block's table is made of. plan, answers, claims: of the experiment; None and empty where it has no plan.
     words: what stands behind the kind in the block."""
 
     experiment: Experiment
@@ -33,6 +35,23 @@ class Source:
     words: str = ""
     plan: Plan | None = None
     answers: Sequence[Answers] = field(default_factory=tuple)
+    claims: Claims | None = None
+
+    @property
+    def family(self) -> Answers | None:
+        """The one that the block's words name; None without a plan. Raises `ConfigError` for a name that is none."""
+        if self.plan is None:
+            return None
+        known = {one.name: one for one in self.answers}
+        if self.words not in known:
+            raise ConfigError(f"{self.experiment.name} is asked by {', '.join(known)}; got {self.words!r}.")
+        return known[self.words]
+
+    @property
+    def reference_and_number(self) -> tuple[str, str]:
+        """Of `differences`: the label that all others are compared with, and a number's name or nothing."""
+        label, _, which = self.words.partition(":")
+        return label.strip() or self.experiment.reference or "", which.strip()
 
 
 def table_of(kind: str, source: Source) -> Rows:
@@ -57,7 +76,7 @@ def _scores(source: Source) -> Rows:
     """A row a cell that has any. words: a number's name, as `Result.score` takes it; none: the experiment's."""
     axes = _told_axes(source.experiment, source.profile)
     rows = [[*(cell.cell[axis] for axis in axes), in_words(cell.mean, cell.spread), str(len(cell.scores)),
-             "" if cell.tuned is None else shown(cell.tuned)]
+             _value(source, cell)]
             for cell in _cells(source, source.words) if cell.mean is not None]  # fmt: skip
     if not any(row[-1] for row in rows):
         return [*axes, "mean ± sd", "seeds"], [row[:-1] for row in rows]
@@ -67,14 +86,13 @@ def _scores(source: Source) -> Rows:
 def _differences(source: Source) -> Rows:
     """Paired differences. words: `LABEL` of the first row axis that all others are compared with, then a colon and a
     number's name, each of which may be left out."""
-    label, _, which = source.words.partition(":")
+    reference, which = source.reference_and_number
     experiment, axis = source.experiment, source.experiment.rows[0]
-    reference = label.strip() or experiment.reference
     if reference not in experiment.axes[axis]:
         raise ConfigError(f"{experiment.name} has no {axis} {reference!r}: {', '.join(experiment.axes[axis])}.")
     others = [a for a in _told_axes(experiment, source.profile) if a != axis]
     rows = []
-    for d in paired(_cells(source, which.strip()), axis, reference):
+    for d in paired(_cells(source, which), axis, reference):
         mean, interval = difference_in_words(d.mean, d.low, d.high, " to ")
         rows.append([d.other, *(d.where[a] for a in others), mean, interval, str(d.pairs)])
     return [axis, *others, f"against {reference}", "95 %", "pairs"], rows
@@ -109,14 +127,18 @@ def _losses(source: Source) -> Rows:
 
 def _decisions(source: Source) -> Rows:
     """words: a family."""
-    columns = ["", *decision_words.COLUMNS[1:]]
-    found = _family(source)
-    return columns, decision_words.rows(found) if found is not None else []
+    found = source.family
+    if found is None:
+        return [""], []
+    columns, rows = decision_words.headings(found.family), decision_words.rows(found)
+    if any(answer.test is not None for answer in found.answers):
+        return columns, rows
+    return [*columns[:2], columns[-1]], [[*row[:2], row[-1]] for row in rows]  # columns of nothing say nothing
 
 
 def _gates(source: Source) -> Rows:
     """By how much LoRA beats a head alone, by set-up, and with how many seeds that would pass. words: a family."""
-    found = _family(source)
+    found = source.family
     rows = [
         [gate.setup, label, in_words(gate.ahead[label], gate.spread[label]),
          "not ahead by the margin" if gate.needed[label] is None else str(gate.needed[label]),
@@ -126,25 +148,23 @@ def _gates(source: Source) -> Rows:
     return ["set-up", "", "log-loss lower than a head's by, mean ± sd", "seeds that it would take", "set-up is"], rows
 
 
-def _family(source: Source) -> Answers | None:
-    if source.plan is None:
-        return None
-    known = {one.name: one for one in source.answers}
-    if source.words not in known:
-        raise ConfigError(f"{source.experiment.name} is asked by {', '.join(known)}; got {source.words!r}.")
-    return known[source.words]
-
-
 def _seeds(source: Source) -> Rows:
-    """What the plan says: the largest spread of a gap in the pilot, how many seeds it takes, how many there are."""
-    plan = source.plan
-    if plan is None:
+    """What the plan says: the largest spread of a gap in the pilot, how many seeds it takes, how many there are, and
+    what these can show where the spread is largest."""
+    plan, claims = source.plan, source.claims
+    if plan is None or claims is None:
         return ["family"], []
-    rows = []
+    rows, count = [], len(plan["seeds"])
     for name, spreads in plan["spreads"].items():
         question, spread = max(spreads.items(), key=lambda pair: pair[1])
-        rows.append([name, f"{spread:.4f} ({question})", str(plan["needed"][name]), str(len(plan["seeds"]))])
-    return ["family", "largest spread of a gap in the pilot", "seeds that it takes", "seeds planned"], rows
+        found = powers(claims, claims.families[name], {question: spread}, count)[question]
+        _, factor, digits = decision_words.UNITS[claims.families[name].metric]
+        told = [f"{factor * x:.{digits}f}" for x in (spread, found.gap)]
+        rows.append(
+            [name, f"{told[0]} ({question})", str(plan["needed"][name]), str(count), told[1], per_cent(found.equal)]
+        )
+    return ["family", "largest spread of a gap in the pilot", "seeds that it takes", "seeds planned",
+            "smallest gap that these show", "chance that equals are found equivalent"], rows  # fmt: skip
 
 
 def _rates(source: Source) -> Rows:
@@ -158,7 +178,13 @@ def _rates(source: Source) -> Rows:
             [score for score in rate["validation"].get(value, {}).values() if score is not None] for value in values
         ]
         cells = [in_words(fmean(scores)) if scores else "" for scores in each]
-        rows.append([rate["of"], shown(rate["value"]) + (" (at the edge)" if rate["at_the_edge"] else ""), *cells])
+        rows.append(
+            [
+                rate["of"],
+                shown(rate["value"]) + (f" ({rate['at_the_edge']} tried)" if rate["at_the_edge"] else ""),
+                *cells,
+            ]
+        )
     return ["", "chosen", *(f"validation at {value}" for value in values)], rows
 
 
@@ -185,6 +211,12 @@ def _mechanism(source: Source) -> Rows:
     rows = [[*key, *(_fact(fmean(column)) for column in zip(*lists, strict=True)), str(len(lists))]
             for key, lists in found.items()]  # fmt: skip
     return [*axes, *columns, "seeds"], rows
+
+
+def _value(source: Source, cell: CellScore) -> str:
+    """What the search chose, and whether nothing beyond it was tried."""
+    edge = at_the_edge(source.experiment, source.profile, cell.tuned)
+    return "" if cell.tuned is None else shown(cell.tuned) + (f" ({edge} tried)" if edge else "")
 
 
 def _fact(value: float) -> str:

@@ -4,8 +4,9 @@
     | clients | epsilon | ...
     <!-- end -->
 
-Between the two markers stands what `filled` makes of an experiment, a profile and a kind of table. `fedlora experiment
-fill PAGE` writes it, and a test holds every page to it: no number there was typed.
+Between the two markers stands what `filled` makes of an experiment, a profile and a kind of table: a caption
+(`captions`), the table (`page_tables`), and what it rests on (`provenance`). `fedlora experiment fill PAGE` writes it,
+and a test holds every page to it: no number there was typed.
 
 kind                      what
 budgets                   an experiment's `budgets`: what each cell spent, and its scores
@@ -27,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.captions import caption, reservations
 from fedlora.experiments.claims import load_claims
 from fedlora.experiments.decisions import answers_from
 from fedlora.experiments.looks import check_plan, history, path_of, read_plan, runs_of
@@ -81,6 +83,12 @@ def filled(text: str, stored: Stored) -> str:
     return _BLOCK.sub(lambda found: f"{found[1]}{_block(found['asked'], stored)}{found[3]}", text)
 
 
+def asked_of(text: str) -> list[tuple[str, str]]:
+    """(experiment, profile) of each block of a page."""
+    found = [begun.split(" ") for begun in re.findall(_BEGIN, text.replace("\r\n", "\n"), flags=re.MULTILINE)]
+    return [(words[0], words[1]) for words in found if len(words) > 1]
+
+
 def read_page(path: Path) -> str:
     """Its text. Raises `ConfigError` where it cannot be read."""
     try:
@@ -115,7 +123,8 @@ def _block(asked: str, stored: Stored) -> str:
     columns, rows = table_of(kind, source)
     if not rows:
         raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} says nothing of {kind}.")
-    return f"{markdown(columns, rows)}\n{_made(source)}\n"
+    below = "".join(f"{line}\n\n" for line in reservations(kind, source))
+    return f"{caption(kind, source)}\n\n{markdown(columns, rows)}\n{below}{_made(source)}\n"
 
 
 def _waiting(source: Source) -> str:
@@ -137,7 +146,7 @@ def _planned(source: Source, claims_file: Path, plans: Path, experiments: Path) 
     runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], source.results)
     check_plan(plan, claims, experiment.name, runs)
     answers = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], source.results)
-    return replace(source, plan=plan, answers=tuple(answers))
+    return replace(source, plan=plan, answers=tuple(answers), claims=claims)
 
 
 def _made(source: Source) -> str:

@@ -10,9 +10,10 @@ from fedlora.experiments.chance import chance
 from fedlora.experiments.decision_page import set_up_pictures
 from fedlora.experiments.decision_words import MARKS
 from fedlora.experiments.digits import by_spread, rounded, shown, written
-from fedlora.experiments.numbers import parse_number, titled
+from fedlora.experiments.numbers import parse_number
 from fedlora.experiments.plan import mains, worst_values
 from fedlora.experiments.prices import price_rows, prices
+from fedlora.experiments.provenance import notes, used
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import (
@@ -24,6 +25,7 @@ from fedlora.experiments.tables import (
     score_cells,
     smaller_is_better,
 )
+from fedlora.experiments.units import capital, explained
 from fedlora.runs.attack_words import attacks_of
 
 
@@ -56,7 +58,7 @@ def section(
         "short": _short(len({run.digest for run in runs if run.digest in results}), differences_shown),
         "question": experiment.question,
         "note": experiment.profile(profile).note,
-        "metric": titled(which, metric),
+        "metric": capital(explained(which, metric)),
         "chance": _chance(which, metric, found),
         "not_run": ", ".join(gone),
         "command": f"fedlora experiment table {experiment.name} --profile {profile} --format json",
@@ -67,7 +69,10 @@ def section(
             *_categories(experiment, profile, results, failed),
         ],
         "simulated": [SIMULATIONS] if private else [],
-        "worst": worst_values(experiment, profile, results, failed),
+        "worst": [
+            *notes(experiment, profile, which, used(experiment, profile, results, failed)),
+            *worst_values(experiment, profile, results, failed),
+        ],
         "attacks": attacks_of([results[r.digest].raw["config"] for r in runs if r.digest in results]),
         "row_name": ", ".join(experiment.rows),
         "columns": columns,

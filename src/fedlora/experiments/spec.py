@@ -35,8 +35,11 @@ class Part(BaseModel):
 
 
 class Tune(Part):
-    """key: what is searched. over: the axes for whose labels the best value is chosen. at: labels of other axes, to
-    which the search is confined. seeds: of the search alone."""
+    """A search over one number, before the runs that count.
+
+    key: what is searched. values: what is tried; the best on validation is taken. over: the axes for whose labels the
+    best value is chosen. at: labels of other axes, to which the search is confined. seeds: of the search alone.
+    """
 
     key: str = "train.lr"
     values: Annotated[list[float], Field(min_length=1)]
@@ -46,8 +49,12 @@ class Tune(Part):
 
 
 class Profile(Part):
-    """A scale to run at. axes: axis -> the labels to run, in place of all. tune: other values. metric: in place of the
-    experiment's. note: for the report."""
+    """A scale to run at.
+
+    seeds: one run of each cell for each. set: further changes of the configuration; a cell's own win over them. axes:
+    axis -> the labels to run, in place of all. tune: values of the search, in place of the experiment's. metric: in
+    place of the experiment's. note: for the report.
+    """
 
     seeds: Annotated[list[int], Field(min_length=1)]
     set: Changes = {}
@@ -58,15 +65,20 @@ class Profile(Part):
 
 
 class Peace(Part):
-    """Where nothing is wrong: one label of one axis. What a row loses there is its price (`prices`)."""
+    """Where nothing is wrong. What a row loses there is its price (`prices`).
+
+    axis: the one of what goes wrong, no row axis. label: its label for nothing.
+    """
 
     axis: str
     label: str
 
 
 class Budgets(Part):
-    """What privacy costs: the axis whose labels are budgets, of which `none` has no [privacy]; the axis that gives a
-    line each (`budgets`)."""
+    """What privacy costs (`budgets`), in an experiment of two axes.
+
+    axis: the one whose labels are budgets. none: its label without [privacy]. lines: the axis that gives a line each.
+    """
 
     axis: str
     none: str
@@ -74,13 +86,18 @@ class Budgets(Part):
 
 
 class Experiment(Part):
-    """One experiment's file. skip: combinations of labels that are no cell. paper: its key in paper_numbers.toml.
-    merged: an axis whose labels are no changes of the run but mergers of its uploads (`mergers`): one run serves them
-    all. peace: where nobody attacks, for a table of what each row costs there beside what it saves elsewhere. budgets:
-    for a table and a picture of scores by epsilon.
+    """One experiment's file.
 
-    folder: where its relative paths start, the file's own. Its runs are then known by the content of what lies there.
-    None for an experiment without a file (`comparison`), whose paths are absolute and whose runs are known by these.
+    name: the file's, if it says nothing else. title, question: words for tables and the report. metric: the number that
+    is compared, such as "test, last". rows: the axes that are rows of its table; the labels of the first are compared.
+    columns: the axes that are columns; all others where there are none. reference: a label of the first row axis, which
+    the others are compared with. paper: its key in paper_numbers.toml. claims: names of claims in claims.toml, for
+    readers. run: the tables of a run's configuration, common to all; relative paths start at this file. axes: axis ->
+    label -> changes, as { "clients.alpha" = 0.1 }; an empty table takes a table away that an axis before it made. tune:
+    the search. profiles: scales to run at, by name. skip: combinations of labels that are no cell. peace: where nobody
+    attacks, for a table of what each row costs there beside what it saves elsewhere. budgets: for a table and a picture
+    of scores by epsilon. merged: an axis whose labels are no changes of the run but mergers of its uploads: one run
+    serves them all.
     """
 
     name: str
@@ -104,6 +121,9 @@ class Experiment(Part):
 
     @property
     def folder(self) -> Path | None:
+        """Where its relative paths start, the file's own. Its runs are then known by the content of what lies there.
+        None for an experiment without a file (`comparison`), whose paths are absolute and whose runs are known by
+        these."""
         return self._folder
 
     def profile(self, name: str) -> Profile:

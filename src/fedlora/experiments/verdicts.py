@@ -16,7 +16,8 @@ Source: Holm (1979), Shaffer (1986), Schuirmann (1987) for TOST.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
@@ -118,11 +119,12 @@ def seeds_needed(
     if spread == 0:
         return 2
     level, each = alpha / questions, 1 - (1 - power) / 2
-    for n in range(2, most):
+
+    def enough(n: int) -> bool:
         bound = float(stats.t.ppf(1 - level, n - 1))
-        if float(stats.nct.sf(bound, n - 1, margin / spread * math.sqrt(n))) >= each:
-            return n
-    return most
+        return float(stats.nct.sf(bound, n - 1, margin / spread * math.sqrt(n))) >= each
+
+    return _least(enough, most)
 
 
 def seeds_to_beat(lead: float, spread: float, alpha: float, *, power: float = POWER, most: int = 10_000) -> int | None:
@@ -136,11 +138,24 @@ def seeds_to_beat(lead: float, spread: float, alpha: float, *, power: float = PO
         return None
     if spread == 0:
         return 2
-    for n in range(2, most):
+
+    def enough(n: int) -> bool:
         bound = float(stats.t.ppf(1 - alpha, n - 1))
-        if float(stats.nct.sf(bound, n - 1, lead / spread * math.sqrt(n))) >= power:
-            return n
-    return most
+        return float(stats.nct.sf(bound, n - 1, lead / spread * math.sqrt(n))) >= power
+
+    return _least(enough, most)
+
+
+def _least(enough: Callable[[int], bool], most: int) -> int:
+    """The least number of seeds, from 2, that is enough; `most` where none below it is. More seeds have more power, so
+    that it is found by doubling and bisection. From below: scipy's noncentral t fails far beyond what is needed."""
+    end = 2
+    while end < most and not enough(end):
+        end *= 2
+    if end > most:
+        end = most
+    start = end // 2 + 1 if end > 2 else 2
+    return start + bisect_left(range(start, end), True, key=enough)
 
 
 def beats_by(gaps: Sequence[float], margin: float, alpha: float = ALPHA) -> tuple[bool, float]:

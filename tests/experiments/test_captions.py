@@ -1,0 +1,166 @@
+"""Filled tables say what they show: no kind without a caption, no metric without a unit, and a caption says what the
+table is made of. Kinds: structural, oracle."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.experiments.captions import CAPTIONS, caption, reservations
+from fedlora.experiments.numbers import KNOWN
+from fedlora.experiments.page_tables import KINDS, Source, table_of
+from fedlora.experiments.plan import mains
+from fedlora.experiments.results import Result
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.units import SCALES, explained, scale
+from fedlora.training.metrics import METRICS, score_name
+
+ROOT = Path(__file__).parents[2]
+FILE = """
+title = "Rules"
+question = "Which?"
+rows = ["rule"]
+reference = "plain"
+peace = { axis = "attack", label = "nobody" }
+[run.model]
+path = "demo"
+[run.data]
+train = "demo"
+[run.clients]
+count = 3
+[axes.rule]
+plain = {}
+other = { "method.name" = "flexlora" }
+[axes.attack]
+nobody = {}
+somebody = { "train.lr" = 0.5 }
+[tune]
+key = "train.steps"
+values = [1, 2]
+over = ["rule"]
+seeds = [9]
+[profiles.mini]
+seeds = [0, 1]
+tune = [2]
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Experiment:
+    (tmp_path / "rules.toml").write_text(FILE)
+    return load_experiment(tmp_path / "rules.toml")
+
+
+def made(experiment: Experiment, metric: str = "loss", **more: Any) -> dict[str, Result]:
+    """One result a run: 0.5 + a tenth of the seed, and 0.2 more for the other rule."""
+    found = {}
+    for run in mains(experiment, "mini", {}):
+        value = 0.5 + 0.1 * run.seed + (0.2 + 0.01 * run.seed) * (run.cell["rule"] == "other")
+        scores = {"loss": value, "accuracy": 1 - value, "perplexity": value}
+        raw: dict[str, Any] = {
+            "digest": run.digest, "config": json.loads(run.config.canonical()), "metric": metric, "target": "server",
+            "commit": {"id": "a" * 40, "clean": True}, "machine": {"device": "cpu", "architecture": "x86_64"},
+            "test": {"last": scores, "best": scores}, "history": [{"round": 1, "metrics": {}, "losses": {"a": 0.3}}],
+            "padded_error": 0.1, "gauge_drift": {}, **more,
+        }  # fmt: skip
+        found[run.digest] = Result(run.digest, raw)
+    return found
+
+
+def test_every_kind_of_table_has_a_caption_and_every_metric_a_unit() -> None:
+    assert set(CAPTIONS) == set(KINDS)
+    assert set(SCALES) == {score_name(name) for name in METRICS}
+    for name in KNOWN:
+        which = name.replace("last K", "last 3").replace("to X", "to 0.7")
+        said = {explained(which, metric) for metric in ("loss", "accuracy")}
+        assert all(len(words) > 25 for words in said), name
+        assert len(said) == (1 if which.startswith("server") else 2), "of what it is said, unless of the server"
+
+
+def test_every_table_of_the_pages_stands_under_its_caption() -> None:
+    """Of each block with a table: one paragraph, then the table; made anew from the results by `test_budgets`."""
+    blocks = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        for block in re.findall(
+            r"^<!-- filled: .*? -->\n(.*?)^<!-- end -->$", page.read_text("utf-8"), flags=re.S | re.M
+        ):
+            if "\n|---" in block:
+                above, _, table = block.partition("\n\n")
+                assert 60 < len(above) < 600 and above.endswith(".") and table.startswith("|"), block[:200]
+                blocks += 1
+    assert blocks > 30
+
+
+def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment) -> None:
+    """By hand: losses are in nats and less is better; accuracy the other way; two seeds everywhere."""
+
+    def said(kind: str, words: str = "", metric: str = "loss") -> str:
+        source = Source(experiment, "mini", made(experiment, metric), words)
+        assert table_of(kind, source)[1]
+        return caption(kind, source)
+
+    assert said("scores") == (
+        "Log-loss in nats on held-out test data, after the last round: mean ± standard deviation over seeds. "
+        "*train.steps*: the value that the search chose on validation."
+    )
+    assert said("differences").startswith(
+        "Log-loss in nats on held-out test data, after the last round: each row minus that of plain, paired by seed"
+    )
+    assert "Negative is better" in said("differences") and "Positive is better" in said("differences", "", "accuracy")
+    assert "Accuracy (0 to 1)" in said("steps", "test, best", "accuracy") and "best on validation" in said(
+        "steps", "test, best"
+    )
+    assert "minus that of other" in said("differences", "other: test, best")
+    assert "nats" in said("losses") and "condition 10" in explained("server, gauge drift", None)
+    prices = said("prices", "loss")
+    assert "the mean over 2 seeds" in prices and "where attack is nobody" in prices and "against rule plain" in prices
+
+
+def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
+    """One label of the clients' own models, one commit more, one value at the end of its grid: each said once."""
+    results = made(experiment)
+    source = Source(experiment, "mini", results)
+    assert [reservations(kind, source) for kind in ("scores", "differences", "losses")] == [[], [], []]
+    mine = [run for run in mains(experiment, "mini", {}) if run.cell["rule"] == "other"]
+    for run in mine:
+        raw = {**results[run.digest].raw, "target": "clients"}
+        if run.seed == 1:
+            raw["commit"] = {"id": "b" * 40, "clean": True}
+        results[run.digest] = Result(run.digest, raw)
+    own, mixed = reservations("differences", source)
+    assert own == (
+        "other: the mean score of the clients' own models on the same data. The others: the score of the server's "
+        "model."
+    )
+    assert mixed == (
+        "The 8 runs are of 2 commits of the code: aaaaaaa (6), bbbbbbb (2). Runs of different ones are compared in 2 "
+        "of 4 cases (a seed in a set-up): part of such a gap may come of that."
+    )
+    assert reservations("losses", source) == [mixed], "training losses are the clients' for every method"
+    for digest, result in results.items():
+        results[digest] = Result(digest, {**result.raw, "target": "clients"})
+    assert reservations("scores", source)[0].startswith("Every number is the mean score of the clients' own models")
+    assert len(reservations("scores", Source(experiment, "mini", results, "server, error"))) == 1, "of no such model"
+
+
+def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
+    """All of seed 1 by another commit, on another machine, with another torch: no gap is between the two."""
+    results = made(experiment)
+    for run in mains(experiment, "mini", {}):
+        if run.seed == 1:
+            other = {"commit": None, "machine": {"device": "gpu", "architecture": "x86_64"}, "versions": {"torch": "3"}}
+            results[run.digest] = Result(run.digest, {**results[run.digest].raw, **other})
+    said = reservations("scores", Source(experiment, "mini", results))
+    assert [line.split(":")[0] for line in said] == [
+        "The 8 runs are of 2 commits of the code", "The 8 runs are of 2 machines",
+        "The 8 runs are of 2 versions of libraries",
+    ]  # fmt: skip
+    assert all("no gap comes of that" in line for line in said) and "unknown (4)" in said[0]
+
+
+def test_a_unit_of_every_scale_is_in_its_words() -> None:
+    assert scale("macro-f1") == "macro F1 (0 to 1)" and scale("loss") == "log-loss in nats"
