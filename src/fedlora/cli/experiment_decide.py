@@ -27,7 +27,21 @@ from fedlora.experiments.claims import Claims, check_asked, load_claims
 from fedlora.experiments.decision_words import COLUMNS, plain_answers, remarks, rows, title
 from fedlora.experiments.decisions import Answers, answers_from, read_scores
 from fedlora.experiments.digits import shown
-from fedlora.experiments.looks import check_plan, history, make_plan, note_look, path_of, read_plan, runs_of, write_plan
+from fedlora.experiments.looks import (
+    check_plan,
+    history,
+    is_planned,
+    make_plan,
+    not_noted,
+    note_look,
+    path_of,
+    read_plan,
+    runs_of,
+    write_plan,
+)
+from fedlora.experiments.plan import mains
+from fedlora.experiments.plan_check import check_content
+from fedlora.experiments.results import unclean_lines
 from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.manifest import commit_of_code
@@ -51,9 +65,14 @@ def plan_seeds(
         families = asked.of(experiment.name)
         pilot = next((family.pilot for family in families.values()), "pilot")
         scores = read_scores(experiment, pilot, done, failed) if families else {}
-        plan = make_plan(asked, experiment, known, scores, done, commit_of_code(), failed)
+        plan = make_plan(
+            asked, experiment, known, scores, done, commit_of_code(), failed, places.finished(unclean=True)
+        )
         path = path_of(results, experiment.name)
         write_plan(path, plan, again=again)
+        if plan["results"]["there"]:
+            tell([f"{plan['results']['there']} of the {plan['results']['of']} planned runs are there already. Verdicts "
+                  f"will say so: a plan that is written after its runs were seen plans nothing."])  # fmt: skip
         seeds = len(plan["seeds"])
         sheet = Sheet(
             f"{experiment.name}: {seeds} seeds ({plan['seeds'][0]} to {plan['seeds'][-1]}), in {path}",
@@ -101,8 +120,13 @@ def decide(
         experiment = load_named(name, experiments)
         if not asked.of(experiment.name):
             raise ConfigError(f"no family of {claims} asks the experiment {experiment.name}.")
-        past += history(read_plan(path_of(places.results, experiment.name)))  # before this look
+        plan = read_plan(path_of(places.results, experiment.name))
+        past += [*history(plan), *not_noted(plan)]  # before this look
         found += answers_of(asked, experiment, loaded, places)
+        done, failed = places.finished(), places.given_up()
+        past += check_content(plan, asked, experiment, done, failed)
+        past += unclean_lines(result for run in mains(experiment, plan["profile"], done, failed)
+                              if run.seed in plan["seeds"] and (result := run.result(done)) is not None)  # fmt: skip
     sheets = [Sheet(title(one), COLUMNS, rows(one), names=2) for one in found]
     value = {"alpha": asked.alpha, "history": past, "families": [plain_answers(one) for one in found]}
     records: list[dict[str, Any]] = [
@@ -117,7 +141,7 @@ def read_answers(claims: Claims, loaded: Sequence[Experiment], places: Places) -
     """Every family of every experiment that has a plan, for the page."""
     found: list[Answers] = []
     for experiment in loaded:
-        if claims.of(experiment.name) and path_of(places.results, experiment.name).is_file():
+        if claims.of(experiment.name) and is_planned(path_of(places.results, experiment.name)):
             found += answers_of(claims, experiment, loaded, places)
     return claims, found
 
@@ -131,6 +155,7 @@ def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experime
     done, failed = places.finished(), places.given_up()
     runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
     check_plan(plan, claims, experiment.name, runs)
+    check_content(plan, claims, experiment, done, failed)
     found = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
     note_look(path, plan, [one.there for one in found])
     return found

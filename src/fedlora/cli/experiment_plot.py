@@ -18,6 +18,7 @@ from fedlora.cli.experiment_files import (
     ProfileName,
     Results,
     Work,
+    beside,
     load_all,
     load_named,
     there,
@@ -28,7 +29,9 @@ from fedlora.experiments.budgets import spendings
 from fedlora.experiments.claims import load_claims
 from fedlora.experiments.decision_page import planned
 from fedlora.experiments.decisions import Answers
+from fedlora.experiments.plan import mains
 from fedlora.experiments.runner import Places
+from fedlora.experiments.waiting import awaited, open_plans
 
 
 def draw(
@@ -42,7 +45,7 @@ def draw(
 ) -> None:
     """Curves over rounds, or dots of merged runs, a panel a set-up; with `budgets`, scores by epsilon; of what
     docs/claims.toml asks the heat map, and the panels in NAME-setups.png."""
-    experiment = load_named(name, experiments)
+    experiment = loaded = load_named(name, experiments)
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
     places = Places(results, work, None)
     done, given_up = places.finished(), places.given_up()
@@ -60,6 +63,9 @@ def draw(
             )
         experiment = planned(experiment, profile, decided[0].wanted)
         margin = min(one.family.margin for one in decided)
+    shown = {run.digest for run in mains(experiment, profile, done, given_up) if run.digest in done}
+    for one in awaited(open_plans(results, beside(loaded, experiments), done, given_up), shown):
+        raise ConfigError(f"{one.words} ({one.path}), and nothing of these runs is drawn before all of them are.")
 
     def pictures() -> list[Path]:
         from fedlora.experiments.budget_plot import plot_budgets
