@@ -59,7 +59,8 @@ class Stored:
 
     @classmethod
     def read(cls, experiments: Path, results: Path, claims: Path) -> Stored:
-        """From the folders. What failed is what is kept beside the results: a page says the same wherever it is filled."""
+        """From the folders. What failed is what is kept beside the results: pages say the same wherever they are
+        filled."""
         failed = failures.kept(failures.path_of(results))
         return cls(experiments, read_results(results), claims if claims.is_file() else None, results, failed)
 

@@ -1,4 +1,4 @@
-"""A plan's numbers are recomputed from the pilot and the search that it was made of: what it says is not just believed."""
+"""A plan's numbers are recomputed from the pilot and the search that it was made of: it is not just believed."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class Result:
         return math.nan if score is None else float(score)
 
     def merged(self, label: str, merger: Mapping[str, Any]) -> Result | None:
-        """The result of one merger of the run's uploads, as if it were a run; None where none of these settings was made.
-        They decide, whatever label it was made under."""
+        """The result of one merger of the run's uploads, as if it were a run; None where none of these settings was
+        made. They decide, whatever label it was made under."""
         facts = self.raw.get("mergers", {}).get(label)
         if facts is None or facts["merger"] != merger:
             made: Mapping[str, Any] = self.raw.get("mergers", {})  # an experiment beside this one names it otherwise

@@ -1,4 +1,4 @@
-"""JSON files that anybody may have written or changed: a table of keys with plain numbers, or an error that says why not."""
+"""JSON files that anybody may have changed: a table of keys with plain numbers, or an error that says why not."""
 
 from __future__ import annotations
 
