@@ -27,6 +27,7 @@ from fedlora.runs.config import parse_config
 from fedlora.runs.own_files import contents, digest_of
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.made_results import whole
 from support.training_data import classification, save_encoder
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -282,11 +283,13 @@ def test_scores_by_name() -> None:
     assert r.rounds_to(0.9) == r.score("rounds to 0.9") == 2 and r.score("rounds to 0.95") is None
 
 
-def test_results_round_trip_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    path = write_result(tmp_path, {"digest": "abc", "x": 1 / 3})
-    assert read_results(tmp_path)["abc"].raw["x"] == 0.333333
+def test_results_round_trip_and_a_damaged_one_is_refused(experiment: Experiment, tmp_path: Path) -> None:
+    run = mains(experiment, "one", {})[0]
+    raw = whole(run, "accuracy", {"accuracy": 0.5, "loss": 1.0})
+    path = write_result(tmp_path, {**raw, "wall_seconds": 1 / 3})
+    assert read_results(tmp_path)[run.digest].raw["wall_seconds"] == 0.333333
     path.rename(tmp_path / "other.json")
-    with pytest.raises(CheckpointError, match=r"other.json cannot be used: it holds the result of abc"):
+    with pytest.raises(CheckpointError, match=f"other.json cannot be used: it holds the result of '{run.digest}'"):
         read_results(tmp_path)
     (tmp_path / "other.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be used"):

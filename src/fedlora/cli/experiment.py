@@ -263,12 +263,12 @@ def report(
     if not loaded:
         raise ConfigError(f"there are no experiments in {experiments}.")
     places = Places(results, work, None)
-    decided = read_answers(load_claims(claims), loaded, places) if there(claims) else None
+    decided, past = read_answers(load_claims(claims), loaded, places) if there(claims) else (None, {})
     done, failed = places.finished(), places.given_up()
     waiting = open_plans(results, loaded, done, failed)
     write_report(
         out, loaded, profile, done, experiments / "paper_numbers.toml", failed, decided,
-        {digest for one in waiting for digest in one.digests},
+        {digest for one in waiting for digest in one.digests}, past,
     )  # fmt: skip
     tell([f"not shown: {one.words}, and nothing of it is shown before all of them are." for one in waiting])
     notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)

@@ -137,13 +137,18 @@ def decide(
     show(Printed(sheets, records, value, [*past, *_notes(asked, found)]), chosen(format, json))
 
 
-def read_answers(claims: Claims, loaded: Sequence[Experiment], places: Places) -> tuple[Claims, list[Answers]]:
-    """Every family of every experiment that has a plan, for the page."""
+def read_answers(
+    claims: Claims, loaded: Sequence[Experiment], places: Places
+) -> tuple[tuple[Claims, list[Answers]], dict[str, list[str]]]:
+    """Every family of every experiment that has a plan, for the page; and experiment -> how its verdicts came about."""
     found: list[Answers] = []
+    past: dict[str, list[str]] = {}
     for experiment in loaded:
         if claims.of(experiment.name) and is_planned(path_of(places.results, experiment.name)):
+            plan = read_plan(path_of(places.results, experiment.name))
+            past[experiment.name] = [*history(plan), *not_noted(plan)]  # before this look
             found += answers_of(claims, experiment, loaded, places)
-    return claims, found
+    return (claims, found), past
 
 
 def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places) -> list[Answers]:

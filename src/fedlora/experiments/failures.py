@@ -1,6 +1,6 @@
 """Runs that failed by themselves, as results are kept: so that a page, a table and a verdict know of them anywhere.
 
-    results/failures/DIGEST.json    beside the results: what failed, of which commit, and the kind of error
+    results/failed/DIGEST.json    beside the results: what failed, of which commit, and the kind of error
 
 The whole report with its traceback is in the work folder (`runs/experiments/failures`), for it may name paths. What the
 machine failed, what a changed checkout failed, and what was refused before it ran say nothing of a run: they are there
@@ -38,7 +38,7 @@ class KeptFailure(Stored):
 
 def path_of(results: Path) -> Path:
     """The folder beside the results."""
-    return results.parent / "failures"
+    return results.parent / "failed"
 
 
 def reported(folder: Path, *, machine: bool = False) -> dict[str, str]:

@@ -30,8 +30,8 @@ from pathlib import Path
 from fedlora.errors import ConfigError
 from fedlora.experiments import failures
 from fedlora.experiments.claims import load_claims
-from fedlora.experiments.decisions import answers_from
-from fedlora.experiments.looks import check_plan, history, is_planned, path_of, read_plan, runs_of
+from fedlora.experiments.decisions import Answers, answers_from
+from fedlora.experiments.looks import Plan, check_plan, history, is_planned, path_of, read_plan, runs_of
 from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
 from fedlora.experiments.plan import PlannedRun, mains, searches
 from fedlora.experiments.plan_check import check_content
@@ -49,13 +49,14 @@ _BLOCK = re.compile(rf"({_BEGIN}\n)(?:(?!<!-- filled: ).)*?(^<!-- end -->$)", fl
 class Stored:
     """Where pages take their numbers from. results: as `read_results` reads them. claims: the file of what is asked;
     plans: the results' folder, beside which the plans are. Without the two nothing is decided. failed: digest -> why,
-    of runs that failed by themselves."""
+    of runs that failed by themselves. planned: what `_planned` found of an experiment before."""
 
     experiments: Path
     results: Mapping[str, Result]
     claims: Path | None = None
     plans: Path | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
+    planned: dict[str, tuple[Plan, tuple[Answers, ...], list[str]]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, experiments: Path, results: Path, claims: Path) -> Stored:
@@ -122,7 +123,12 @@ def _block(asked: str, stored: Stored) -> str:
     if kind in PLANNED and stored.claims is None:
         raise ConfigError(f"<!-- filled: {asked} --> is of what claims ask, and there are none (--claims).")
     if planned and stored.plans is not None and stored.claims is not None:
-        source = _planned(source, stored.claims, stored.plans, stored.experiments, strict=kind in ("seeds", "rates"))
+        if name not in stored.planned:
+            stored.planned[name] = _planned(experiment, stored, stored.claims, stored.plans)
+        plan, answers, unchecked = stored.planned[name]
+        if unchecked and kind in ("seeds", "rates"):
+            raise ConfigError(f"<!-- filled: {asked} -->: {' '.join(unchecked)}")
+        source = replace(source, plan=plan, answers=answers)
         if source.plan is not None and profile != source.plan["profile"] and kind in PLANNED:
             raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is of profile {source.plan['profile']}.")
         if (waiting := _waiting(source)) and kind not in ("seeds", "rates"):
@@ -146,22 +152,22 @@ def _waiting(source: Source) -> str:
     return f"No number before all planned seeds are there: {late[0].there} of {late[0].wanted}.\n" if late else ""
 
 
-def _planned(source: Source, claims_file: Path, plans: Path, experiments: Path, *, strict: bool) -> Source:
-    """With the plan and its answers; a page is no look, for it is filled from results that were looked at. strict: the
-    plan's own numbers are shown, and have to be those of its pilot and its search."""
-    claims, experiment = load_claims(claims_file), source.experiment
+def _planned(
+    experiment: Experiment, stored: Stored, claims_file: Path, plans: Path
+) -> tuple[Plan, tuple[Answers, ...], list[str]]:
+    """The plan, its answers, and what of the plan could not be recomputed. A page is no look, for it is filled from
+    results that were looked at."""
+    claims, results, failed = load_claims(claims_file), stored.results, stored.failed
     plan = read_plan(path_of(plans, experiment.name))
     known = {experiment.name: experiment}
     gate = claims.gates.get(experiment.name)
     if gate is not None and gate.head_of is not None:
-        known[gate.head_of.experiment] = load_experiment(experiments / f"{gate.head_of.experiment}.toml")
-    failed = source.failed
-    runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], source.results, failed)
+        known[gate.head_of.experiment] = load_experiment(stored.experiments / f"{gate.head_of.experiment}.toml")
+    runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], results, failed)
     check_plan(plan, claims, experiment.name, runs)
-    if (unchecked := check_content(plan, claims, experiment, source.results, failed)) and strict:
-        raise ConfigError(f"a page shows the plan of {experiment.name}: {' '.join(unchecked)}")
-    answers = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], source.results, failed)
-    return replace(source, plan=plan, answers=tuple(answers))
+    unchecked = check_content(plan, claims, experiment, results, failed)
+    answers = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], results, failed)
+    return plan, tuple(answers), unchecked
 
 
 def _made(source: Source) -> str:

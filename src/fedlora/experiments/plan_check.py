@@ -21,10 +21,13 @@ def check_content(
     of it was.
 
     Raises:
-        ConfigError: spreads, numbers of seeds or rates of the plan are others than its pilot and its search give.
+        ConfigError: profile, spreads, numbers of seeds or rates of the plan are others than claims, pilot and search give.
     """
     families = claims.of(experiment.name)
-    pilot = next(iter(families.values())).pilot
+    first = next(iter(families.values()))
+    pilot = first.pilot
+    if plan["profile"] != first.profile:
+        _refuse(experiment, "profile", plan["profile"], first.profile)
     scores = read_scores(experiment, pilot, results, failed)
     try:
         spreads = {name: spreads_of(name, family, experiment, scores) for name, family in families.items()}
@@ -83,7 +86,7 @@ def _alike(a: object, b: object) -> bool:
 
 def _refuse(experiment: Experiment, what: str, there: object, here: object) -> None:
     raise ConfigError(
-        f"the plan of {experiment.name} says {what} = {there!r:.80}, and its pilot and its search give {here!r:.80}: "
+        f"the plan of {experiment.name} says {what} = {there!r:.80}, and its pilot, its search and its families give {here!r:.80}: "
         f"the plan or their results were changed. Restore the changed ones (git), or plan again (fedlora experiment "
         f"plan {experiment.name} --again), which the plan will show."
     )

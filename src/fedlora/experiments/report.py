@@ -30,13 +30,14 @@ def write_report(
     failed: Mapping[str, str] | None = None,
     decided: tuple[Claims, Sequence[Answers]] | None = None,
     awaited: Collection[str] = (),
+    past: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """The page, of those experiments that have the profile and any result; with "mini" go all profiles but "paper".
 
     failed: digest -> why, of runs of a search that failed. decided: the claims, and every family that has a plan; an
     experiment whose families still wait for seeds is not shown, for that would be a look before its time; nor are
     pilots, and seeds beyond a plan. awaited: digests of runs that an open plan waits for; what has one of them is not
-    shown either.
+    shown either. past: experiment -> how its verdicts came about, as `looks.history` tells it.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
@@ -77,7 +78,7 @@ def write_report(
     html = pages.get_template("report.html").render(
         colours=style_sheet(),
         style=folder.joinpath("style.css").read_text(encoding="utf-8"),
-        decided=None if claims is None else decided_part(claims, families, by_name, results, failed),
+        decided=None if claims is None else decided_part(claims, families, by_name, results, failed, past or {}),
         sections=sections,
         has_paper=any(one["has_paper"] for one in sections),
         runs=len(used),

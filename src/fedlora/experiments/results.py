@@ -215,7 +215,7 @@ def _made_by(folder: RunFolder, manifest: Mapping[str, Any]) -> dict[str, Any]:
 def write_result(directory: Path, result: Mapping[str, Any]) -> Path:
     """DIGEST.json, whole or not at all. Raises `CheckpointError` for what `read_results` would refuse."""
     path = directory / f"{result['digest']}.json"
-    told = _rounded(result)
+    told = _rounded(plain(result))
     try:
         check_result(json.loads(json.dumps(told)))
     except ValueError as error:
