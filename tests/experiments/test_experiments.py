@@ -365,6 +365,32 @@ def test_results_of_a_changed_checkout_stay_apart(
     assert len(clean.finished()) == 1
 
 
+def test_a_run_that_goes_on_in_a_changed_checkout_is_unclean(
+    experiment: Experiment, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after the first of two rounds, at a commit; gone on with changes. Both are told, and it lands apart."""
+    profile = experiment.profiles["one"].model_copy(update={"set": {"run.rounds": 2, "run.checkpoint_every": 1}})
+    longer = experiment.model_copy(update={"profiles": {"one": profile}})
+    longer._folder = experiment.folder
+    places = Places(tmp_path / "results", tmp_path / "work", data_root)
+    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
+
+    def stop(_: object, round: int) -> None:
+        if round == 1:
+            raise KeyboardInterrupt
+
+    (run, *_) = missing(longer, "one", places)
+    with pytest.raises(KeyboardInterrupt):
+        list(run_all([run], places, tick=stop))
+    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "b" * 40, "clean": False})
+    assert [outcome.error for outcome in run_all([run], places)] == [None]
+    assert places.finished() == {}
+    found = places.finished(unclean=True)[run.digest]
+    assert [(part["after"], part["commit"]["id"][0]) for part in found.raw["parts"]] == [(0, "a"), (1, "b")]
+    assert not found.clean and found.commits(3) == ["aaa", "bbb with changes"]
+    assert found.raw["commit"] == {"id": "a" * 40, "clean": False}
+
+
 def test_a_failing_run_is_kept_apart_and_the_others_go_on(
     experiment: Experiment, data_root: Path, tmp_path: Path
 ) -> None:

@@ -143,12 +143,8 @@ def test_what_failed_stands_below_the_table(place: Path) -> None:
     kept, here = place / "results" / "failed", place / "work" / "failures"
     for folder in (kept, here):
         folder.mkdir(parents=True)
-    told = {
-        "digest": first.digest,
-        "label": first.label,
-        "error": "UploadRefused",
-        "commit": {"id": "a" * 40, "clean": True},
-    }
+    told = {"digest": first.digest, "label": first.label, "error": "UploadRefused"}
+    told |= {"commit": {"id": "a" * 40, "clean": True}}
     (kept / f"{first.digest}.json").write_text(json.dumps(told))
     (here / f"{second.digest}.json").write_text(json.dumps({"error": "OSError: disk full\nmore", "by_machine": True}))
     (place / "page.md").write_text(BLOCK.format("small same"))

@@ -28,6 +28,7 @@ def whole(run: PlannedRun, metric: str, scores: Mapping[str, float]) -> dict[str
         "probes": {"best": {}, "last": {}}, "clients_at_end": {}, "categories": {}, "ranks": {"a": 8}, "bytes": {},
         "commit": {"id": "c" * 40, "clean": True},
         "machine": {"device": "cpu", "architecture": "x86_64", "cpus": 2, "threads": 1},
+        **({"files": dict(run.files)} if run.files else {}),
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def check_content(
     of it was.
 
     Raises:
-        ConfigError: profile, spreads, numbers of seeds or rates of the plan are others than claims, pilot and search give.
+        ConfigError: profile, spreads, seeds or rates of the plan are others than claims, pilot and search give.
     """
     families = claims.of(experiment.name)
     first = next(iter(families.values()))
@@ -86,7 +86,7 @@ def _alike(a: object, b: object) -> bool:
 
 def _refuse(experiment: Experiment, what: str, there: object, here: object) -> None:
     raise ConfigError(
-        f"the plan of {experiment.name} says {what} = {there!r:.80}, and its pilot, its search and its families give {here!r:.80}: "
-        f"the plan or their results were changed. Restore the changed ones (git), or plan again (fedlora experiment "
-        f"plan {experiment.name} --again), which the plan will show."
+        f"the plan of {experiment.name} says {what} = {there!r:.80}, and its pilot, its search and its families give "
+        f"{here!r:.80}: the plan or their results were changed. Restore them (git), or plan again (fedlora experiment plan "
+        f"{experiment.name} --again), which the plan will show."
     )

@@ -50,8 +50,8 @@ class Keeper(Protocol):
     def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
         """Digest -> result; with `unclean`, also those of a changed checkout."""
 
-    def keep(self, run: PlannedRun, wall_seconds: float) -> None:
-        """Note a finished run."""
+    def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
+        """Note a finished run. wall_seconds: of its training; None where it was trained before."""
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
         """Note a failed run."""
@@ -101,7 +101,10 @@ class Places:
         found = failures.reported(self.work / "failures", machine=True)
         return {digest: why for digest, why in found.items() if digest not in known}
 
-    def keep(self, run: PlannedRun, wall_seconds: float) -> None:
+    def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
+        if wall_seconds is None:
+            known = self.finished(unclean=True).get(run.digest)
+            wall_seconds = known.raw["wall_seconds"] if known is not None else 0.0
         result = summarise(self.folder(run), wall_seconds)
         # As it was planned, so that neither the result nor what finds it depends on where files and ledger were.
         result |= {"digest": run.digest, "config": json.loads(named(run.config).canonical())}
@@ -260,10 +263,12 @@ def _short_digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _trained(prepared: Prepared, folder: RunFolder) -> bool:
+def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
     """Whether the run is whole already: then its numbers stay those of the code that made them. Raises
     `CheckpointError` where it is of other data or another model than there are now."""
-    if prepared.config.privacy is not None or not folder.finished() or resuming.changes(folder, prepared.config):
+    if prepared.config.privacy is not None or not folder.finished():
+        return False
+    if resuming.changes(folder, prepared.config) and not run.files:  # with files of one's own these may have moved
         return False
     resuming.check_content(folder, prepared.manifest)
     return True
@@ -286,14 +291,15 @@ def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
         folder = places.folder(run)
         prepared = prepare(with_ledger(run.config, str(folder.path / LEDGER)), places.data_root)
         _check_unchanged(run)
-        if not _trained(prepared, folder):
+        trained = _trained(run, prepared, folder)
+        if not trained:
             note(folder, prepared.manifest)
             for record in execute(prepared, folder, resume=True):
                 if tick is not None:
                     tick(run, record.round)
         if run.mergers:
             _merge(run, prepared, places)
-        places.keep(run, time.perf_counter() - began)
+        places.keep(run, None if trained else time.perf_counter() - began)
     except Exception as error:  # one failing run must not end the others
         _note(places, run, error)
         unfit = prepared is None and isinstance(error, FedLoRAError) and not isinstance(error, DataError)
