@@ -83,6 +83,23 @@ def test_a_changed_result_is_named_with_its_key_and_value(place: Path, keys: str
     assert says in said and str(path) in said and "Restore the file" in said and len(said) < 1000
 
 
+def test_test_scores_agree_with_what_else_tells_of_them(place: Path) -> None:
+    """The best round is the last one: one state, one score. Three of four right is an accuracy of 0.75."""
+    path = next((place / "results" / "runs").glob("*.json"))
+    changed(path, "best_round", 2)
+    read_results(path.parent)
+    changed(path, "test/best/loss", 0.123)
+    with pytest.raises(CheckpointError, match=r"test.best is .* and test.last, of the same round"):
+        read_results(path.parent)
+    changed(path, "best_round", 1)
+    read_results(path.parent)
+    changed(path, "confusion", {"classes": ["a", "b"], "last": [[2, 1], [0, 1]]})
+    with pytest.raises(CheckpointError, match=r"confusion.last counts 0.75"):
+        read_results(path.parent)
+    changed(path, "test/last/accuracy", 0.75)
+    read_results(path.parent)
+
+
 NO_JSON = {
     "not UTF-8": (b'{"digest": "\xff"}', "it is not UTF-8"),
     "nested": (b"[" * 100_000, "nested too deeply"),
@@ -165,6 +182,7 @@ def test_links_in_a_circle_folders_and_pipes_are_one_line(place: Path, main: Cal
         ("rates", [1], "rates.0 is 1"),
         ("looks", [{"at": "now", "there": [4], "of": 4}], "looks.0.at is 'now'"),
         ("looks", [{"at": "2026-11-23T00:00:00+00:00", "there": 4, "of": 4}], "looks.0.there is 4"),
+        ("looks", [{"at": "2026-11-23T00:00:00+00:00", "there": [1], "of": 1}], "looks.0 saw [1] of 1 seeds, and 4"),
         ("written", 5, "written is 5"),
         ("profile", "pilot", "says profile = 'pilot'"),
         ("before", [{}], "before.0: "),

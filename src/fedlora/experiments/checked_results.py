@@ -121,8 +121,16 @@ class Spent(Stored):
     clip: Size
 
 
-class Classes(Stored):
+class Confusion(Stored):
+    """last: after the last round on the test set; a row is a true class."""
+
     classes: list[str]
+    last: list[list[Count]] | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        total = sum(map(sum, self.last or []))
+        return sum(row[k] for k, row in enumerate(self.last or []) if k < len(row)) / total if total else None
 
 
 class Data(Stored):
@@ -151,7 +159,7 @@ class ResultFile(Stored):
     wall_seconds: Size
     padded_error: Size | None = None
     gauge_drift: dict[str, Size | None] | None = None
-    confusion: Classes | None = None
+    confusion: Confusion | None = None
     data: Data | None = None
     privacy: Spent | None = None
     commit: Commit | None
@@ -192,6 +200,11 @@ class ResultFile(Stored):
             _same(f"validation.last.{self.metric}", last, measured[max(measured)][self.metric], "that of history")
         if self.best_round in measured:
             _same(f"validation.best.{self.metric}", best, measured[self.best_round][self.metric], "that of best_round")
+        if self.best_round == len(self.history) and self.history:
+            _same("test.best", self.test.best, self.test.last, "test.last, of the same round,")
+        counted, told = self.confusion and self.confusion.accuracy, self.test.last.get("accuracy")
+        if counted is not None and told is not None and abs(counted - told) > 1e-5:
+            raise ValueError(f"test.last.accuracy is {told:g}, and confusion.last counts {counted:g}")
 
     def _parts_agree(self) -> None:
         if self.parts is None:

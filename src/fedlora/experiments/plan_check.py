@@ -87,6 +87,6 @@ def _alike(a: object, b: object) -> bool:
 def _refuse(experiment: Experiment, what: str, there: object, here: object) -> None:
     raise ConfigError(
         f"the plan of {experiment.name} says {what} = {there!r:.80}, and its pilot, its search and its families give "
-        f"{here!r:.80}: the plan or their results were changed. Restore them (git), or plan again (fedlora experiment plan "
-        f"{experiment.name} --again), which the plan will show."
+        f"{here!r:.80}: the plan or they were changed. Restore them (git), or plan again (fedlora experiment "
+        f"plan {experiment.name} --again), which the plan will show."
     )

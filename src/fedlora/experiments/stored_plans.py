@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.checked_results import Commit, Count, Name, Size
@@ -62,6 +62,16 @@ class PlanFile(Stored):
         if len(set(seeds)) < max(2, len(seeds)) or min(seeds) < 0:
             raise ValueError(f"{shown(seeds)}, and they have to be two or more different whole numbers")
         return seeds
+
+    @model_validator(mode="after")
+    def _looks(self) -> PlanFile:
+        """A look is at the plan's own seeds: another number would make an early one a whole one."""
+        for number, look in enumerate(self.looks):
+            if look.of != len(self.seeds) or max(look.there) > look.of:
+                raise ValueError(
+                    f"looks.{number} saw {shown(look.there)} of {look.of} seeds, and {len(self.seeds)} are planned"
+                )
+        return self
 
 
 def read_stored_plan(path: Path) -> dict[str, Any]:
