@@ -202,7 +202,8 @@ class ResultFile(Stored):
             _same(f"validation.best.{self.metric}", best, measured[self.best_round][self.metric], "that of best_round")
         if self.best_round == len(self.history) and self.history:
             _same("test.best", self.test.best, self.test.last, "test.last, of the same round,")
-        counted, told = self.confusion and self.confusion.accuracy, self.test.last.get("accuracy")
+        counted = None if self.confusion is None else self.confusion.accuracy
+        told = self.test.last.get("accuracy")
         if counted is not None and told is not None and abs(counted - told) > 1e-5:
             raise ValueError(f"test.last.accuracy is {told:g}, and confusion.last counts {counted:g}")
 

@@ -261,7 +261,7 @@ def unclean_lines(results: Iterable[Result]) -> list[str]:
 def _commit_words(commit: Mapping[str, Any] | None, digits: int) -> str:
     if commit is None:
         return "unknown"
-    return commit["id"][:digits] + ("" if is_clean(commit) else " with changes")
+    return str(commit["id"])[:digits] + ("" if is_clean(commit) else " with changes")
 
 
 def _rounded(value: Any) -> Any:
