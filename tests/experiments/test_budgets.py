@@ -5,9 +5,7 @@ Kinds: oracle, hostile, end-to-end. Results are made up here, with numbers whose
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,7 @@ from fedlora.experiments.plan import mains
 from fedlora.experiments.results import Result, write_result
 from fedlora.experiments.spec import Experiment, load_experiment
 from support.command_line import invoke
+from support.made_results import whole
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if "\n<!-- filled: " in p.read_text(encoding="utf-8")]
@@ -56,14 +55,8 @@ def stored(experiment: Experiment) -> dict[str, Result]:
     """Accuracy 0.7 and 0.8 on the two seeds everywhere, log-loss 0.5; epsilon 7.9912 where there is privacy."""
     found = {}
     for run in mains(experiment, "mini", {}):
-        raw: dict[str, Any] = {
-            "digest": run.digest,
-            "config": json.loads(run.config.canonical()),
-            "metric": "accuracy",
-            "commit": {"id": "abcdef0123", "clean": True},
-            "machine": {"device": "cpu", "architecture": "x86_64"},
-            "test": {"last": {"accuracy": 0.7 + 0.1 * run.seed, "loss": 0.5}},
-        }
+        raw = whole(run, "accuracy", {"accuracy": 0.7 + 0.1 * run.seed, "loss": 0.5})
+        raw["commit"] = {"id": "abcdef0123", "clean": True}
         if run.config.privacy is not None:
             raw["privacy"] = {
                 "epsilon_planned": 7.9912 if run.cell["epsilon"] == "8" else 40658.0,

@@ -27,6 +27,7 @@ from fedlora.runs.config import parse_config
 from fedlora.runs.own_files import contents, digest_of
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.made_results import whole
 from support.training_data import classification, save_encoder
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -282,11 +283,13 @@ def test_scores_by_name() -> None:
     assert r.rounds_to(0.9) == r.score("rounds to 0.9") == 2 and r.score("rounds to 0.95") is None
 
 
-def test_results_round_trip_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    path = write_result(tmp_path, {"digest": "abc", "x": 1 / 3})
-    assert read_results(tmp_path)["abc"].raw["x"] == 0.333333
+def test_results_round_trip_and_a_damaged_one_is_refused(experiment: Experiment, tmp_path: Path) -> None:
+    run = mains(experiment, "one", {})[0]
+    raw = whole(run, "accuracy", {"accuracy": 0.5, "loss": 1.0})
+    path = write_result(tmp_path, {**raw, "wall_seconds": 1 / 3})
+    assert read_results(tmp_path)[run.digest].raw["wall_seconds"] == 0.333333
     path.rename(tmp_path / "other.json")
-    with pytest.raises(CheckpointError, match=r"other.json cannot be used: it holds the result of abc"):
+    with pytest.raises(CheckpointError, match=f"other.json cannot be used: it holds the result of '{run.digest}'"):
         read_results(tmp_path)
     (tmp_path / "other.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be used"):
@@ -360,6 +363,32 @@ def test_results_of_a_changed_checkout_stay_apart(
     clean = replace(places, results=tmp_path / "clean", work=tmp_path / "work2")
     list(run_all(missing(experiment, "one", clean)[:1], clean))
     assert len(clean.finished()) == 1
+
+
+def test_a_run_that_goes_on_in_a_changed_checkout_is_unclean(
+    experiment: Experiment, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after the first of two rounds, at a commit; gone on with changes. Both are told, and it lands apart."""
+    profile = experiment.profiles["one"].model_copy(update={"set": {"run.rounds": 2, "run.checkpoint_every": 1}})
+    longer = experiment.model_copy(update={"profiles": {"one": profile}})
+    longer._folder = experiment.folder
+    places = Places(tmp_path / "results", tmp_path / "work", data_root)
+    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
+
+    def stop(_: object, round: int) -> None:
+        if round == 1:
+            raise KeyboardInterrupt
+
+    (run, *_) = missing(longer, "one", places)
+    with pytest.raises(KeyboardInterrupt):
+        list(run_all([run], places, tick=stop))
+    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "b" * 40, "clean": False})
+    assert [outcome.error for outcome in run_all([run], places)] == [None]
+    assert places.finished() == {}
+    found = places.finished(unclean=True)[run.digest]
+    assert [(part["after"], part["commit"]["id"][0]) for part in found.raw["parts"]] == [(0, "a"), (1, "b")]
+    assert not found.clean and found.commits(3) == ["aaa", "bbb with changes"]
+    assert found.raw["commit"] == {"id": "a" * 40, "clean": False}
 
 
 def test_a_failing_run_is_kept_apart_and_the_others_go_on(

@@ -3,6 +3,8 @@ float64), end-to-end."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,9 +107,11 @@ def experiment(folder: Path) -> Experiment:
 def places(folder: Path, experiment: Experiment) -> Places:
     """After the search and the run that it decided."""
     places = Places(folder / "results", folder / "work", None)
-    for _ in range(2):
-        for outcome in run_all(missing(experiment, "mini", places), places):
-            assert outcome.error is None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
+        for _ in range(2):
+            for outcome in run_all(missing(experiment, "mini", places), places):
+                assert outcome.error is None
     return places
 
 
@@ -291,3 +295,47 @@ def test_own_starts_refuse_trained_adapters() -> None:
     A = own_start(fresh, 0, "a").modules["q"].factors[1]
     assert float(A.abs().max()) <= 0.5 and not torch.equal(A, own_start(fresh, 0, "b").modules["q"].factors[1])
     assert torch.equal(A, own_start(fresh, 0, "a").modules["q"].factors[1])
+
+
+def added(folder: Path, name: str, more: str) -> Experiment:
+    """The experiment with another label."""
+    (folder / f"{name}.toml").write_text((folder / "once.toml").read_text().replace("[tune]", f"{more}\n[tune]"))
+    return load_experiment(folder / f"{name}.toml")
+
+
+def test_a_merger_of_other_code_has_that_code_s_commit(
+    folder: Path, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training at commit a; a label of a changed checkout lands apart and changes no clean file; one of the clean
+    commit c lands there, with both commits. Nothing is trained or measured again."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    mine = Places(copy / "results", copy / "work", None)
+    before = {path.name: path.read_bytes() for path in mine.results.glob("*.json")}
+    monkeypatch.setattr("fedlora.runs.execution.execute", lambda *_, **__: pytest.fail("run again"))
+    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "b" * 40, "clean": False})
+    fifth = added(copy, "fifth", 'fifth = { name = "glora", rho = 0.2 }')
+    todo = missing(fifth, "mini", mine)
+    assert todo and all(outcome.error is None for outcome in run_all(todo, mine))
+    assert before == {path.name: path.read_bytes() for path in mine.results.glob("*.json")}
+    settings = {"name": "glora", "rho": 0.2}
+    for run in todo:
+        assert mine.finished()[run.digest].merged("fifth", settings) is None
+        changed = mine.finished(unclean=True)[run.digest].merged("fifth", settings)
+        assert changed is not None and not changed.clean
+        assert changed.commits(7) == ["aaaaaaa", "bbbbbbb with changes"]
+    assert all(run.searching is False for run in missing(fifth, "mini", mine)), "the search is done, changed or not"
+
+    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "c" * 40, "clean": True})
+    sixth = added(copy, "sixth", 'fifth = { name = "glora", rho = 0.4 }')  # the label of the other file, another merger
+    todo = missing(sixth, "mini", mine)
+    assert todo and all(outcome.error is None for outcome in run_all(todo, mine))
+    for run in todo:
+        clean = mine.finished()[run.digest]
+        now, then = (clean.merged("fifth", {"name": "glora", "rho": rho}) for rho in (0.4, 0.2))
+        assert now is not None and now.clean and now.commits(7) == ["aaaaaaa", "ccccccc"] and then is None
+        kept = mine.finished(unclean=True)[run.digest]
+        assert kept.merged("fifth", settings) is not None and kept.merged("half", {"name": "glora", "rho": 0.5})
+        old = json.loads(before[f"{run.digest}.json"])
+        assert {key: clean.raw[key] for key in ("test", "validation", "commit")} == {
+            key: old[key] for key in ("test", "validation", "commit")
+        }

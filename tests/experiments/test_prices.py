@@ -18,6 +18,7 @@ from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.runs.attack_words import attacks_of
 from support.command_line import invoke
+from support.made_results import whole
 
 ROOT = Path(__file__).parents[2]
 GRID = """
@@ -61,8 +62,7 @@ def results(experiment: Experiment) -> dict[str, Result]:
     for run in mains(experiment, "mini", {}):
         loss = LOSS[run.cell["rule"], run.cell["attack"]][run.seed]
         scores = {"loss": loss, "accuracy": 1 - loss / 2}
-        raw = {"metric": "accuracy", "test": {"last": scores}, "config": run.config.model_dump(mode="json")}
-        found[run.digest] = Result(run.digest, raw)
+        found[run.digest] = Result(run.digest, whole(run, "accuracy", scores))
     return found
 
 
@@ -149,14 +149,8 @@ def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(gr
     """Both with the prices; the page of an experiment without attacks says nothing of them."""
     pytest.importorskip("jinja2")
     places = Places(tmp_path / "results", tmp_path / "work", None)
-    for digest, found in results(grid).items():
-        scores = found.raw["test"]["last"]
-        history = [{"round": k, "metrics": scores, "losses": {"a": 1.0}} for k in (1, 2)]
-        write_result(places.results, {
-            **found.raw, "digest": digest, "history": history, "validation": {"last": scores, "best": scores},
-            "probes": {}, "clients_at_end": {}, "commit": {"id": "a" * 40, "clean": True},
-            "machine": {"device": "cpu", "architecture": "x", "cpus": 1, "threads": 1},
-        })  # fmt: skip
+    for found in results(grid).values():
+        write_result(places.results, found.raw)
     write_report(tmp_path / "r.html", [grid], "mini", places.finished(), tmp_path / "none.toml")
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "Under attack, on purpose: sign-flip by 20% of the clients." in page

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fedlora.experiments.plan import PlannedRun, mains, searches
 from fedlora.experiments.results import read_results, write_result
@@ -13,6 +14,22 @@ from fedlora.experiments.spec import Experiment
 
 ERRORS = {"factor averages": 0.6, "GLoRA 0.25": 0.5}  # label -> relative error of its mean update, on seed 0
 Rule = Callable[[str, str, int], float]  # label, set-up, seed -> log-loss on the test set
+
+
+def whole(run: PlannedRun, metric: str, scores: Mapping[str, float]) -> dict[str, Any]:
+    """A result of the run with all that a result has: these scores on each set in each round."""
+    rounds = range(1, run.config.run.rounds + 1)
+    return {
+        "digest": run.digest, "config": json.loads(run.config.canonical()), "metric": metric, "target": "server",
+        "method": run.config.method.name, "wall_seconds": 40.0,
+        "history": [{"round": k, "metrics": dict(scores), "losses": {"a": 1.0}} for k in rounds],
+        "validation": {"best": dict(scores), "last": dict(scores)},
+        "test": {"best": dict(scores), "last": dict(scores)},
+        "probes": {"best": {}, "last": {}}, "clients_at_end": {}, "categories": {}, "ranks": {"a": 8}, "bytes": {},
+        "commit": {"id": "c" * 40, "clean": True},
+        "machine": {"device": "cpu", "architecture": "x86_64", "cpus": 2, "threads": 1},
+        **({"files": dict(run.files)} if run.files else {}),
+    }  # fmt: skip
 
 
 def by_effects(effects: Mapping[tuple[str, str], float], noise: float) -> Rule:
@@ -50,18 +67,14 @@ def _result(experiment: Experiment, run: PlannedRun, loss: Rule, before: Mapping
         if "name" in merger:
             mergers[label]["error"] = ERRORS.get(label, 0.0) + 0.01 * run.seed
     rounds, every, method = run.config.run.rounds, run.config.evaluate.every, run.config.method.name
-    return {
-        "digest": run.digest, "metric": "loss", "config": json.loads(run.config.canonical()), "wall_seconds": 40.0,
+    return whole(run, "loss", mine) | {
         "history": [
-            {"round": k, "metrics": {"loss": mine["loss"] + 0.1 * (1 / k - 1 / rounds)} if k % every == 0 else {}}
+            {"round": k, "losses": {"a": 1.0},
+             "metrics": {"loss": mine["loss"] + 0.1 * (1 / k - 1 / rounds)} if k % every == 0 else {}}
             for k in range(1, rounds + 1)
         ],
-        "confusion": {"classes": ["negative", "positive"]}, "method": method, "padded_error": 0.2 + 0.01 * run.seed,
+        "confusion": {"classes": ["negative", "positive"]}, "padded_error": 0.2 + 0.01 * run.seed,
         "gauge_drift": {"padded-average": 1.0 + 0.01 * run.seed, method: 3e-15} | (
             {method: 1.0 + 0.01 * run.seed} if method == "padded-average" else {}),
-        "validation": {"best": mine, "last": mine}, "test": {"best": mine, "last": mine},
-        "probes": {"best": {}, "last": {}}, "clients_at_end": {}, "categories": {}, "ranks": {"a": 8}, "bytes": {},
-        "commit": {"id": "c" * 40, "clean": True}, "target": "server",
-        "machine": {"device": "cpu", "architecture": "x86_64", "cpus": 2, "threads": 1},
         **({"mergers": mergers} if mergers else {}),
     }  # fmt: skip

@@ -114,7 +114,7 @@ def main() -> None:
             from fedlora.cli.keys import meant
 
             if line := meant(error):
-                error.message, error.possibilities = f"{error.message} {line}", None
+                error = click.UsageError(f"{error.message} {line}", error.ctx)
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):

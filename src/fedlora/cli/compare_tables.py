@@ -157,8 +157,8 @@ def value(found: Found, failures: Sequence[Failure]) -> dict[str, Any]:
 
 
 _NOT_OF_THE_SUMMARY = {
-    "digest", "config", "consensus", "history", "wall_seconds", "commit", "versions", "machine", "data", "categories",
-    "ranks", "model_sha256",
+    "digest", "config", "consensus", "history", "wall_seconds", "commit", "parts", "versions", "machine", "data",
+    "categories", "ranks", "model_sha256",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from fedlora.cli.experiment_files import (
     ProfileName,
     Results,
     Work,
+    beside,
     load_all,
     load_named,
     tell,
@@ -38,17 +39,17 @@ from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
 from fedlora.experiments.claims import load_claims
-from fedlora.experiments.looks import note_look, path_of, read_plan
 from fedlora.experiments.numbers import parse_number, titled
 from fedlora.experiments.other_files import missing_files, other_files
-from fedlora.experiments.pages import Stored, asked_of, filled, read_page
+from fedlora.experiments.pages import Stored, asked_of, failed_here, filled, read_page
 from fedlora.experiments.plan import PlannedRun, check_number, chosen_value, dead_end, mains, searches, worst_values
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
-from fedlora.experiments.results import Result
+from fedlora.experiments.results import Result, unclean_lines
 from fedlora.experiments.runner import Outcome, Places, missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import measured_by, paired, score_cells
+from fedlora.experiments.waiting import note_early, open_plans
 from fedlora.runs.attack_words import attacks_of
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and what came of them.", no_args_is_help=True)
@@ -124,10 +125,11 @@ def run(
 
 
 @app.command()
-def retry(work: Work = WORK) -> None:
+def retry(results: Results = RESULTS, work: Work = WORK) -> None:
     """Forget failures, so that the next `run` tries those runs again."""
     found = sorted((work / "failures").glob("*.json"))
     for path in found:
+        (Places(results, work, None).failures / path.name).unlink(missing_ok=True)
         path.unlink()
     notes.print(f"{len(found)} failures forgotten")
 
@@ -208,7 +210,10 @@ def show_table(
     loud = " ".join(remarks)
     remarks += [*direction(which, cells), *_of_searches(experiment, profile, places, done)]
     remarks += widen_lines(experiment, profile, cells)
-    remarks += _looked(experiment, profile, places, min((len(c.scores) for c in cells), default=0))
+    used = {run.digest: result for run in runs if (result := run.result(done)) is not None}
+    remarks += unclean_lines(used.values())
+    known = beside(experiment, experiments)
+    remarks += note_early(open_plans(results, known, done, given_up), {*used}, "table")
     remarks += other_files(missing(experiment, profile, places, None, given_up), done)
     value = {
         "metric": which, "score": measured, "cells": [cell_value(c) for c in cells],
@@ -237,14 +242,17 @@ def fill(
 ) -> None:
     """Write tables into Markdown pages, between <!-- filled: EXPERIMENT PROFILE KIND --> and <!-- end -->."""
     there(claims)
+    places = Places(results, work, None)
     stored = Stored.read(experiments, results, claims)
     found = [(page, text, filled(text, stored)) for page in pages for text in [read_page(page)]]
     for page, text, new in found:
         if new != text:
             files.write(page.resolve(), new)  # a link stays one
         notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)
-    shown = dict.fromkeys(pair for _, text, _ in found for pair in asked_of(text))
-    tell_left_out(Places(results, work, None), [(load_named(name, experiments), profile) for name, profile in shown])
+    asked = dict.fromkeys(pair for _, text, _ in found for pair in asked_of(text))
+    places = Places(results, work, None)
+    tell_left_out(places, [(load_named(name, experiments), profile) for name, profile in asked])
+    tell(failed_here(asked, stored, places.reports()))
 
 
 @app.command()
@@ -262,28 +270,18 @@ def report(
         raise ConfigError(f"there are no experiments in {experiments}.")
     places = Places(results, work, None)
     tell_left_out(places, [(one, name) for one in loaded for name in one.profiles])
-    decided = read_answers(load_claims(claims), loaded, places) if there(claims) else None
+    decided, past = read_answers(load_claims(claims), loaded, places) if there(claims) else (None, {})
+    done, failed = places.finished(), places.given_up()
+    waiting = open_plans(results, loaded, done, failed)
     write_report(
-        out, loaded, profile, places.finished(), experiments / "paper_numbers.toml", places.given_up(), decided
-    )
+        out, loaded, profile, done, experiments / "paper_numbers.toml", failed, decided,
+        {digest for one in waiting for digest in one.digests}, past,
+    )  # fmt: skip
+    tell([f"not shown: {one.words}, and nothing of it is shown before all of them are." for one in waiting])
     notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
 
 
 # -------------------------------------------------------------------------------------------------------- inside
-
-
-def _looked(experiment: Experiment, profile: str, places: Places, seeds: int) -> list[str]:
-    """A look at what a plan waits for is noted in it, and said."""
-    path = path_of(places.results, experiment.name)
-    if not path.is_file():
-        return []
-    plan = read_plan(path)
-    if profile != plan["profile"] or seeds >= len(plan["seeds"]):
-        return []
-    note_look(path, plan, [seeds], by="table")
-    return [
-        f"A look before its time, noted in {path}: {len(plan['seeds'])} seeds are planned, {seeds} of each are there."
-    ]
 
 
 def _of_searches(experiment: Experiment, profile: str, places: Places, results: Mapping[str, Result]) -> list[str]:

@@ -37,8 +37,22 @@ from fedlora.experiments.decision_words import (
 )
 from fedlora.experiments.decisions import Answers, answers_from, read_scores
 from fedlora.experiments.digits import shown
-from fedlora.experiments.looks import check_plan, history, make_plan, note_look, path_of, read_plan, runs_of, write_plan
+from fedlora.experiments.looks import (
+    check_plan,
+    history,
+    is_planned,
+    make_plan,
+    not_noted,
+    note_look,
+    path_of,
+    read_plan,
+    runs_of,
+    write_plan,
+)
+from fedlora.experiments.plan import mains
+from fedlora.experiments.plan_check import check_content
 from fedlora.experiments.power import per_cent, powers
+from fedlora.experiments.results import unclean_lines
 from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.manifest import commit_of_code
@@ -63,9 +77,14 @@ def plan_seeds(
         pilot = next((family.pilot for family in families.values()), "pilot")
         tell_left_out(places, [(experiment, pilot)] if pilot in experiment.profiles else [])
         scores = read_scores(experiment, pilot, done, failed) if families else {}
-        plan = make_plan(asked, experiment, known, scores, done, commit_of_code(), failed)
+        plan = make_plan(
+            asked, experiment, known, scores, done, commit_of_code(), failed, places.finished(unclean=True)
+        )
         path = path_of(results, experiment.name)
         write_plan(path, plan, again=again)
+        if plan["results"]["there"]:
+            tell([f"{plan['results']['there']} of the {plan['results']['of']} planned runs are there already. Verdicts "
+                  f"will say so: a plan that is written after its runs were seen plans nothing."])  # fmt: skip
         seeds = len(plan["seeds"])
         sheet = Sheet(
             f"{experiment.name}: {seeds} seeds ({plan['seeds'][0]} to {plan['seeds'][-1]}), in {path}",
@@ -131,8 +150,13 @@ def decide(
         if not asked.of(experiment.name):
             raise ConfigError(f"no family of {claims} asks the experiment {experiment.name}.")
         tell_left_out(places, [(experiment, family.profile) for family in list(asked.of(experiment.name).values())[:1]])
-        past += history(read_plan(path_of(places.results, experiment.name)))  # before this look
+        plan = read_plan(path_of(places.results, experiment.name))
+        past += [*history(plan), *not_noted(plan)]  # before this look
         found += answers_of(asked, experiment, loaded, places)
+        done, failed = places.finished(), places.given_up()
+        past += check_content(plan, asked, experiment, done, failed)
+        past += unclean_lines(result for run in mains(experiment, plan["profile"], done, failed)
+                              if run.seed in plan["seeds"] and (result := run.result(done)) is not None)  # fmt: skip
     sheets = [Sheet(title(one), headings(one.family), rows(one), names=2) for one in found]
     value = {"alpha": asked.alpha, "history": past, "families": [plain_answers(one) for one in found]}
     lines = [
@@ -147,13 +171,18 @@ def _in_unit(family: Family, value: float) -> str:
     return f"{factor * value:.{digits}f} {words.partition(', ')[2]}"
 
 
-def read_answers(claims: Claims, loaded: Sequence[Experiment], places: Places) -> tuple[Claims, list[Answers]]:
-    """Every family of every experiment that has a plan, for the page."""
+def read_answers(
+    claims: Claims, loaded: Sequence[Experiment], places: Places
+) -> tuple[tuple[Claims, list[Answers]], dict[str, list[str]]]:
+    """Every family of every experiment that has a plan, for the page; and experiment -> how its verdicts came about."""
     found: list[Answers] = []
+    past: dict[str, list[str]] = {}
     for experiment in loaded:
-        if claims.of(experiment.name) and path_of(places.results, experiment.name).is_file():
+        if claims.of(experiment.name) and is_planned(path_of(places.results, experiment.name)):
+            plan = read_plan(path_of(places.results, experiment.name))
+            past[experiment.name] = [*history(plan), *not_noted(plan)]  # before this look
             found += answers_of(claims, experiment, loaded, places)
-    return claims, found
+    return (claims, found), past
 
 
 def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places) -> list[Answers]:
@@ -165,6 +194,7 @@ def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experime
     done, failed = places.finished(), places.given_up()
     runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
     check_plan(plan, claims, experiment.name, runs)
+    check_content(plan, claims, experiment, done, failed)
     found = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
     note_look(path, plan, [one.there for one in found])
     return found

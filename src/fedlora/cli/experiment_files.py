@@ -40,6 +40,11 @@ def load_all(folder: Path) -> list[Experiment]:
     return [load_experiment(path) for path in sorted(folder.glob("*.toml")) if path.stem != "paper_numbers"]
 
 
+def beside(experiment: Experiment, folder: Path) -> list[Experiment]:
+    """The experiment, which may be of another place, and every other one of the folder."""
+    return [*(each for each in load_all(folder) if each.name != experiment.name), experiment]
+
+
 def there(claims: Path) -> bool:
     """Whether there are claims. The default file may be missing: a project of one's own need not ask anything. Raises
     `ConfigError` for a named file that is not there."""

@@ -18,6 +18,7 @@ from fedlora.cli.experiment_files import (
     ProfileName,
     Results,
     Work,
+    beside,
     load_all,
     load_named,
     tell_left_out,
@@ -30,7 +31,9 @@ from fedlora.experiments.claims import load_claims
 from fedlora.experiments.decision_page import planned
 from fedlora.experiments.decision_words import by_score, margins
 from fedlora.experiments.decisions import Answers
+from fedlora.experiments.plan import mains
 from fedlora.experiments.runner import Places
+from fedlora.experiments.waiting import awaited, open_plans
 
 
 def draw(
@@ -44,7 +47,7 @@ def draw(
 ) -> None:
     """Curves over rounds, or dots of merged runs, a panel a set-up; with `budgets`, scores by epsilon; of what
     docs/claims.toml asks the heat map, and the panels in NAME-setups.png."""
-    experiment = load_named(name, experiments)
+    experiment = loaded = load_named(name, experiments)
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
     places = Places(results, work, None)
     tell_left_out(places, [(experiment, profile)])
@@ -61,6 +64,9 @@ def draw(
                 f"--profile {profile}"
             )
         experiment = planned(experiment, profile, decided[0].wanted)
+    shown = {run.digest for run in mains(experiment, profile, done, given_up) if run.digest in done}
+    for one in awaited(open_plans(results, beside(loaded, experiments), done, given_up), shown):
+        raise ConfigError(f"{one.words} ({one.path}), and nothing of these runs is drawn before all of them are.")
 
     def pictures() -> list[Path]:
         from fedlora.experiments.budget_plot import plot_budgets

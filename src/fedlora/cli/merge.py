@@ -88,6 +88,7 @@ def merge(
 ) -> None:
     """Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank."""
     from fedlora.adapters import merging
+    from fedlora.adapters.merge_result import Place, Result
     from fedlora.cli.method_names import parse_defence
     from fedlora.offline.rounds import merge_round
 
@@ -110,8 +111,8 @@ def merge(
             raise ConfigError(
                 "--sum and --weight-map are for merges without --method, --state, --readout and --defence."
             )
-        wanted = merging.Result(rank, heads, drop or (), dtype, ranks, serve, max_error, dry_run)
-        place = merging.Place(target, force=force, inputs=adapters)
+        wanted = Result(rank, heads, drop or (), dtype, ranks, serve, max_error, dry_run)
+        place = Place(target, force=force, inputs=adapters)
         place.check()
         given, said = merging.collected(
             adapters, counts, weights_from, missing, heads=heads, drop=drop or (), same_base=same_base,

@@ -33,7 +33,7 @@ def reservations(kind: str, source: Source) -> list[str]:
     if kind in ("seeds", "rates"):
         return []
     experiment = source.experiment
-    of = used(experiment, source.profile, source.results, seeds=_planned_seeds(source))
+    of = used(experiment, source.profile, source.results, source.failed, _planned_seeds(source))
     number = {"scores": source.words, "steps": source.words, "differences": source.reference_and_number[1]}.get(
         kind, ""
     )

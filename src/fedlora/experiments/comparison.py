@@ -113,7 +113,7 @@ class ComparedRuns:
                 done.setdefault(digest, Result(digest, _summarised(folder)))
         return done
 
-    def keep(self, run: PlannedRun, wall_seconds: float) -> None:
+    def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
         """The run's folder is its result."""
         self._failure(run).unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ Its numbers are those of `decisions`, `decision_words` and `tables`. Nothing her
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fedlora.experiments.claims import Claims, setup_axis
@@ -40,14 +41,17 @@ def decided_part(
     experiments: Mapping[str, Experiment],
     results: Mapping[str, Result],
     failed: Mapping[str, str],
+    past: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What page/decided.html shows. found: every family that has a plan."""
+    """What page/decided.html shows. found: every family that has a plan. past: experiment -> how its verdicts came
+    about, as `looks.history` tells it."""
     asked = dict.fromkeys(family.experiment for family in claims.families.values())
     parts = []
     for name in asked:
         if name in experiments:
             mine = [one for one in found if one.family.experiment == name]
-            parts.append(_experiment(claims, experiments[name], mine, results, failed))
+            part = _experiment(claims, experiments[name], mine, results, failed)
+            parts.append(part | {"remarks": [*part["remarks"], *past.get(name, [])]})
     return {"alpha": claims.alpha, "claims": claim_rows(claims, found), "experiments": parts}
 
 

@@ -48,7 +48,7 @@ def head_alone(
     shares = [1.0] if apart is None else list(apart.values())
     classes = list(range(len(parts[0].label_names)))
     for name, part in zip(apart or (), parts, strict=False):
-        if lacking := sorted(set(classes) - set(part.labels)):
+        if lacking := sorted(set(classes) - set(part.labels or ())):
             raise ConfigError(
                 f"the control 'heads apart': the client {name} has no example of class {lacking[0]} among its "
                 f"{len(part)}, and its head cannot be trained to an optimum. Take less skewed labels, or 'head alone'."
@@ -57,7 +57,7 @@ def head_alone(
         "validation": TextData.concat(list(dealt.validation.values())),
         "test": TextData.concat(list(dealt.test.values())),
     }
-    train = [(_features(prepared, part), part.labels) for part in parts]
+    train = [(_features(prepared, part), part.labels or ()) for part in parts]
     features = {name: _features(prepared, data) for name, data in held.items()}
     best: tuple[float, float, Any] = (math.inf, 0.0, None)
     for strength in STRENGTHS:

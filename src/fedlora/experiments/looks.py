@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from fedlora.experiments.decisions import Scores, gaps_of
 from fedlora.experiments.plan import at_the_edge, chosen_value, mains, searches
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
+from fedlora.experiments.stored_plans import read_stored_plan
 from fedlora.experiments.verdicts import seeds_needed, weigh
 
 Plan = dict[str, Any]
@@ -75,10 +77,12 @@ def make_plan(
     results: Mapping[str, Result],
     commit: Mapping[str, Any] | None,
     failed: Mapping[str, str] | None = None,
+    seen: Mapping[str, Result] | None = None,
 ) -> Plan:
-    """The plan: seeds from the pilot's spreads, the rates with what they were chosen by, and which runs these are.
+    """The plan: seeds from the pilot's spreads, the rates with what they were chosen by, which runs these are, and how
+    many of them are there already.
 
-    experiments: by name, those that a gate names.
+    experiments: by name, those that a gate names. seen: all results that there are, those of a changed checkout too.
 
     A question whose set-up has no pilot takes the largest spread of its pair.
 
@@ -88,26 +92,45 @@ def make_plan(
     families = claims.of(experiment.name)
     if not families:
         raise ConfigError(f"no family asks the experiment {experiment.name}: there is nothing to plan.")
-    spreads = {name: _spreads(name, family, experiment, pilot) for name, family in families.items()}
-    needed = {
+    spreads = {name: spreads_of(name, family, experiment, pilot) for name, family in families.items()}
+    needed = needed_seeds(claims, families, spreads)
+    wanted = wanted_seeds(families, needed)
+    profile = next(iter(families.values())).profile
+    seeds = experiment.profile(profile).seeds
+    seen = results if seen is None else seen
+    planned = [run for run in mains(experiment, profile, results, failed or {}) if run.seed in seeds[:wanted]]
+    there = {
+        "there": sum(run.result(seen) is not None for run in planned),
+        "of": sum(1 for _ in experiment.cells(profile)) * len(seeds[:wanted]),
+    }
+    return {
+        "experiment": experiment.name, "asked": asked(claims, experiment.name), "written": _now(), "commit": commit,
+        "profile": profile, "seeds": seeds[:wanted], "needed": needed, "spreads": spreads,
+        "rates": rates(experiment, profile, results, failed or {}), "looks": [], "before": [],
+        "runs": runs_of(claims, experiment, experiments, profile, seeds[:wanted], results, failed or {}),
+        "results": there,
+    }  # fmt: skip
+
+
+def needed_seeds(
+    claims: Claims, families: Mapping[str, Family], spreads: Mapping[str, Mapping[str, float]]
+) -> dict[str, int]:
+    """Family -> seeds with which equal methods are found equivalent, by its largest spread."""
+    return {
         name: max(
             seeds_needed(spread, family.margin, len(family.questions), alpha=claims.alpha, power=claims.power)
             for spread in spreads[name].values()
         )
         for name, family in families.items()
     }
-    wanted = max(max(4, min(families[name].cap, n)) for name, n in needed.items())
-    profile = next(iter(families.values())).profile
-    seeds = experiment.profile(profile).seeds
-    return {
-        "experiment": experiment.name, "asked": asked(claims, experiment.name), "written": _now(), "commit": commit,
-        "profile": profile, "seeds": seeds[:wanted], "needed": needed, "spreads": spreads,
-        "rates": rates(experiment, profile, results, failed or {}), "looks": [], "before": [],
-        "runs": runs_of(claims, experiment, experiments, profile, seeds[:wanted], results, failed or {}),
-    }  # fmt: skip
 
 
-def _spreads(name: str, family: Family, experiment: Experiment, pilot: Scores) -> dict[str, float]:
+def wanted_seeds(families: Mapping[str, Family], needed: Mapping[str, int]) -> int:
+    """How many are planned: what the family that needs most may have, and four at least."""
+    return max(max(4, min(families[name].cap, n)) for name, n in needed.items() if name in families)
+
+
+def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores) -> dict[str, float]:
     """Question -> the standard deviation of its gaps in the pilot."""
     seeds = experiment.profile(family.pilot).seeds
     there: dict[Question, float] = {}
@@ -161,7 +184,7 @@ def rates(
 
 def write_plan(path: Path, plan: Plan, *, again: bool) -> None:
     """Raises `ConfigError` where there is one already, unless `again`; then the old one is kept inside the new."""
-    if path.is_file():
+    if is_planned(path):
         old = read_plan(path)
         if not again:
             raise ConfigError(
@@ -174,27 +197,18 @@ def write_plan(path: Path, plan: Plan, *, again: bool) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises `ConfigError` for none, or a damaged one."""
-    try:
-        plan: Plan = json.loads(path.read_text(encoding="utf-8"))
-        _check_shape(plan)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"there is no plan {path}. Run the search and the pilot, then: fedlora experiment plan {path.stem}"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ConfigError(f"the plan {path} cannot be used: {type(error).__name__}: {error}.") from error
-    return plan
+    """Raises `ConfigError` for none, or a damaged one (`stored_plans`)."""
+    return read_stored_plan(path)
 
 
-def _check_shape(plan: Plan) -> None:
-    """Raises `ValueError`, `KeyError` or `TypeError` for what no plan is."""
-    plan["asked"], plan["written"], plan["before"], plan["profile"]
-    seeds, looks = plan["seeds"], plan["looks"]
-    if not all(type(seed) is int for seed in seeds) or len(set(seeds)) < max(2, len(seeds)):
-        raise ValueError(f"its seeds are {seeds!r:.80}, and have to be two or more different whole numbers")
-    if not isinstance(looks, list) or not all(isinstance(look, dict) for look in looks):
-        raise ValueError("its looks are no list of looks")
+def is_planned(path: Path) -> bool:
+    """Whether there is a plan, be it damaged: what cannot be read is not taken for none."""
+    return os.path.lexists(path)
+
+
+def answered(plan: Plan) -> str | None:
+    """When all its planned seeds were first looked at; None where they were not yet."""
+    return next((look["at"] for look in plan["looks"] if _whole(look)), None)
 
 
 def check_plan(plan: Plan, claims: Claims, experiment: str, runs: Mapping[str, str]) -> None:
@@ -220,22 +234,35 @@ def history(plan: Plan) -> list[str]:
     before all seeds were there. Empty for one plan and one look."""
     said = []
     for k, old in enumerate(plan["before"], start=1):
-        answered = next((look["at"] for look in old["looks"] if _whole(look)), None)
+        seen = answered(old)
         words = f"Plan {k} of {len(plan['before']) + 1}, of {old['written']}, had {len(old['seeds'])} seeds"
         shared = sorted(set(old["seeds"]) & set(plan["seeds"]))
-        if answered is None:
+        if seen is None:
             said.append(f"{words} and was not answered.")
         elif shared:
             said.append(
-                f"{words} and was answered on {answered}, on {len(shared)} of the seeds used now. What is said now was "
+                f"{words} and was answered on {seen}, on {len(shared)} of the seeds used now. What is said now was "
                 f"planned after these were seen: its error rate does not hold."
             )
         else:
-            said.append(f"{words} and was answered on {answered}, on other seeds.")
+            said.append(f"{words} and was answered on {seen}, on other seeds.")
+    there = plan.get("results", {"there": 0, "of": 0})
+    if there["there"]:
+        said.append(
+            f"{there['there']} of the {there['of']} planned runs were there when the plan was written: it may "
+            f"have been written after they were seen, and then no error rate holds."
+        )
     early = sum(not _whole(look) for look in plan["looks"])
     if early:
         said.append(f"{early} look{'s' if early > 1 else ''} at these runs before all planned seeds were there.")
     return said
+
+
+def not_noted(plan: Plan) -> list[str]:
+    """What an older version did not write into the plan."""
+    if "results" in plan:
+        return []
+    return [f"How many runs of {plan['experiment']} were there when its plan was written is not noted in it."]
 
 
 def _whole(look: Mapping[str, Any]) -> bool:

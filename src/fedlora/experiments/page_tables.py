@@ -27,7 +27,7 @@ Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 @dataclass(frozen=True)
 class Source:
     """What a block's table is made of. plan, answers, claims: of the experiment; None and empty where it has no plan.
-    words: what stands behind the kind in the block."""
+    words: what stands behind the kind in the block. failed: digest -> why, of runs that failed by themselves."""
 
     experiment: Experiment
     profile: str
@@ -36,6 +36,7 @@ class Source:
     plan: Plan | None = None
     answers: Sequence[Answers] = field(default_factory=tuple)
     claims: Claims | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def family(self) -> Answers | None:
@@ -62,13 +63,15 @@ def table_of(kind: str, source: Source) -> Rows:
 def _budgets(source: Source) -> Rows:
     experiment = source.experiment
     lines = experiment.budgets.lines if experiment.budgets else ""
-    return budget_rows(spendings(experiment, source.profile, source.results), lines)
+    return budget_rows(spendings(experiment, source.profile, source.results, source.failed), lines)
 
 
 def _prices(source: Source) -> Rows:
     if source.words not in SCORES:
         raise ConfigError(f"'prices' takes one of {', '.join(SCORES)}; got {source.words!r}.")
-    columns, rows = price_rows(prices(source.experiment, source.profile, source.results), source.words)
+    columns, rows = price_rows(
+        prices(source.experiment, source.profile, source.results, failed=source.failed), source.words
+    )
     return [source.experiment.rows[0], *columns[1:]], [[cell or "not run" for cell in row] for row in rows]
 
 
@@ -116,7 +119,7 @@ def _losses(source: Source) -> Rows:
     """The clients' training losses in the last round: the mean over clients, from the smallest seed to the largest."""
     axes = _told_axes(source.experiment, source.profile)
     found: dict[tuple[str, ...], list[float]] = {}
-    for run in mains(source.experiment, source.profile, source.results):
+    for run in mains(source.experiment, source.profile, source.results, source.failed):
         result = run.result(source.results)
         last = result.raw["history"][-1]["losses"] if result is not None and result.raw["history"] else {}
         if last and all(isinstance(loss, int | float) for loss in last.values()):
@@ -195,7 +198,7 @@ def _mechanism(source: Source) -> Rows:
     experiment = source.experiment
     axes = _told_axes(experiment, source.profile)
     found: dict[tuple[str, ...], list[list[float]]] = {}
-    for run in mains(experiment, source.profile, source.results):
+    for run in mains(experiment, source.profile, source.results, source.failed):
         result = run.result(source.results)
         if result is None:
             continue
@@ -231,7 +234,7 @@ def _told_axes(experiment: Experiment, profile: str) -> list[str]:
 
 
 def _cells(source: Source, which: str) -> list[CellScore]:
-    return score_cells(source.experiment, source.profile, source.results, which or None)
+    return score_cells(source.experiment, source.profile, source.results, which or None, source.failed)
 
 
 KINDS: Mapping[str, Callable[[Source], Rows]] = {

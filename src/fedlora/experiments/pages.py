@@ -23,19 +23,23 @@ mechanism                 relative error, norm and rank of merged updates; error
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from fedlora.errors import ConfigError
+from fedlora.experiments import failures
 from fedlora.experiments.captions import caption, reservations
-from fedlora.experiments.claims import load_claims
-from fedlora.experiments.decisions import answers_from
-from fedlora.experiments.looks import check_plan, history, path_of, read_plan, runs_of
+from fedlora.experiments.claims import Claims, load_claims
+from fedlora.experiments.decisions import Answers, answers_from
+from fedlora.experiments.looks import Plan, check_plan, history, is_planned, path_of, read_plan, runs_of
 from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
-from fedlora.experiments.plan import mains
+from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.plan_check import check_content
 from fedlora.experiments.results import Result, read_results
-from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.waiting import Waiting, awaited, open_plans
 
 _MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything meant as one
 _BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # markers have lines of their own
@@ -46,17 +50,30 @@ _BLOCK = re.compile(rf"({_BEGIN}\n)(?:(?!<!-- filled: ).)*?(^<!-- end -->$)", fl
 @dataclass(frozen=True)
 class Stored:
     """Where pages take their numbers from. results: as `read_results` reads them. claims: the file of what is asked;
-    plans: the results' folder, beside which the plans are. Without the two nothing is decided."""
+    plans: the results' folder, beside which the plans are. Without the two nothing is decided. failed: digest -> why,
+    of runs that failed by themselves. planned: what `_planned` found of an experiment before."""
 
     experiments: Path
     results: Mapping[str, Result]
     claims: Path | None = None
     plans: Path | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+    planned: dict[str, tuple[Plan, tuple[Answers, ...], list[str], Claims]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, experiments: Path, results: Path, claims: Path) -> Stored:
-        """From the folders."""
-        return cls(experiments, read_results(results), claims if claims.is_file() else None, results)
+        """From the folders. What failed is what is kept beside the results: pages say the same wherever they are
+        filled."""
+        failed = failures.kept(failures.path_of(results))
+        return cls(experiments, read_results(results), claims if claims.is_file() else None, results, failed)
+
+    @cached_property
+    def waiting(self) -> list[Waiting]:
+        """Plans that are open."""
+        if self.plans is None:
+            return []
+        known = [load_experiment(p) for p in sorted(self.experiments.glob("*.toml")) if p.stem != "paper_numbers"]
+        return open_plans(self.plans, known, self.results, self.failed)
 
 
 def filled(text: str, stored: Stored) -> str:
@@ -107,19 +124,28 @@ def _block(asked: str, stored: Stored) -> str:
             f"<!-- filled: {asked} --> names an experiment, a profile and one of {', '.join(KINDS)}; got {kind!r}."
         )
     experiment, results = load_experiment(stored.experiments / f"{name}.toml"), stored.results
-    source = Source(experiment, profile, results, words.strip())
-    planned = stored.plans is not None and stored.claims is not None and path_of(stored.plans, name).is_file()
+    source = Source(experiment, profile, results, words.strip(), failed=stored.failed)
+    planned = stored.plans is not None and is_planned(path_of(stored.plans, name))
     if kind in PLANNED and not planned:
         return "No plan of it is written yet.\n"
+    if kind in PLANNED and stored.claims is None:
+        raise ConfigError(f"<!-- filled: {asked} --> is of what claims ask, and there are none (--claims).")
     if planned and stored.plans is not None and stored.claims is not None:
-        source = _planned(source, stored.claims, stored.plans, stored.experiments)
+        if name not in stored.planned:
+            stored.planned[name] = _planned(experiment, stored, stored.claims, stored.plans)
+        plan, answers, unchecked, claims = stored.planned[name]
+        if unchecked and kind in ("seeds", "rates"):
+            raise ConfigError(f"<!-- filled: {asked} -->: {' '.join(unchecked)}")
+        source = replace(source, plan=plan, answers=answers, claims=claims)
         if source.plan is not None and profile != source.plan["profile"] and kind in PLANNED:
             raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is of profile {source.plan['profile']}.")
         if (waiting := _waiting(source)) and kind not in ("seeds", "rates"):
             return waiting
-    runs = mains(experiment, profile, results)
+    runs = mains(experiment, profile, results, stored.failed)
+    if kind not in ("seeds", "rates") and (late := awaited(stored.waiting, {run.digest for run in runs})):
+        return f"No number before all planned seeds are there: {late[0].words}.\n"
     if not any(run.result(results) for run in runs):
-        return f"No run of it is stored yet (0 of {len(runs)}).\n"
+        return f"No run of it is stored yet (0 of {len(runs)}).{_failed(source, runs)}\n"
     columns, rows = table_of(kind, source)
     if not rows:
         raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} says nothing of {kind}.")
@@ -135,35 +161,62 @@ def _waiting(source: Source) -> str:
     return f"No number before all planned seeds are there: {late[0].there} of {late[0].wanted}.\n" if late else ""
 
 
-def _planned(source: Source, claims_file: Path, plans: Path, experiments: Path) -> Source:
-    """With the plan and its answers; a page is no look, for it is filled from results that were looked at."""
-    claims, experiment = load_claims(claims_file), source.experiment
+def _planned(
+    experiment: Experiment, stored: Stored, claims_file: Path, plans: Path
+) -> tuple[Plan, tuple[Answers, ...], list[str], Claims]:
+    """The plan, its answers, what of the plan could not be recomputed, and what asks. A page is no look, for it is
+    filled from results that were looked at."""
+    claims, results, failed = load_claims(claims_file), stored.results, stored.failed
     plan = read_plan(path_of(plans, experiment.name))
     known = {experiment.name: experiment}
     gate = claims.gates.get(experiment.name)
     if gate is not None and gate.head_of is not None:
-        known[gate.head_of.experiment] = load_experiment(experiments / f"{gate.head_of.experiment}.toml")
-    runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], source.results)
+        known[gate.head_of.experiment] = load_experiment(stored.experiments / f"{gate.head_of.experiment}.toml")
+    runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], results, failed)
     check_plan(plan, claims, experiment.name, runs)
-    answers = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], source.results)
-    return replace(source, plan=plan, answers=tuple(answers), claims=claims)
+    unchecked = check_content(plan, claims, experiment, results, failed)
+    answers = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], results, failed)
+    return plan, tuple(answers), unchecked, claims
 
 
 def _made(source: Source) -> str:
-    """How many trainings, of which seeds, of which commits, on which machines. Where there is a plan of this profile,
-    its seeds are all that were meant."""
+    """How many trainings, of which seeds, of which commits, on which machines, and what failed. Where there is a plan
+    of this profile, its seeds are all that were meant."""
     plan, name, profile = source.plan, source.experiment.name, source.profile
     seeds = plan["seeds"] if plan is not None and plan["profile"] == profile else None
-    runs = [run for run in mains(source.experiment, profile, source.results) if seeds is None or run.seed in seeds]
-    used = {run.digest: result.raw for run in runs if (result := run.result(source.results)) is not None}
-    commits = sorted({str((raw["commit"] or {}).get("id", "unknown"))[:7] for raw in used.values()})
-    machines = sorted({f"{raw['machine']['device']}, {raw['machine']['architecture']}" for raw in used.values()})
+    every = mains(source.experiment, profile, source.results, source.failed)
+    runs = [run for run in every if seeds is None or run.seed in seeds]
+    found = [(run.digest, result) for run in runs if (result := run.result(source.results)) is not None]
+    commits = sorted({commit for _, result in found for commit in result.commits(7)})
+    made_on = [part["machine"] for _, result in found for part in result.parts if part["machine"]]
+    machines = sorted({f"{machine['device']}, {machine['architecture']}" for machine in made_on})
     planned = "" if seeds is None else f" of the {len(seeds)} seeds planned"
     past = " ".join(["", *history(plan)]) if plan is not None and seeds is not None else ""
     return (
-        f"`fedlora experiment run {name} --profile {profile}`: {len(used)} of {len({run.digest for run in runs})} "
-        f"runs{planned}, commit {', '.join(commits)}, {'; '.join(machines)}.{past}"
+        f"`fedlora experiment run {name} --profile {profile}`: {len({digest for digest, _ in found})} of "
+        f"{len({run.digest for run in runs})} runs{planned}, commit {', '.join(commits)}, {'; '.join(machines)}."
+        f"{_failed(source, runs)}{past}"
     )
+
+
+def _failed(source: Source, runs: Sequence[PlannedRun]) -> str:
+    """Which of the runs, and of their search, failed by themselves; empty where none did."""
+    each = {run.digest: run for run in [*searches(source.experiment, source.profile), *runs]}
+    lost = [run for digest, run in each.items() if digest in source.failed and digest not in source.results]
+    words = "; ".join(f"{run.label} ({source.failed[run.digest]})" for run in lost)
+    return f" {len(lost)} failed: {words}." if lost else ""
+
+
+def failed_here(asked: Iterable[tuple[str, str]], stored: Stored, reports: Mapping[str, str]) -> list[str]:
+    """A line for each run of these that failed on this machine alone, which no page says. reports: digest -> why."""
+    lines: dict[str, None] = {}
+    for name, profile in asked:
+        experiment: Experiment = load_experiment(stored.experiments / f"{name}.toml")
+        runs = [*searches(experiment, profile), *mains(experiment, profile, stored.results, stored.failed)]
+        for run in {run.digest: run for run in runs}.values():
+            if run.digest in reports and run.digest not in stored.results:
+                lines[f"{name}, {run.label} failed here, which the page does not say: {reports[run.digest]}"] = None
+    return list(lines)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -6,7 +6,7 @@ No script, no outside request: pictures and style are inside the page. Its templ
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,15 @@ def write_report(
     paper: Path,
     failed: Mapping[str, str] | None = None,
     decided: tuple[Claims, Sequence[Answers]] | None = None,
+    awaited: Collection[str] = (),
+    past: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """The page, of those experiments that have the profile and any result; with "mini" go all profiles but "paper".
 
     failed: digest -> why, of runs of a search that failed. decided: the claims, and every family that has a plan; an
     experiment whose families still wait for seeds is not shown, for that would be a look before its time; nor are
-    pilots, and seeds beyond a plan.
+    pilots, and seeds beyond a plan. awaited: digests of runs that an open plan waits for; what has one of them is not
+    shown either. past: experiment -> how its verdicts came about, as `looks.history` tells it.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
@@ -62,24 +65,25 @@ def write_report(
             shown = experiment if seeds is None else planned(experiment, name, seeds)
             runs = mains(shown, name, results, failed)
             found = {r.digest: results[r.digest] for r in runs if r.digest in results}
-            if not found:
+            if not found or not found.keys().isdisjoint(awaited):
                 continue
             used |= found
             sections.append(section(shown, name, results, printed, failed))
     if not sections and not families:
-        raise ConfigError(f"no experiment has a result of profile {profile}; run some first.")
+        late = ", but for runs that an open plan waits for" if awaited else ""
+        raise ConfigError(f"no experiment has a result of profile {profile}{late}; run some first.")
     folder = Path(__file__).with_name("page")
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True)
     by_name = {e.name: e for e in experiments}
     html = pages.get_template("report.html").render(
         colours=style_sheet(),
         style=folder.joinpath("style.css").read_text(encoding="utf-8"),
-        decided=None if claims is None else decided_part(claims, families, by_name, results, failed),
+        decided=None if claims is None else decided_part(claims, families, by_name, results, failed, past or {}),
         sections=sections,
         has_paper=any(one["has_paper"] for one in sections),
         runs=len(used),
-        commits=sorted({str((r.raw["commit"] or {}).get("id"))[:12] for r in used.values()}),
-        machines=sorted({_machine(r.raw["machine"]) for r in used.values()}),
+        commits=sorted({commit for r in used.values() for commit in r.commits(12)}),
+        machines=sorted({_machine(part["machine"] or r.raw["machine"]) for r in used.values() for part in r.parts}),
     )
     files.write(path, html)
 

@@ -1,26 +1,25 @@
 """Results: one small JSON for each finished run, named by its configuration's digest, so that experiments share runs.
 
-Nothing in it depends on where it was made but for "machine" and "seconds": no paths.
+Nothing in it depends on where it was made but for "machine", "parts" and "seconds": no paths.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
 from fedlora.core import files
 from fedlora.errors import CheckpointError
+from fedlora.experiments.checked_results import check_result
 from fedlora.experiments.numbers import Number, parse_number
+from fedlora.experiments.parts import is_clean, machine_of, noted
+from fedlora.experiments.stored_json import read_table, shown
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.training.metrics import find_metric, is_better
 
@@ -43,20 +42,50 @@ class Result:
         return name
 
     @property
+    def parts(self) -> list[Mapping[str, Any]]:
+        """What computed it: "commit" and "machine" of each part of the training and of its mergers, or of the one
+        merger that it is. Of trainings and mergers that noted none there is the commit that the training began with."""
+        made = [self.raw["of"]] if "of" in self.raw else self.raw.get("mergers", {}).values()
+        trained = self.raw.get("parts") or [{"commit": self.raw["commit"], "machine": self.raw["machine"]}]
+        return [*trained, *(facts for facts in made if "commit" in facts)]
+
+    def commits(self, digits: int) -> list[str]:
+        """Of all its parts, each once, cut to so many digits; "unknown" for code outside a checkout."""
+        return list(dict.fromkeys(_commit_words(part["commit"], digits) for part in self.parts))
+
+    @property
+    def clean(self) -> bool:
+        """Whether every part of it comes of a commit without changes."""
+        return all(is_clean(part["commit"]) for part in self.parts)
+
+    @property
     def validation_best(self) -> float:
         """NaN where no round had a number: it diverged at once."""
         score = self.raw["validation"]["best"].get(self.metric)
         return math.nan if score is None else float(score)
 
     def merged(self, label: str, merger: Mapping[str, Any]) -> Result | None:
-        """The result of one merger of the run's uploads, as if it were a run; None where it was not made, or with other
-        settings."""
+        """The result of one merger of the run's uploads, as if it were a run; None where none of these settings was
+        made. They decide, whatever label it was made under."""
         facts = self.raw.get("mergers", {}).get(label)
-        if facts is None or facts["merger"] != _rounded(merger):
+        if facts is None or facts["merger"] != merger:
+            made: Mapping[str, Any] = self.raw.get("mergers", {})  # an experiment beside this one names it otherwise
+            facts = next((each for each in made.values() if each["merger"] == merger), None)
+        if facts is None:
             return None
         shown = {part: {"best": facts.get(part, {}), "last": facts.get(part, {})} for part in ("validation", "test")}
         mine = {"history": [], "probes": {"best": {}, "last": {}}, "clients_at_end": {}, "of": facts}
         return Result(self.digest, {**self.raw, **shown, **mine})
+
+    def with_mergers_of(self, other: Result) -> Result:
+        """With what another one of this run has of mergers, and this one lacks."""
+        mine, theirs = self.raw.get("mergers", {}), other.raw.get("mergers", {})
+        new = {
+            label if label not in mine else f"{label} (changed)": facts
+            for label, facts in theirs.items()
+            if self.merged(label, facts["merger"]) is None
+        }
+        return Result(self.digest, {**self.raw, "mergers": {**new, **mine}}) if new else self
 
     def score(self, which: str) -> float | None:
         """A number by its name: "test, last", "test, best" (by validation), "unseen, last", "clients, last" (the mean
@@ -126,7 +155,11 @@ class Result:
         """Held-out set -> its own score, of "test, last", "unseen, last" and so on, where there are several sets."""
         number = parse_number(which)
         scores = self._held_out(number.where, number.what)
-        return {name.removeprefix("group/"): x for name, x in scores.items() if name.startswith("group/")}
+        return {
+            name.removeprefix("group/"): x
+            for name, x in scores.items()
+            if name.startswith("group/") and x is not None  # None: it diverged
+        }
 
     def rounds_to(self, target: float) -> int | None:
         """The first evaluated round whose validation metric reaches the target; None where none does (censored)."""
@@ -155,14 +188,8 @@ def summarise(folder: RunFolder, wall_seconds: float) -> dict[str, Any]:
                 "consensus": means,
                 "history": [{key: line[key] for key in _KEPT} for line in lines],
                 "wall_seconds": round(wall_seconds, 1),
-                "commit": manifest["commit"],
                 "versions": manifest["versions"] | {"python": manifest["python"]},
-                "machine": {
-                    "device": torch.cuda.get_device_name() if manifest["device"].startswith("cuda") else "cpu",
-                    "threads": manifest["threads"],
-                    "cpus": os.cpu_count(),
-                    "architecture": platform.machine(),
-                },
+                **_made_by(folder, manifest),
                 "data": {
                     part: manifest["data"][part] for part in ("train", "validation", "test", "probes", "label_counts")
                 },
@@ -175,34 +202,72 @@ def summarise(folder: RunFolder, wall_seconds: float) -> dict[str, Any]:
     )
 
 
+def _made_by(folder: RunFolder, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The commit that it began with, which is clean where that of every part is; the machine; and the parts."""
+    parts = noted(folder)
+    if not parts:
+        return {"commit": manifest["commit"], "machine": machine_of(manifest)}
+    first = parts[0]["commit"]
+    commit = first and {**first, "clean": all(is_clean(part["commit"]) for part in parts)}
+    return {"commit": commit, "machine": parts[-1]["machine"] or machine_of(manifest), "parts": parts}
+
+
 def write_result(directory: Path, result: Mapping[str, Any]) -> Path:
-    """DIGEST.json, whole or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """DIGEST.json, whole or not at all. Raises `CheckpointError` for what `read_results` would refuse."""
     path = directory / f"{result['digest']}.json"
-    files.write(path, json.dumps(_rounded(result), indent=1, sort_keys=True) + "\n")
+    told = _rounded(plain(result))
+    try:
+        check_result(json.loads(json.dumps(told)))
+    except ValueError as error:
+        raise CheckpointError(f"the result {path} is not written: {error}.") from error
+    directory.mkdir(parents=True, exist_ok=True)
+    files.write(path, json.dumps(told, indent=1, sort_keys=True, allow_nan=False) + "\n")
     return path
 
 
-def read_results(directory: Path) -> dict[str, Result]:
-    """Digest -> result of every file there. Raises `CheckpointError` for one that is damaged or misnamed."""
+def read_results(directory: Path, *, mixed: bool = False) -> dict[str, Result]:
+    """Digest -> result of every file there. Raises `CheckpointError` for one that is damaged, misnamed or changed
+    (`checked_results`), and, unless `mixed`, for one of a changed checkout among clean ones."""
     results = {}
     for path in sorted(directory.glob("*.json")):
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(raw, dict):
-                raise ValueError("it is no table of keys")
-            if raw["digest"] != path.stem:
-                raise ValueError(f"it holds the result of {raw['digest']}")
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"the result {path} cannot be used: {error}.") from error
+            raw = read_table(path)
+            if raw.get("digest") != path.stem:
+                raise ValueError(f"it holds the result of {shown(raw.get('digest'))}")
+            check_result(raw)
+        except (OSError, ValueError) as error:
+            why = error.strerror or error if isinstance(error, OSError) else error
+            raise CheckpointError(
+                f"the result {path} cannot be used: {why}. Restore the file from where it was made (git), or move it "
+                f"away: then its run is missing, and `fedlora experiment run` makes it again."
+            ) from error
         results[path.stem] = Result(path.stem, raw)
+    odd = [digest for digest, result in results.items() if not result.clean]
+    if 0 < len(odd) < len(results) and not mixed:
+        raise CheckpointError(
+            f"the result {directory / odd[0]}.json is of a changed checkout, which no commit describes, and lies among "
+            f"clean ones. Move it away, best to runs/experiments/unclean, and run it again."
+        )
     return results
 
 
+def unclean_lines(results: Iterable[Result]) -> list[str]:
+    """A line where some are of a changed checkout."""
+    each = list(results)
+    changed = sum(not result.clean for result in each)
+    return [f"{changed} of {len(each)} results are of changed checkouts, which no commit describes."] if changed else []
+
+
+def _commit_words(commit: Mapping[str, Any] | None, digits: int) -> str:
+    if commit is None:
+        return "unknown"
+    return str(commit["id"])[:digits] + ("" if is_clean(commit) else " with changes")
+
+
 def _rounded(value: Any) -> Any:
-    """Six digits are more than a result has, and keep the files small."""
+    """Six digits are more than a result has, and keep the files small. What a run or a merger is known by stays."""
     if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: item if key in ("config", "merger") else _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

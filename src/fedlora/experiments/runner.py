@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import traceback
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError, DataError, FedLoRAError, WorkerDied
+from fedlora.experiments import failures
+from fedlora.experiments.parts import is_clean, made_by, note
 from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
 from fedlora.experiments.pool import run_in_processes
 from fedlora.experiments.results import MERGERS, Result, read_results, summarise, write_result
 from fedlora.experiments.spec import Experiment
+from fedlora.runs import manifest, resuming
 from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.own_files import contents, named
@@ -46,8 +50,8 @@ class Keeper(Protocol):
     def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
         """Digest -> result; with `unclean`, also those of a changed checkout."""
 
-    def keep(self, run: PlannedRun, wall_seconds: float) -> None:
-        """Note a finished run."""
+    def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
+        """Note a finished run. wall_seconds: of its training; None where it was trained before."""
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
         """Note a failed run."""
@@ -72,32 +76,57 @@ class Places:
     def failure(self, digest: str) -> Path:
         return self.work / "failures" / f"{digest}.json"
 
+    @property
+    def failures(self) -> Path:
+        """Of a clean checkout, beside the results."""
+        return failures.path_of(self.results)
+
     def finished(self, *, unclean: bool = False) -> dict[str, Result]:
-        """Digest -> result; with `unclean`, also those of a changed checkout."""
-        found = read_results(self.unclean) if unclean else {}
-        return found | read_results(self.results)
+        """Digest -> result; with `unclean`, also those of a changed checkout, and the mergers that one made."""
+        found = read_results(self.results)
+        if not unclean:
+            return found
+        changed = read_results(self.unclean, mixed=True)
+        both = {digest: found[digest].with_mergers_of(changed[digest]) for digest in found if digest in changed}
+        return {**changed, **found, **both}
 
     def given_up(self) -> dict[str, str]:
-        """Digest -> why, of the runs that failed by themselves. What the machine failed says nothing of the run."""
-        reports = {path.stem: _failure(path) for path in sorted((self.work / "failures").glob("*.json"))}
-        return {
-            digest: str(report.get("error", "unknown")).partition("\n")[0]
-            for digest, report in reports.items()
-            if not report.get("by_machine")
-        }
+        """Digest -> why, of the runs that failed by themselves, here or where the results were made. What the machine
+        failed says nothing of the run."""
+        return failures.kept(self.failures) | failures.reported(self.work / "failures")
 
-    def keep(self, run: PlannedRun, wall_seconds: float) -> None:
+    def reports(self) -> dict[str, str]:
+        """Digest -> why, of all that failed here, the machine's failures too, and is not noted beside the results."""
+        known = failures.kept(self.failures)
+        found = failures.reported(self.work / "failures", machine=True)
+        return {digest: why for digest, why in found.items() if digest not in known}
+
+    def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
+        if wall_seconds is None:
+            known = self.finished(unclean=True).get(run.digest)
+            wall_seconds = known.raw["wall_seconds"] if known is not None else 0.0
         result = summarise(self.folder(run), wall_seconds)
         # As it was planned, so that neither the result nor what finds it depends on where files and ledger were.
         result |= {"digest": run.digest, "config": json.loads(named(run.config).canonical())}
         if run.files:
             result["files"] = dict(run.files)
-        commit = result["commit"]
-        write_result(self.results if commit and commit["clean"] else self.unclean, result)
+        mergers: dict[str, Any] = result.pop("mergers", {})
+        clean = {label: facts for label, facts in mergers.items() if is_clean(facts.get("commit", result["commit"]))}
+        trained_clean = is_clean(result["commit"])
+        if trained_clean and (clean or not mergers):
+            write_result(self.results, result | ({"mergers": clean} if clean else {}))
+        if not trained_clean or len(clean) < len(mergers):
+            write_result(self.unclean, result | ({"mergers": mergers} if mergers else {}))
         self.failure(run.digest).unlink(missing_ok=True)
+        if trained_clean:
+            (self.failures / f"{run.digest}.json").unlink(missing_ok=True)
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
         files.write(self.failure(run.digest), failure_report(run, error))
+        commit = manifest.commit_of_code()
+        if commit and is_clean(commit) and not by_machine(error) and not isinstance(error, ConfigError | DataError):
+            told = {"digest": run.digest, "label": run.label, "error": type(error).__name__, "commit": commit}
+            files.write(self.failures / f"{run.digest}.json", json.dumps(told, indent=1, sort_keys=True) + "\n")
 
 
 @dataclass(frozen=True)
@@ -200,14 +229,6 @@ def _check_unchanged(run: PlannedRun) -> None:
         )
 
 
-def _failure(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _note(places: Keeper, run: PlannedRun, error: Exception) -> None:
     """Keep the failure, where the disk still takes it; it is told in any case."""
     with suppress(OSError):
@@ -231,7 +252,26 @@ def _merge(run: PlannedRun, prepared: Prepared, places: Keeper) -> None:
     if (folder.path / MERGERS).is_file():
         before = folder.read_json(MERGERS)
     made = merge_all(prepared, deal(run.config, places.data_root), folder, run.mergers, validate=run.searching)
-    folder.write_json(MERGERS, {**before, **made})
+    now = made_by(prepared.manifest)
+    for label, facts in made.items():
+        told = before.get(label, facts)["merger"] == facts["merger"]  # another experiment's label may be of another one
+        before[label if told else f"{label} ({_short_digest(facts['merger'])})"] = {**facts, **now}
+    folder.write_json(MERGERS, before)
+
+
+def _short_digest(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
+    """Whether the run is whole already: then its numbers stay those of the code that made them. Raises
+    `CheckpointError` where it is of other data or another model than there are now."""
+    if prepared.config.privacy is not None or not folder.finished():
+        return False
+    if resuming.changes(folder, prepared.config) and not run.files:  # with files of one's own these may have moved
+        return False
+    resuming.check_content(folder, prepared.manifest)
+    return True
 
 
 def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
@@ -251,12 +291,15 @@ def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
         folder = places.folder(run)
         prepared = prepare(with_ledger(run.config, str(folder.path / LEDGER)), places.data_root)
         _check_unchanged(run)
-        for record in execute(prepared, folder, resume=True):
-            if tick is not None:
-                tick(run, record.round)
+        trained = _trained(run, prepared, folder)
+        if not trained:
+            note(folder, prepared.manifest)
+            for record in execute(prepared, folder, resume=True):
+                if tick is not None:
+                    tick(run, record.round)
         if run.mergers:
             _merge(run, prepared, places)
-        places.keep(run, time.perf_counter() - began)
+        places.keep(run, None if trained else time.perf_counter() - began)
     except Exception as error:  # one failing run must not end the others
         _note(places, run, error)
         unfit = prepared is None and isinstance(error, FedLoRAError) and not isinstance(error, DataError)

@@ -1,0 +1,73 @@
+"""Which code on which machine made a run: it may have been stopped and gone on, and its uploads merged again later.
+
+    parts.json    in a run's folder, written before anything is computed: a part for each code and machine
+
+A part is noted before it computes, so that one which was killed is never forgotten. It may be one too many: what it did
+was perhaps done again. Parts before which nothing was kept (no checkpoint) are dropped, for everything was.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fedlora.core import checkpoint
+from fedlora.errors import CheckpointError
+from fedlora.runs.folder import RunFolder
+
+PARTS = "parts.json"
+
+
+def is_clean(commit: object) -> bool:
+    """Whether a commit as manifests have it is of a checkout without local changes. None: code outside a checkout."""
+    return isinstance(commit, Mapping) and commit.get("clean") is True
+
+
+def machine_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """This machine, with the device and the threads of a run's manifest."""
+    return {
+        "device": torch.cuda.get_device_name() if manifest["device"].startswith("cuda") else "cpu",
+        "threads": manifest["threads"],
+        "cpus": os.cpu_count(),
+        "architecture": platform.machine(),
+    }
+
+
+def made_by(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What computes now: commit and machine. manifest: of this process, not a stored one."""
+    return {"commit": manifest["commit"], "machine": machine_of(manifest)}
+
+
+def note(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
+    """Note that this code goes on with the run, where it is another one than before. manifest: of this process."""
+    done = 0
+    if folder.exists() and checkpoint.newest_round(folder.checkpoints) is not None:
+        done = len(folder.metrics())
+    parts = noted(folder) if done else []
+    if done and not parts:  # begun by a version that noted none
+        stored = folder.read_json("manifest.json")
+        parts = [{"after": 0, "commit": stored.get("commit"), "machine": None}]
+    now = made_by(manifest)
+    if parts and {key: parts[-1][key] for key in now} == now:
+        return
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.write_json(PARTS, {"parts": [*parts, {"after": done, **now}]})
+
+
+def noted(folder: RunFolder) -> list[dict[str, Any]]:
+    """The parts of a run; none where a version without parts began and ended it. Raises `CheckpointError` for a damaged
+    file."""
+    path = folder.path / PARTS
+    if not os.path.lexists(path):
+        return []
+    parts = folder.read_json(PARTS).get("parts")
+    whole = isinstance(parts, list) and parts and all(
+        isinstance(part, dict) and {"after", "commit", "machine"} <= set(part) for part in parts
+    )  # fmt: skip
+    if not whole:
+        raise CheckpointError(f"{path} is damaged: it names no parts. Delete the run's folder, and run it again.")
+    return list(parts)

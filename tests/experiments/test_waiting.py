@@ -1,0 +1,158 @@
+"""What shows a number of a run that an open plan waits for refuses, waits, or notes the look. Kinds: hostile, whole.
+
+By hand: the plan of the small experiment has four seeds, and two are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedlora.experiments.looks import read_plan
+from support.command_line import Said, invoke
+from support.small_world import CLAIMS, SMALL, make, planned, small_world, where
+
+BLOCK = "<!-- filled: {} scores -->\n<!-- end -->\n"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return small_world(tmp_path / "place")
+
+
+@pytest.fixture
+def half(place: Path) -> Path:
+    """The plan, then two of its four seeds; another experiment of the same runs."""
+    planned(place)
+    make(place, "mini", lambda label, seed: seed < 2)
+    (place / "experiments" / "other.toml").write_text(SMALL.replace("Small", "Other"))
+    return place
+
+
+def looks(place: Path) -> list[tuple[str, list[int]]]:
+    return [(look["by"], look["there"]) for look in read_plan(place / "results" / "plans" / "small.json")["looks"]]
+
+
+@pytest.mark.parametrize("shown", [("small", "mini"), ("small", "same"), ("other", "mini")])
+def test_a_table_of_awaited_runs_is_a_look_under_whatever_name(half: Path, shown: tuple[str, str]) -> None:
+    name, profile = shown
+    said = invoke("experiment", "table", name, "--profile", profile, *where(half, "work"))
+    assert "A look before its time, noted in" in " ".join((said.stdout + said.stderr).split())
+    assert looks(half) == [("table", [2])]
+
+
+@pytest.mark.parametrize("shown", [("small", "mini"), ("small", "same"), ("other", "mini")])
+@pytest.mark.parametrize("claims", [True, False])
+def test_a_picture_of_awaited_runs_is_not_drawn(
+    half: Path, shown: tuple[str, str], claims: bool, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(half)  # where no docs/claims.toml is
+    name, profile = shown
+    options = where(half, "work", "claims") if claims else where(half, "work")
+    said = main("experiment", "plot", name, "--profile", profile, *options).error()
+    assert "2 of 4 planned seeds of small are there" in said and "before all of them are" in said
+    assert not list(half.rglob("*.png"))
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_a_page_of_awaited_runs_waits(half: Path, claims: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(half)
+    options = where(half, "work", "claims") if claims else where(half, "work")
+    (half / "page.md").write_text("".join(BLOCK.format(who) for who in ("small mini", "small same", "other mini")))
+    invoke("experiment", "fill", half / "page.md", *options)
+    page = (half / "page.md").read_text()
+    assert page.count("No number before all planned seeds are there: 2 of 4") == 3 and not re.search(r"0\.\d", page)
+
+
+@pytest.mark.parametrize("claims", [True, False])
+@pytest.mark.parametrize("profile", ["mini", "same"])
+def test_a_report_leaves_awaited_runs_out_and_says_so(
+    half: Path, claims: bool, profile: str, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
+) -> None:
+    """The pilot is another matter: without claims nobody knows that it is one, and it is shown."""
+    monkeypatch.chdir(half)
+    options = where(half, "work", "claims") if claims else where(half, "work")
+    said = main("experiment", "report", "--out", half / "r.html", "--profile", profile, *options)
+    if said.code:
+        assert "but for runs that an open plan waits for" in said.error()
+        return
+    assert "not shown: 2 of 4 planned seeds of small are there" in said.err
+    page = (half / "r.html").read_text()
+    assert not re.search(r"experiment table \w+ --profile (mini|same)", page)
+
+
+def test_with_all_seeds_there_everything_is_shown_and_nothing_noted(half: Path) -> None:
+    make(half, "mini")
+    said = invoke("experiment", "table", "other", *where(half, "work"))
+    assert "A look before its time" not in said.stdout + said.stderr and looks(half) == []
+    (half / "page.md").write_text(BLOCK.format("other mini"))
+    invoke("experiment", "fill", half / "page.md", *where(half, "work", "claims"))
+    assert "0.6150 ± 0.0129" in (half / "page.md").read_text(), "by hand: the mean of 0.60, 0.61, 0.62, 0.63"
+
+
+def test_runs_of_other_seeds_are_nobody_s_look(half: Path) -> None:
+    """The pilot is shown: no plan waits for it."""
+    said = invoke("experiment", "table", "small", "--profile", "pilot", *where(half, "work"))
+    assert "A look before its time" not in said.stdout + said.stderr and looks(half) == []
+
+
+def test_an_open_plan_whose_experiment_is_gone_is_said(half: Path, main: Callable[..., Said]) -> None:
+    (half / "experiments" / "small.toml").unlink()
+    said = main("experiment", "table", "other", *where(half, "work")).error()
+    assert "waits for runs of small, profile mini, and there is no such experiment" in said
+
+
+def test_a_plan_after_its_runs_says_so_in_every_verdict(place: Path) -> None:
+    """By hand: six of the eight planned runs (two methods, four seeds) were there."""
+    make(place, "mini", lambda label, seed: seed < 3)
+    said = invoke("experiment", "plan", "small", *where(place, "work", "claims"))
+    assert "6 of the 8 planned runs are there already" in " ".join((said.stdout + said.stderr).split())
+    make(place, "mini")
+    words = "6 of the 8 planned runs were there when the plan was written"
+    assert words in " ".join(invoke("experiment", "decide", "small", *where(place, "work", "claims")).output.split())
+    (place / "page.md").write_text("<!-- filled: small mini decisions which -->\n<!-- end -->\n")
+    invoke("experiment", "fill", place / "page.md", *where(place, "work", "claims"))
+    assert words in (place / "page.md").read_text()
+    invoke("experiment", "report", "--out", place / "r.html", *where(place, "work", "claims"))
+    assert words in (place / "r.html").read_text()
+
+
+def test_a_plan_that_did_not_note_it_says_that(place: Path) -> None:
+    """As those that were written before."""
+    path = planned(place)
+    path.write_text(re.sub(r' "results": \{.*?\},\n', "", path.read_text(), flags=re.DOTALL))
+    make(place, "mini")
+    said = " ".join(invoke("experiment", "decide", "small", *where(place, "work", "claims")).output.split())
+    assert "How many runs of small were there when its plan was written is not noted in it." in said
+
+
+def test_what_failed_stands_below_the_table(place: Path) -> None:
+    """A run that failed by itself, in a clean checkout, is kept beside the results; what failed here alone is said by
+    the command."""
+    import json
+
+    from fedlora.experiments.plan import mains
+    from fedlora.experiments.spec import load_experiment
+
+    (place / "claims.toml").write_text(CLAIMS)
+    make(place, "same", lambda label, seed: seed > 1)
+    experiment = load_experiment(place / "experiments" / "small.toml")
+    first, second = [run for run in mains(experiment, "same", {}) if run.seed < 2 and run.cell["method"] == "new"]
+    kept, here = place / "results" / "failed", place / "work" / "failures"
+    for folder in (kept, here):
+        folder.mkdir(parents=True)
+    told = {"digest": first.digest, "label": first.label, "error": "UploadRefused"}
+    told |= {"commit": {"id": "a" * 40, "clean": True}}
+    (kept / f"{first.digest}.json").write_text(json.dumps(told))
+    (here / f"{second.digest}.json").write_text(json.dumps({"error": "OSError: disk full\nmore", "by_machine": True}))
+    (place / "page.md").write_text(BLOCK.format("small same"))
+    said = invoke("experiment", "fill", place / "page.md", *where(place, "work", "claims"))
+    assert (
+        "4 of 8 runs, commit ccccccc, cpu, x86_64. 1 failed: here, new, seed 0 (UploadRefused)."
+        in (place / "page.md").read_text()
+    )
+    assert "small, here, new, seed 1 failed here, which the page does not say: OSError: disk full" in " ".join(
+        said.stderr.split()
+    )
