@@ -174,7 +174,7 @@ def test_links_in_a_circle_folders_and_pipes_are_one_line(place: Path, main: Cal
 @pytest.mark.parametrize(
     ("keys", "value", "says"),
     [
-        ("seeds", [0, 1], "says seeds = [0, 1], and its pilot, its search and its families give [0, 1, 2, 3]"),
+        ("seeds", [0, 1], "looks.0 saw [4] of 4 seeds, and 2 are planned"),
         ("spreads/which/new against old, here", 0.5, "says spreads, which: new against old, here = 0.5"),
         ("spreads/which", {}, "spreads, which"),
         ("needed/which", 40, "needed.which = 40"),
