@@ -493,7 +493,7 @@ def test_a_family_without_any_verdict_has_no_empty_columns(place: Path, once: Ex
     invoke("experiment", "plan", "map_rounds", *options(place))
     for experiment in (once, rounds):
         write_runs(
-            place / "results" / "runs", experiment, "mini", by_effects({("head alone", "own starts"): -0.5}, 0.001)
+            place / "results" / "runs", experiment, "mini", by_effects({("head alone", "own starts"): -0.1}, 0.001)
         )
     pages = Stored.read(place / "experiments", place / "results" / "runs", place / "claims.toml")
     page = filled("<!-- filled: map_rounds mini decisions half-budget -->\n<!-- end -->\n", pages)

@@ -197,7 +197,7 @@ def test_a_value_that_fails_is_the_worst_and_the_cell_goes_on(bench: Callable[..
     tried = {run.tuned: done[run.digest].validation_best for run in searches(experiment, "mini") if run.digest in done}
     best = max(tried, key=lambda value: (tried[value], -(value or 0)))
     assert chosen_value(experiment, "mini", cell, done, places.given_up()) == best
-    invoke("experiment", "retry", "--work", places.work)
+    invoke("experiment", "retry", "--work", places.work, "--results", places.results)
     assert chosen_value(experiment, "mini", cell, done, places.given_up()) is None, "until it is tried again"
 
 
