@@ -63,7 +63,7 @@ def tell(lines: Sequence[str]) -> None:
 
 def tell_left_out(places: Places, asked: Iterable[tuple[Experiment, str]]) -> None:
     """Of which finished runs of these experiments and profiles nothing is shown, and why."""
-    unclean = read_results(places.unclean)
+    unclean = read_results(places.unclean, mixed=True)
     if unclean:
         results, failed = places.finished(), places.given_up()
         for experiment, profile in asked:
