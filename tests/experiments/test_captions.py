@@ -147,6 +147,18 @@ def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
     assert len(reservations("scores", Source(experiment, "mini", results, "server, error"))) == 1, "of no such model"
 
 
+def test_times_count_each_training_once(experiment: Experiment) -> None:
+    """Two rules, of which one trains at another rate where somebody attacks, two seeds: by hand three clients, two
+    steps (the profile's value), the configuration's batch and rounds; ten seconds of training and a minute each."""
+    results = made(experiment, ranks={"a": 2, "b": 2, "c": 2}, seconds={"train": 10.0}, wall_seconds=60.0)
+    config = mains(experiment, "mini", {})[0].config
+    each = 3 * 2 * config.train.batch_size * config.run.rounds
+    ((runs, examples, rate, hours),) = table_of("times", Source(experiment, "mini", results))[1]
+    assert (runs, examples) == ("8", f"{8 * each:,}") and rate == f"{each / 10:.0f}" and hours == f"{8 / 60:.1f}"
+    merged = {digest: results[digest] for digest in list(results)[:3]}
+    assert table_of("times", Source(experiment, "mini", merged))[1][0][0] == "3"
+
+
 def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
     """All of seed 1 by another commit, on another machine, with another torch: no gap is between the two."""
     results = made(experiment)

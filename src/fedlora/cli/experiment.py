@@ -46,6 +46,7 @@ from fedlora.experiments.plan import PlannedRun, check_number, chosen_value, dea
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
 from fedlora.experiments.results import Result, unclean_lines
+from fedlora.experiments.run_times import examples_of
 from fedlora.experiments.runner import Outcome, Places, missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import measured_by, paired, score_cells
@@ -299,7 +300,7 @@ def _show_plan(
     rates = (
         [1 / rate]
         if rate
-        else [r.raw["wall_seconds"] / max(1, _examples(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
+        else [r.raw["wall_seconds"] / max(1, examples_of(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
     )
     table = Table("experiment", "search runs", "runs", "finished", "examples to train", "hours", "MB that travel")
     for experiment in chosen:
@@ -314,7 +315,7 @@ def _show_plan(
         like = todo or search or planned
         distinct = {r.digest for r in planned}
         whole = max(len(cells) * len(seeds), len(distinct))  # more where mergers of one training chose other rates
-        each = _examples(like[0].config.model_dump(), None) if like else 0
+        each = examples_of(like[0].config.model_dump(), None) if like else 0
         tried = {*done, *given_up}
         left = whole - len(known) + sum(r.digest not in tried for r in search)
         hours = f"{sum(rates) / len(rates) * each * left / 3600:.1f}" if rates else "unknown: nothing was run yet"
@@ -327,20 +328,3 @@ def _show_plan(
     console.print(table)
     said = "the mean rate of the results at hand, in one process, whatever machine made them"
     console.print(f"hours by {f'--rate, {rate:g} examples a second' if rate else said}")
-
-
-def _examples(config: Mapping[str, Any], clients: int | None) -> int:
-    """How many examples a run trains on, where it counts steps."""
-    a_round = max(1, round(config["run"]["participation"] * (clients or _clients(config))))
-    return int(a_round * config["run"]["rounds"] * max(1, config["train"]["steps"]) * config["train"]["batch_size"])
-
-
-def _clients(config: Mapping[str, Any]) -> int:
-    """How many there are: the files of data.clients, the tasks of superni, or clients.count, else one for each rank."""
-    clients, data = config["clients"], config["data"]
-    if data["clients"]:
-        return len(data["clients"])
-    if data["task"] == "superni":
-        return int(data["tasks"])
-    ranks = [] if clients["profile"] else clients["ranks"] or []
-    return int(clients["count"] or len(ranks))

@@ -167,6 +167,14 @@ def _mechanism(source: Source) -> str:
     )
 
 
+def _times(source: Source) -> str:
+    return (
+        "All runs of the profile, each in a process of its own thread. *examples a second*: while clients train, with "
+        "what `remember_prefix` computes once a process. *hours of one process*: with data, evaluation and mergers. "
+        "What else the machine did at that time is not known: these are no benchmarks."
+    )
+
+
 def _budgets(source: Source) -> str:
     return (
         f"What each cell spent, and {scale('accuracy')} and {scale('loss')} on held-out test data after the last "
@@ -222,4 +230,5 @@ CAPTIONS: Mapping[str, Callable[[Source], str]] = {
     "seeds": _seeds,
     "rates": _rates,
     "mechanism": _mechanism,
+    "times": _times,
 }

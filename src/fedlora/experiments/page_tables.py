@@ -18,6 +18,7 @@ from fedlora.experiments.plan import at_the_edge, mains
 from fedlora.experiments.power import per_cent, powers
 from fedlora.experiments.prices import SCORES, price_rows, prices
 from fedlora.experiments.results import Result
+from fedlora.experiments.run_times import times_of
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import CellScore, paired, score_cells
 
@@ -222,6 +223,18 @@ def _value(source: Source, cell: CellScore) -> str:
     return "" if cell.tuned is None else shown(cell.tuned) + (f" ({edge} tried)" if edge else "")
 
 
+def _times(source: Source) -> Rows:
+    """One row of all trainings of the profile, each counted once, whatever was merged from it."""
+    found = {run.digest: result for run in mains(source.experiment, source.profile, source.results, source.failed)
+             if (result := run.result(source.results)) is not None}  # fmt: skip
+    if not found:
+        return ["runs"], []
+    times = times_of(found.values())
+    rate = f"{times.examples / times.training:.0f}" if times.training else "not known"
+    columns = ["runs", "examples trained on", "examples a second", "hours of one process"]
+    return columns, [[str(times.runs), f"{times.examples:,}", rate, f"{times.wall / 3600:.1f}"]]
+
+
 def _fact(value: float) -> str:
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3g}"
 
@@ -249,5 +262,6 @@ KINDS: Mapping[str, Callable[[Source], Rows]] = {
     "seeds": _seeds,
     "rates": _rates,
     "mechanism": _mechanism,
+    "times": _times,
 }
 PLANNED = ("decisions", "gates", "seeds", "rates")  # those that need a plan

@@ -18,6 +18,7 @@ losses                    clients' training losses in the last round
 decisions FAMILY          verdicts; gates FAMILY: whether LoRA carries the set-ups
 seeds, rates              of the plan: how many seeds and why; what the search chose
 mechanism                 relative error, norm and rank of merged updates; error and gauge drift of runs
+times                     examples trained on, examples a second, hours
 """
 
 from __future__ import annotations
