@@ -23,7 +23,7 @@ from fedlora.runs.client_data import Dealt
 from fedlora.runs.preparation import Prepared
 from fedlora.training.encoding import collate, encode
 
-STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # scikit-learn's C
+STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0)  # scikit-learn's C
 _known: dict[tuple[str, ...], Tensor] = {}  # (model, text) -> its features: one process makes many runs on one model
 
 

@@ -21,7 +21,7 @@ from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
-from fedlora.experiments.plan import at_the_edge, chosen_value, mains, searches
+from fedlora.experiments.plan import PlannedRun, at_the_edge, chosen_value, mains, searches
 from fedlora.experiments.results import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.stored_plans import read_stored_plan
@@ -155,20 +155,23 @@ def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores)
 def rates(
     experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """For each label of the searched axes: the value chosen, and the score on validation of each value and seed."""
+    """For each label of the searched axes: the value chosen, and the score on validation of each value and seed; where
+    cells share one value, of each of them, by its label and the seed ("glora, 7")."""
     if experiment.tune is None:
         return []
-    over = experiment.tune.over
-    evidence: dict[tuple[str, ...], dict[str, dict[str, float | None]]] = {}
+    over, axis = experiment.tune.over, experiment.merged or experiment.rows[0]
+    scored: list[tuple[dict[str, str], PlannedRun, float]] = []  # (labels of the axes, run of the search, score)
     for run in searches(experiment, profile):
-        labels: Mapping[str, Mapping[str, Any]] = run.mergers or {run.cell.get(experiment.rows[0], ""): {}}
+        labels: Mapping[str, Mapping[str, Any]] = run.mergers or {run.cell.get(axis, ""): {}}
         found = results.get(run.digest)
         for label, merger in labels.items():
-            at = {**run.cell, experiment.merged or experiment.rows[0]: label}
             result = found.merged(label, merger) if found is not None and run.mergers else found
-            score = math.nan if result is None else result.validation_best
-            by_seed = evidence.setdefault(tuple(at[a] for a in over), {}).setdefault(f"{run.tuned:g}", {})
-            by_seed[str(run.seed)] = None if math.isnan(score) else round(score, 6)
+            scored.append(({**run.cell, axis: label}, run, math.nan if result is None else result.validation_best))
+    shared = [a for a in experiment.axes if a not in over and len({at[a] for at, _, _ in scored}) > 1]
+    evidence: dict[tuple[str, ...], dict[str, dict[str, float | None]]] = {}
+    for at, run, score in scored:
+        by_run = evidence.setdefault(tuple(at[a] for a in over), {}).setdefault(f"{run.tuned:g}", {})
+        by_run[", ".join([*(at[a] for a in shared), str(run.seed)])] = None if math.isnan(score) else round(score, 6)
     chosen: dict[tuple[str, ...], dict[str, Any]] = {}
     for cell in experiment.cells(profile):
         value = chosen_value(experiment, profile, cell, results, failed)
@@ -176,7 +179,7 @@ def rates(
         if key not in chosen:
             edge = at_the_edge(experiment, profile, value)
             chosen[key] = {
-                "of": ", ".join(key), "key": experiment.tune.key, "value": value, "at_the_edge": edge,
+                "of": ", ".join(key) or "all", "key": experiment.tune.key, "value": value, "at_the_edge": edge,
                 "validation": evidence.get(key, {}),
             }  # fmt: skip
     return list(chosen.values())
