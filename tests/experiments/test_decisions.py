@@ -13,9 +13,11 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import check_asked, load_claims
-from fedlora.experiments.looks import read_plan
+from fedlora.experiments.looks import rates, read_plan
 from fedlora.experiments.pages import Stored, filled
+from fedlora.experiments.plan import searches
 from fedlora.experiments.power import powers
+from fedlora.experiments.results import read_results
 from fedlora.experiments.spec import Experiment, load_experiment
 from support.command_line import Said, invoke
 from support.cut_claims import cut_claims
@@ -134,6 +136,24 @@ def test_the_seeds_follow_from_the_pilot(place: Path) -> None:
     assert set(evidence) == {"0.0003", "0.001", "0.003"} and all(
         set(by_seed) == {"104"} for by_seed in evidence.values()
     )
+
+
+def test_a_value_that_methods_share_says_every_method_it_was_chosen_by(place: Path) -> None:
+    """`over = []`: one rate for all, best in the mean over the four methods. The scores are those that the search's
+    results hold, each under its method and seed; none stands for the others."""
+    path = place / "experiments" / "map_rounds.toml"
+    path.write_text(path.read_text().replace('over = ["method"]', "over = []", 1))
+    experiment, results = load_experiment(path), read_results(place / "results" / "runs")
+    (rate,) = rates(experiment, "mini", results, {})
+    assert (rate["of"], rate["value"]) == ("all", 1e-3)
+    held = {
+        (f"{run.tuned:g}", f"{run.cell['method']}, 104"): results[run.digest].validation_best
+        for run in searches(experiment, "mini")
+    }
+    assert {(v, who): s for v, by in rate["validation"].items() for who, s in by.items()} == pytest.approx(
+        held, abs=1e-6
+    )
+    assert len(held) == 12 and len({round(score, 6) for score in held.values()}) == 12
 
 
 def test_a_set_up_without_a_pilot_takes_the_largest_of_its_pair(place: Path) -> None:
