@@ -174,5 +174,20 @@ def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
     assert all("no gap comes of that" in line for line in said) and "unknown (4)" in said[0]
 
 
+def test_a_merger_of_another_commit_is_said(experiment: Experiment) -> None:
+    """One training each, and the mergers of one label were made later by another commit: they meet in every case."""
+    results = made(experiment)
+    for run in mains(experiment, "mini", {}):
+        if run.cell["rule"] == "other":
+            machine = results[run.digest].raw["machine"]
+            facts = {"merger": {}, "commit": {"id": "b" * 40, "clean": True}, "machine": machine}
+            results[run.digest] = Result(run.digest, {**results[run.digest].raw, "of": facts})
+    said = reservations("scores", Source(experiment, "mini", results))
+    assert said == [
+        "The 8 runs are of 2 commits of the code: aaaaaaa (4), aaaaaaa and bbbbbbb (4). Runs of different ones are "
+        "compared in 4 of 4 cases (a seed in a set-up): part of such a gap may come of that."
+    ]
+
+
 def test_a_unit_of_every_scale_is_in_its_words() -> None:
     assert scale("macro-f1") == "macro F1 (0 to 1)" and scale("loss") == "log-loss in nats"

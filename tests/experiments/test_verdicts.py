@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedlora.experiments.verdicts import Weighed, beats_by, judge, seeds_needed, seeds_to_beat, weigh
+from fedlora.experiments.decision_words import seeds_in_words
+from fedlora.experiments.verdicts import MOST, Weighed, beats_by, judge, seeds_needed, seeds_to_beat, weigh
 
 GAPS = [0.010, 0.014, 0.004, 0.012, 0.008, 0.012]
 
@@ -211,3 +212,9 @@ def test_the_number_of_seeds_is_that_of_a_search_one_by_one(questions: int, most
         assert seeds_needed(spread, 0.005, questions, most=most) == one_by_one(spread), spread
     assert seeds_needed(100.0, 0.005, questions, most=most) == most
     assert [seeds_to_beat(lead, 1.0, 0.05, most=most) for lead in (1.0, 0.5, 1e-9)] == [8, 27, most]
+
+
+def test_a_count_of_seeds_that_stopped_says_so() -> None:
+    """A spread of a hundred margins takes about (2.93 * 100)^2 = 85,800 seeds: 10,000 is where the search stops."""
+    assert seeds_needed(100.0, 1.0, 1) == MOST and seeds_in_words(MOST) == "10000 or more"
+    assert seeds_in_words(seeds_needed(10.0, 1.0, 1)) == "858"

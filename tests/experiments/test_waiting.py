@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.experiments.looks import read_plan
+from fedlora.experiments.looks import history, read_plan
 from support.command_line import Said, invoke
 from support.small_world import CLAIMS, SMALL, make, planned, small_world, where
 
@@ -156,3 +156,41 @@ def test_what_failed_stands_below_the_table(place: Path) -> None:
     assert "small, here, new, seed 1 failed here, which the page does not say: OSError: disk full" in " ".join(
         said.stderr.split()
     )
+
+
+def test_the_look_of_a_report_is_noted_as_its_own(half: Path) -> None:
+    """Two of four seeds: a report shows none of them, and its look is no `decide`."""
+    invoke("experiment", "report", "--out", half / "r.html", *where(half, "work", "claims"))
+    assert [look["by"] for look in read_plan(half / "results" / "plans" / "small.json")["looks"]] == ["report"]
+
+
+def test_early_looks_of_an_earlier_plan_are_told() -> None:
+    """A plan that was not answered, after two looks at 3 and 5 of its six seeds: re-planning hides neither."""
+    looks = [{"at": "x", "there": [k], "of": 6, "by": "table"} for k in (3, 5)]
+    old = {"written": "then", "seeds": list(range(6)), "looks": looks, "before": []}
+    now = {"written": "now", "seeds": list(range(6)), "looks": [], "before": [old], "results": {"there": 0, "of": 12}}
+    assert history(now) == [
+        "Plan 1 of 2, of then, had 6 seeds and was not answered, but looked at 2 times before all of them were there, "
+        "on 5 of them at the most."
+    ]
+    quiet = {**now, "before": [{**old, "looks": []}]}
+    assert history(quiet) == ["Plan 1 of 2, of then, had 6 seeds and was not answered."]
+
+
+def test_a_page_shows_the_planned_seeds_and_no_further_ones(place: Path) -> None:
+    """Four seeds are planned and the profile has six, all of them run: the table is of four, as the line below says.
+    By hand: 0.60, 0.61, 0.62, 0.63 have the mean 0.6150; with 0.64 and 0.65 it would be 0.6250."""
+    planned(place)
+    path = place / "experiments" / "small.toml"
+    text = path.read_text()
+    path.write_text(re.sub(r"(\[profiles\.mini\]\nseeds = )\[.*?\]", r"\g<1>[0, 1, 2, 3, 4, 5]", text))
+    assert path.read_text() != text
+    cap = (place / "claims.toml").read_text()
+    (place / "claims.toml").write_text(re.sub(r"cap = \d+", "cap = 4", cap))
+    invoke("experiment", "plan", "small", "--again", *where(place, "work", "claims"))
+    assert len(read_plan(place / "results" / "plans" / "small.json")["seeds"]) == 4
+    make(place, "mini")
+    (place / "page.md").write_text(BLOCK.format("small mini"))
+    invoke("experiment", "fill", place / "page.md", *where(place, "work", "claims"))
+    page = (place / "page.md").read_text()
+    assert "of the 4 seeds planned" in page and "0.6150 ± 0.0129" in page and "| 6 |" not in page

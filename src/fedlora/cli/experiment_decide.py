@@ -33,6 +33,7 @@ from fedlora.experiments.decision_words import (
     records,
     remarks,
     rows,
+    seeds_in_words,
     title,
 )
 from fedlora.experiments.decisions import Answers, answers_from, read_scores
@@ -91,7 +92,7 @@ def plan_seeds(
             ["family", "largest spread", "margin", "seeds needed", "cap"],
             [
                 [family, _in_unit(of, max(plan["spreads"][family].values())), margin_in_words(of),
-                 str(plan["needed"][family]), str(of.cap)]
+                 seeds_in_words(plan["needed"][family]), str(of.cap)]
                 for family, of in families.items()
             ],
         )  # fmt: skip
@@ -118,8 +119,9 @@ def plan_seeds(
         show(Printed([sheet, power, *([rates] if plan["rates"] else [])], [], plan), Format.table)
         short = [family for family, n in plan["needed"].items() if n > seeds]
         tell([
-            f"{family}: {plan['needed'][family]} seeds would find equal methods equivalent in {asked.power:.0%} of "
-            f"cases; {seeds} do in {per_cent(min(one.equal for one in can[family].values()))}, and show a difference "
+            f"{family}: {seeds_in_words(plan['needed'][family])} seeds would find equal methods equivalent in "
+            f"{asked.power:.0%} of cases; {seeds} do in "
+            f"{per_cent(min(one.equal for one in can[family].values()))}, and show a difference "
             f"of {_in_unit(families[family], max(one.gap for one in can[family].values()))} or more in "
             f"{asked.power:.0%} (of the question with the largest spread). What lies between stays undecided."
             for family in short
@@ -152,7 +154,7 @@ def decide(
         tell_left_out(places, [(experiment, family.profile) for family in list(asked.of(experiment.name).values())[:1]])
         plan = read_plan(path_of(places.results, experiment.name))
         past += [*history(plan), *not_noted(plan)]  # before this look
-        found += answers_of(asked, experiment, loaded, places)
+        found += answers_of(asked, experiment, loaded, places, by="decide")
         done, failed = places.finished(), places.given_up()
         past += check_content(plan, asked, experiment, done, failed)
         past += unclean_lines(result for run in mains(experiment, plan["profile"], done, failed)
@@ -181,12 +183,15 @@ def read_answers(
         if claims.of(experiment.name) and is_planned(path_of(places.results, experiment.name)):
             plan = read_plan(path_of(places.results, experiment.name))
             past[experiment.name] = [*history(plan), *not_noted(plan)]  # before this look
-            found += answers_of(claims, experiment, loaded, places)
+            found += answers_of(claims, experiment, loaded, places, by="report")
     return (claims, found), past
 
 
-def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places) -> list[Answers]:
-    """The families of one experiment; the look is noted in its plan. Raises `ConfigError` where there is none."""
+def answers_of(
+    claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places, *, by: str
+) -> list[Answers]:
+    """The families of one experiment; the look is noted in its plan. by: the command that looks. Raises `ConfigError`
+    where there is no plan."""
     known = {e.name: e for e in [*loaded, experiment]}
     check_asked(claims, known)
     path = path_of(places.results, experiment.name)
@@ -196,7 +201,7 @@ def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experime
     check_plan(plan, claims, experiment.name, runs)
     check_content(plan, claims, experiment, done, failed)
     found = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
-    note_look(path, plan, [one.there for one in found])
+    note_look(path, plan, [one.there for one in found], by=by)
     return found
 
 

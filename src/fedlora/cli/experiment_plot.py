@@ -56,7 +56,7 @@ def draw(
     families = {} if asked is None else asked.of(experiment.name)
     decided: list[Answers] = []
     if asked is not None and profile in {family.profile for family in families.values()}:
-        decided = answers_of(asked, experiment, load_all(experiments), places)
+        decided = answers_of(asked, experiment, load_all(experiments), places, by="plot")
         if waiting := [one for one in decided if not one.complete]:
             raise ConfigError(
                 f"{waiting[0].there} of {waiting[0].wanted} planned seeds of {experiment.name} are there, and nothing "

@@ -82,7 +82,8 @@ class Part(Stored):
 
 
 class Merged(Stored):
-    """What one merger made. commit, machine: not there in results of before they were noted."""
+    """What one merger made. strength, strengths_tried: C of a head, and the ends of its grid. commit, machine: not
+    there in results of before they were noted."""
 
     merger: dict[str, Any]
     test: Scores
@@ -90,6 +91,8 @@ class Merged(Stored):
     norm: Size | None = None
     error: Size | None = None
     rank: Count | None = None
+    strength: Size | None = None
+    strengths_tried: Annotated[list[Size], Field(min_length=2, max_length=2)] = Field(default_factory=list)
     commit: Commit | None = None
     machine: Machine | None = None
 
@@ -164,6 +167,7 @@ class ResultFile(Stored):
     privacy: Spent | None = None
     commit: Commit | None
     machine: Machine
+    versions: dict[Name, Line] = Field(default_factory=dict)
     parts: list[Part] | None = None
     mergers: dict[str, Merged] = Field(default_factory=dict)
 

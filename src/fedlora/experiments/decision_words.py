@@ -7,7 +7,7 @@ from typing import Any
 
 from fedlora.experiments.claims import Claims, Family, Score
 from fedlora.experiments.decisions import Answer, Answers
-from fedlora.experiments.verdicts import Weighed
+from fedlora.experiments.verdicts import MOST, Weighed
 from fedlora.training.metrics import METRICS
 
 COLUMNS = ("question", "set-up", "difference", "95 % interval", "ahead", "beside", "verdict")
@@ -38,6 +38,11 @@ def margin_in_words(family: Family) -> str:
     """ "0.005 nats", "1 points"."""
     words, factor, _ = UNITS[family.metric]
     return f"{factor * family.margin:g} {_unit(words)}"
+
+
+def seeds_in_words(count: int) -> str:
+    """ "452"; "10000 or more" where the count stopped (`verdicts.MOST`)."""
+    return f"{count} or more" if count >= MOST else str(count)
 
 
 def _unit(words: str) -> str:

@@ -240,7 +240,14 @@ def history(plan: Plan) -> list[str]:
         seen = answered(old)
         words = f"Plan {k} of {len(plan['before']) + 1}, of {old['written']}, had {len(old['seeds'])} seeds"
         shared = sorted(set(old["seeds"]) & set(plan["seeds"]))
-        if seen is None:
+        before = [look for look in old["looks"] if not _whole(look)]
+        if seen is None and before:
+            most = max(max(look["there"]) for look in before)
+            said.append(
+                f"{words} and was not answered, but looked at {_times(len(before))} before all of them were there, "
+                f"on {most} of them at the most."
+            )
+        elif seen is None:
             said.append(f"{words} and was not answered.")
         elif shared:
             said.append(
@@ -259,6 +266,10 @@ def history(plan: Plan) -> list[str]:
     if early:
         said.append(f"{early} look{'s' if early > 1 else ''} at these runs before all planned seeds were there.")
     return said
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def not_noted(plan: Plan) -> list[str]:

@@ -10,7 +10,7 @@ from statistics import fmean
 from fedlora.errors import ConfigError
 from fedlora.experiments import decision_words
 from fedlora.experiments.budgets import budget_rows, spendings
-from fedlora.experiments.claims import Claims
+from fedlora.experiments.claims import Claims, Family, setup_axis
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.digits import difference_in_words, in_words, shown
 from fedlora.experiments.looks import Plan
@@ -145,7 +145,7 @@ def _gates(source: Source) -> Rows:
     found = source.family
     rows = [
         [gate.setup, label, in_words(gate.ahead[label], gate.spread[label]),
-         "not ahead by the margin" if gate.needed[label] is None else str(gate.needed[label]),
+         "not ahead by the margin" if (needed := gate.needed[label]) is None else decision_words.seeds_in_words(needed),
          "carried by LoRA" if gate.passed else "not known: a run is lost" if gate.lost else "thrown out"]
         for gate in (found.gates if found is not None else ()) for label in gate.ahead
     ]  # fmt: skip
@@ -160,15 +160,26 @@ def _seeds(source: Source) -> Rows:
         return ["family"], []
     rows, count = [], len(plan["seeds"])
     for name, spreads in plan["spreads"].items():
-        question, spread = max(spreads.items(), key=lambda pair: pair[1])
+        of = _piloted(source.experiment, claims.families[name], spreads)
+        question, spread = max(of.items(), key=lambda pair: pair[1])
         found = powers(claims, claims.families[name], {question: spread}, count)[question]
         _, factor, digits = decision_words.UNITS[claims.families[name].metric]
         told = [f"{factor * x:.{digits}f}" for x in (spread, found.gap)]
         rows.append(
-            [name, f"{told[0]} ({question})", str(plan["needed"][name]), str(count), told[1], per_cent(found.equal)]
-        )
+            [name, f"{told[0]} ({question})", decision_words.seeds_in_words(plan["needed"][name]), str(count), told[1],
+             per_cent(found.equal)]
+        )  # fmt: skip
     return ["family", "largest spread of a gap in the pilot", "seeds that it takes", "seeds planned",
             "smallest gap that these show", "chance that equals are found equivalent"], rows  # fmt: skip
+
+
+def _piloted(experiment: Experiment, family: Family, spreads: Mapping[str, float]) -> Mapping[str, float]:
+    """The spreads that were measured. A set-up without a pilot took the largest of its pair, and is not where it is
+    from."""
+    axis = setup_axis(experiment)
+    setups = {cell[axis] for cell in experiment.cells(family.pilot)}
+    measured = {question.words for question in family.questions if question.setup in setups}
+    return {words: spread for words, spread in spreads.items() if words in measured} or spreads
 
 
 def _rates(source: Source) -> Rows:
@@ -185,7 +196,8 @@ def _rates(source: Source) -> Rows:
         rows.append(
             [
                 rate["of"],
-                shown(rate["value"]) + (f" ({rate['at_the_edge']} tried)" if rate["at_the_edge"] else ""),
+                ("none" if rate["value"] is None else shown(rate["value"]))
+                + (f" ({rate['at_the_edge']} tried)" if rate["at_the_edge"] else ""),
                 *cells,
             ]
         )

@@ -33,6 +33,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments import failures
 from fedlora.experiments.captions import caption, reservations
 from fedlora.experiments.claims import Claims, load_claims
+from fedlora.experiments.decision_page import planned as planned_seeds
 from fedlora.experiments.decisions import Answers, answers_from
 from fedlora.experiments.looks import Plan, check_plan, history, is_planned, path_of, read_plan, runs_of
 from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
@@ -142,6 +143,9 @@ def _block(asked: str, stored: Stored) -> str:
             raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is of profile {source.plan['profile']}.")
         if (waiting := _waiting(source)) and kind not in ("seeds", "rates"):
             return waiting
+        if profile == plan["profile"]:  # further seeds of the profile are no part of what the page says was planned
+            experiment = planned_seeds(experiment, profile, len(plan["seeds"]))
+            source = replace(source, experiment=experiment)
     runs = mains(experiment, profile, results, stored.failed)
     if kind not in ("seeds", "rates") and (late := awaited(stored.waiting, {run.digest for run in runs})):
         return f"No number before all planned seeds are there: {late[0].words}.\n"

@@ -113,15 +113,16 @@ def mixtures(experiment: Experiment, of: Used) -> list[str]:
     return [line for line in found if line]
 
 
-def _mixture(experiment: Experiment, of: Used, what: str, told: Callable[[Mapping[str, Any]], str]) -> str:
-    by_run = {run.digest: told(result.raw) for run, result in of}
-    counts = Counter(by_run.values())
+def _mixture(experiment: Experiment, of: Used, what: str, told: Callable[[Result], str]) -> str:
+    """A merger may be of another commit than the training that it merges, and than the mergers beside it."""
+    each_of = [(run, told(result)) for run, result in of]
+    counts = Counter(origin for _, origin in dict.fromkeys((run.digest, origin) for run, origin in each_of))
     if len(counts) < 2:
         return ""
     places: dict[tuple[object, ...], set[str]] = {}
-    for run, _ in of:
+    for run, origin in each_of:
         where = tuple(label for axis, label in run.cell.items() if axis != experiment.rows[0])
-        places.setdefault((run.seed, where), set()).add(by_run[run.digest])
+        places.setdefault((run.seed, where), set()).add(origin)
     met = sum(len(each) > 1 for each in places.values())
     each = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
     meet = (
@@ -130,19 +131,25 @@ def _mixture(experiment: Experiment, of: Used, what: str, told: Callable[[Mappin
         if met
         else "All runs of a seed in a set-up are of one: no gap comes of that."
     )
-    return f"The {len(by_run)} runs are of {len(counts)} {what}: {each}. {meet}"
+    return f"The {len({run.digest for run, _ in of})} runs are of {len(counts)} {what}: {each}. {meet}"
 
 
-def _machine(raw: Mapping[str, Any]) -> str:
-    machine = raw["machine"]
+def _machines(result: Result) -> str:
+    """Of all its parts, each once; of a part that noted none, the one of the result."""
+    return " and ".join(dict.fromkeys(_machine(part["machine"] or result.raw["machine"]) for part in result.parts))
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
     more = [f"{machine[key]} {key}" for key in ("cpus", "threads") if key in machine]
     return ", ".join([machine["device"], machine["architecture"], *more])
 
 
-_ORIGINS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "commits of the code": lambda raw: str((raw["commit"] or {}).get("id", "unknown"))[:7],
-    "machines": _machine,
-    "versions of libraries": lambda raw: ", ".join(f"{k} {v}" for k, v in sorted(raw.get("versions", {}).items())),
+_ORIGINS: Mapping[str, Callable[[Result], str]] = {
+    "commits of the code": lambda result: " and ".join(result.commits(7)),
+    "machines": _machines,
+    "versions of libraries": lambda result: ", ".join(
+        f"{k} {v}" for k, v in sorted(result.raw.get("versions", {}).items())
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from typing import Literal
 
 Verdict = Literal["better", "worse", "equivalent", "undecided"]
 ALPHA, POWER = 0.05, 0.8
+MOST = 10_000  # seeds: beyond it no number is computed, and words say "or more"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _verdict(test: Weighed, left: set[str]) -> Verdict:
 
 
 def seeds_needed(
-    spread: float, margin: float, questions: int, *, alpha: float = ALPHA, power: float = POWER, most: int = 10_000
+    spread: float, margin: float, questions: int, *, alpha: float = ALPHA, power: float = POWER, most: int = MOST
 ) -> int:
     """The least number of seeds with which a difference of zero is found equivalent with that power, at the level of a
     family's first step (alpha / questions); a difference of twice the margin is then found, too. `most` where more
@@ -127,7 +128,7 @@ def seeds_needed(
     return _least(enough, most)
 
 
-def seeds_to_beat(lead: float, spread: float, alpha: float, *, power: float = POWER, most: int = 10_000) -> int | None:
+def seeds_to_beat(lead: float, spread: float, alpha: float, *, power: float = POWER, most: int = MOST) -> int | None:
     """The least number of seeds with which a one-sided t test finds such a lead over the margin; None for no lead.
 
     lead: what the mean of the gaps is above the margin. spread: their standard deviation.
