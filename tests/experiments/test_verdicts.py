@@ -218,3 +218,20 @@ def test_a_count_of_seeds_that_stopped_says_so() -> None:
     """A spread of a hundred margins takes about (2.93 * 100)^2 = 85,800 seeds: 10,000 is where the search stops."""
     assert seeds_needed(100.0, 1.0, 1) == MOST and seeds_in_words(MOST) == "10000 or more"
     assert seeds_in_words(seeds_needed(10.0, 1.0, 1)) == "858"
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict"),
+    [
+        ([0.3 - 0.2, 0.2 - 0.1, 0.5 - 0.4, 0.1], "better"),
+        ([0.2 - 0.3, 0.1 - 0.2, 0.4 - 0.5, -0.1], "worse"),
+        ([1e-200, -1e-200, 1e-200, -1e-200], "equivalent"),
+        ([0.0, 0.0, 0.0, 0.0], "equivalent"),
+    ],
+)
+def test_gaps_alike_but_for_rounding_have_no_spread(gaps: list[float], verdict: str) -> None:
+    """0.1 four times, as differences of scores give it: no t test of its last bits, no warning, no p that is none."""
+    test = weigh(gaps, 0.005)
+    assert not math.isnan(test.p_same) and {test.p_same, test.p_matters} <= {0.0, 1.0} and test.low == test.high
+    assert judge({"q": test}) == {"q": verdict}
+    assert beats_by(gaps, 0.05) == (verdict == "better", 0.0 if verdict == "better" else 1.0)

@@ -184,13 +184,13 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
         for profile in profiles:
             cells = list(experiment.cells(profile))
             for label in labels:
-                for setup in setups if profile != "pilot" else []:
+                for setup in setups:
                     if not any(c[experiment.rows[0]] == label and c[axis] == setup for c in cells):
                         refuse(whose, f"{label!r} in {setup!r}, a cell that profile {profile} of {name} does not run")
 
     for name, family in claims.families.items():
         labels = [label for pair in family.pairs for label in pair]
-        look(f"the family {name}", family.experiment, labels, family.setups, [family.pilot, family.profile])
+        look(f"the family {name}", family.experiment, labels, family.setups, [family.profile])
         asked = experiments[family.experiment]
         for profile in (family.pilot, family.profile):
             if len(seeds := asked.profile(profile).seeds) < 2:
@@ -204,6 +204,9 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
                 f"seed {shared[0]} of {asked.name} is in the pilot ({family.pilot}) and in the runs that answer "
                 f"({family.profile}) of the family {name}: give the two different seeds."
             )
+        if (gate := claims.gates.get(family.experiment)) is not None:
+            mine = gate.lora if gate.head_of else [*gate.lora, gate.head]
+            look(f"the gate of {family.experiment}", family.experiment, mine, family.setups, [family.profile])
     for name, gate in claims.gates.items():
         look(f"the gate of {name}", name, gate.lora if gate.head_of else [*gate.lora, gate.head], [], [])
         if gate.head_of is not None:

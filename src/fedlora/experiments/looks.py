@@ -99,9 +99,17 @@ def make_plan(
     seeds = experiment.profile(profile).seeds
     seen = results if seen is None else seen
     planned = [run for run in mains(experiment, profile, results, failed or {}) if run.seed in seeds[:wanted]]
+    cells = sum(1 for _ in experiment.cells(profile))
+    if len(planned) < cells * len(seeds[:wanted]):
+        done = len(planned) // len(seeds[:wanted])
+        raise ConfigError(
+            f"the search of {experiment.name}, profile {profile}, is not done: {done} of {cells} cells have a value. A "
+            f"plan says which runs answer, so run the search first: fedlora experiment run {experiment.name} --profile "
+            f"{profile} --seeds {seeds[0]}"
+        )
     there = {
         "there": sum(run.result(seen) is not None for run in planned),
-        "of": sum(1 for _ in experiment.cells(profile)) * len(seeds[:wanted]),
+        "of": cells * len(seeds[:wanted]),
     }
     return {
         "experiment": experiment.name, "asked": asked(claims, experiment.name), "written": _now(), "commit": commit,

@@ -25,6 +25,7 @@ from typing import Literal
 Verdict = Literal["better", "worse", "equivalent", "undecided"]
 ALPHA, POWER = 0.05, 0.8
 MOST = 10_000  # seeds: beyond it no number is computed, and words say "or more"
+_ROUNDING = 1e-12  # of a difference of scores, which have six digits and are of the size of 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Weighed:
 def weigh(gaps: Sequence[float], margin: float) -> Weighed:
     """Both tests on one question's paired gaps.
 
-    Gaps without any spread (the same bits on every seed) leave a t test nothing to divide by: they are what they are.
+    Gaps without any spread (alike on every seed, but for the last bits of a difference) leave a t test nothing to
+    divide by: they are what they are.
 
     Raises:
         ValueError: fewer than two gaps, one that is no finite number, or a margin that is not positive.
@@ -65,8 +67,8 @@ def weigh(gaps: Sequence[float], margin: float) -> Weighed:
     if len(gaps) < 2 or not all(map(math.isfinite, gaps)) or not 0 < margin < math.inf:
         raise ValueError(f"a test takes two finite gaps or more and a margin > 0; got {list(gaps)}, {margin}.")
     found = tuple(map(float, gaps))
-    if max(found) == min(found):
-        at = found[0]
+    if _alike(found):
+        at = fmean(found) if abs(fmean(found)) > _ROUNDING else 0.0
         return Weighed(found, margin, 1.0 if at == 0 else 0.0, 0.0 if abs(at) < margin else 1.0, at, at)
     from scipy import stats
 
@@ -161,9 +163,14 @@ def _least(enough: Callable[[int], bool], most: int) -> int:
 
 def beats_by(gaps: Sequence[float], margin: float, alpha: float = ALPHA) -> tuple[bool, float]:
     """(whether the mean of the gaps is above the margin, p): one one-sided t test at alpha. For gates."""
-    if max(gaps) == min(gaps):
-        return gaps[0] > margin, 0.0 if gaps[0] > margin else 1.0
+    if _alike(gaps):
+        ahead = fmean(gaps) > margin + _ROUNDING
+        return ahead, 0.0 if ahead else 1.0
     from scipy import stats
 
     p = float(stats.ttest_1samp(gaps, margin, alternative="greater").pvalue)
     return p <= alpha, p
+
+
+def _alike(gaps: Sequence[float]) -> bool:
+    return max(gaps) - min(gaps) <= _ROUNDING
