@@ -267,6 +267,31 @@ def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
         assert len(runs) == len(list(found.cells(profile))) * len(found.profile(profile).seeds)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            '"method.name" = "flexlra"',
+            "one, seed 0 cannot be run: no method is called 'flexlra'; did you mean 'flexlora'",
+        ),
+        ('"clients.ranks" = [2, 4, 8]', "one, seed 0 cannot be run: clients.ranks has 3 entries for 10 clients"),
+        ('"method.name" = "glora", "method.rho" = 2', "one, seed 0 cannot be run: "),
+    ],
+)
+def test_hours_are_told_of_no_run_that_cannot_be(
+    change: str, says: str, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """A name, a number of ranks, a setting: what the configuration alone shows, before `--plan` or a training."""
+    (tmp_path / "mine.toml").write_text(
+        'title = "T"\nquestion = "?"\nrows = ["method"]\n[run.model]\npath = "demo"\n[run.data]\ntrain = "demo"\n'
+        f"[run.clients]\ncount = 10\n[axes.method]\none = {{ {change} }}\n[profiles.mini]\nseeds = [0]\n"
+    )
+    where = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    for more in (["--plan"], []):
+        said = main("experiment", "run", str(tmp_path / "mine.toml"), *where, *more)
+        assert said.code == 2 and says in " ".join(said.err.split()) and not (tmp_path / "work").exists()
+
+
 # ---- results and statistics ------------------------------------------------------------------------------------------
 
 

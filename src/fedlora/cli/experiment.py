@@ -47,6 +47,7 @@ from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
 from fedlora.experiments.results import Result, unclean_lines
 from fedlora.experiments.run_times import examples_of
+from fedlora.experiments.runnable import check_runnable
 from fedlora.experiments.runner import Outcome, Places, missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import measured_by, paired, score_cells
@@ -85,6 +86,8 @@ def run(
         check_number(experiment, profile, experiment.profile(profile).metric or experiment.metric)
     if rate is not None and not plan:
         raise ConfigError("--rate is for --plan, which tells hours by it: give both, or leave it out.")
+    for experiment in loaded:
+        check_runnable(missing(experiment, profile, places, only, places.given_up()))
     if plan:
         _show_plan(loaded, profile, places, only, rate)
         return

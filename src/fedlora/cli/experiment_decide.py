@@ -131,7 +131,7 @@ def plan_seeds(
             tell([f"profile {plan['profile']} has {seeds} seeds, fewer than a family needs and its cap allows."])
         row = plan["seeds"] == list(range(seeds))
         which = f"0:{seeds}" if row else ",".join(map(str, plan["seeds"]))
-        tell([f"next: fedlora experiment run {experiment.name} --profile {plan['profile']} --seeds {which}"])
+        tell([f"next: fedlora experiment run {name} --profile {plan['profile']} --seeds {which}"])
 
 
 def decide(

@@ -60,12 +60,13 @@ def _decisions(source: Source) -> str:
             f"of {unit}, on held-out test data after the last round, with a margin of {margin} and {found.there} "
             f"paired seeds."
         )
-    empty = " Without a verdict no number is shown." if any(a.test is None for a in found.answers) else ""
+    empty = " Without a verdict this table shows no number." if any(a.test is None for a in found.answers) else ""
     return (
         f"*difference*: by how much the first is better ({unit}, held-out test data, last round), the mean over "
-        f"{found.there} paired seeds with its 95 % interval; less than the margin, {margin}, is too little to matter. "
-        f"*ahead*: on how many seeds. *beside*: the same of {beside}{points}, without a verdict. The chance that any "
-        f"of the {count} verdict{'s' if count > 1 else ''} is false is at most {source.claims.alpha:g}.{empty}"
+        f"{found.there} paired seeds with its 95 % interval (of one question); less than the margin, {margin}, is too "
+        f"little to matter. *ahead*: on how many seeds. *beside*: the same of {beside}{points}, without a verdict. The "
+        f"chance that any of the {count} verdict{'s' if count > 1 else ''} is false is at most "
+        f"{source.claims.alpha:g}, where gaps are nearly normal.{empty}"
     )
 
 

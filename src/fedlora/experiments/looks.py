@@ -104,8 +104,8 @@ def make_plan(
         done = len(planned) // len(seeds[:wanted])
         raise ConfigError(
             f"the search of {experiment.name}, profile {profile}, is not done: {done} of {cells} cells have a value. A "
-            f"plan says which runs answer, so run the search first: fedlora experiment run {experiment.name} --profile "
-            f"{profile} --seeds {seeds[0]}"
+            f"plan says which runs answer, so run the search first: fedlora experiment run {experiment.called} "
+            f"--profile {profile} --seeds {seeds[0]}"
         )
     there = {
         "there": sum(run.result(seen) is not None for run in planned),
@@ -154,7 +154,7 @@ def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores)
             raise ConfigError(
                 f"the pilot of {experiment.name} is not done: the family {name} asks {question.words}, and on none of "
                 f"its set-ups are all seeds {', '.join(map(str, seeds))} of both there. Run it first: fedlora "
-                f"experiment run {experiment.name} --profile {family.pilot}"
+                f"experiment run {experiment.called} --profile {family.pilot}"
             )
         found[question.words] = there.get(question, max(alike))
     return found

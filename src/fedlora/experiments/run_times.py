@@ -25,7 +25,7 @@ def examples_of(config: Mapping[str, Any], clients: int | None = None) -> int:
 
     config: as results have it. clients: how many there are, where that is known better than by the configuration.
     """
-    a_round = max(1, round(config["run"]["participation"] * (clients or _clients(config))))
+    a_round = max(1, round(config["run"]["participation"] * (clients or clients_of(config))))
     return int(a_round * config["run"]["rounds"] * max(1, config["train"]["steps"]) * config["train"]["batch_size"])
 
 
@@ -40,7 +40,7 @@ def times_of(results: Iterable[Result]) -> Times:
     )
 
 
-def _clients(config: Mapping[str, Any]) -> int:
+def clients_of(config: Mapping[str, Any]) -> int:
     """How many there are: the files of data.clients, the tasks of superni, or clients.count, else one for each rank."""
     clients, data = config["clients"], config["data"]
     if data["clients"]:

@@ -126,6 +126,13 @@ class Experiment(Part):
         these."""
         return self._folder
 
+    @property
+    def called(self) -> str:
+        """How a command names it: by its name where it lies in a folder `experiments`, else by its path."""
+        if self._folder is None or self._folder.name == "experiments":
+            return self.name
+        return str(self._folder / f"{self.name}.toml")
+
     def profile(self, name: str) -> Profile:
         """Raises `ConfigError` for one that the file does not have."""
         if name not in self.profiles:
