@@ -32,6 +32,17 @@ def escaped(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else _code(c) for c in text)
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, in words.
+
+    Example:
+        >>> from fedlora.errors import counted
+        >>> counted(1, "round"), counted(2, "round")
+        ('1 round', '2 rounds')
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _code(letter: str) -> str:
     return letter.encode("unicode_escape", "surrogatepass").decode("ascii")
 

@@ -48,6 +48,6 @@ def test_the_tutorial_of_three_sites_ends_with_an_adapter(tmp_path: Path) -> Non
         done = machine.shell(block.text, seconds=600)
         assert done.code == 0, done.out
         summary = json.loads((machine.folder / "trial" / "server" / "summary.json").read_text())
-        assert summary["rounds"] == 3  # notes.toml
+        assert summary["rounds"] == 5  # notes.toml
         assert read_adapter(machine.folder / "trial" / "server" / "adapter")[0].modules
         assert not machine.pids("flower")

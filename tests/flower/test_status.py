@@ -198,7 +198,7 @@ def test_status_without_a_superlink(tmp_path: Path, main: Any) -> None:
     assert found["sites"]["cork"]["why"] == "so" and found["last_rounds"][0]["fates"]["cork"] == "refused"
     with serving(home / "serve.lock"):
         said = main("flower", "status", home)
-    assert said.code == 0 and "served by process" in said.out and "1 of 3 rounds are done" in said.out
+    assert said.code == 0 and "served by process" in said.out and "1 of 3 rounds done" in said.out
     assert "cork: refused: so" in said.out
     assert main("flower", "status", tmp_path).error()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from fedlora.cli.screen import Table, console, import_plots, plotted, print_json, red
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def ranks(
     else:
         table = Table(
             "profile", "clients by rank (attention/feed-forward)", "sum of r_i", "of it a round",
-            title=f"Rank profiles over {clients} clients",
+            title=f"Rank profiles over {counted(clients, 'client')}",
         )  # fmt: skip
         for name, counts in chosen.items():
             total = total_rank(counts)

@@ -10,7 +10,7 @@ import typer
 
 from fedlora.cli.runs import AsJson, DataRoot, Sets
 from fedlora.cli.screen import Table, cell, console, notes, print_json
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.runs.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -99,10 +99,11 @@ def _show_plan(found: PrivacyPlan) -> None:
 
     who = "all" if found.sampling == 1.0 else f"each with chance {found.sampling:g}"
     console.print(
-        f"epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} for {found.rounds} rounds"
+        f"epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} for {counted(found.rounds, 'round')}"
         f"{how_strong(found.epsilon)}: noise multiplier "
-        f"{found.noise_multiplier:.3f}, clip {found.clip:g}, {found.clients} clients ({who}), {found.size} numbers a "
-        f"round (about {found.size * SECONDS_AN_ENTRY:.0f} s to draw their noise), server rank {found.rank}",
+        f"{found.noise_multiplier:.3f}, clip {found.clip:g}, {counted(found.clients, 'client')} ({who}), "
+        f"{found.size} numbers a round (about {found.size * SECONDS_AN_ENTRY:.0f} s to draw their noise), "
+        f"server rank {found.rank}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     table = Table("part", "summed as", "signal", "noise", "strongest", "drowns below", title="A round's mean change")

@@ -27,7 +27,6 @@ from fedlora.cli.screen import (
     Table,
     complain,
     console,
-    counted,
     import_plots,
     notes,
     plotted,
@@ -38,6 +37,7 @@ from fedlora.cli.screen import (
     tell_cut,
     tell_held_out_cut,
 )
+from fedlora.errors import counted
 from fedlora.runs.attack_words import in_words
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries

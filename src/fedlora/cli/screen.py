@@ -13,7 +13,7 @@ from rich.table import Table as _Table
 from rich.text import Text
 
 from fedlora.core.echo import escaped, shown
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.runs.attack_words import in_words
 
 T = TypeVar("T")
@@ -53,11 +53,6 @@ class Table(_Table):
 
     def add_column(self, header: Any = "", *args: Any, overflow: Any = "fold", **options: Any) -> None:
         super().add_column(header, *args, overflow=overflow, **options)
-
-
-def counted(number: int, what: str) -> str:
-    """`1 round`, `2 rounds`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _printable(text: str) -> str:

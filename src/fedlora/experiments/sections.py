@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedlora.errors import counted
 from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
 from fedlora.experiments.chance import chance
 from fedlora.experiments.decision_page import set_up_pictures
@@ -93,7 +94,7 @@ def section(
 def _short(runs: int, differences: Sequence[Mapping[str, Any]]) -> str:
     counts = {word: sum(d["verdict"] == word for d in differences) for word in ("ahead", "behind", "undecided")}
     told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    return f"{runs} runs" + (f"; {told}" if told else "")
+    return counted(runs, "run") + (f"; {told}" if told else "")
 
 
 def _difference(d: Difference, less: bool) -> dict[str, Any]:

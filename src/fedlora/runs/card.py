@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.core.lora import Adapter
+from fedlora.errors import counted
 from fedlora.runs.attack_words import in_words
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.config import RunConfig
@@ -23,7 +24,7 @@ library_name: peft
 
 # Federated LoRA adapter ({title}, round {round})
 
-{attack}Trained by {clients} clients, each on data of its own, combined by `{method_repr}`.
+{attack}Trained by {clients}, each on data of its own, combined by `{method_repr}`.
 
 | | |
 |---|---|
@@ -131,7 +132,7 @@ def model_card(
         method=config.method.name,
         method_repr=_BY_THE_SERVER.sub("", manifest["method"]),
         round=round,
-        clients=len(manifest["clients"]),
+        clients=counted(len(manifest["clients"]), "client"),
         modules=len(adapter.modules),
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from fedlora.errors import counted
 from fedlora.runs.attack_words import in_words
 from fedlora.runs.audit_plot import plot_audit
 from fedlora.runs.defence_plot import defence, name_points, names_of
@@ -140,7 +141,9 @@ def _losses(axis: Any, lines: Sequence[Mapping[str, Any]], clients: Sequence[str
         style = ("-", "--")[k // len(COLOURS) % 2]
         label = f"{client}, rank {ranks[client]}" if few else None
         axis.plot(*zip(*points, strict=True), style, color=COLOURS[k % len(COLOURS)], linewidth=1.8, label=label)
-    axis.set(xlabel="round", ylabel="mean training loss", title=f"{len(clients)} clients, each on its own data")
+    axis.set(
+        xlabel="round", ylabel="mean training loss", title=f"{counted(len(clients), 'client')}, each on its own data"
+    )
     if few:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
 

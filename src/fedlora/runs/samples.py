@@ -18,6 +18,7 @@ from fedlora.core import files
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.data import TextData
+from fedlora.errors import counted
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.readouts import global_adapter, with_base_change
 from fedlora.seeds import derive_seed
@@ -107,7 +108,7 @@ def _speaker(prepared: Prepared, state: RunState) -> str:
 
 
 def _page(rows: Sequence[Mapping[str, Any]], speaker: str, rounds: int) -> str:
-    parts = [f"# Answers of {speaker}, before training and after {rounds} rounds\n"]
+    parts = [f"# Answers of {speaker}, before training and after {counted(rounds, 'round')}\n"]
     for k, row in enumerate(rows, start=1):
         said = [*row["history"], ["user", row["prompt"]]]
         parts.append(f"\n## {k}\n")

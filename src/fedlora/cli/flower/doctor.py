@@ -53,7 +53,7 @@ def _versions() -> list[tuple[str, str, bool]]:
     for program in ("flwr", "flower-superlink", "flower-supernode"):
         beside = Path(sys.executable).parent / program
         where = str(beside) if beside.is_file() else shutil.which(program)
-        rows.append((program, "found" if where else "not on PATH", bool(where)))
+        rows.append((f"the command {program}", "found" if where else "not on PATH", bool(where)))
     return rows
 
 

@@ -15,6 +15,7 @@ import typer
 
 from fedlora.cli.flower.common import Folder, needed
 from fedlora.cli.screen import Table, cell, complain, console, notes, print_json
+from fedlora.errors import counted
 
 
 def serve(
@@ -101,7 +102,7 @@ def tell_end(folder: Path, now: Any, command: str = "serve") -> None:
 
     place = FederationFolder(folder)
     if not now.finished:
-        say(f"{now.done} of {now.rounds} rounds are done; `fedlora flower {command} {folder}` goes on")
+        say(f"{now.done} of {counted(now.rounds, 'round')} done; `fedlora flower {command} {folder}` goes on")
         return
     progress = progress_of(read_events(place.events))
     console.print(_rounds_table(progress, 20))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from fedlora.errors import counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
 from fedlora.flower.serving import database
@@ -133,7 +134,7 @@ class Status:
             if not self.private:
                 state += f", {_ago(progress.playing.at)}; no answer yet: {', '.join(waiting)}" if waiting else ""
         else:
-            state = f"{now.done} of {now.rounds} rounds are done"
+            state = f"{now.done} of {counted(now.rounds, 'round')} done"
         began = f", begun {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""
         return f"{now.name}: {state}{began}\n{served}; the SuperLink {'answers' if self.answers else 'does not answer'}"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_words import private_folder
@@ -148,7 +148,9 @@ class Supervisor:
         self.telling.events(quietly=True)
         now = self.telling.standing()
         self._done = now.done
-        self._say(f"{now.name}: {len(now.clients)} sites, {now.rounds} rounds, {now.done} of them done")
+        self._say(
+            f"{now.name}: {counted(len(now.clients), 'site')}, {counted(now.rounds, 'round')}, {now.done} of them done"
+        )
         if now.privacy is not None:
             self._say(f"private: {promise(now.privacy, now.rounds)}. docs/how-to/privacy.md")
             self._say(
@@ -272,7 +274,7 @@ class Supervisor:
             return
         if facts.status == "finished:completed" and not self._failures and now.done:
             self._failures = 1  # no new round the next time, and it is a failure
-            self._say(f"{now.done} of {now.rounds} rounds are done: going on")
+            self._say(f"{now.done} of {counted(now.rounds, 'round')} done: going on")
             return
         words = f"{self._words(facts)}\n{facts.details}"
         if self.telling.progress.ended == "quorum" or "QuorumNotMet" in words:
@@ -291,7 +293,7 @@ class Supervisor:
             )
             raise Lost(f"the run failed: {said}")
         else:
-            raise Lost(f"the run is {facts.status}, and {now.done} of {now.rounds} rounds are done")
+            raise Lost(f"the run is {facts.status}, and {now.done} of {counted(now.rounds, 'round')} done")
 
     def _failed(self, cause: str) -> None:
         """A pause, longer than the last one; or the end."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core.messages import Client
-from fedlora.errors import FedLoRAError
+from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import connection
 from fedlora.flower.serving.lines import size_of
@@ -41,7 +41,7 @@ def checked_folder(folder: Path) -> list[Row]:
         return [("federation", str(error), False)]
     name = settings.network.name or "a trial on this machine"
     rows: list[Row] = [
-        ("federation", f"{settings.id}, {name}; {settings.method.name}, {settings.run.rounds} rounds", True)
+        ("federation", f"{settings.id}, {name}; {settings.method.name}, {counted(settings.run.rounds, 'round')}", True)
     ]
     parts: list[Callable[[], list[Row]]] = [
         lambda: _place(there),
