@@ -16,6 +16,9 @@ def main() -> None:
             raise
         from fedlora.versions import report
 
+        if sys.argv[1:] == ["--version"]:  # the one question that the core answers
+            print(report())
+            return
         print(
             f"error: the command line needs {error.name}, which is not installed: only fedlora's core is. "
             f"pip install 'fedlora[train]'.\n{report()}",

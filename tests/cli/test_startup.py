@@ -133,3 +133,21 @@ def test_a_mistyped_command_is_answered_once(typed: str) -> None:
 def test_a_key_of_the_config_that_was_typed_as_an_option_is_found(typed: str, said: str) -> None:
     answer = complaint(typed)
     assert said in answer and ("--set" in said) == ("--set" in answer)
+
+
+def test_the_core_alone_tells_its_versions_and_what_a_command_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where only fedlora's core is installed: typer is not there."""
+    import fedlora.__main__ as entry
+
+    for name in [name for name in sys.modules if name.startswith("fedlora.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["fedlora", "--version"])
+    entry.main()
+    assert capsys.readouterr().out.startswith("fedlora ")
+    monkeypatch.setattr(sys, "argv", ["fedlora", "merge", "a", "b"])
+    with pytest.raises(SystemExit, match="2"):
+        entry.main()
+    assert "pip install 'fedlora[train]'" in capsys.readouterr().err

@@ -29,6 +29,7 @@ def test_the_core_is_torch_and_safetensors(core: Environment) -> None:
     assert set(core.distributions()) <= OF_TORCH | CORE
     assert "sound" in core.run("-W", "ignore", "-c", "import fedlora; print('sound')")
     said = core.fedlora(code=2)
+    assert re.search(r"^torch +2", core.fedlora("--version"), flags=re.MULTILINE)
     assert "pip install 'fedlora[train]'" in said and "Traceback" not in said and re.search(r"torch +2", said)
 
 
