@@ -141,10 +141,19 @@ class TestCommands:
 
 
 class TestNames:
-    def test_every_public_name_of_the_package_is_on_the_page(self) -> None:
-        page = python_names.page()
-        missing = [name for name in fedlora.__all__ if f":: fedlora.{name}\n" not in page]
+    def test_every_public_name_is_on_the_page_of_its_module(self) -> None:
+        pages = python_names.pages()
+        missing = [
+            f"{module}.{name}" for module, name in python_names.names() if f":: {module}.{name}\n" not in pages[module]
+        ]
+        missing += [name for name in fedlora.__all__ if f":: fedlora.{name}\n" not in pages["fedlora"]]
         assert not missing, missing
+
+    def test_every_module_has_a_page_that_the_list_leads_to(self) -> None:
+        """Expected: the modules of the generator, and the words of the list of pages."""
+        assert {path.stem for path in (DOCS / "reference" / "python").glob("*.md")} == set(python_names.MODULES)
+        listed_pages = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+        assert [m for m in python_names.MODULES if f"\npython/{m}\n" not in listed_pages] == []
 
 
 METHOD_PAGES = DOCS / "reference" / "methods"

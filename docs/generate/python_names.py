@@ -41,14 +41,19 @@ def names() -> list[tuple[str, str]]:
     return found
 
 
-def page() -> str:
-    """As Markdown with a block of reStructuredText for each module."""
-    parts = []
+def table() -> str:
+    """Each module with what it is for, and a link to its page."""
+    rows = [f"| [{module}](python/{module}.md) | {about} |" for module, about in MODULES.items()]
+    return "\n".join(["| module | |", "|---|---|", *rows]) + "\n"
+
+
+def pages() -> dict[str, str]:
+    """Module -> its names, as Markdown with a block of reStructuredText."""
+    found = {}
     for module, about in MODULES.items():
-        directives = [_directive(module, name) for held, name in names() if held == module]
-        rst = "\n".join(directives)
-        parts.append(f"## {module}\n\n{about}\n" + (f"\n````{{eval-rst}}\n{rst}\n````\n" if rst else ""))
-    return "\n".join(parts)
+        rst = "\n".join(_directive(module, name) for held, name in names() if held == module)
+        found[module] = f"{about}\n" + (f"\n````{{eval-rst}}\n{rst}\n````\n" if rst else "")
+    return found
 
 
 def _directive(module: str, name: str) -> str:
