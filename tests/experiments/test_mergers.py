@@ -15,12 +15,12 @@ from fedlora.adapters.uploads import read_uploads
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
-from fedlora.experiments.head_alone import head_alone
-from fedlora.experiments.merger_settings import resolved, searched_as
-from fedlora.experiments.plan import chosen_value, mains, searches
-from fedlora.experiments.runner import Places, missing, run_all
-from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.tables import score_cells
+from fedlora.experiments.grid.merger_settings import resolved, searched_as
+from fedlora.experiments.grid.plan import chosen_value, mains, searches
+from fedlora.experiments.grid.spec import Experiment, load_experiment
+from fedlora.experiments.running.head_alone import head_alone
+from fedlora.experiments.running.runner import Places, missing, run_all
+from fedlora.experiments.tables.cells import score_cells
 from fedlora.runs.client_data import deal
 from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -198,7 +198,7 @@ def test_heads_apart_are_the_mean_of_each_clients_logits(experiment: Experiment,
     import numpy as np
     from sklearn.linear_model import LogisticRegression
 
-    from fedlora.experiments.head_alone import _features
+    from fedlora.experiments.running.head_alone import _features
 
     run = searches(experiment, "mini")[0]
     facts = places.finished(unclean=True)[run.digest].raw["mergers"]["heads"]

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.comparison import AXIS, PROFILE
-from fedlora.experiments.numbers import titled
-from fedlora.experiments.results import Result
-from fedlora.experiments.spec import Experiment
-from fedlora.experiments.tables import (
+from fedlora.experiments.grid.spec import Experiment
+from fedlora.experiments.running.comparison import AXIS, PROFILE
+from fedlora.experiments.scores.numbers import titled
+from fedlora.experiments.stored.results import Result
+from fedlora.experiments.tables.cells import (
     CellScore,
     Difference,
     Placing,

@@ -24,21 +24,9 @@ from fedlora.cli.experiment_files import (
 )  # fmt: skip
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.errors import ConfigError
-from fedlora.experiments.claims import Claims, Family, check_asked, load_claims
-from fedlora.experiments.decision_words import (
-    UNITS,
-    headings,
-    margin_in_words,
-    plain_answers,
-    records,
-    remarks,
-    rows,
-    seeds_in_words,
-    title,
-)
-from fedlora.experiments.decisions import Answers, answers_from, read_scores
-from fedlora.experiments.digits import shown
-from fedlora.experiments.looks import (
+from fedlora.experiments.deciding.claims import Claims, Family, check_asked, load_claims
+from fedlora.experiments.deciding.decisions import Answers, answers_from, read_scores
+from fedlora.experiments.deciding.looks import (
     check_plan,
     history,
     is_planned,
@@ -50,12 +38,24 @@ from fedlora.experiments.looks import (
     runs_of,
     write_plan,
 )
-from fedlora.experiments.plan import mains
-from fedlora.experiments.plan_check import check_content
-from fedlora.experiments.power import per_cent, powers
-from fedlora.experiments.results import unclean_lines
-from fedlora.experiments.runner import Places
-from fedlora.experiments.spec import Experiment
+from fedlora.experiments.deciding.plan_check import check_content
+from fedlora.experiments.deciding.power import per_cent, powers
+from fedlora.experiments.grid.plan import mains
+from fedlora.experiments.grid.spec import Experiment
+from fedlora.experiments.running.runner import Places
+from fedlora.experiments.scores.digits import shown
+from fedlora.experiments.stored.results import unclean_lines
+from fedlora.experiments.tables.decision_words import (
+    UNITS,
+    headings,
+    margin_in_words,
+    plain_answers,
+    records,
+    remarks,
+    rows,
+    seeds_in_words,
+    title,
+)
 from fedlora.runs.manifest import commit_of_code
 
 

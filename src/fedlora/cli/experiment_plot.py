@@ -26,14 +26,13 @@ from fedlora.cli.experiment_files import (
 )  # fmt: skip
 from fedlora.cli.screen import plotted
 from fedlora.errors import ConfigError
-from fedlora.experiments.budgets import spendings
-from fedlora.experiments.claims import load_claims
-from fedlora.experiments.decision_page import planned
-from fedlora.experiments.decision_words import by_score, margins
-from fedlora.experiments.decisions import Answers
-from fedlora.experiments.plan import mains
-from fedlora.experiments.runner import Places
-from fedlora.experiments.waiting import awaited, open_plans
+from fedlora.experiments.deciding.claims import load_claims
+from fedlora.experiments.deciding.decisions import Answers
+from fedlora.experiments.deciding.waiting import awaited, open_plans
+from fedlora.experiments.grid.plan import mains
+from fedlora.experiments.running.runner import Places
+from fedlora.experiments.tables.budgets import spendings
+from fedlora.experiments.tables.decision_words import by_score, margins
 
 
 def draw(
@@ -63,16 +62,16 @@ def draw(
                 f"of it is drawn before all of them are. Go on with: fedlora experiment run {experiment.name} "
                 f"--profile {profile}"
             )
-        experiment = planned(experiment, profile, decided[0].wanted)
+        experiment = experiment.of_first_seeds(profile, decided[0].wanted)
     shown = {run.digest for run in mains(experiment, profile, done, given_up) if run.digest in done}
     for one in awaited(open_plans(results, beside(loaded, experiments), done, given_up), shown):
         raise ConfigError(f"{one.words} ({one.path}), and nothing of these runs is drawn before all of them are.")
 
     def pictures() -> list[Path]:
-        from fedlora.experiments.budget_plot import plot_budgets
-        from fedlora.experiments.interval_plots import plot_dots
-        from fedlora.experiments.map_plots import plot_map
-        from fedlora.experiments.plots import plot_curves
+        from fedlora.experiments.report.budget_plot import plot_budgets
+        from fedlora.experiments.report.interval_plots import plot_dots
+        from fedlora.experiments.report.map_plots import plot_map
+        from fedlora.experiments.report.plots import plot_curves
 
         if experiment.budgets is not None:
             found = spendings(experiment, profile, done, given_up)

@@ -1,0 +1,1 @@
+"""What an experiment is: one TOML file, the runs that it makes, and what they cost."""

@@ -1,0 +1,306 @@
+"""Which runs an experiment is made of: the search for a learning rate first, then every cell with every seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from fedlora.errors import ConfigError
+from fedlora.experiments.grid.merger_settings import check_run, resolved, searched_as
+from fedlora.experiments.grid.spec import Cell, Changes, Experiment
+from fedlora.experiments.scores.digits import shown
+from fedlora.experiments.scores.numbers import parse_number
+from fedlora.experiments.stored.results import Result
+from fedlora.runs.config import RunConfig, located, parse_config
+from fedlora.runs.own_files import contents, digest_of
+from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
+from fedlora.training.metrics import best_of
+
+# (axes but the merged one, seed, searched value) -> (configuration, digest, files)
+Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
+    files: key -> content of its own data and model, where it is known by these (`own_files.contents`). mergers: label
+    -> settings of what is made of its uploads (`running.mergers`); of one cell the one label that it stands for."""
+
+    cell: Cell
+    seed: int
+    tuned: float | None
+    searching: bool
+    config: RunConfig
+    digest: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    mergers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def result(self, results: Mapping[str, Result]) -> Result | None:
+        """What came of it, among results by digest: of its cell's merger where it has one. None where that lacks."""
+        found = results.get(self.digest)
+        if found is None or not self.mergers:
+            return found
+        each = [found.merged(label, merger) for label, merger in self.mergers.items()]
+        return None if None in each else each[0]
+
+    def left(self, results: Mapping[str, Result]) -> PlannedRun | None:
+        """What of it is to be done: with those mergers that were not made yet. None where all is there."""
+        found = results.get(self.digest)
+        if found is None:
+            return self
+        lacking = {label: merger for label, merger in self.mergers.items() if found.merged(label, merger) is None}
+        return replace(self, mergers=lacking) if lacking else None
+
+    @property
+    def label(self) -> str:
+        """The cell, the value and the seed in words."""
+        value = "" if self.tuned is None else f", {shown(self.tuned)}"
+        return f"{', '.join(self.cell.values())}{value}, seed {self.seed}"
+
+
+def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
+    """The runs of the search; none where there is one value only."""
+    tune, values = experiment.tune, _values(experiment, profile)
+    if tune is None or len(values) < 2:
+        return []
+    planned: dict[str, PlannedRun] = {}
+    known: Known = {}
+    for cell in _searched(experiment, profile):
+        for value in values:
+            for seed in tune.seeds:
+                run = _planned(experiment, profile, cell, seed, value, searching=True, known=known)
+                planned[run.digest] = with_mergers_of(run, planned.get(run.digest))
+    return list(planned.values())
+
+
+def with_mergers_of(run: PlannedRun, other: PlannedRun | None) -> PlannedRun:
+    """The run with the mergers of another one of its digest as well: one training serves both."""
+    return run if other is None else replace(other, mergers={**other.mergers, **run.mergers})
+
+
+def mains(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> list[PlannedRun]:
+    """The runs that count, of those cells whose search is done. failed: as `chosen_value` takes it."""
+    planned = []
+    known: Known = {}
+    for cell in experiment.cells(profile):
+        value, _ = _search(experiment, profile, cell, results, failed, known)
+        if value is None and experiment.tune is not None:
+            continue
+        for seed in experiment.profile(profile).seeds:
+            planned.append(_planned(experiment, profile, cell, seed, value, searching=False, known=known))
+    return planned
+
+
+def chosen_value(
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> float | None:
+    """The searched value that is best on validation, in the mean over the search's runs of all cells that share it.
+
+    Best by the runs' metric: the largest, or of a loss the least. None while one of them is missing, and where no value
+    has a score (`dead_end` says so). A tie goes to the smaller value.
+
+    Args:
+        failed: digests of runs that cannot be had. A value with one of them is none of the search.
+    """
+    value, _ = _search(experiment, profile, cell, results, failed)
+    return value
+
+
+def dead_end(
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> str | None:
+    """Why a search that is done could choose nothing; None where it chose or is not done."""
+    _, why = _search(experiment, profile, cell, results, failed)
+    return why
+
+
+def _search(
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str],
+    known: Known | None = None,
+) -> tuple[float | None, str | None]:  # fmt: skip
+    """(value, why there is none where there can be none)"""
+    tune, values = experiment.tune, _values(experiment, profile)
+    if tune is None:
+        return None, None
+    if len(values) == 1:
+        return values[0], None
+    if experiment.merged is not None:  # controls go by what they are held against
+        axis, label = experiment.merged, cell[experiment.merged]
+        cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
+    alike = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
+    means: list[tuple[float, float]] = []
+    metrics: set[str] = set()
+    known = {} if known is None else known
+    for value in values:
+        runs = [
+            _planned(experiment, profile, c, seed, value, searching=True, known=known)
+            for c in alike
+            for seed in tune.seeds
+        ]
+        if any(run.digest in failed and run.digest not in results for run in runs):
+            continue
+        found = [result for run in runs if (result := run.result(results)) is not None]
+        if len(found) < len(runs):
+            return None, None
+        means.append((value, fmean(result.validation_best for result in found)))
+        metrics |= {result.metric for result in found}
+    if len(metrics) > 1:
+        raise ConfigError(
+            f"experiment {experiment.name}: a search over runs of different metrics ({', '.join(sorted(metrics))}) "
+            f"cannot choose; give them one evaluate.metric."
+        )
+    grid = f"{tune.key} = {', '.join(map(shown, values))}"
+    if not means:
+        return None, f"no run of the search over {grid} came to its end."
+    best = best_of(metrics.pop(), means, lambda pair: pair[1])
+    if best is None:
+        return None, f"none of {grid} has a score on validation that is a number: all of them diverged. Try others."
+    return best[0], None
+
+
+def worst_values(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
+) -> list[str]:
+    """A line for each value that counts as the worst of its search: a run of it failed, or has no score on validation.
+
+    failed: digest -> why, of runs that failed.
+    """
+    seeds: dict[tuple[str, str, str], list[int]] = {}
+    for run in searches(experiment, profile):
+        value = f"{experiment.tune.key} = {shown(run.tuned)}" if experiment.tune and run.tuned is not None else ""
+        if run.digest in results:
+            if not math.isnan(results[run.digest].validation_best):
+                continue
+            why = ""
+        elif run.digest in failed:
+            why = failed[run.digest]
+        else:
+            continue
+        seeds.setdefault((", ".join(run.cell.values()), value, why), []).append(run.seed)
+    return [f"{cell}: {dropped_value(value, on, why)}" for (cell, value, why), on in seeds.items()]
+
+
+def dropped_value(value: str, seeds: Sequence[int], why: str) -> str:
+    """What is said of a value that counts as the worst. why: empty where the run ended, without a score."""
+    on = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))}"
+    if not why:
+        return f"{value} counts as the worst of the search: on {on} it diverged, and has no score on validation."
+    return f"{value} is dropped from the search, for it failed on {on}: {why}"
+
+
+def check_number(experiment: Experiment, profile: str, which: str) -> None:
+    """Raises `ConfigError`, before anything is run, for a number (`results.Result.score`) that is none, or that no run
+    of the profile can have."""
+    number, whys = parse_number(which), []
+    for cell in experiment.cells(profile):
+        value = _values(experiment, profile)[0] if experiment.tune else None
+        seed = experiment.profile(profile).seeds[0]
+        why = number.lacks(_planned(experiment, profile, cell, seed, value, searching=False).config)
+        if why is None:
+            return
+        whys.append(why)
+    if whys:
+        raise ConfigError(f"no run can have the number {which!r}: {whys[0]}.")
+
+
+def at_the_edge(experiment: Experiment, profile: str, value: float | None) -> str | None:
+    """ "largest" or "smallest" where the searched value is that one of those tried: the best may lie beyond."""
+    values = _values(experiment, profile)
+    if value is None or len(values) < 2 or values[0] < value < values[-1]:
+        return None
+    return "largest" if value == values[-1] else "smallest"
+
+
+def _searched(experiment: Experiment, profile: str) -> list[Cell]:
+    """The cells on which the search is run: the profile's, at the labels to which the search is confined. These need
+    not be the profile's own."""
+    at = experiment.tune.at if experiment.tune else {}
+    found: list[Cell] = []
+    for cell in experiment.cells(profile):
+        moved = {**cell, **at}
+        if moved not in found and not experiment.skips(moved):
+            found.append(moved)
+    return found
+
+
+def _values(experiment: Experiment, profile: str) -> Sequence[float]:
+    if experiment.tune is None:
+        return []
+    return sorted(experiment.profile(profile).tune or experiment.tune.values)
+
+
+def _planned(
+    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, *, searching: bool,
+    known: Known | None = None,
+) -> PlannedRun:  # fmt: skip
+    """known: configurations of runs that were planned before, by all that they follow from: mergers share them."""
+    where = f"experiment {experiment.name}, {dict(cell)}"
+    key = (tuple(pair for pair in cell.items() if pair[0] != experiment.merged), seed, value)
+    known = {} if known is None else known
+    if key not in known:
+        known[key] = _configured(experiment, profile, cell, seed, value, where)
+    config, digest, files = known[key]
+    mergers: dict[str, dict[str, Any]] = {}
+    if experiment.merged is not None:
+        label = cell[experiment.merged]
+        mergers[label] = resolved(experiment.axes[experiment.merged], [label])[label]
+    return PlannedRun(cell, seed, value, searching, config, digest, files, mergers)
+
+
+def _configured(
+    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, where: str
+) -> tuple[RunConfig, str, Mapping[str, str]]:
+    """The configuration of a cell's run, its digest, and its files by content."""
+    raw: dict[str, Any] = deepcopy(experiment.run)
+    try:
+        changes = [experiment.axes[axis][label] for axis, label in cell.items() if axis != experiment.merged]
+        for change in changes:
+            _apply(raw, change)
+        _apply(raw, experiment.profile(profile).set)
+        for change in changes:  # a cell's own changes win over the profile's scale
+            _apply(raw, change)
+        _apply(raw, {"run.seed": seed})
+        if value is not None and experiment.tune is not None:
+            _apply(raw, {experiment.tune.key: value})
+        config = parse_config(simulated(raw))
+        files: Mapping[str, str] = {}
+        if experiment.folder is not None:
+            config = with_ledger(located(config, experiment.folder), LEDGER)
+            files = contents(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if value is not None and experiment.tune is not None:
+        _check_number_key(config, experiment.tune.key, where)
+    if experiment.merged is not None:
+        check_run(config, where)
+    return config, digest_of(config, files), files
+
+
+def _check_number_key(config: RunConfig, key: str, where: str) -> None:
+    """A key that is searched has a number: true and false are none, though a file may write them as 1 and 0."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{where}: the search is over numbers, and {key} is none: it became {value!r}.")
+
+
+def _apply(raw: dict[str, Any], changes: Changes) -> None:
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        table = raw
+        for depth, part in enumerate(path, start=1):
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                known = ".".join(path[:depth])
+                raise ConfigError(f"{key!r} is no key: {known} is a value, not a table.")
+        if value == {}:
+            table.pop(last, None)  # a table that an axis before made, taken away
+        else:
+            table[last] = deepcopy(value)

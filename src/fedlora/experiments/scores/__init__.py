@@ -1,0 +1,1 @@
+"""The numbers that runs are compared by: their names, their digits, their units."""

@@ -1,0 +1,1 @@
+"""What lies under results/: one JSON for each finished run, failures and plans, checked where they are read."""

@@ -1,0 +1,100 @@
+"""What each row of an experiment costs where nobody attacks, beside what it saves elsewhere: paired by seed.
+
+Of a robust rule: the cost is how much worse it is than the reference without an attacker; what it saves is how much
+better it is under one. Both are of every score that is asked for, so that a rule which keeps the accuracy and ruins the
+log-loss is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from fedlora.experiments.grid.plan import mains
+from fedlora.experiments.grid.spec import Experiment
+from fedlora.experiments.stored.results import Result
+from fedlora.experiments.tables.cells import difference
+from fedlora.training.metrics import METRICS
+
+SCORES = ("loss", "accuracy")  # held-out log-loss, the less the better, and accuracy
+
+
+@dataclass(frozen=True)
+class Price:
+    """One row against the reference in one place. where: the labels of the other axes. peaceful: nobody attacks there.
+    mean: of the row itself. better: how much better than the reference it is, negative where it is worse, the mean over
+    the seeds that both have; low, high: its 95 % interval (paired t), None with one seed."""
+
+    row: str
+    where: Mapping[str, str]
+    peaceful: bool
+    score: str
+    pairs: int
+    mean: float
+    better: float
+    low: float | None
+    high: float | None
+
+
+def prices(
+    experiment: Experiment,
+    profile: str,
+    results: Mapping[str, Result],
+    scores: Sequence[str] = SCORES,
+    failed: Collection[str] = (),
+) -> list[Price]:
+    """Every row in every place where row and reference share a seed, on the test set after the last round; empty for an
+    experiment without `peace`."""
+    peace, axis, reference = experiment.peace, experiment.rows[0], experiment.reference
+    if peace is None or reference is None:
+        return []
+    found: dict[tuple[str, str, tuple[tuple[str, str], ...]], dict[int, float]] = {}
+    for run in mains(experiment, profile, results, failed):
+        result = run.result(results)
+        told = result.raw["test"]["last"] if result is not None else {}
+        where = tuple((name, label) for name, label in run.cell.items() if name != axis)
+        for score in scores:
+            if isinstance(value := told.get(score), int | float) and math.isfinite(value):
+                found.setdefault((score, run.cell[axis], where), {})[run.seed] = float(value)
+    made = []
+    for (score, row, where), ours in found.items():
+        theirs = found.get((score, reference, where), {})
+        seeds = sorted({*ours} & {*theirs})
+        if not seeds:
+            continue
+        up = 1.0 if METRICS[score].larger_is_better else -1.0
+        pairs = [(up * ours[seed], up * theirs[seed]) for seed in seeds]
+        gap = difference(reference, row, dict(where), pairs) if len(seeds) > 1 else None
+        better, low, high = (gap.mean, gap.low, gap.high) if gap else (pairs[0][0] - pairs[0][1], None, None)
+        peaceful = dict(where).get(peace.axis) == peace.label
+        mean = fmean(ours[seed] for seed in seeds)
+        made.append(Price(row, dict(where), peaceful, score, len(seeds), mean, better, low, high))
+    return made
+
+
+def price_rows(found: Sequence[Price], score: str) -> tuple[list[str], list[list[str]]]:
+    """(columns, rows) of one score's table in words: a row a label, peace first, "value (how much better)" in each."""
+    of = [price for price in found if price.score == score]
+    places = list(dict.fromkeys(_place(price) for price in sorted(of, key=lambda p: not p.peaceful)))
+    labels = list(dict.fromkeys(price.row for price in of))
+    at = {(price.row, _place(price)): price for price in of}
+    rows = [[label, *(_cell(at.get((label, place))) for place in places)] for label in labels]
+    peaceful = {_place(price) for price in of if price.peaceful}
+    return ["", *(f"{place}: cost" if place in peaceful else f"{place}: saved" for place in places)], rows
+
+
+def _place(price: Price) -> str:
+    return ", ".join(price.where.values())
+
+
+def _cell(price: Price | None) -> str:
+    """The score, and behind it what it cost (peace) or saved, with its interval."""
+    if price is None:
+        return ""
+    amount = (-price.better if price.peaceful else price.better) + 0.0  # no minus before a zero
+    if price.low is None or price.high is None or price.low == price.high:
+        return f"{price.mean:.3f} ({amount:+.3f})"
+    low, high = (-price.high, -price.low) if price.peaceful else (price.low, price.high)
+    return f"{price.mean:.3f} ({amount:+.3f}, {low:+.3f} to {high:+.3f})"
