@@ -1,7 +1,7 @@
 """Server aggregation: ours, the paper's to the letter, the baselines and other people's code, on workloads W1 to W5.
 
     python benchmarks/aggregation.py [--workloads W1,W2,W3,W4,W5] [--quick] [--repeats 7] [--json FILE]
-                                     [--plot FILE.png] [--compare FILE]
+                                     [--compare FILE]
 
 Core rows start from gauge-fixed clients (U_i, Ahat_i), as the paper counts (its QR is on the client), and end with a
 readout for every client. All-in rows start from raw (B_i, A_i) and end there too. `Server.aggregate` rows add the
@@ -15,6 +15,7 @@ plus the flops of the cheapest known route, at the rate of float32 products of t
 and R = ceil(rho S) that is d_out S^2 + 2 S R (d_out + d_in) + d_in R^2, and where S is near d_out or above it (W5), the
 mean update and its Gram matrix, 2 d_out d_in S + min^2 max.
 
+docs/images/draw_times.py draws the picture of benchmarks.md, from benchmarks/results/aggregation.json.
 --compare FILE: each row over the thin SVD core, now and in a result that --json wrote on such a machine.
 """
 
@@ -59,7 +60,6 @@ REFERENCE, ALL_IN = "GLoRA core, reference, rho = 1", "GLoRA all-in, rho = 1"
 THIN, THIN_ALL_IN, BARE = "thin SVD core (QR, QR, SVD)", "thin SVD all-in", "thin SVD core, bare"
 DENSE = "FlexLoRA dense, all-in"
 SERVED, SERVED_THIN = "Server.aggregate + downloads: glora, rho = {:g}", "Server.aggregate + downloads: flexlora, thin"
-OURS = ("GLoRA core", "GLoRA all-in", "Server.aggregate + downloads: glora")
 
 
 # --------------------------------------------------------------------------------------------------- what is run
@@ -496,51 +496,12 @@ def compare(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
             print(f"| {name}: {row} | {old:.3f} | {new:.3f} | {new / old:.2f} | {flag} |")
 
 
-def plot(results: Mapping[str, Mapping[str, Row]], path: Path) -> None:
-    """A panel for each workload: milliseconds of all its modules, ours in colour, the floor a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    columns = min(2, len(results))
-    lines = -(-len(results) // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(9.5 * columns, 5.4 * lines), layout="constrained", squeeze=False
-    )
-    for axis in axes.flat[len(results) :]:
-        axis.set_visible(False)
-    for axis, (name, rows) in zip(axes.flat, results.items(), strict=False):
-        floor = rows[FLOOR.format(1)].ms
-        bars = sorted(((r.ms, n) for n, r in rows.items() if not n.startswith("floor")), reverse=True)
-        colours = ["#D55E00" if n.startswith(OURS) else "#0072B2" for _, n in bars]
-        axis.barh([n for _, n in bars], [ms for ms, _ in bars], color=colours)
-        for k, (ms, _) in enumerate(bars):
-            axis.text(ms * 1.1, k, f"{ms:.3g}" if ms < 1000 else f"{ms:.0f}", va="center", fontsize=8, bbox=plain)
-        axis.axvline(floor, color="#000000", linestyle="--", linewidth=1, label=f"floor, rho = 1: {floor:.3g} ms")
-        axis.set(xscale="log", xlabel="ms for all modules, one thread", title=name)
-        axis.set_xlim(min(floor, bars[-1][0]) * 0.6, bars[0][0] * 4)
-        axis.margins(y=0.01)
-        axis.tick_params(axis="y", labelsize=9)
-        axis.grid(axis="x", alpha=0.3)
-        handles = [
-            plt.Rectangle((0, 0), 1, 1, color="#D55E00"),
-            plt.Rectangle((0, 0), 1, 1, color="#0072B2"),
-            axis.lines[0],
-        ]
-        axis.legend(handles, ["fedlora's GLoRA", "others", axis.lines[0].get_label()], fontsize=8, loc="upper right")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", type=lambda text: text.split(","))
     parser.add_argument("--repeats", type=int, help="7; with --quick 3, of W5 2; three times as many of W1")
     parser.add_argument("--quick", action="store_true", help="W1, W2 and two profiles of W5, on few modules")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--compare", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -568,8 +529,6 @@ def main() -> None:
     }
     if args.json:
         args.json.write_text(as_json(results) + "\n")
-    if args.plot:
-        plot({name: rows for name, (rows, _) in found.items()}, args.plot)
     if before:
         compare(results, before)
 

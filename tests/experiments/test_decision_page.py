@@ -25,6 +25,7 @@ from fedlora.experiments.report.decision_page import decided_part
 from fedlora.experiments.report.map_plots import map_figure
 from fedlora.experiments.tables.decision_words import (
     by_score,
+    claim_rows,
     headings,
     margins,
     mark,
@@ -238,6 +239,15 @@ def decisions(place: Path) -> list[dict[str, Any]]:
         said = invoke("experiment", "decide", name, "--format", "json", *options(place))
         families += json.loads(said.stdout)["families"]
     return families
+
+
+def test_a_corrected_sentence_is_shown_with_its_correction() -> None:
+    """The gap to FlexLoRA was written down wrongly: the file says when, and what is right. Others stand as they are."""
+    claims = load_claims(ROOT / "docs" / "claims.toml")
+    shown = {name: words for name, words, *_ in claim_rows(claims, [])}
+    mended = claims.claims["flexlora-gap"]
+    assert mended.corrected and shown["flexlora-gap"] == f"{mended.sentence} (Corrected: {mended.corrected})"
+    assert shown["rank-budget"] == claims.claims["rank-budget"].sentence
 
 
 def test_the_pages_numbers_are_those_of_decide(place: Path, page: str) -> None:

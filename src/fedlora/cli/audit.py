@@ -1,4 +1,4 @@
-"""`fedlora audit`: which methods mean what they average, on real uploads."""
+"""`fedlora audit`: how far each method is from the true mean of real uploads, and how far it moves with coordinates."""
 
 from __future__ import annotations
 

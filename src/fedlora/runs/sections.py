@@ -220,9 +220,9 @@ class ServerSection(Section):
     "local", or "frozen"; not set: as the method has it. quorum: bad uploads and failed clients are left out as long as
     so many good ones remain; not set: the first one stops the run. missing: a module that some clients lack is averaged
     over those who have it ("renormalise"), or the others count as a "zero" update. memory: megabytes for a round's
-    uploads, beyond which they are folded in and dropped. workers: matrices aggregated at a time; not set: torch's
-    threads. sketch_rank: play rounds by the two exchanges of `fedlora.server.sketched_round`, keeping so many
-    directions of each module; in the simulation only. sketch_oversample: directions beyond these that are sketched
+    uploads; once they fill half of it, they are merged into a summary of fixed size. workers: matrices aggregated at a
+    time; not set: torch's threads. sketch_rank: play rounds by two exchanges of sums, keeping so many directions of
+    each module; in the simulation only. sketch_oversample: directions beyond these that are sketched
     along. upload: the form they come in. gauge_stress: re-express each in fresh random coordinates of this condition
     number before it is aggregated, every round.
     """

@@ -1,4 +1,4 @@
-"""An intake of bounded memory: uploads are folded in and dropped once a round's uploads outgrow it.
+"""An intake of bounded memory: uploads are merged into a summary of fixed size once a round's uploads outgrow it.
 
 While they fit in half of it they are kept as they came, and the round is the plain one, bit for bit. Beyond that, this
 half takes in new ones until it is full, and the other holds what all before were folded into: for each matrix a pair

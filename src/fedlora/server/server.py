@@ -66,9 +66,9 @@ class Server:
         missing: a module that some participants do not hold: "renormalise" the weights over those who do, or let the
             others count as a "zero" update.
         seed: of the method's own random draws.
-        memory: megabytes that one round's uploads may take here; None: as many as there are. What does not fit is
-            folded in as it arrives and dropped (`bounded_memory`): exact while it fits, an approximation beyond, of
-            which the diagnostics say what was left out.
+        memory: megabytes that one round's uploads may take here; None: as many as there are. Once
+            uploads fill half of it, they are merged into a summary of fixed size (`bounded_memory`): exact while they
+            fit, an approximation beyond, of which the diagnostics say what was left out.
         sketch: rounds by two exchanges of sums (`sketched_round`) instead of uploads that the server sees.
         defences: functions of your own that look at a round's uploads together before the method aggregates them
             (`defences`). Whom they refuse does not count and is named; the round goes on, if the quorum (None: one) is

@@ -108,7 +108,7 @@ def _tally(found: Sequence[Answers]) -> str:
     counts = tally(found)
     total = sum(counts.values())
     told = ", ".join(f"{count} {word}" for word, count in sorted(counts.items(), key=lambda pair: -pair[1]))
-    return f"{total} questions: {told}." if total else ""
+    return f"{total} {'question' if total == 1 else 'questions'}: {told}." if total else ""
 
 
 def _glossary(experiment: Experiment) -> list[list[str]]:

@@ -180,12 +180,13 @@ def remarks(found: Sequence[Answers]) -> list[str]:
 
 
 def claim_rows(claims: Claims, found: Sequence[Answers]) -> list[list[str]]:
-    """A row for each claim of the paper: its sentence, and what the families that it is asked by came to."""
+    """A row for each claim of the paper: its sentence, what was mended in it, what the families that ask it came to."""
     by_name = {one.name: one for one in found}
     made = []
     for name, claim in claims.claims.items():
         said = [f"{family}: {_tally(by_name.get(family))}" for family in claims.asked_by(name)]
-        made.append([name, claim.sentence, claim.where, "; ".join(said) or "no family asks it: the paper's scale"])
+        words = f"{claim.sentence} (Corrected: {claim.corrected})" if claim.corrected else claim.sentence
+        made.append([name, words, claim.where, "; ".join(said) or "no family asks it: the paper's scale"])
     return made
 
 
