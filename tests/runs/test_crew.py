@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -64,6 +66,20 @@ def test_a_run_goes_on_with_other_workers(project: Path, tmp_path: Path) -> None
     ran(configured(project, "run.workers=2"), tmp_path / "stopped", rounds=1)
     assert facts(ran(configured(project), tmp_path / "stopped", resume=True)) == want  # run.threads is 1 there
     assert configured(project, "run.workers=2").digest() == configured(project).digest()
+
+
+def test_a_worker_lets_no_library_talk_into_the_owner_s_terminal() -> None:
+    """In a process of its own, as a worker is: transformers warns there of a name of its own that PEFT asks for."""
+    said = """
+import warnings
+from fedlora.runs.crew import _board
+def warned(): warnings.warn_explicit("x", FutureWarning, "modeling_utils.py", 1, module="transformers.modeling_utils")
+warned()
+_board(None, 0, device="cpu")
+warned()
+"""
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert done.stderr.count("FutureWarning: x") == 1  # before it, and not after
 
 
 def test_a_killed_worker_costs_nothing_and_none_is_left(project: Path, tmp_path: Path) -> None:

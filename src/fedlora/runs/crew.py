@@ -12,6 +12,7 @@ import torch
 from fedlora.core.trainer import Failed, Job, Trained, Workers
 from fedlora.errors import WorkerDied
 from fedlora.runs.preparation import Prepared
+from fedlora.runs.quiet import quiet_libraries
 from fedlora.training.evaluation import ModelEvaluator, Piece, Seen
 from fedlora.training.models import AdaptedModel
 from fedlora.workers.pool import train_group, train_in
@@ -90,7 +91,8 @@ def _named(probes: Mapping[str, ModelEvaluator]) -> dict[str, ModelEvaluator]:
 
 
 def _board(aboard: _Aboard, number: int, *, device: str) -> None:
-    """One GPU for each process, where the run is on GPUs that nobody chose among."""
+    """Libraries talk once, in the owner. One GPU for each process, where the run is on GPUs that nobody chose among."""
+    quiet_libraries()
     if device != "cpu":
         aboard.model.to(f"cuda:{number % torch.cuda.device_count()}" if device == "cuda" else device)
 
