@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,23 @@ def test_every_link_inside_the_repository_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_commit_that_a_page_names_is_in_the_history() -> None:
+    """A figure names its commit. One that was rewritten afterwards is nobody's any more. Expected: what git says."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("no git history here")
+    history = {line[:7] for line in git("log", "--format=%H").splitlines()}
+    named = {
+        (found, page.name)
+        for page in PAGES
+        for found in re.findall(r"\bcommits? ([0-9a-f]{7})\b", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20 and not [pair for pair in sorted(named) if pair[0] not in history]
 
 
 def test_the_readme_tree_has_a_line_for_every_package() -> None:
