@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -9,8 +11,10 @@ import pytest
 
 import draw_architecture
 import draw_idea
+from fedlora import METHODS
 
 ROOT = Path(__file__).parent.parent
+WORDS = {9: "nine", 10: "ten", 22: "twenty-two", 23: "twenty-three", 24: "twenty-four"}
 
 
 def test_the_drawing_of_the_packages_is_the_codes() -> None:
@@ -19,7 +23,30 @@ def test_the_drawing_of_the_packages_is_the_codes() -> None:
     assert stored == draw_architecture.drawing(), "stale: python tools/draw_architecture.py"
     boxes = {text.text for text in ET.fromstring(stored).iter("{http://www.w3.org/2000/svg}text")}
     packages = {path.parent.name for path in (ROOT / "src" / "fedlora").glob("*/__init__.py")}
-    assert packages <= boxes
+    assert packages <= boxes, "a new package wants a row in pyproject.toml and words in tools/draw_architecture.py"
+
+
+def test_what_the_pages_say_of_the_rows_is_so() -> None:
+    """Rows of the rule, from pyproject.toml: the words of the architecture page, and the block of the design page."""
+    rows = draw_architecture.layers()
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    counts = f"{WORDS[sum(map(len, rows))]} boxes in {WORDS[len(rows)]} rows".capitalize()
+    assert counts in page
+    design = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
+    block = design.split("## Where things are")[1].split("```")[1].splitlines()
+    drawn = [re.split(r" {2,}", line.strip())[0].split(" | ") for line in block]
+    assert [row for row in drawn if {*row} <= {name for other in rows for name in other}] == [
+        *rows[:-1], *([name] for name in rows[-1])
+    ]  # fmt: skip
+
+
+def test_every_method_is_among_those_that_import_no_other() -> None:
+    (contract,) = (
+        contract
+        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "independence"
+    )
+    assert set(contract["modules"]) == {cls.__module__ for cls in METHODS.values()}, "pyproject.toml, tool.importlinter"
 
 
 def test_arrows_that_follow_from_others_are_left_out() -> None:

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 import method_table
+from fedlora import METHODS
 from fedlora.runs.config import load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 PAGES = [page for page in PAGES if "_generated" not in page.parts]  # their links are of the pages that include them
+BUILDING = ("how-to/add-a-method", "how-to/extending", "explanation/architecture")
+MADE = ("dist/", "build/site/index.html")  # by make
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -92,6 +95,46 @@ def test_the_readme_tree_has_a_line_for_every_package() -> None:
     said = {line.split()[0] for line in tree.splitlines()[2:] if line.strip()}
     assert packages <= said and len(tree.strip().splitlines()) <= 20
     assert all((source / name).exists() for name in said)
+
+
+def test_the_methods_are_counted() -> None:
+    """In words. A number beyond these wants a word here."""
+    words = {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen", 17: "seventeen", 18: "eighteen"}
+    said = f"GLoRA and {words[len(METHODS) - 1]} other methods", f"{words[len(METHODS)]} aggregation methods"
+    for name, line in zip(("README.md", "CITATION.cff"), said, strict=True):
+        assert line in (ROOT / name).read_text(encoding="utf-8"), f"{name}: {line}"
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", *(f"docs/{p}.md" for p in BUILDING)])
+def test_files_that_a_contributor_is_sent_to_are_there(name: str) -> None:
+    """`path/to/file` in the pages on changing fedlora: from the top, or from src/fedlora. NAME stands for one's own."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    said = set(re.findall(r"`([\w./-]+(?:\.\w+|/))(?:::(\w+))?`", text))
+    assert len(said) > 3
+    for path, test in said:
+        if "/" not in path or "NAME" in path or path in MADE:
+            continue
+        found = [place / path for place in (ROOT, ROOT / "src" / "fedlora") if (place / path).exists()]
+        assert found, f"{name} names {path}, and there is none"
+        assert not test or f"def {test}(" in found[0].read_text(encoding="utf-8"), f"{name} names {path}::{test}"
+
+
+def test_every_decision_is_in_the_list() -> None:
+    """Under the number of its file, and no number twice."""
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"^\| \[(\d{4})\]\((\1-[\w-]+\.md)\) \|", (folder / "index.md").read_text(), flags=re.M)
+    pages = sorted(path.name for path in folder.glob("0*.md"))
+    assert [page for _, page in listed] == pages and len({number for number, _ in listed}) == len(pages)
+    assert all((folder / page).read_text(encoding="utf-8").startswith(f"# {number} ") for number, page in listed)
+
+
+@pytest.mark.parametrize("name", ["scores", "stored", "grid", "running", "deciding", "tables", "report"])
+def test_a_package_of_experiments_lists_its_files(name: str) -> None:
+    """Its first file says where to look."""
+    folder = ROOT / "src" / "fedlora" / "experiments" / name
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    named = re.findall(r"^(\w+\.py) ", doc, flags=re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
 
 
 def test_every_source_file_says_what_it_is() -> None:

@@ -61,7 +61,10 @@ for package, name, extra in (
 
 
 def test_one_version() -> None:
-    assert version("fedlora") == fedlora.__version__
+    """`make` does not install again where only the version has changed."""
+    assert version("fedlora") == fedlora.__version__, (
+        f"{version('fedlora')} is installed: .venv/bin/python -m pip install --no-deps --no-build-isolation -e ."
+    )
 
 
 def test_everything_public_exists_and_is_documented() -> None:

@@ -182,6 +182,12 @@ class TestMethods:
             at = page.index(part, at) + len(part)
         assert {f"{row.name}.facts", f"{row.name}.use"} <= set(method_pages.pages())
 
+    def test_the_template_of_the_docs_is_this_one(self) -> None:
+        page, at = (DOCS / "how-to" / "add-a-method.md").read_text(encoding="utf-8").split("````markdown\n")[1], 0
+        for part in METHOD_PAGE:
+            assert part in page[at:], part
+            at = page.index(part, at) + len(part)
+
     @BUILT_IN
     def test_every_setting_has_its_default_and_a_meaning(self, row: Listed) -> None:
         entries = dict(re.findall(r"^`(\w+)` · .+\n: (.*)$", method_pages.use(row), flags=re.M))

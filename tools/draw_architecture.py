@@ -38,10 +38,10 @@ COLOURS = ("#0072B2", "#D55E00", "#00795A", "#A8488A", "#8A6100", "#2B7FB8", "#4
 
 def layers() -> list[list[str]]:
     """The rows of the import rule, the topmost first; the last three, which import nothing, are one."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+    (rule, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
-    rows = [[name.strip().removeprefix("fedlora.") for name in row.split("|")] for row in contracts[0]["layers"]]
+    rows = [[name.strip() for name in row.split("|")] for row in rule["layers"]]
     return [*rows[:-3], [name for row in rows[-3:] for name in row]]
 
 
@@ -70,9 +70,12 @@ def drawing() -> str:
     """The picture as SVG."""
     rows = layers()
     places = _places(rows)
+    homeless = {path.parent.name for path in (ROOT / "src" / "fedlora").glob("*/__init__.py")} - set(places)
+    if homeless:
+        raise SystemExit(f"in no row of the import rule (pyproject.toml, tool.importlinter): {sorted(homeless)}.")
     lacking = set(places) ^ set(SAID)
     if lacking:
-        raise SystemExit(f"SAID has too much or too little: {sorted(lacking)}.")
+        raise SystemExit(f"SAID in {Path(__file__).name} has too much or too little: {sorted(lacking)}.")
     arrows = reduced(imports(list(places)))
     height = ROW * len(rows) + 30
     out = [

@@ -1,4 +1,5 @@
-"""The errors of fedlora. Each leaf is also a `ValueError`, so plain Python code can catch it without importing us.
+"""The errors of fedlora. Most are also a `ValueError`, so that plain Python code can catch them without importing us;
+of work that failed, `WorkerDied` is a `RuntimeError` and `ClientFailed` is ours alone.
 
 A message says what happened, with numbers; the likely cause; and what to do.
 """

@@ -7,6 +7,7 @@ what is wanted, which numpy's SVD of the dense matrix gives.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -115,6 +116,26 @@ def test_an_attack_on_products_is_its_formula_cut_to_the_rank(kind: Any, strengt
         told = tampered.attacked.clients[name]
         assert told["left_out"] == pytest.approx(math.hypot(*left) / math.hypot(*whole), rel=1e-8, abs=1e-8)
         assert math.hypot(*left) > 0  # or this case asks nothing
+
+
+def test_every_kind_sends_something_of_its_own() -> None:
+    """On strengths that are no other kind's: two that send the same are one, or a kind that nobody wrote a craft for.
+    label-flip sends what it trained: its data lie."""
+    sent = seen()
+    found = {}
+    for kind, about in KINDS.items():
+        attack = Attack(kind, 3.0 if about.strength else None)
+        (lie,) = (u for u in Adversary(attack, LIARS)(list(sent.values()), 2).uploads if u.client.id == "b")
+        found[kind] = [t for module in SHAPES for t in lie.adapter.modules[module].factors]
+    same = [
+        (one, other)
+        for one, other in itertools.combinations(found, 2)
+        if all(torch.equal(a, b) for a, b in zip(found[one], found[other], strict=True))
+    ]
+    assert not same, same
+    assert all(torch.equal(*pair) for pair in zip(
+        found["label-flip"], [t for m in SHAPES for t in sent["b"].upload.adapter.modules[m].factors], strict=True
+    ))  # fmt: skip
 
 
 def test_nothing_is_left_out_of_a_sign_flip_in_the_first_round() -> None:

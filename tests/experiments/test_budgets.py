@@ -14,7 +14,7 @@ from fedlora.experiments.grid.plan import mains
 from fedlora.experiments.grid.spec import Experiment, load_experiment
 from fedlora.experiments.stored.results import Result, write_result
 from fedlora.experiments.tables.budgets import budget_rows, spendings
-from fedlora.experiments.tables.pages import Stored, filled
+from fedlora.experiments.tables.filled_pages import Stored, filled
 from support.command_line import invoke
 from support.made_results import whole
 

@@ -16,7 +16,7 @@ from fedlora.experiments.scores.numbers import KNOWN
 from fedlora.experiments.scores.units import SCALES, explained, scale
 from fedlora.experiments.stored.results import Result
 from fedlora.experiments.tables.captions import CAPTIONS, caption, reservations
-from fedlora.experiments.tables.page_tables import KINDS, Source, table_of
+from fedlora.experiments.tables.filled_tables import KINDS, Source, table_of
 from fedlora.training.metrics import METRICS, score_name
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 
 from fedlora.experiments.deciding.claims import Family, Question, Score, load_claims
 from fedlora.experiments.deciding.decisions import Answer, Answers
-from fedlora.experiments.deciding.looks import path_of, read_plan
+from fedlora.experiments.deciding.seed_plan import path_of, read_plan
 from fedlora.experiments.deciding.verdicts import Verdict, weigh
 from fedlora.experiments.grid.spec import Experiment, load_experiment
 from fedlora.experiments.report.decision_page import decided_part

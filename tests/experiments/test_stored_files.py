@@ -261,7 +261,7 @@ def test_a_damaged_report_of_a_failure_is_not_taken_for_a_failure(
 
 
 def test_all_stored_results_and_plans_of_this_repository_are_read() -> None:
-    from fedlora.experiments.deciding.looks import read_plan
+    from fedlora.experiments.deciding.seed_plan import read_plan
 
     assert len(read_results(ROOT / "results" / "runs")) >= 667
     for path in (ROOT / "results" / "plans").glob("*.json"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.experiments.deciding.looks import history, read_plan
+from fedlora.experiments.deciding.seed_plan import history, read_plan
 from support.command_line import Said, invoke
 from support.small_world import CLAIMS, SMALL, make, planned, small_world, where
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.runs.config import parse_config
-from fedlora.runs.defence import DefenceSection
+from fedlora.runs.defence import _RULES, DefenceSection, RuleName
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum
@@ -35,6 +36,18 @@ def test_keys_make_the_rules_that_they_name() -> None:
         (("rule", "centred-clipping"), ("tau", "median"), ("iterations", 1)): CentredClipping("median", 1),
     }.items():
         assert DefenceSection.model_validate(dict(keys)).build() == rule
+
+
+def test_every_rule_can_be_named_and_its_fields_are_keys() -> None:
+    """Expected: the fields of the rules, and the keys of the section. A rule that needs `liars` says so, in words."""
+    assert get_args(RuleName) == ("none", *_RULES)
+    for name, rule in _RULES.items():
+        own = {field.name: field.default for field in fields(rule)}
+        assert set(own) <= set(DefenceSection.model_fields), f"{name}: each field of a rule is a key of [defence]"
+        if own["liars"] is MISSING:
+            with pytest.raises(ValueError, match=f"'{name}' needs defence.liars: how many clients"):
+                DefenceSection.model_validate({"rule": name})
+        assert isinstance(DefenceSection.model_validate({"rule": name, "liars": 1}).build(), rule)
 
 
 @pytest.mark.parametrize(

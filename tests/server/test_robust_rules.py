@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
 from fedlora.errors import HyperparameterError, QuorumNotMet
-from fedlora.runs.defence import DefenceSection
+from fedlora.runs.defence import _RULES, DefenceSection
 from fedlora.server.changes import Changes, Sent, changes
 from fedlora.server.judging import weigh
 from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Geometry, Krum, Mixing, MultiKrum, Rule
@@ -32,6 +32,10 @@ ALL: list[Rule] = [
     Clip(), Clip(threshold=0.7), GeometricMedian(), Krum(liars=1), MultiKrum(liars=1), CentredClipping(),
     Mixing(GeometricMedian(), liars=1), Mixing(MultiKrum(liars=1), liars=1), Mixing(Clip(), liars=1),
 ]  # fmt: skip
+
+
+def test_every_rule_of_a_configuration_is_held_to_all_that_follows() -> None:
+    assert {type(rule) for rule in ALL} == {*_RULES.values(), Mixing}
 
 
 def rule_of(keys: dict[str, Any]) -> Rule:

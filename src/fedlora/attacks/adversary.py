@@ -123,9 +123,12 @@ class Adversary:
             return crafts.scaled(space, trained, strength)
         if kind == "free-rider":
             return crafts.disguised(space, own, honest, *seeds, own.upload.client.id)
-        all_parts = (
-            crafts.little(space, honest, strength) if kind == "alie" else crafts.against(space, honest, strength)
-        )
+        if kind == "alie":
+            all_parts = crafts.little(space, honest, strength)
+        elif kind == "inner-product":
+            all_parts = crafts.against(space, honest, strength)
+        else:  # never another attack under its name
+            raise NotImplementedError(f"{kind} stands in `kinds.KINDS`, and nothing here says what it sends.")
         return Change({key: all_parts.parts.get(key, part) for key, part in trained.parts.items()})
 
 

@@ -58,7 +58,7 @@ from fedlora.experiments.scores.numbers import parse_number, titled
 from fedlora.experiments.stored.results import Result, unclean_lines
 from fedlora.experiments.tables.budgets import SIMULATIONS, budget_rows, spendings
 from fedlora.experiments.tables.cells import measured_by, paired, score_cells
-from fedlora.experiments.tables.pages import Stored, asked_of, failed_here, filled, read_page
+from fedlora.experiments.tables.filled_pages import Stored, asked_of, failed_here, filled, read_page
 from fedlora.experiments.tables.prices import price_rows, prices
 from fedlora.runs.attack_words import attacks_of
 

@@ -26,7 +26,8 @@ from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet,
 from fedlora.errors import ConfigError
 from fedlora.experiments.deciding.claims import Claims, Family, check_asked, load_claims
 from fedlora.experiments.deciding.decisions import Answers, answers_from, read_scores
-from fedlora.experiments.deciding.looks import (
+from fedlora.experiments.deciding.power import per_cent, powers
+from fedlora.experiments.deciding.seed_plan import (
     check_plan,
     history,
     is_planned,
@@ -38,8 +39,7 @@ from fedlora.experiments.deciding.looks import (
     runs_of,
     write_plan,
 )
-from fedlora.experiments.deciding.plan_check import check_content
-from fedlora.experiments.deciding.power import per_cent, powers
+from fedlora.experiments.deciding.seed_plan_check import check_content
 from fedlora.experiments.grid.plan import mains
 from fedlora.experiments.grid.spec import Experiment
 from fedlora.experiments.running.runner import Places

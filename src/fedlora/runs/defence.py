@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, StrictFloat, StrictInt, ValidationInfo, field_validator, model_validator
@@ -17,11 +18,13 @@ RuleName = Literal["none", "clip", "geometric-median", "krum", "multi-krum", "ce
 _RULES: Mapping[str, type[Any]] = {
     rule.name: rule for rule in (Clip, GeometricMedian, Krum, MultiKrum, CentredClipping)
 }
-_OWN = {  # rule -> its keys, beside `liars` and `mixing`
-    "none": (), "clip": ("threshold",), "geometric-median": ("tolerance", "iterations"), "krum": (), "multi-krum": (),
-    "centred-clipping": ("tau", "iterations"),
-}  # fmt: skip
-_KEYS = ("threshold", "tau", "tolerance", "iterations")
+_OWN: Mapping[str, tuple[str, ...]] = {  # rule -> its keys, beside `liars` and `mixing`
+    "none": (),
+    **{name: tuple(f.name for f in fields(rule) if f.name != "liars") for name, rule in _RULES.items()},
+}
+_NEEDS_LIARS = {  # rules that cannot be made without
+    name for name, rule in _RULES.items() for f in fields(rule) if f.name == "liars" and f.default is MISSING
+}
 Norm = Annotated[float, Field(gt=0)] | Literal["median"]
 
 
@@ -60,7 +63,7 @@ class DefenceSection(Section):
     def _whole(self) -> DefenceSection:
         if self.rule == "none":
             return self
-        if self.liars is None and (self.mixing or self.rule in ("krum", "multi-krum")):
+        if self.liars is None and (self.mixing or self.rule in _NEEDS_LIARS):
             who = "defence.mixing" if self.mixing else f"defence.rule = {self.rule!r}"
             raise ValueError(
                 f"{who} needs defence.liars: how many clients of a round may lie (2), or which share of them (0.2); no "
@@ -74,9 +77,9 @@ class DefenceSection(Section):
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Every key that has no effect beside the rule, set or not, and why."""
-        for key in _KEYS:
-            if key not in _OWN[self.rule]:
-                of = " and ".join(rule for rule, keys in _OWN.items() if key in keys)
+        for key in DefenceSection.model_fields:
+            of = " and ".join(rule for rule, keys in _OWN.items() if key in keys)
+            if of and key not in _OWN[self.rule]:
                 yield f"defence.{key}", f"it is of {of}, and defence.rule = {self.rule!r}"
         if self.rule == "none":
             for key in ("liars", "mixing"):

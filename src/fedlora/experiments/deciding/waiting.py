@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.deciding.looks import Plan, answered, note_look, path_of, read_plan
+from fedlora.experiments.deciding.seed_plan import Plan, answered, note_look, path_of, read_plan
 from fedlora.experiments.grid.plan import mains
 from fedlora.experiments.grid.spec import Experiment
 from fedlora.experiments.stored.results import Result

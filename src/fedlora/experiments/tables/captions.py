@@ -13,7 +13,7 @@ from fedlora.experiments.scores.units import capital, explained, scale
 from fedlora.experiments.tables.budgets import SIMULATIONS
 from fedlora.experiments.tables.cells import measured_by, score_cells, smaller_is_better
 from fedlora.experiments.tables.decision_words import UNITS, margin_in_words
-from fedlora.experiments.tables.page_tables import Source
+from fedlora.experiments.tables.filled_tables import Source
 from fedlora.experiments.tables.prices import prices
 
 _ONE = "Each interval is of one comparison; none is corrected for their number."

@@ -32,15 +32,15 @@ from pathlib import Path
 from fedlora.errors import ConfigError
 from fedlora.experiments.deciding.claims import Claims, load_claims
 from fedlora.experiments.deciding.decisions import Answers, answers_from
-from fedlora.experiments.deciding.looks import Plan, check_plan, history, is_planned, path_of, read_plan, runs_of
-from fedlora.experiments.deciding.plan_check import check_content
+from fedlora.experiments.deciding.seed_plan import Plan, check_plan, history, is_planned, path_of, read_plan, runs_of
+from fedlora.experiments.deciding.seed_plan_check import check_content
 from fedlora.experiments.deciding.waiting import Waiting, awaited, open_plans
 from fedlora.experiments.grid.plan import PlannedRun, mains, searches
 from fedlora.experiments.grid.spec import Experiment, load_experiment
 from fedlora.experiments.stored import failures
 from fedlora.experiments.stored.results import Result, read_results
 from fedlora.experiments.tables.captions import caption, reservations
-from fedlora.experiments.tables.page_tables import KINDS, PLANNED, Source, table_of
+from fedlora.experiments.tables.filled_tables import KINDS, PLANNED, Source, table_of
 
 _MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything meant as one
 _BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # markers have lines of their own

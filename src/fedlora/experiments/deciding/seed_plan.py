@@ -25,7 +25,7 @@ from fedlora.experiments.deciding.verdicts import seeds_needed, weigh
 from fedlora.experiments.grid.plan import PlannedRun, at_the_edge, chosen_value, mains, searches
 from fedlora.experiments.grid.spec import Experiment
 from fedlora.experiments.stored.results import Result
-from fedlora.experiments.stored.stored_plans import read_stored_plan
+from fedlora.experiments.stored.stored_seed_plan import read_stored_plan
 
 Plan = dict[str, Any]
 

@@ -10,8 +10,8 @@ from statistics import fmean
 from fedlora.errors import ConfigError
 from fedlora.experiments.deciding.claims import Claims, Family, setup_axis
 from fedlora.experiments.deciding.decisions import Answers
-from fedlora.experiments.deciding.looks import Plan
 from fedlora.experiments.deciding.power import per_cent, powers
+from fedlora.experiments.deciding.seed_plan import Plan
 from fedlora.experiments.grid.plan import at_the_edge, mains
 from fedlora.experiments.grid.run_times import times_of
 from fedlora.experiments.grid.spec import Experiment

@@ -9,7 +9,7 @@ from typing import Any
 from fedlora.errors import ConfigError
 from fedlora.experiments.deciding.claims import Claims
 from fedlora.experiments.deciding.decisions import read_scores
-from fedlora.experiments.deciding.looks import Plan, needed_seeds, rates, spreads_of, wanted_seeds
+from fedlora.experiments.deciding.seed_plan import Plan, needed_seeds, rates, spreads_of, wanted_seeds
 from fedlora.experiments.grid.spec import Experiment
 from fedlora.experiments.stored.results import Result
 
