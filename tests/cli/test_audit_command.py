@@ -714,6 +714,7 @@ REFUSED: dict[str, Any] = {
     "no such class": (["a", "b", "--methods", "nowhere:Method"], "the method 'nowhere:Method' cannot be made"),
     "no uploads": (["--from-run", "run"], "run holds no uploads; run it with --set run.keep_uploads=last"),
     "no such run": (["--from-run", "nowhere"], "nowhere holds no uploads"),
+    "a comparison": (["--from-run", "compared"], "compared is of a comparison; name one of its 2 runs, as"),
     "a round of one": (["--from-run", "lonely"], "at least two adapters are needed; got 1"),
     "damaged upload.json": (["a", "damaged"], "upload.json is not JSON"),
     "cut off": (["a", "cut"], "is damaged: its header tells of"),
@@ -738,6 +739,9 @@ def shelf(equal: Sites, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("me", "me-too"):
         write_upload(root / name, Upload(Client("berlin", 4), 3, random_adapter(name, 4)), SPEC, round=1)
     (root / "run").mkdir()
+    for name in ("glora/seed-0", "svd/seed-0"):
+        (root / "compared" / name).mkdir(parents=True)
+        (root / "compared" / name / "manifest.json").write_text("{}")
     write_upload(
         root / "lonely/uploads/round-00001/x", Upload(Client("x", 4), 3, random_adapter("x", 4)), SPEC, round=1
     )

@@ -29,6 +29,9 @@ def test_as_a_process_it_gives_the_same_bits_and_only_json_on_stdout(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == RunFolder(tmp_path / "run").read_json("summary.json")
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    rounds = finished.folder.read_json("summary.json")["rounds"]  # where no terminal shows a bar, a line for each
+    told = [line.split(",")[0] for line in done.stderr.splitlines() if line.startswith("round ")]
+    assert told == [f"round {k} of {rounds} done" for k in range(1, rounds + 1)]
     same_run(RunFolder(tmp_path / "run"), finished.folder)
 
 

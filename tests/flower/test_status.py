@@ -109,6 +109,29 @@ def test_the_loss_of_a_round_goes_by_weight() -> None:
     assert loss_of({"losses": {"a": None}}) is None and loss_of({}) is None
 
 
+def test_ctrl_c_before_the_last_round_is_exit_code_130_and_a_service_manager_s_end_is_not(
+    tmp_path: Path,
+) -> None:
+    """As of every other command (docs/how-to/usage.md). SIGTERM is how systemd stops a service that is well."""
+    import signal
+
+    import typer
+
+    from fedlora.cli.flower.serve import Stop, tell_end
+
+    place = federation_folder(tmp_path)
+    for number, code in [(signal.SIGINT, 130), (signal.SIGTERM, None)]:
+        stop = Stop()
+        stop.by_signal(number, None)
+        assert stop.is_set()
+        try:
+            tell_end(place, standing(FederationFolder(place)), stop)
+            ended = None
+        except typer.Exit as exit:
+            ended = exit.exit_code
+        assert ended == code
+
+
 def test_the_table_of_rounds_never_understates_epsilon() -> None:
     """13.60302 to three digits is 13.603, which is less; the live line and the table say one number."""
     from rich.console import Console

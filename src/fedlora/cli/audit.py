@@ -66,6 +66,9 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
         folder = RunFolder(from_run)
         adapters = folder.newest_uploads()
         if not adapters:
+            inside = sorted(path.parent for path in from_run.glob("*/*/manifest.json"))
+            if inside and not folder.exists():  # a comparison's: METHOD/seed-K
+                raise ConfigError(f"{from_run} is of a comparison; name one of its {len(inside)} runs, as {inside[0]}.")
             raise ConfigError(
                 f"{from_run} holds no uploads; run it with --set run.keep_uploads=last, which stores the last round's."
             )

@@ -139,7 +139,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
             check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
         notes.print(where_to_look(folder.path / "private" / "log"), style="yellow", markup=False, soft_wrap=True)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
-    with _progress(label, config.run.rounds * per_round, prepared.metric) as watch:
+    with _progress(label, config.run.rounds, per_round, prepared.metric) as watch:
         for event in execute_events(prepared, folder, resume=resume):
             if isinstance(event, ClientDone):
                 watch.client_done(event)
@@ -151,27 +151,35 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
 
 
 class _Watch:
-    """The progress bar's state: client updates done, and the last round, loss and metric in words."""
+    """The progress bar's state: client updates done, the round, and the last loss and metric in words.
 
-    def __init__(self, progress: Progress, task: Any, metric: str) -> None:
-        self._progress, self._task, self._metric = progress, task, metric
+    Where nobody watches a bar (a log), a line a round stands in its place.
+    """
 
-    def tell(self, line: str) -> None:
-        self._progress.console.print(line, style="yellow", markup=False, soft_wrap=True)
+    def __init__(self, progress: Progress, task: Any, metric: str, rounds: int) -> None:
+        self._progress, self._task, self._metric, self._rounds = progress, task, metric, rounds
+        self._loss = ""
+
+    def tell(self, line: str, style: str = "yellow") -> None:
+        self._progress.console.print(line, style=style, markup=False, soft_wrap=True)
 
     def client_done(self, done: ClientDone) -> None:
-        shown: dict[str, Any] = {} if done.loss is None else {"loss": f"loss {done.loss:.3f}"}
-        self._progress.update(self._task, advance=1, **shown)
+        self._loss = "" if done.loss is None else f"loss {done.loss:.3f}"
+        self._progress.update(self._task, advance=1, loss=self._loss)
 
     def round_done(self, round: int, per_round: int, metrics: dict[str, float], refused: dict[str, str]) -> None:
         shown: dict[str, Any] = {"metric": f"{self._metric} {metrics[self._metric]:.3f}"} if metrics else {}
-        self._progress.update(self._task, completed=round * per_round, round=f"round {round}", **shown)
+        now = f"round {min(round + 1, self._rounds)}"
+        self._progress.update(self._task, completed=round * per_round, round=now, **shown)
+        if not self._progress.console.is_terminal:
+            said = [f"round {round} of {self._rounds} done", self._loss, shown.get("metric", "")]
+            self.tell(", ".join(filter(None, said)), style="none")
         for client, reason in refused.items():
             self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow", markup=False)
 
 
 @contextmanager
-def _progress(label: str, total: int, metric: str) -> Iterator[_Watch]:
+def _progress(label: str, rounds: int, per_round: int, metric: str) -> Iterator[_Watch]:
     columns = (
         TextColumn("{task.description}", style="bold", markup=False), TextColumn("{task.fields[round]}"),
         BarColumn(bar_width=28), MofNCompleteColumn(),
@@ -179,8 +187,8 @@ def _progress(label: str, total: int, metric: str) -> Iterator[_Watch]:
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=notes, refresh_per_second=2, auto_refresh=notes.is_terminal) as progress:
-        task = progress.add_task(label, total=total, round="round 0", loss="", metric="")
-        yield _Watch(progress, task, metric)
+        task = progress.add_task(label, total=rounds * per_round, round="round 1", loss="", metric="")
+        yield _Watch(progress, task, metric, rounds)
 
 
 # ------------------------------------------------------------------------------------------------------- showing

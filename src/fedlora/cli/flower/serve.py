@@ -45,7 +45,7 @@ def serve(
         except GaveUp as error:
             complain(str(error))
             raise typer.Exit(1) from error
-    tell_end(folder, now)
+    tell_end(folder, now, stop)
 
 
 def status(
@@ -82,11 +82,21 @@ def say(line: str) -> None:
     notes.print(f"{at}{line}", markup=False, highlight=False, soft_wrap=True)
 
 
+class Stop(threading.Event):
+    """Set when the end is asked for. interrupted: by Ctrl-C, and not by who started the service."""
+
+    interrupted = False
+
+    def by_signal(self, number: int, frame: object) -> None:
+        self.interrupted = number == signal.SIGINT
+        self.set()
+
+
 @contextmanager
-def stopping() -> Iterator[threading.Event]:
+def stopping() -> Iterator[Stop]:
     """An event that SIGTERM and SIGINT set, while the block runs."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    stop = Stop()
+    before = {number: signal.signal(number, stop.by_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
     finally:
@@ -94,8 +104,11 @@ def stopping() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def tell_end(folder: Path, now: Any, command: str = "serve") -> None:
-    """The table of the rounds, and what to do next. command: that was called, and goes on."""
+def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None:
+    """The table of the rounds, and what to do next. command: that was called, and goes on.
+
+    Exit code 130 where Ctrl-C ended it before its last round.
+    """
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.rounds.events import read_events
     from fedlora.flower.serving.progress import progress_of
@@ -103,6 +116,8 @@ def tell_end(folder: Path, now: Any, command: str = "serve") -> None:
     place = FederationFolder(folder)
     if not now.finished:
         say(f"{now.done} of {counted(now.rounds, 'round')} done; `fedlora flower {command} {folder}` goes on")
+        if stop.interrupted:
+            raise typer.Exit(130)
         return
     progress = progress_of(read_events(place.events))
     console.print(_rounds_table(progress, 20))
@@ -146,7 +161,7 @@ def _show(found: Any, rounds: int) -> None:
         one = judged.get(site.name)
         weights = [f"{one['before']:.1%}, {one['after']:.1%}" if one else "-"] if judged else []
         table.add_row(
-            cell(site.name), cell(site.rank), site.node, seen_ago(site.seen), cell(site.fate or "-"),
+            cell(site.name), cell(site.rank), site.node, seen_ago(site.seen) if found.answers else "unknown", cell(site.fate or "-"),
             _number(site.loss), _number(site.norm), *weights, str(site.rounds), size_of(site.uploaded),
         )  # fmt: skip
     console.print(table)

@@ -24,7 +24,7 @@ def up(folder: Folder) -> None:
         except (GaveUp, TrialFailed) as error:
             complain(str(error))
             raise typer.Exit(1) from error
-    tell_end(folder, now, "up")
+    tell_end(folder, now, stop, "up")
 
 
 def simulate(folder: Folder) -> None:
