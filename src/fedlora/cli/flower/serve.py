@@ -161,7 +161,8 @@ def _show(found: Any, rounds: int) -> None:
         one = judged.get(site.name)
         weights = [f"{one['before']:.1%}, {one['after']:.1%}" if one else "-"] if judged else []
         table.add_row(
-            cell(site.name), cell(site.rank), site.node, seen_ago(site.seen) if found.answers else "unknown", cell(site.fate or "-"),
+            cell(site.name), cell(site.rank), site.node,
+            seen_ago(site.seen) if found.answers else "unknown", cell(site.fate or "-"),
             _number(site.loss), _number(site.norm), *weights, str(site.rounds), size_of(site.uploaded),
         )  # fmt: skip
     console.print(table)
