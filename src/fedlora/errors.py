@@ -1,4 +1,4 @@
-"""The errors of fedlora. Each leaf is also a `ValueError`, so plain Python code can catch it without importing us.
+"""The errors of fedlora. Most are also `ValueError`, so plain Python code can catch them without importing us.
 
 A message says what happened, with numbers; the likely cause; and what to do.
 """
