@@ -22,7 +22,7 @@ import warnings
 
 from IPython import get_ipython
 
-WIDTH = 88  # letters of code in a line of the site, on a wide screen; a page with wider tables sets its own
+WIDTH = 90  # letters of code in a line of the site, on a wide screen; a page with wider tables sets its own
 HOME = "/home/you/work"
 
 _FOLDER = tempfile.TemporaryDirectory()
