@@ -10,7 +10,9 @@ import click
 from typer.main import get_command
 
 from fedlora.cli import app
-from generate.markdown import entry, line, prose
+from generate.markdown import entry, line, linked, prose
+
+_KINDS = {"integer range": "integer", "float": "number", "float range": "number"}  # click's names -> a reader's
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
@@ -51,12 +53,13 @@ def _below(command: click.Command, path: str) -> Iterator[tuple[str, click.Comma
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Paragraphs of a docstring flow; indented lines, such as examples, stay as they are."""
+    """Paragraphs of a docstring flow; indented lines and columns, such as examples, stay as they are."""
     found = []
     for part in re.split(r"\n\s*\n", inspect.cleandoc(text.replace("\b", ""))):
         lines = part.splitlines()
-        kept = len(lines) > 1 and all(one.startswith(" ") for one in lines)
-        found.append(f"```text\n{inspect.cleandoc(part)}\n```" if kept else prose(part))
+        columns = any(re.search(r"\S {3,}\S", one) for one in lines)
+        kept = len(lines) > 1 and (columns or all(one.startswith(" ") for one in lines))
+        found.append(f"```text\n{inspect.cleandoc(part)}\n```" if kept else linked(prose(part)))
     return found
 
 
@@ -67,11 +70,11 @@ def _parameter(parameter: click.Parameter) -> str:
         return entry(name, ["required" if parameter.required else "optional"], line(help_text))
     names = ", ".join([*parameter.opts, *parameter.secondary_opts])
     flag = getattr(parameter, "is_flag", False)
-    kind = "" if flag else parameter.type.name
+    kind = "" if flag else _KINDS.get(parameter.type.name, parameter.type.name)
     if isinstance(parameter.type, click.Choice):
         kind = " or ".join(f"`{getattr(choice, 'value', choice)}`" for choice in parameter.type.choices)
     value = parameter.default
     plain = value is not None and not callable(value) and value not in ((), [], "", False)
     shown = f"default `{getattr(value, 'value', value)}`" if plain and "Sentinel" not in repr(value) else ""
     facts = ["required" if parameter.required else "", kind, shown, "repeatable" if parameter.multiple else ""]
-    return entry(names, facts, line(help_text))
+    return entry(names, facts, linked(line(help_text)))

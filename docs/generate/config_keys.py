@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fedlora.runs.config import RunConfig
-from generate.markdown import entry, line, prose
+from generate.markdown import entry, line, linked, prose
 
 _PLAIN = {Any: "anything", str: "text", int: "whole number", float: "number", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -55,8 +55,11 @@ def page(of: Iterable[Table] | None = None) -> str:
     """As Markdown. of: these tables; a run's configuration where there are none."""
     parts = []
     for table in tables() if of is None else of:
-        parts += [f"## [{table.name}]" if table.name else "## At the top", prose(table.about)]
-        parts += [entry(f"{table.name}.{k.name}".lstrip("."), (k.kind, k.default), line(k.meaning)) for k in table.keys]
+        parts += [f"## [{table.name}]" if table.name else "## At the top", linked(prose(table.about))]
+        parts += [
+            entry(f"{table.name}.{k.name}".lstrip("."), (k.kind, k.default), linked(line(k.meaning)))
+            for k in table.keys
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -70,8 +73,14 @@ def split(doc: str, names: list[str]) -> tuple[str, dict[str, str]]:
         said = re.sub(r"[;,]?\s*(?:(?:and|or)\s+)?(?:in its\s+place\s+)?$", "", said)
         said = re.sub(r"[;,]\s*(?:or|and)$", "", said).strip()
         for key in mark[1].split(", "):
-            found.setdefault(key, said[:1].upper() + said[1:])
+            found.setdefault(key, _sentence(said))
     return (doc[: marks[0].start()] if marks else doc).strip(), found
+
+
+def _sentence(said: str) -> str:
+    """With a capital and a full stop. A symbol, such as s or p_i, is no word and keeps its letter."""
+    begun = said[:1].upper() + said[1:] if re.match(r"(a|[a-z][a-z-]+)(?![\w(])", said) else said
+    return begun + "." * (begun[-1:] not in ("", ".", "?", "!"))
 
 
 def _section(annotation: Any) -> type[BaseModel]:
@@ -89,6 +98,7 @@ def _words(kind: Any, metadata: Any = ()) -> str:
         return _words(inside[0], [*inside[1:], *metadata])
     if origin in (Union, types.UnionType):
         said = dict.fromkeys(_words(part) for part in inside if part is not type(None))
+        said = sorted(said, key=lambda words: words.startswith(("list of", "table of")))  # "list of: text or text"
         return " or ".join(said) + _bounds(metadata)
     if origin is Literal:
         return " or ".join(f'`"{value}"`' if isinstance(value, str) else f"`{str(value).lower()}`" for value in inside)

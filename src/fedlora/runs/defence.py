@@ -29,7 +29,7 @@ Norm = Annotated[float, Field(gt=0)] | Literal["median"]
 
 
 class DefenceSection(Section):
-    """A robust rule: weights of the clients' changes, by where these lie beside each other.
+    """Weights of the clients' changes, by where these lie beside each other: a robust rule.
 
     docs/how-to/robust-rules.md has the theory.
 
