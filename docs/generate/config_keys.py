@@ -97,8 +97,8 @@ def _words(kind: Any, metadata: Any = ()) -> str:
     if origin is Annotated:
         return _words(inside[0], [*inside[1:], *metadata])
     if origin in (Union, types.UnionType):
-        said = dict.fromkeys(_words(part) for part in inside if part is not type(None))
-        said = sorted(said, key=lambda words: words.startswith(("list of", "table of")))  # "list of: text or text"
+        parts = dict.fromkeys(_words(part) for part in inside if part is not type(None))
+        said = sorted(parts, key=lambda words: words.startswith(("list of", "table of")))  # "list of: text or text"
         return " or ".join(said) + _bounds(metadata)
     if origin is Literal:
         return " or ".join(f'`"{value}"`' if isinstance(value, str) else f"`{str(value).lower()}`" for value in inside)
