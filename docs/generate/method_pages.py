@@ -67,8 +67,17 @@ def use(row: Listed) -> str:
 
 
 def formulas(doc: str) -> list[str]:
-    """The indented paragraphs of a module's docstring, as they stand."""
-    return [textwrap.dedent(part).rstrip() for part in doc.split("\n\n") if re.match(r" {4}", part)]
+    """The indented paragraphs of a module's docstring. What stands there in columns stands below each other here."""
+    return [_narrow(textwrap.dedent(part).rstrip()) for part in doc.split("\n\n") if re.match(r" {4}", part)]
+
+
+def _narrow(block: str) -> str:
+    """A page is narrower than a file: each column of a line is a line, and one that is no formula is indented."""
+    lines = []
+    for row in block.splitlines():
+        first, *others = re.split(r"(?<=\S) {3,}(?![ =])", row)
+        lines += [first, *(text if re.match(r"\w+ (<-|=) ", text) else f"    {text}" for text in others)]
+    return "\n".join(lines)
 
 
 def meanings(row: Listed) -> dict[str, str]:

@@ -4,7 +4,8 @@
     U_ref   = TopEig_R( sum_i p_i U_i U_i^T )        consensus basis, R = ceil(rho sum_i r_i) or absolute
     Z_g     = U_ref^T sum_i p_i B_i A_i              U_ref Z_g is the mean update, projected; exact if R >= union rank
     U_ref Z_g = U diag(s) V^T                        state: the spectrum, and each client's last U_i (its history H_i)
-    read out: components 1..floor(gamma r_i), then those best aligned with H_i, r_i in all; sqrt(s) on both factors
+    read out: components 1..floor(gamma r_i), then those best aligned with H_i, r_i in all;
+              sqrt(s) on both factors
 
 Gauge-invariant in the update and in the state. Any ranks. Not PEFT's unrelated tuner of the same name ("Generalized
 LoRA"). Deviations from the paper, each an option and each named in the diagnostics (`preset="paper"` pins the paper's

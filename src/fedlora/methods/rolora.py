@@ -1,6 +1,7 @@
 """RoLoRA: train and average the two factors in turn, the other one frozen (Chen et al., 2502.01755).
 
-    even rounds: A frozen, B <- sum_i p_i [B_i 0]        odd rounds: B frozen, A <- sum_i p_i [A_i; 0]
+    even rounds: A frozen, B <- sum_i p_i [B_i 0]
+    odd rounds: B frozen, A <- sum_i p_i [A_i; 0]
 
 Exact in every round, because the frozen factor is common, and zero-padding is exact for the same reason; so any ranks.
 The gauge is fixed by the frozen factor. Both factors get trained, unlike FFA-LoRA's, at the same bytes. B comes first:

@@ -1,6 +1,7 @@
 """SVD: average the updates, keep the directions that hold most of the energy, give them to everyone (FLoRIST's core).
 
-    Delta W = sum_i p_i B_i A_i = U S V^T,  R = least rank with sum_{j <= R} s_j^2 >= energy ||Delta W||^2
+    Delta W = sum_i p_i B_i A_i = U S V^T
+    R = least rank with sum_{j <= R} s_j^2 >= energy ||Delta W||^2
     read out: the r_i strongest of those R, sqrt(s) on both factors
 
 Exact up to the share 1 - energy of ||Delta W||^2, of least error at its rank, gauge-invariant, any ranks. After Ramesh
