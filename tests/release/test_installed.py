@@ -13,7 +13,7 @@ import pytest
 
 from release.conftest import ROOT, Built
 from support.environments import Environment, empty, run
-from support.needs import ADAPTERS, NEEDS
+from support.needs import ADAPTERS, NEEDS, WITHOUT_NUMPY
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 
@@ -31,6 +31,11 @@ def test_the_core_is_torch_and_safetensors(core: Environment) -> None:
     said = core.fedlora(code=2)
     assert re.search(r"^torch +2", core.fedlora("--version"), flags=re.MULTILINE)
     assert "pip install 'fedlora[train]'" in said and "Traceback" not in said and re.search(r"torch +2", said)
+
+
+def test_the_core_keeps_and_hands_out_what_it_computes(core: Environment) -> None:
+    (core.work / "core.py").write_text(WITHOUT_NUMPY, encoding="utf-8")
+    assert "sound" in core.run("-W", "ignore", "core.py")
 
 
 def test_the_readmes_lines_run_on_the_core(core: Environment) -> None:

@@ -28,6 +28,7 @@ from fedlora.adapters.weight_changes import Rounding, changed
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.linalg.stored import stored_bytes
 
 _APPLY = "fedlora apply"
 Progress = Callable[[Sequence[str]], Iterable[str]]
@@ -256,11 +257,11 @@ def _write_tensor(
 ) -> None:
     if name in plan.changes or name in plan.added:
         value, costs[name] = _value(plan, base, name, dtype)
-        target.write(_bytes(value))
+        target.write(stored_bytes(value))
         return
     stored = base.stored(name)
     if dtype is not None and stored.dtype in FLOATS and _FLOAT_TYPES[stored.dtype] != dtype:
-        target.write(_bytes(_converted(name, base.tensor(name), dtype)))
+        target.write(stored_bytes(_converted(name, base.tensor(name), dtype)))
         return
     for piece in base.pieces(name):
         target.write(piece)
@@ -275,8 +276,3 @@ def _converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
             f"{torch.finfo(dtype).max:.6g}; name another --dtype."
         )
     return after
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

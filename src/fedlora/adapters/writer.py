@@ -35,6 +35,7 @@ from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.errors import AdapterFormatError
+from fedlora.linalg.stored import stored_bytes
 
 # What a field that is not there means to peft, as far as the update goes; null for the others.
 _UNSAID: Mapping[str, Any] = {
@@ -194,12 +195,10 @@ class AdapterWriter:
     def _put(self, key: str, tensor: Tensor) -> None:
         if not bool(torch.isfinite(tensor).all()):
             raise AdapterFormatError(f"{key} holds NaN or Inf; nothing was written.")
-        stored = tensor.detach().cpu().contiguous()
         begin = self._scratch.tell()
-        if stored.numel():
-            self._scratch.write(stored.reshape(-1).view(torch.uint8).numpy().data)
+        self._scratch.write(stored_bytes(tensor))
         offsets = [begin, self._scratch.tell()]
-        self._header[key] = {"dtype": type_name(stored.dtype), "shape": list(stored.shape), "data_offsets": offsets}
+        self._header[key] = {"dtype": type_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": offsets}
 
     def _write_weights(self, path: Path) -> None:
         header = json.dumps({"__metadata__": marked(self._by), **dict(sorted(self._header.items()))}).encode()

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fedlora.core import files
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.tensor_file import tensor_file
 from fedlora.errors import CheckpointError
 
 T = TypeVar("T")
@@ -90,9 +91,11 @@ def saving(directory: Path, round: int, value: Any, *, keep: int = 2) -> Iterato
     tensors: dict[str, Tensor] = {}
     tree = _encode(value, "", tensors)
     try:
-        content = safetensors.torch.save(tensors, metadata={"tree": json.dumps(tree, sort_keys=True)})
-    except SafetensorError as error:
-        raise CheckpointError(f"the checkpoint of round {round} cannot be stored: {error}.") from error
+        content = tensor_file(tensors, {"tree": json.dumps(tree, sort_keys=True)})
+    except KeyError as error:
+        raise CheckpointError(
+            f"the checkpoint of round {round} cannot be stored: safetensors has no {error}."
+        ) from error
     digest = hashlib.sha256(content).hexdigest()[:16]
     path = directory / f"round-{round:05d}.{digest}.safetensors"
     in_block = False

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from fedlora.core.base_change import BaseChange, added
@@ -26,6 +25,7 @@ from fedlora.core.messages import Client, Download, Held
 from fedlora.core.method import Roles
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import KeptStateError
+from fedlora.linalg.stored import stored_bytes
 
 PARTS = ("B", "A", "heads")
 
@@ -174,7 +174,7 @@ def fingerprint(download: Download, part: str) -> str:
     for name, tensor in found.items():
         if tensor is not None:
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(stored_bytes(tensor))
     return digest.hexdigest()[:32]
 
 

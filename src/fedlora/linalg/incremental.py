@@ -22,6 +22,7 @@ import torch
 from fedlora.linalg.basics import gram, unit_roundoff
 from fedlora.linalg.gauge import Split
 from fedlora.linalg.shapes import Float, Tensor
+from fedlora.linalg.stored import stored_bytes
 from fedlora.seeds import derive_seed
 
 # What a direction that rounding could have made has of a vote, as a singular value: its square is its share of K.
@@ -138,7 +139,7 @@ def side_by_side(splits: Sequence[Split], weights: Sequence[float]) -> tuple[Ten
 
 
 def _digest(X: Tensor) -> str:
-    return hashlib.sha256(X.contiguous().cpu().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(stored_bytes(X)).hexdigest()
 
 
 def _directions(N: Tensor, seed: int) -> Tensor:

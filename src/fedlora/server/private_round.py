@@ -22,6 +22,7 @@ from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.linalg.stored import stored_bytes
 from fedlora.privacy.geometry import Bases, Layout
 from fedlora.privacy.sampling import poisson_sample
 from fedlora.server.closing import closed
@@ -70,9 +71,8 @@ def context_of(terms: Terms, privacy: Privacy) -> str:
     digest = sha256(repr((*constants, p.rank, p.sampling, p.most_examples, p.seed)).encode())
     tensors = {f"{name}.{f}": t for name, lora in released_of(terms).items() for f, t in lora.tensors().items()}
     for name, tensor in sorted({**tensors, **terms.state.heads}.items()):
-        plain = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(stored_bytes(tensor))
     return digest.hexdigest()
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedlora.core.messages import Client
+from fedlora.linalg.stored import stored_bytes
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
@@ -17,8 +17,7 @@ from fedlora.server.state import ServerState
 def leaves(value: Any, path: str = "") -> dict[str, object]:
     """Path -> what is there: a tensor's dtype, shape and bytes, and everything else by its type and `repr`."""
     if isinstance(value, Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return {path: (value.dtype, tuple(value.shape), raw)}
+        return {path: (value.dtype, tuple(value.shape), bytes(stored_bytes(value)))}
     if is_dataclass(value) and not isinstance(value, type):
         inside = {field.name: getattr(value, field.name) for field in fields(value)}
     elif isinstance(value, Mapping):
