@@ -38,8 +38,8 @@ def encode(
             stands, or a text with {prompt}, or a Jinja chat template. See `prompting`. Of no use to a classification.
 
     Raises:
-        ConfigError: no such template, or of classes a `max_length` that special tokens fill. DataError: a response alone is longer than `max_length`, or a conversation that
-            the template does not take.
+        ConfigError: no such template, or of classes a `max_length` that special tokens fill. DataError: a response
+            alone is longer than `max_length`, or a conversation that the template does not take.
     """
     if len(data) == 0:
         return []
@@ -126,9 +126,9 @@ def _check_room(tokenizer: Any, max_length: int, texts: int) -> None:
     if max_length < special + texts:
         what = "an example" if texts == 1 else "a pair of texts"
         raise ConfigError(
-            f"max_length = {max_length} leaves no room for text: the tokenizer adds {counted(special, 'special token')} "
-            f"to {what}. Set data.max_length (of TrainSettings and the evaluator, max_length) to {special + texts} or "
-            f"more."
+            f"max_length = {max_length} leaves no room for text: the tokenizer adds "
+            f"{counted(special, 'special token')} to {what}. Set data.max_length (of TrainSettings and the "
+            f"evaluator, max_length) to {special + texts} or more."
         )
 
 
