@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from fedlora.data import TextData
-from fedlora.errors import DataError
+from fedlora.errors import ConfigError, DataError
 from fedlora.training.encoding import IGNORED, collate, encode
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
@@ -47,6 +47,25 @@ def test_a_model_sees_a_pair_as_transformers_would_show_it(load: Loader, classif
     ours = collate(encode(data, tok, max_length=16), tok, torch.device("cpu"))
     with torch.no_grad():
         torch.testing.assert_close(network(**ours).logits, network(**inputs).logits)
+
+
+@pytest.mark.parametrize(("pair", "special", "least"), [(None, 2, 3), (("w3 w4",), 3, 5)], ids=["one text", "a pair"])
+def test_a_length_that_special_tokens_fill_is_refused(pair: tuple[str] | None, special: int, least: int) -> None:
+    """Below it transformers cuts nothing at all, or all of a text."""
+    data = TextData("classification", ("w0 w1 w2",), pair=pair, labels=(0,), label_names=("no", "yes"))
+    for length in range(1, least):
+        says = rf"max_length = {length} leaves no room .* adds {special} special tokens .* to {least} or more"
+        with pytest.raises(ConfigError, match=says):
+            encode(data, tokenizer(classifies=True), max_length=length)
+    (example,) = encode(data, tokenizer(classifies=True), max_length=least)
+    assert len(example["input_ids"]) == least and example["cut"] > 0
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_length_that_the_answer_of_an_instruction_fills_is_refused(length: int) -> None:
+    data = TextData("instruction", ("w0 w1",), responses=("w2",))
+    with pytest.raises(DataError, match=rf"its response has 2 tokens .* max_length = {length}"):
+        encode(data, tokenizer(classifies=False), max_length=length, template="none")
 
 
 def test_an_instruction_ends_with_an_end_token_and_the_loss_is_on_the_response() -> None:

@@ -86,7 +86,7 @@ def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson
 def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
     from fedlora.runs.resuming import changes
 
-    if not (resume and folder.finished()) or changes(folder, config):
+    if not (resume and folder.exists() and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
     else:
         notes.print(_nothing_left(folder, config), style="yellow", markup=False, soft_wrap=True)
@@ -119,6 +119,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         raise typer.Exit(
             complain(f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out.")
         )
+    folder.check_place()
     if folder.exists():
         changes(folder, config)  # what cannot be gone on with is said before anything is read
     quiet_libraries()

@@ -54,7 +54,8 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
     Where `evaluate.patience` ends the run early, the round that it ends with is the last in every respect.
 
     Raises:
-        CheckpointError: the folder holds a run and `resume` is off, or holds another configuration.
+        ConfigError: the folder holds files that are no run's; nothing is written.
+        CheckpointError: it holds a run and `resume` is off, or one of another configuration.
         Whatever `simulate` raises; all finished rounds are stored by then.
 
     Example:
@@ -71,6 +72,7 @@ def execute_events(
     prepared: Prepared, folder: RunFolder, *, resume: bool = False
 ) -> Iterator[ClientDone | RoundRecord]:
     """`execute`, with an event for each client that is done as well: for a progress bar."""
+    folder.check_place()
     if not folder.exists():
         check_affordable(prepared)  # before there is a folder
     with crewed(prepared) as crew, folder.held():

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.core import files
-from fedlora.errors import CheckpointError
+from fedlora.core import beside, files
+from fedlora.core.echo import quoted, shown
+from fedlora.core.folders import check_target
+from fedlora.errors import CheckpointError, ConfigError
 
 # What each file has in every version, so that a damaged one is told from a whole one.
 _HAS = {
@@ -35,6 +37,9 @@ _HAS = {
 }
 _SUMMARY_BEFORE = "summary.before.json"
 _FOLDERS = frozenset(("adapter", "best", "clients", "plots"))
+PARTS = "parts.json"  # of an experiment's runs, before all else: `experiments.stored.parts`
+_BEGUN = frozenset(("run.json", "content.json", "config.json"))  # of private/, before there is a manifest
+_TABLES = ("model", "data", "method", "run")  # of every run's config.json; a model's has none of them
 _RESULT = _FOLDERS | {"samples.jsonl", "samples.md"}  # what the end of a run makes, beside the summary
 
 
@@ -77,8 +82,72 @@ class RunFolder:
     def finished(self) -> bool:
         return (self.path / "summary.json").is_file()
 
+    def check_place(self) -> None:
+        """May a run be written here? Where nothing is, in an empty folder, where a run is already, and where a start of
+        one was killed before its manifest. To ask before long work: nothing is written.
+
+        Raises:
+            ConfigError: it may not: the folder holds other files, no folder can be made there, or it cannot be written.
+
+        Example:
+            >>> Path("mine").mkdir()
+            >>> _ = Path("mine/config.json").write_text("{}")
+            >>> try:
+            ...     RunFolder(Path("mine")).check_place()
+            ... except ConfigError as error:
+            ...     print(str(error).partition(".")[0])
+            mine is not empty and holds no run: 1 entry, the first is 'config
+        """
+        try:
+            if self.exists():
+                return
+            if not self.path.is_dir():
+                check_target(self.path)
+                return
+            found = sorted(os.listdir(self.path))
+            theirs = [name for name in found if not self._left_by_start(name)]
+            if not theirs and not os.access(self.path, os.W_OK | os.X_OK):
+                raise ConfigError(f"{shown(self.path)} cannot be written: Permission denied.")
+        except OSError as error:
+            raise ConfigError(f"{shown(self.path)} cannot be written: {error.strerror or error}.") from error
+        if theirs:
+            entries = "1 entry" if len(found) == 1 else f"{len(found)} entries"
+            raise ConfigError(
+                f"{shown(self.path)} is not empty and holds no run: {entries}, the first is {quoted(theirs[0])}. A run "
+                f"would write over what has the names of its own files. Nothing was written. Name a new or an empty "
+                f"directory with --out."
+            )
+
+    def _left_by_start(self, name: str) -> bool:
+        """Whether an entry is what a start leaves that was killed before its manifest."""
+        path = self.path / name
+        if path.is_symlink():
+            return False
+        if path.is_dir():
+            allowed = {"private": _BEGUN, "checkpoints": frozenset[str]()}.get(name)
+            if allowed is None:
+                return False
+            parts = {left.name for one in allowed for left in beside.leftovers(path, one)}
+            return set(os.listdir(path)) <= allowed | parts
+        if name not in ("config.json", PARTS):
+            half = [
+                left for one in ("config.json", "manifest.json", PARTS) for left in beside.leftovers(self.path, one)
+            ]
+            return path in half or name in ("config.json.part", "manifest.json.part")  # the latter: of older versions
+        try:
+            value = json.loads(path.read_bytes()) if path.is_file() else None
+        except (ValueError, RecursionError):  # ours appears whole
+            return False
+        if name == PARTS:
+            return isinstance(value, dict) and set(value) == {"parts"}
+        return isinstance(value, dict) and all(isinstance(value.get(table), dict) for table in _TABLES)
+
     def create(self, config: str, manifest: Mapping[str, Any]) -> None:
-        """A new run: its configuration and manifest. Raises `CheckpointError` where it cannot be made."""
+        """A new run: its configuration and manifest; of a run that is there, new ones.
+
+        Raises:
+            ConfigError: as `check_place`. CheckpointError: it cannot be made.
+        """
         self._make()
         files.write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
         self.write_json("manifest.json", manifest)
@@ -152,7 +221,7 @@ class RunFolder:
         """Nobody else writes to the run meanwhile; the system lets go of it when this process ends, however.
 
         Raises:
-            CheckpointError: another process has it, or it cannot be made.
+            ConfigError: as `check_place`. CheckpointError: another process has it, or it cannot be made.
         """
         self._make()
         try:
@@ -176,6 +245,7 @@ class RunFolder:
             os.close(handle)
 
     def _make(self) -> None:
+        self.check_place()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

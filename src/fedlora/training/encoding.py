@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedlora.data.text import TextData
-from fedlora.errors import ConfigError, DataError
+from fedlora.errors import ConfigError, DataError, counted
 from fedlora.training.fitting import fit_prompt, fit_talk, talk_of
 from fedlora.training.prompting import Template, find_template
 
@@ -38,8 +38,8 @@ def encode(
             stands, or a text with {prompt}, or a Jinja chat template. See `prompting`. Of no use to a classification.
 
     Raises:
-        ConfigError: no such template. DataError: a response alone is longer than `max_length`, or a conversation that
-            the template does not take.
+        ConfigError: no such template, or of classes a `max_length` that special tokens fill. DataError: a response
+            alone is longer than `max_length`, or a conversation that the template does not take.
     """
     if len(data) == 0:
         return []
@@ -106,6 +106,7 @@ def check_length(examples: Iterable[Example], longest: int | None) -> None:
 def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
     assert data.labels is not None
     pair = list(data.pair) if data.pair is not None else None
+    _check_room(tokenizer, max_length, texts=1 if pair is None else 2)
     encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
     fields = ["input_ids"] + (["token_type_ids"] if pair and "token_type_ids" in encoded else [])
     examples = [{name: encoded[name][k] for name in fields} | {"labels": y} for k, y in enumerate(data.labels)]
@@ -116,6 +117,19 @@ def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
             if len(ids) > max_length:
                 examples[k]["cut"] = len(ids) - max_length
     return examples
+
+
+def _check_room(tokenizer: Any, max_length: int, texts: int) -> None:
+    """Raises `ConfigError` where no token of each text fits beside the special ones: transformers then cuts nothing, or
+    everything."""
+    special = tokenizer.num_special_tokens_to_add(pair=texts == 2)
+    if max_length < special + texts:
+        what = "an example" if texts == 1 else "a pair of texts"
+        raise ConfigError(
+            f"max_length = {max_length} leaves no room for text: the tokenizer adds "
+            f"{counted(special, 'special token')} to {what}. Set data.max_length (of TrainSettings and the "
+            f"evaluator, max_length) to {special + texts} or more."
+        )
 
 
 def _instruction(data: TextData, k: int, tokenizer: Any, around: Template, max_length: int, loss_on: LossOn) -> Example:

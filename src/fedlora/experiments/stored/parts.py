@@ -17,9 +17,7 @@ import torch
 
 from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
-from fedlora.runs.folder import RunFolder
-
-PARTS = "parts.json"
+from fedlora.runs.folder import PARTS, RunFolder
 
 
 def is_clean(commit: object) -> bool:
@@ -54,6 +52,7 @@ def note(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
     now = made_by(manifest)
     if parts and {key: parts[-1][key] for key in now} == now:
         return
+    folder.check_place()
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.write_json(PARTS, {"parts": [*parts, {"after": done, **now}]})
 
