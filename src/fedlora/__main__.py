@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 _NEEDED = ("click", "typer", "rich", "pydantic")  # what any command imports, and the core does not bring
 
 
 def main() -> None:
     """The entry point of the package."""
+    # typer 0.20 asks click 8.5 for an old name; with PYTHONWARNINGS=error nothing would start
+    warnings.filterwarnings("ignore", r"'click[.]utils[.]get_", DeprecationWarning)
     try:
         from fedlora.cli import main as command_line
     except ModuleNotFoundError as error:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import click
 import pytest
@@ -19,6 +20,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", r"'click\..* is deprecated", DeprecationWarning)
     import typer.main
 
+    import fedlora.cli
     from fedlora.cli import COMMANDS, app
     from fedlora.cli.lazy import loaded
 
@@ -151,3 +153,45 @@ def test_the_core_alone_tells_its_versions_and_what_a_command_needs(
     with pytest.raises(SystemExit, match="2"):
         entry.main()
     assert "pip install 'fedlora[train]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "goes_on"),
+    [
+        (["run", "my.toml"], "go on with --resume"),
+        (["demo"], "go on with --resume"),
+        (["experiment", "run", "x"], "the same command goes on"),
+        (["experiment", "report", "x"], ""),
+        (["merge", "a", "b"], ""),
+        (["--version"], ""),
+    ],
+)
+def test_an_interrupt_promises_what_the_command_can_do(
+    words: list[str], goes_on: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fedlora", *words])
+    monkeypatch.setattr(fedlora.cli, "app", lambda **how: 130)
+    with pytest.raises(SystemExit, match="130"):
+        fedlora.cli.main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("interrupted; ") and said.endswith(goes_on) if goes_on else said == "interrupted"
+
+
+def test_the_commands_with_resume_are_the_ones_that_say_so() -> None:
+    found = {
+        name
+        for name, (where, _) in fedlora.cli.COMMANDS.items()
+        if any("--resume" in option.opts for option in loaded(name, f"fedlora.cli.{where}").params)
+    }
+    assert found == {name for name, how in fedlora.cli.AFTER_INTERRUPT.items() if "--resume" in how}
+
+
+def test_the_entry_point_starts_where_warnings_are_errors(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "fedlora", "methods"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "glora" in done.stdout, done.stderr

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import io
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
 import support.command_line  # noqa: F401 - first, for it expects what typer's import warns of
 
 # isort: split
 import fedlora.cli.formats
+from fedlora.cli.flower import doctor
+from fedlora.cli.flower.common import typed
 from fedlora.cli.formats import Format, Printed, Sheet, show
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.screen import console
 from fedlora.errors import ConfigError
+from fedlora.flower.units import server_unit
 
 ODD = "[red]m[/red] :fire: [/nothing]"  # markup, the name of a picture, and a closing tag that closes nothing
 
@@ -90,6 +96,25 @@ def test_a_runs_names_are_text(
         markup=console._markup,
     )
     monkeypatch.setattr(fedlora.cli.runs, "notes", bar)
+<<<<<<< HEAD
     with fedlora.cli.runs._progress(f"{ODD} {{x}}", 4, 1, "accuracy") as watch:
+=======
+    with fedlora.cli.runs._progress(f"{ODD} {{x}}", 2, 2, "accuracy") as watch:
+>>>>>>> fixB
         watch.round_done(1, 2, {"accuracy": 0.5}, {"a": ODD})
     assert f"{ODD} {{x}}" in bar.file.getvalue() and f"left out: {ODD}" in bar.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_path_with_spaces_can_be_typed() -> None:
+    """A shell takes each printed command apart into the words that were meant: in units, too."""
+    place = Path("/srv/a fed's")
+    assert shlex.split(f"fedlora doctor {typed(place)}") == ["fedlora", "doctor", str(place)]
+    line = next(line for line in server_unit(place, user="fl").splitlines() if "enable --now" in line)
+    assert shlex.split(line)[-1] == "/srv/a fed's/systemd/fedlora-server.service"
+
+
+def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "flwr" else "999.0")
+    with pytest.raises(typer.Exit):
+        doctor.doctor()
+    assert "pip install 'fedlora[flower]'" in " ".join(capsys.readouterr().err.split())

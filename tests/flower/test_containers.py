@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,21 @@ def test_the_linter_of_dockerfiles_finds_nothing(tmp_path: Path) -> None:
     file.write_text(dockerfile(tmp_path))
     done = subprocess.run([linter, "--no-color", file], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_fedlora_is_its_wheel_or_the_build_fails(tmp_path: Path) -> None:
+    """The step in a shell, with a pip that writes down what it is asked for. No name of ours goes to an index."""
+    step = next(rest for word, rest in instructions(dockerfile(tmp_path)) if word == "RUN" and "/wheels" in rest)
+    wheels, asked = tmp_path / "wheels", tmp_path / "asked"
+    wheels.mkdir()
+    stub = f'pip() {{ printf "%s\\n" "$@" > "{asked}"; }}; '
+    command = ["sh", "-c", stub + step.replace("/wheels", str(wheels))]
+    (wheels / "fedlora-0.0.0-py3-none-any.whl").touch()  # of another version
+    assert subprocess.run(command, capture_output=True, check=False).returncode != 0 and not asked.exists()
+    wheel = wheels / f"fedlora-{version('fedlora')}-py3-none-any.whl"
+    wheel.touch()
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert [word for word in asked.read_text().split() if "fedlora" in word.rpartition("/")[2]] == [f"{wheel}[flower]"]
 
 
 def test_every_command_of_compose_is_one_of_the_command_line(tmp_path: Path) -> None:

@@ -69,6 +69,11 @@ COMMANDS = {
     "flower": ("flower:app", "A federation on Flower: SuperLink, SuperNodes, TLS."),
 }
 _INTERRUPTED = 130
+# Command -> what to do after Ctrl-C. Others store nothing before they end, or say it themselves.
+AFTER_INTERRUPT = {
+    **dict.fromkeys(("run", "demo", "compare"), "rounds that were finished, if any, are stored: go on with --resume"),
+    "experiment run": "runs and rounds that were finished, if any, are stored: the same command goes on",
+}
 
 app = typer.Typer(
     cls=lazy_group({name: (f"fedlora.cli.{where}", line) for name, (where, line) in COMMANDS.items()}),
@@ -120,7 +125,9 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         from fedlora.cli.screen import notes
 
-        notes.print("interrupted; what was finished is stored: go on with --resume")
+        first, second = [*(word for word in sys.argv[1:] if not word.startswith("-")), "", ""][:2]
+        how = AFTER_INTERRUPT.get(first) or AFTER_INTERRUPT.get(f"{first} {second}")
+        notes.print(f"interrupted; {how}" if how else "interrupted")
         sys.exit(_INTERRUPTED)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -187,7 +188,7 @@ def _listed(folder: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    return str(path).replace("\n", " ")
+    return shlex.quote(str(path).replace("\n", " "))
 
 
 def _printable(text: str) -> None:

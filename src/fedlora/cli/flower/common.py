@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -19,3 +20,8 @@ def needed() -> None:
         version("flwr")
     except PackageNotFoundError as error:
         raise ConfigError("Flower is not installed: pip install 'fedlora[flower]'.") from error
+
+
+def typed(path: str | Path) -> str:
+    """A path as it stands in a command that is shown to be typed: quoted where a shell would part it."""
+    return shlex.quote(str(path))

@@ -15,6 +15,8 @@ from fedlora.cli.screen import Table, cell, complain, console, print_json, red
 from fedlora.core.echo import shown
 from fedlora.versions import installed, least
 
+_LIBRARIES = ("torch", "transformers", "peft", "flwr", "cryptography")
+
 
 def doctor(
     folder: Annotated[Path | None, typer.Argument(help="of `fedlora flower init` or `site`, to check too")] = None,
@@ -42,12 +44,14 @@ def doctor(
         console.print(table)
     if any(sound is False for _, _, sound in rows):
         wrong = "; ".join(f"{what}: {found}" for what, found, sound in rows if sound is False)
+        if any(what in _LIBRARIES for what, _, sound in rows if sound is False):
+            wrong += ". What a federation needs: pip install 'fedlora[flower]'"
         raise typer.Exit(complain(wrong))
 
 
 def _versions() -> list[tuple[str, str, bool]]:
     rows = [("Python", sys.version.split()[0], sys.version_info >= (3, 11))]
-    for name in ("torch", "transformers", "peft", "flwr", "cryptography"):
+    for name in _LIBRARIES:
         found = installed(name)
         rows.append((name, found or "not installed", found is not None and _numbers(found) >= _numbers(least(name))))
     for program in ("flwr", "flower-superlink", "flower-supernode"):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedlora.cli.flower.common import needed
+from fedlora.cli.flower.common import needed, typed
 from fedlora.cli.screen import console, notes
 from fedlora.core.folders import check_target
 from fedlora.errors import ConfigError
@@ -87,13 +87,15 @@ def init(
 
     make_federation(folder, made)
     here = folder.resolve()
+    fed = typed(folder)
+    units = [typed(here / "systemd" / name) for name in ("fedlora-proxy.service", "fedlora-server.service")]
     lines = [
         f"{folder}: ready, for {len(clients)} site{'' if len(clients) == 1 else 's'} ({', '.join(clients)}). Next:",
-        f"  1. systemctl enable --now {here}/systemd/fedlora-proxy.service {here}/systemd/fedlora-server.service",
-        f"     (or, in two shells: fedlora flower serve {folder}, and nginx -c {here}/proxy/nginx.conf)",
-        f"  2. fedlora doctor {folder}",
+        f"  1. systemctl enable --now {' '.join(units)}",
+        f"     (or, in two shells: fedlora flower serve {fed}, and nginx -c {typed(here / 'proxy' / 'nginx.conf')})",
+        f"  2. fedlora doctor {fed}",
         f"  3. hand each site its file, {here}/join/NAME.toml; it holds no secret",
-        f"  4. admit each by what it sends back: fedlora flower admit {folder} request.toml",
+        f"  4. admit each by what it sends back: fedlora flower admit {fed} request.toml",
         f"A round needs {made.settings.server.quorum} of them (server.quorum in {here}/federation.toml).",
     ]
     if made.settings.privacy is not None:
@@ -102,7 +104,7 @@ def init(
         lines[-1] = (
             f"Private: {promise(made.settings.privacy, made.settings.run.rounds)}. All sites are asked in every round, "
             f"and who is missing counts as zero: it begins once all are online. Members, rounds and [privacy] stay. "
-            f"What was spent: fedlora privacy {made.settings.privacy.ledger}"
+            f"What was spent: fedlora privacy {typed(made.settings.privacy.ledger)}"
         )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
@@ -130,7 +132,8 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
     quiet_libraries()
     notes.print("loading the model, for the common start ...")
     trial(folder, loaded, superlink_port)
-    console.print(f"{folder}: ready. Try it on this machine: fedlora flower up {folder}", markup=False, soft_wrap=True)
+    said = f"{folder}: ready. Try it on this machine: fedlora flower up {typed(folder)}"
+    console.print(said, markup=False, soft_wrap=True)
 
 
 def _classes(labels: str | None) -> list[str] | None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fedlora.cli.flower.common import needed
+from fedlora.cli.flower.common import needed, typed
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 
@@ -40,7 +40,7 @@ def node(
         wrong, told = files_checked(here.path)
         if wrong:
             found = "; ".join(wrong).removesuffix(".")
-            raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {folder}")
+            raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {typed(folder)}")
         for line in told:
             _say(line)
     server = Server(join.server, join.port, here.ca)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.flower.common import Folder, needed
+from fedlora.cli.flower.common import Folder, needed, typed
 from fedlora.cli.screen import Table, cell, complain, console, notes, print_json
 from fedlora.errors import counted
 
@@ -115,7 +115,7 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
 
     place = FederationFolder(folder)
     if not now.finished:
-        say(f"{now.done} of {counted(now.rounds, 'round')} done; `fedlora flower {command} {folder}` goes on")
+        say(f"{now.done} of {counted(now.rounds, 'round')} done; `fedlora flower {command} {typed(folder)}` goes on")
         if stop.interrupted:
             raise typer.Exit(130)
         return

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.flower.common import needed
+from fedlora.cli.flower.common import needed, typed
 from fedlora.cli.screen import Table, cell, console, notes
 from fedlora.core import files
 from fedlora.errors import ConfigError
@@ -67,7 +67,7 @@ def site(
         said = take_join(folder, join)
         console.print(
             f"{folder}: has the server's file now ({said.address}), and its unit is written anew: systemctl "
-            f"daemon-reload, and start {here.unit.name} again. See with: fedlora doctor {folder}",
+            f"daemon-reload, and start {here.unit.name} again. See with: fedlora doctor {typed(folder)}",
             markup=False, soft_wrap=True,
         )  # fmt: skip
         return
@@ -96,8 +96,8 @@ def site(
     console.print(table)
     console.print(
         f"{folder}: ready, with the key {request.fingerprint}.\n1. send {here.request} to the server, where it is "
-        f"admitted with: fedlora flower admit FED request.toml\n2. take part: fedlora flower node {folder}\n   or, as "
-        f"root, for good: systemctl enable --now {here.unit}",
+        f"admitted with: fedlora flower admit FED request.toml\n2. take part: fedlora flower node {typed(folder)}\n   "
+        f"or, as root, for good: systemctl enable --now {typed(here.unit)}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedlora.cli.flower.common import Folder, needed
+from fedlora.cli.flower.common import Folder, needed, typed
 from fedlora.cli.screen import console
 from fedlora.errors import ConfigError
 
@@ -44,7 +44,7 @@ def admit(
         if equals and not (said.isascii() and said.isdecimal() and len(said) < 9):
             raise ConfigError(f"--new takes NAME=RANK, such as dublin=4; got {new!r}.")
         place = members.invite(folder, name, int(said) if equals else None)
-        _say(f"{place}: hand it to {name}. It holds no secret. Then: fedlora flower admit {folder} request.toml")
+        _say(f"{place}: hand it to {name}. It holds no secret. Then: fedlora flower admit {typed(folder)} request.toml")
         return
     assert request is not None
     done = members.admit(folder, request, rank=rank, rotate=rotate)
@@ -61,7 +61,7 @@ def admit(
         _say(f"From it the server knows {', '.join(done.learned)} of the base model, which others must have alike.")
     for line in done.told:
         _say(f"note: {line}")
-    _say("The running server knows it." if done.online else f"`fedlora flower serve {folder}` will let it in.")
+    _say("The running server knows it." if done.online else f"`fedlora flower serve {typed(folder)}` will let it in.")
 
 
 def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:
@@ -70,10 +70,8 @@ def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", 
     from fedlora.flower.setup import members
 
     told = members.remove(folder, name)
-    _say(
-        f"{name}: removed. "
-        + ("The running server knows it." if told else f"`fedlora flower serve {folder}` will no longer let it in.")
-    )
+    later = f"`fedlora flower serve {typed(folder)}` will no longer let it in."
+    _say(f"{name}: removed. {'The running server knows it.' if told else later}")
 
 
 def _rank(rank: object) -> str:

@@ -22,17 +22,16 @@ from fedlora.flower.terms.settings import FederationSettings
 _DOCKERFILE = """\
 # fedlora on a CPU, for a federation's server and for a site. Written by `fedlora flower init`.
 #   docker build -t {image} {folder}
-# For a fedlora that is not from PyPI: put its wheel into {folder}/wheels, which is looked into first.
+# First put fedlora-{version}-py3-none-any.whl into {folder}/wheels: no index is asked for fedlora.
 FROM python:3.11-slim
 ARG TORCH="torch=={torch}"
-ARG FEDLORA="fedlora[flower]=={version}"
 RUN groupadd --gid 1000 fedlora && useradd --uid 1000 --gid 1000 --create-home fedlora
 COPY wheels/ /wheels/
-# Both are pinned above. Two layers: the large one stays when fedlora changes.
+# torch is pinned above, fedlora is a file. Two layers: the large one stays when fedlora changes.
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir "$TORCH" --index-url https://download.pytorch.org/whl/cpu
 # hadolint ignore=DL3013,DL3059
-RUN pip install --no-cache-dir --find-links /wheels "$FEDLORA"
+RUN wheel="$(ls /wheels/fedlora-{version}-*.whl)" && pip install --no-cache-dir "${{wheel}}[flower]"
 USER 1000:1000
 ENV FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 PYTHONUNBUFFERED=1
 ENTRYPOINT ["fedlora"]
@@ -51,7 +50,9 @@ def write_containers(folder: Path, home: Path, settings: FederationSettings, sit
     """Dockerfile and compose.yaml of the federation in `home`. Raises `ConfigError`: see `compose`."""
     folder.mkdir()
     (folder / "wheels").mkdir()
-    (folder / "wheels" / "README").write_text("Wheels that the image is built with, in place of PyPI's.\n")
+    (folder / "wheels" / "README").write_text(
+        f"fedlora-{version('fedlora')}-py3-none-any.whl goes here: the image is built with it, and with no other.\n"
+    )
     (folder / "Dockerfile").write_text(dockerfile(home), encoding="utf-8")
     (folder / "compose.yaml").write_text(compose(home, settings, sites), encoding="utf-8")
 
