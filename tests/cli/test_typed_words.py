@@ -96,11 +96,7 @@ def test_a_runs_names_are_text(
         markup=console._markup,
     )
     monkeypatch.setattr(fedlora.cli.runs, "notes", bar)
-<<<<<<< HEAD
-    with fedlora.cli.runs._progress(f"{ODD} {{x}}", 4, 1, "accuracy") as watch:
-=======
     with fedlora.cli.runs._progress(f"{ODD} {{x}}", 2, 2, "accuracy") as watch:
->>>>>>> fixB
         watch.round_done(1, 2, {"accuracy": 0.5}, {"a": ODD})
     assert f"{ODD} {{x}}" in bar.file.getvalue() and f"left out: {ODD}" in bar.file.getvalue()  # type: ignore[attr-defined]
 
