@@ -166,6 +166,26 @@ def test_impossible_min_size_says_what_is_possible():
     assert min(map(len, dirichlet(BALANCED[:50], 10, 100.0, seed=0, min_size=2))) >= 2
 
 
+@pytest.mark.parametrize(
+    ("size", "clients", "min_size", "advice"),
+    [
+        (50, 10, 8, "Use at most 6 clients, or min_size <= 5."),
+        (9, 10, 8, "Use at most 1 client."),
+        (9, 8, 10, "Use min_size <= 1."),
+        (5, 10, 8, "Use more examples, or at most 5 clients and min_size = 1."),
+    ],
+)
+def test_what_is_recommended_is_accepted(size: int, clients: int, min_size: int, advice: str) -> None:
+    with pytest.raises(DataError) as e:
+        dirichlet(BALANCED[:size], clients, 0.5, seed=0, min_size=min_size)
+    assert str(e.value).endswith(f" {advice}")
+
+
+def test_no_min_size_is_recommended_where_the_best_draw_leaves_a_client_nothing() -> None:
+    with pytest.raises(DataError, match=r"smallest client 0 of .* near zero\. Use fewer clients"):
+        dirichlet(BALANCED[:20], 20, 0.01, seed=0, min_size=1, max_draws=2)
+
+
 def test_unreached_min_size_tells_the_best_draw():
     with pytest.raises(DataError, match=r"none of 7 draws of Dir\(0.5\) gave each of 8 clients 300 examples") as e:
         dirichlet(BALANCED, 8, 0.5, seed=0, min_size=300, max_draws=7)

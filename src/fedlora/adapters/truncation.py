@@ -54,8 +54,8 @@ class RankRule:
         if kind == "budget" and 0 < value <= 1e6:
             return cls("budget", value)
         raise HyperparameterError(
-            f"a rank is a whole number from 1, 'exact', or 'energy=SHARE' with a share in (0, 1], or 'budget=R' with "
-            f"the mean rank R of a module; got {text[:80]!r}."
+            f"a rank is a whole number from 1 to 999999, 'exact', or 'energy=SHARE' with a share in (0, 1], or "
+            f"'budget=R' with the mean rank R of a module, above 0 and at most 1000000; got {text[:80]!r}."
         )
 
     def keep(self, found: Product) -> int:

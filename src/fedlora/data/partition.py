@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlora.errors import DataError
+from fedlora.errors import DataError, counted
 from fedlora.seeds import derive_seed
 
 Indices = NDArray[np.int64]
@@ -69,7 +69,7 @@ def dirichlet(
     if clients * min_size > y.size:
         raise DataError(
             f"{clients} clients with at least {min_size} examples each need {clients * min_size}, and there are only "
-            f"{y.size}. Use at most {y.size // min_size} clients, or min_size <= {y.size // clients}."
+            f"{y.size}. {_possible(y.size, clients, min_size)}"
         )
 
     rng = np.random.default_rng(derive_seed(seed, "partition", "dirichlet"))
@@ -92,10 +92,11 @@ def dirichlet(
         best = max(best, smallest)
         if smallest >= min_size:
             return [rng.permutation(np.concatenate(mine)) for mine in pieces]
+    lower = f"Lower min_size (to {best} or less), use" if best >= 1 else "Use"
     raise DataError(
         f"none of {max_draws} draws of Dir({alpha}) gave each of {clients} clients {min_size} examples: the best draw "
         f"left the smallest client {best} of the {y.size}. With {len(classes)} classes and {clients} clients some "
-        f"client's shares of all classes come out near zero. Lower min_size (to {best} or less), use fewer clients or "
+        f"client's shares of all classes come out near zero. {lower} fewer clients or "
         f"a larger alpha; more max_draws helps only when {best} is close to {min_size}."
     )
 
@@ -178,6 +179,14 @@ def _as_labels(labels: Labels) -> NDArray[np.int64]:
             f"test sets with -1: use the validation set."
         )
     return y.astype(np.int64)
+
+
+def _possible(size: int, clients: int, min_size: int) -> str:
+    """What to do where so many clients cannot have so many examples: numbers that are accepted, none below 1."""
+    ways = [f"at most {counted(size // min_size, 'client')}"] * (size >= min_size)
+    ways += [f"min_size <= {size // clients}"] * (size >= clients)
+    ways = ways or ["more examples", f"at most {counted(size, 'client')} and min_size = 1"]
+    return f"Use {', or '.join(ways)}."
 
 
 def _check_clients(clients: int) -> None:

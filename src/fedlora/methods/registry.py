@@ -7,8 +7,10 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import EntryPoint
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from fedlora.core.echo import quoted
 from fedlora.core.method import Method
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FedLoRAError, HyperparameterError
@@ -79,12 +81,36 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
     try:
         method: Method[Any] = cls(**hparams)
     except TypeError as error:
-        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {error}. Got {hparams}.") from error
+        why = _wrong_types(cls, hparams) or f"{error}. Got {hparams}."
+        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {why}") from error
     except FedLoRAError:
         raise
     except Exception as error:
         raise HyperparameterError(f"{name} cannot be made: {type(error).__name__}: {error}. Got {hparams}.") from error
     return method
+
+
+_IN_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a word", type(None): "none",
+}  # fmt: skip
+
+
+def _wrong_types(cls: type[Any], hparams: Mapping[str, object]) -> str:
+    """Which values are of another type than their fields, and what is wanted; "" where that cannot be told."""
+    try:
+        hints = get_type_hints(cls)
+    except Exception:  # a stranger's class may name types that are not there: its own error is told then
+        return ""
+    wrong = []
+    for key, value in hparams.items():
+        wanted = hints.get(key)
+        options = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+        if not all(option in _IN_WORDS for option in options):
+            continue
+        fits = [option for option in options if isinstance(value, (int, float) if option is float else option)]
+        if not fits or (isinstance(value, bool) and bool not in options):
+            wrong.append(f"{key} is {' or '.join(_IN_WORDS[option] for option in options)}; got {quoted(value)}.")
+    return " ".join(wrong)
 
 
 def find(name: str) -> type[Any]:
