@@ -15,6 +15,8 @@ import pytest
 import fedlora.runs.execution
 import fedlora.training.local
 from fedlora import build
+from fedlora.errors import ConfigError
+from fedlora.experiments.running.comparison import ComparedRuns
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, cells, invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -98,6 +100,22 @@ def test_compare_without_resume_leaves_old_runs_alone(
     said = main("compare", project / "config.toml", "--methods", "glora", "--out", out, "--set", "run.rounds=2")
     assert "already holds a run" in said.complaint()
     assert contents(out) == before
+
+
+def test_compare_writes_into_no_folder_of_other_files(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Its picture would be written over; what a comparison leaves that was killed at its start is no other file."""
+    theirs = tmp_path / "figures"
+    theirs.mkdir()
+    (theirs / "comparison.png").write_bytes(b"of a paper")
+    said = main("compare", project / "config.toml", "--methods", "glora", "--out", theirs)
+    assert "is not empty and holds no run: 1 entry" in said.complaint() and "'comparison.png'" in said.complaint()
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == {"comparison.png": b"of a paper"}
+    begun = tmp_path / "begun"
+    (begun / "glora" / "seed-0").mkdir(parents=True)
+    (begun / "failures").mkdir()
+    ComparedRuns(begun).check_place(["glora", "svd"])
+    with pytest.raises(ConfigError, match="2 entries, the first that is not of a comparison is 'glora'"):
+        ComparedRuns(begun).check_place(["svd"])
 
 
 def test_compare_in_which_nothing_can_run_is_an_error(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -28,6 +28,7 @@ from fedlora.experiments.grid.plan import dead_end, mains, searches
 from fedlora.experiments.grid.spec import Experiment, Tune
 from fedlora.experiments.running.comparison import (
     AXIS,
+    PICTURE,
     PROFILE,
     SEARCH_SEED,
     ComparedRuns,
@@ -97,6 +98,7 @@ def compare(
     kept = ComparedRuns(out or Path("runs") / name, data_root, None if search is None else search.key)
     planned = missing(experiment, PROFILE, kept)  # also says at once what is no configuration
     can_write(kept.root)
+    kept.check_place(labels)
     if not resume and next(kept.folders(), None) is not None:
         raise typer.Exit(
             complain(f"{kept.root} already holds a run; add --resume to go on with it, or choose another --out.")
@@ -167,7 +169,7 @@ def _print(experiment: Experiment, kept: ComparedRuns, ran: Ran, form: Format) -
     if form in (Format.csv, Format.json):  # programs read the table: people read this
         for failure in failures:
             notes.print(failure.words(), style="yellow", markup=False, soft_wrap=True)
-    plotted(_drawing(found, kept.root / "comparison.png"))
+    plotted(_drawing(found, kept.root / PICTURE))
 
 
 def _drawing(found: Found, path: Path) -> Callable[[], list[Path]]:

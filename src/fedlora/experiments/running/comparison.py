@@ -8,12 +8,13 @@ A run is found by its configuration's digest, wherever in OUT it lies; where it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.core import files
+from fedlora.core import echo, files
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError
 from fedlora.experiments.grid.plan import PlannedRun, check_number
 from fedlora.experiments.grid.spec import Experiment, Profile, Tune
@@ -29,6 +30,8 @@ from fedlora.runs.sections import MethodSection
 PROFILE = "comparison"  # the one that a comparison's experiment has
 AXIS = "method"
 SEARCH_SEED = 1000
+PICTURE = "comparison.png"  # in OUT
+_FAILURES = "failures"
 _DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
 
 
@@ -104,6 +107,25 @@ class ComparedRuns:
             for path in sorted(self.root.glob(f"{depth}/manifest.json")):
                 yield RunFolder(path.parent)
 
+    def check_place(self, methods: Collection[str]) -> None:
+        """May a comparison of these labels be written here? Where nothing is, in an empty folder, where runs of one
+        are, and where one was killed before its first run had a manifest.
+
+        Raises:
+            ConfigError: the folder holds other files, and no run.
+        """
+        if not self.root.is_dir() or next(self.folders(), None) is not None:
+            return
+        found = sorted(os.listdir(self.root))
+        theirs = [name for name in found if name not in {_FAILURES, *map(folder_name, methods)}]
+        if theirs:
+            entries = "1 entry" if len(found) == 1 else f"{len(found)} entries"
+            raise ConfigError(
+                f"{echo.shown(self.root)} is not empty and holds no run: {entries}, the first that is not of a "
+                f"comparison is {echo.quoted(theirs[0])}. Its {PICTURE} could be written over. Nothing "
+                f"was written. Name a new or an empty directory with --out."
+            )
+
     def finished(self, *, unclean: bool = False) -> dict[str, Result]:
         """Digest -> result of every finished run. `unclean` makes no difference: they are all of one folder."""
         done: dict[str, Result] = {}
@@ -125,7 +147,7 @@ class ComparedRuns:
             files.write(path, failure_report(run, error))
 
     def _failure(self, run: PlannedRun) -> Path:
-        return self.root / "failures" / f"{'_'.join(self._name(run).parts)}.json"
+        return self.root / _FAILURES / f"{'_'.join(self._name(run).parts)}.json"
 
     def _name(self, run: PlannedRun) -> Path:
         search = ["search"] if run.searching else []
