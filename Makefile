@@ -82,5 +82,6 @@ $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	$(PIP) install -q --no-deps $(DEMO_PACKAGES)
 	pwd -P > $@
 
+# What make built. Not runs/: there lies work of hours.
 clean:
-	rm -rf $(VENV) runs dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis

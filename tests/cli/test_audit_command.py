@@ -639,6 +639,26 @@ def test_the_picture_is_of_the_numbers(
     assert colours(Path("calm.png"), (0xD5, 0x5E, 0x00)) < 1000, "but for the one curve of the second method"
 
 
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_a_picture_replaces_pictures_of_fedlora_alone(
+    mixed: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said], ending: str
+) -> None:
+    """Before the work, whoever named it; what fedlora drew itself is drawn again."""
+    monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / f"theirs.{ending}"
+    theirs.write_bytes(b"of a paper")
+    for command in (("inspect", *mixed.paths), ("ranks",), ("audit", *mixed.paths, "--methods", "glora")):
+        said = main(*command, "--plot", theirs)
+        assert "is there, and fedlora did not draw it" in said.complaint() and not said.out, command
+        assert theirs.read_bytes() == b"of a paper"
+    ours = tmp_path / f"ours.{ending}"
+    assert [main("ranks", "--plot", ours).code for _ in range(2)] == [0, 0]
+    Path("audit.png").write_bytes(b"mine")
+    assert "audit.png is there" in main("audit", *mixed.paths, "--methods", "glora").complaint()
+    (tmp_path / "folder.png").mkdir()
+    assert "folder.png is a directory" in main("ranks", "--plot", "folder.png").complaint()
+
+
 def colours(path: Path, rgb: tuple[int, int, int]) -> int:
     """How many points are of that colour."""
     picture = (pixels(path)[..., :3] * 255).round().astype(int)

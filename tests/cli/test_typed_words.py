@@ -96,9 +96,20 @@ def test_a_runs_names_are_text(
         markup=console._markup,
     )
     monkeypatch.setattr(fedlora.cli.runs, "notes", bar)
-    with fedlora.cli.runs._progress(f"{ODD} {{x}}", 2, 2, "accuracy") as watch:
+    with fedlora.cli.runs._progress(f"{ODD} {{x}}", 2, 2, "accuracy", 0) as watch:
         watch.round_done(1, 2, {"accuracy": 0.5}, {"a": ODD})
     assert f"{ODD} {{x}}" in bar.file.getvalue() and f"left out: {ODD}" in bar.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("done", "says"), [(0, "round 1"), (3, "round 4"), (4, "round 4")])
+def test_a_bar_begins_where_the_run_does(monkeypatch: pytest.MonkeyPatch, done: int, says: str) -> None:
+    """It began at the first round of a resumed run, as if all were trained again."""
+    bar = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    monkeypatch.setattr(fedlora.cli.runs, "notes", bar)
+    with fedlora.cli.runs._progress("glora", 4, 3, "accuracy", done):
+        pass
+    first = bar.file.getvalue()  # type: ignore[attr-defined]
+    assert says in first and f"{3 * done}/12" in first
 
 
 def test_a_path_with_spaces_can_be_typed() -> None:

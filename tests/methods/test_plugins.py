@@ -243,6 +243,12 @@ def test_check_only_measures_a_method_that_claims_nothing(site: Path, main: Call
     assert "It could claim: CLAIMS = Claim(exact=False, gauge=False, state=False, mixed=False" in said.out
 
 
+def test_check_says_where_the_claims_of_a_built_in_method_are(main: Callable[..., Said], wide: None) -> None:
+    said = main("methods", "check", "glora")
+    assert said.code == 0 and "tests/test_contracts.py of the repository has its claims" in said.out
+    assert "could claim" not in said.out and "Claim(exact=True, gauge=True" in said.out
+
+
 def test_check_blames_the_method_for_what_it_raises(site: Path, main: Callable[..., Said], wide: None) -> None:
     said = main("methods", "check", "toy_mean:Crasher")
     assert said.code == 1 and "Traceback" not in said.out + said.err

@@ -172,7 +172,8 @@ def test_a_federation_by_files_only(tmp_path: Path, main: Callable[..., Said], k
     """Two sites, two rounds: train fresh, merge with GLoRA, train what came back; the model improves on both."""
     classifies = kind == "classification"
     base = save_model(tmp_path / "base", bert() if classifies else llama(), classifies=classifies)
-    options = ["--base", base, "--targets", "query,value" if classifies else "q_proj,v_proj", "--lr", "0.01"]
+    options = ["--base", base, "--lr", "0.01"]
+    fresh = ["--targets", "query,value" if classifies else "q_proj,v_proj", "--rank"]
     options += [] if classifies else ["--template", "none"]
     for k, site in enumerate("ab"):
         data = classification(40, k) if classifies else instructions(20, k)
@@ -187,7 +188,7 @@ def test_a_federation_by_files_only(tmp_path: Path, main: Callable[..., Said], k
     for number in (1, 2, 3):
         uploads = []
         for site, rank in (("a", 2), ("b", 4)):
-            start = ["--adapter", tmp_path / f"merged{number - 1}/clients/{site}"] if number > 1 else ["--rank", rank]
+            start = ["--adapter", tmp_path / f"merged{number - 1}/clients/{site}"] if number > 1 else [*fresh, rank]
             out = tmp_path / f"up{number}" / site
             done = main("train", *options, *start, "--data", tmp_path / f"{site}.jsonl", "--client", site,
                           "--steps", 8, "--batch-size", 8, "--round", number, "-o", out)  # fmt: skip
@@ -217,6 +218,29 @@ def test_class_names_need_an_order_that_all_sites_share(tmp_path: Path, main: Ca
     (tmp_path / "e.csv").write_text("a,b\n1,2\n")
     done = main("train", "--base", base, "--data", tmp_path / "e.csv", "--client", "a", "-o", tmp_path / "o")
     assert done.code == 2 and "e.csv has no column 'label' (classes), 'response' (answers) or 'messages'" in done.err
+
+
+def test_an_option_that_would_do_nothing_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Each beside what makes it idle; nothing is written. By its default the same option says nothing."""
+    base = save_model(tmp_path / "base", bert().bert, classifies=True)
+    (tmp_path / "d.csv").write_text("text,label\nw1 w2,0\nw3,1\n")
+    (tmp_path / "asked.csv").write_text("prompt,response\nw1,w2\n")
+    (tmp_path / "talk.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
+    common = ["train", "--base", base, "--client", "a", "-o", tmp_path / "o"]
+    assert main("train", "--base", base, "--client", "a", "-o", tmp_path / "in", "--data", tmp_path / "d.csv",
+                "--targets", "query", "--steps", 1).code == 0  # fmt: skip
+    for data, more, says in (
+        ("d.csv", ["--steps", 2, "--epochs", 3], "--epochs counts where --steps is 0, and it is 2"),
+        ("d.csv", ["--adapter", tmp_path / "in", "--rank", 4], "--rank is of a fresh adapter, and "),
+        ("d.csv", ["--adapter", tmp_path / "in", "--targets", "query"], "--targets is of a fresh adapter, and "),
+        ("d.csv", ["--prompt", "zz"], "--prompt is of language models, and "),
+        ("d.csv", ["--template", "none"], "--template is of language models, and "),
+        ("asked.csv", ["--label", "zz"], "--label is of classes, and "),
+        ("asked.csv", ["--text", "zz"], "--text is of classes, and "),
+        ("talk.jsonl", ["--response", "zz"], "--response is of instructions, and "),
+    ):
+        said = main(*common, "--data", tmp_path / data, *more).complaint()
+        assert says in said and "Leave it out" in said and not (tmp_path / "o").exists(), said
 
 
 def test_a_round_that_another_process_saved_meanwhile_is_not_counted_twice(

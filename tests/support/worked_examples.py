@@ -19,7 +19,7 @@ def python_blocks(page: Path) -> list[str]:
 def run_page(page: Path, folder: Path) -> dict[str, Any]:
     """All blocks of a page in order, in one namespace: what it holds in the end. A block that begins with the name of
     a file ("NAME.py: ..." as its docstring) becomes that file in `folder`, the directory where it runs."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"__name__": "__main__"}  # as a script
     for block in python_blocks(page):
         named = re.match(r'"""(\w+\.py)', block)
         if named:

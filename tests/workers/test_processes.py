@@ -156,6 +156,17 @@ def test_other_processes_of_the_program_still_hear_of_ctrl_c() -> None:
     assert done.stdout.strip() == "free"
 
 
+def test_a_script_that_does_its_work_as_a_worker_imports_it_is_told_so(tmp_path: Path) -> None:
+    """By the worker that would do it again, and by the program itself: as it stood, another lock or a broken pipe."""
+    script = tmp_path / "script.py"
+    script.write_text("from fedlora.workers import Processes\nimport operator\n"
+                      "with Processes([1], 2) as p:\n    print(list(p.map(operator.getitem, [0])))\n")  # fmt: skip
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "a worker process imports the script that started it" in done.stderr
+    assert "worker processes die as they start" in done.stderr.splitlines()[-1]
+
+
 def test_there_is_a_core_for_each_that_is_available() -> None:
     assert available() == len(os.sched_getaffinity(0)) >= 1
 

@@ -14,6 +14,7 @@ from fedlora.cli.screen import Table, cell, complain, console, import_plots, plo
 from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from fedlora.runs.folder import plain
+from fedlora.runs.picture_mark import check_picture
 
 if TYPE_CHECKING:
     from fedlora.adapters.apply import Applied
@@ -40,6 +41,8 @@ def inspect(
     from fedlora.analysis.inspection import facts
     from fedlora.cli.opened import check_memory, mean_overlap, of_one_base, opened, overlaps
 
+    if plot is not None:
+        check_picture(plot)
     files = of_one_base(opened(adapters, allow_unknown, limit=limit))
     check_memory(files)
     found = {str(f.directory): {m: facts(f.lora(m)) for m in f.modules} for f in files}

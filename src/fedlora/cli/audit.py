@@ -17,6 +17,7 @@ from fedlora.cli.limits import Limit, limits_of
 from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tell_attack
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
+from fedlora.runs.picture_mark import check_picture
 
 if TYPE_CHECKING:
     from fedlora.analysis.audit import Audit
@@ -41,6 +42,8 @@ def audit(
     from fedlora.analysis.audit import audit as audit_method
     from fedlora.cli.method_names import parse_methods
 
+    if plot is not None or from_run is None:
+        check_picture(plot or Path("audit.png"))
     uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights, limits_of(limit))
     if from_run is not None and (run := RunFolder(from_run)).exists():
         tell_attack(run.read_json("manifest.json"))

@@ -74,6 +74,16 @@ def _costs(found: Found) -> Sheet:
     return Sheet("What a run costs, and its gauge check", columns, rows, 2)
 
 
+_VERDICTS = {
+    "undecided": (
+        "Undecided: the 95 % interval (Student's t over the paired differences) holds zero; these seeds do not tell "
+        "the two methods apart."
+    ),
+    "equal": "Equal: the same score on every seed, so there is no interval.",
+    "no spread": "No spread: the same difference on every seed, so there is no interval.",
+}
+
+
 def remarks(found: Found) -> list[str]:
     configs = [result.raw["config"] for by_seed in found.runs.values() for result in by_seed.values()]
     said = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks_of(configs)]
@@ -84,10 +94,8 @@ def remarks(found: Found) -> list[str]:
         said.append(f"No differences: the reference {found.reference} has no finished run.")
     elif found.differences:
         k = len(found.differences)
-        said.append(
-            "Undecided: the 95 % interval (Student's t over the paired differences) holds zero; these seeds do not "
-            "tell the two methods apart."
-        )
+        there = {gap.verdict for gap in found.differences}
+        said += [what for verdict, what in _VERDICTS.items() if verdict in there]
         if k > 1:
             said.append(
                 f"Each interval is of one comparison. With {k} of them the chance that one or more leave out zero "

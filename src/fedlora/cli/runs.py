@@ -109,6 +109,7 @@ def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:
     """All rounds, behind a progress bar."""
     from fedlora.cli.privacy_rows import where_to_look
+    from fedlora.core.checkpoint import newest_round
     from fedlora.runs.execution import execute_events
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
@@ -140,7 +141,8 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
             check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
         notes.print(where_to_look(folder.path / "private" / "log"), style="yellow", markup=False, soft_wrap=True)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
-    with _progress(label, config.run.rounds, per_round, prepared.metric) as watch:
+    done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
+    with _progress(label, config.run.rounds, per_round, prepared.metric, done) as watch:
         for event in execute_events(prepared, folder, resume=resume):
             if isinstance(event, ClientDone):
                 watch.client_done(event)
@@ -180,7 +182,8 @@ class _Watch:
 
 
 @contextmanager
-def _progress(label: str, rounds: int, per_round: int, metric: str) -> Iterator[_Watch]:
+def _progress(label: str, rounds: int, per_round: int, metric: str, done: int) -> Iterator[_Watch]:
+    """done: rounds that were finished before this process."""
     columns = (
         TextColumn("{task.description}", style="bold", markup=False), TextColumn("{task.fields[round]}"),
         BarColumn(bar_width=28), MofNCompleteColumn(),
@@ -188,7 +191,14 @@ def _progress(label: str, rounds: int, per_round: int, metric: str) -> Iterator[
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=notes, refresh_per_second=2, auto_refresh=notes.is_terminal) as progress:
-        task = progress.add_task(label, total=rounds * per_round, round="round 1", loss="", metric="")
+        task = progress.add_task(
+            label,
+            total=rounds * per_round,
+            completed=done * per_round,
+            round=f"round {min(done + 1, rounds)}",
+            loss="",
+            metric="",
+        )
         yield _Watch(progress, task, metric, rounds)
 
 

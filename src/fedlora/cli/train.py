@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedlora.cli.adapters import Force
+from fedlora.cli.idle import refuse_idle
 from fedlora.cli.limits import Limit, limits_of
 from fedlora.cli.screen import console, tell_cut
 from fedlora.core.folders import check_target
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
     from fedlora.data import TextData
     from fedlora.training.class_weights import ClassWeights
 
+_OF_LANGUAGE_MODELS = ("template", "messages", "prompt", "response")
+_OF_CLASSES = ("label", "labels", "text", "pair", "class_weights")
+
 
 def train(
+    context: typer.Context,
     base: Annotated[str, typer.Option(help="the base model: a directory, a hub id, or demo", show_default=False)],
     data: Annotated[Path, typer.Option(help="own examples: .jsonl, .csv, .tsv or .parquet", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
@@ -65,6 +70,10 @@ def train(
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
         raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
+    if steps:
+        refuse_idle(context, {"epochs": f"counts where --steps is 0, and it is {steps}"})
+    if adapter is not None:
+        refuse_idle(context, dict.fromkeys(("rank", "targets"), f"is of a fresh adapter, and {adapter} has its own"))
     check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
     if not (0 < lr < 1e6 and 0 < epochs < 1e6):
         raise ConfigError(f"--lr and --epochs are positive numbers; got {lr:g} and {epochs:g}.")
@@ -85,15 +94,20 @@ def train(
                 f"classifiers would not add up. Give --labels, the same at every site."
             )
     elif response in columns or (messages or CHAT) in columns:
+        if messages is not None or not {prompt, response} <= set(columns):
+            talks = f"is of instructions, and {data} holds conversations ({messages or CHAT!r})"
+            refuse_idle(context, dict.fromkeys(("prompt", "response"), talks))
         examples = read_answers(data, prompt=prompt, response=response, messages=messages)
     else:
         raise ConfigError(
             f"{data} has no column {label!r} (classes), {response!r} (answers) or {messages or CHAT!r} "
             f"(conversations): {columns}."
         )
-    ignored = template or messages
-    if examples.kind == "classification" and ignored is not None:
-        raise ConfigError(f"{data} holds classes ({label!r}), and --template and --messages are of language models.")
+    if examples.kind == "classification":
+        of_models = dict.fromkeys(_OF_LANGUAGE_MODELS, f"is of language models, and {data} holds classes ({label!r})")
+        refuse_idle(context, of_models)
+    else:
+        refuse_idle(context, dict.fromkeys(_OF_CLASSES, f"is of classes, and {data} has no column {label!r}"))
     weights = read_class_weights(class_weights, examples)
     packaged: dict[str, Any] = {"demo": demo_model, "smollm2": smollm2_model}
     settings = TrainSettings(

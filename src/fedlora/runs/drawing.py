@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedlora.core import files
+from fedlora.runs.picture_mark import metadata
 
 # Okabe and Ito's palette: told apart by everybody, and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -53,7 +54,7 @@ def saved(figure: Figure, path: Path) -> Path:
     path = path if path.suffix else path.with_name(f"{path.name}.{kind}")
     try:
         with files.replacing(path) as file:
-            figure.savefig(file, dpi=130, format=kind)
+            figure.savefig(file, dpi=130, format=kind, metadata=metadata(kind))
     finally:
         plt.close(figure)
     return path

@@ -74,7 +74,7 @@ class Processes(Generic[R]):
             from (where processes are forked, and these are the first).
 
     Raises:
-        HyperparameterError: a size or threads below 1, a resident that does not pickle, too little shared memory, or
+        HyperparameterError: a size or threads below 1, a script that does its work as a worker imports it, a resident that does not pickle, too little shared memory, or
             processes that die as they start.
 
     Example:
@@ -97,6 +97,11 @@ class Processes(Generic[R]):
         for name, value in (("size", size), ("threads", threads)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise HyperparameterError(f"Processes: {name} is a whole number >= 1; got {value!r}.")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+            raise HyperparameterError(
+                "a worker process imports the script that started it, and the script does its work again. Put its work "
+                "below `if __name__ == '__main__':`."
+            )
         self.size = size
         self._shared = list(shared)
         _share(self._shared)
@@ -177,7 +182,12 @@ class Processes(Generic[R]):
             if self._executor is None:
                 self._start()
             assert self._executor is not None
-            task.future = self._executor.submit(_do, task.packed)
+            try:
+                task.future = self._executor.submit(_do, task.packed)
+            except BrokenPipeError as error:  # a process ended before it had heard what to do
+                if not self._proved:
+                    raise self._dead_at_start(error) from error
+                raise BrokenProcessPool("a process ended as it started") from error
 
     def _start(self) -> None:
         reader, self._lifeline = self._context.Pipe(duplex=False)
@@ -204,11 +214,7 @@ class Processes(Generic[R]):
         first.alone += alone
         self.close(at_once=True)
         if first.alone >= _PATIENCE and not self._proved:
-            raise HyperparameterError(
-                f"the {self.size} worker processes die as they start; their own words are above, if they had any. A "
-                f"script that uses them must do its work below `if __name__ == '__main__':`, for they import it, and "
-                f"what they hold must be importable by its name. Is there memory for {self.size} of them? {broken}"
-            )
+            raise self._dead_at_start(broken)
         if first.alone >= _PATIENCE:
             return Died(
                 f"the process that did this work died {first.breaks + 1} times, at last with no other at work: out of "
@@ -221,6 +227,13 @@ class Processes(Generic[R]):
                 unfinished += 1
         log.warning("a worker process died; %d pieces of work are done again", unfinished)
         return None
+
+    def _dead_at_start(self, why: Exception) -> HyperparameterError:
+        return HyperparameterError(
+            f"the {self.size} worker processes die as they start; their own words are above, if they had any. A script "
+            f"that uses them must do its work below `if __name__ == '__main__':`, for they import it, and what they "
+            f"hold must be importable by its name. Is there memory for {self.size} of them? {why}"
+        )
 
 
 @dataclass(eq=False)
