@@ -74,8 +74,8 @@ class Processes(Generic[R]):
             from (where processes are forked, and these are the first).
 
     Raises:
-        HyperparameterError: a size or threads below 1, a script that does its work as a worker imports it, a resident that does not pickle, too little shared memory, or
-            processes that die as they start.
+        HyperparameterError: a size or threads below 1, a script that does its work as a worker imports it, a resident
+            that does not pickle, too little shared memory, or processes that die as they start.
 
     Example:
         >>> import operator
