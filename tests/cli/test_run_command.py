@@ -77,6 +77,7 @@ def test_bad_input_is_one_line_and_code_2_and_writes_nothing(
 LATE: dict[str, tuple[list[str], str]] = {
     "hyper-parameter of a wrong type": (["method.rho=half"], "rho"),
     "no such device": (["model.device=banana"], "banana"),
+    "a device that holds no numbers": (["model.device=meta"], "the model cannot be put on device 'meta': "),
     "server target without a server model": ([*FEDSA, "evaluate.target=server"], "no global model"),
     "subspace form of local factors": ([*FEDSA, "server.upload=subspace"], "subspace"),
     "quorum of more than take part": (["server.quorum=4"], "quorum"),

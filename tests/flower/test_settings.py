@@ -75,6 +75,21 @@ def test_a_site_trains_as_the_run_would(tmp_path: Path) -> None:
     assert found.server.quorum is None and found.run.participation == 1.0  # of one client there would be no round
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        ("rounds = 6", "rounds = true", r"run\.rounds: .*integer; got True"),
+        ("rounds = 6", 'rounds = "6"', r"run\.rounds: .*integer; got '6'"),
+        ("alpha = 16.0", "alpha = true", r"lora\.alpha: .*number; got True"),
+        ("[run]", "[evaluate]\npatience = true\n[run]", r"evaluate\.patience: .*integer; got True"),
+    ],
+)
+def test_true_and_text_are_no_numbers(tmp_path: Path, was: str, now: str, says: str) -> None:
+    assert was in RUN
+    with pytest.raises(ConfigError, match=says):
+        settings(tmp_path, RUN.replace(was, now))
+
+
 def load_config_tables(text: str) -> dict[str, dict[str, object]]:
     import tomllib
 

@@ -78,6 +78,8 @@ def test_an_unknown_key_with_no_near_one_lists_the_known_ones() -> None:
         ("clients", "ranks", [4, "x"], r"clients\.ranks\.1: .*integer.*'x'"),
         ("model", "bf16", "maybe", r"model\.bf16: .*boolean.*'maybe'"),
         ("data", "clients", ["a.csv"], r"data\.clients: .*dictionary.*a\.csv"),
+        ("data", "clients", {"a": 3}, r"data\.clients\.a: .*string.*3"),
+        ("attack", "clients", "site-1", r"attack\.clients: .*list.*'site-1'"),
     ],
 )
 def test_a_wrong_type_names_the_key_and_the_value(table: str, key: str, value: object, says: str) -> None:
@@ -131,6 +133,40 @@ def test_an_impossible_share_is_one_complaint_under_the_key_of_the_file() -> Non
         parsed(data={"test": 1.5})
     assert str(caught.value).startswith("data.test: ")
     assert str(caught.value).count("; got ") == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "says"),
+    [
+        ("train", "class_weights", {"a": 0}, "train.class_weights.a: input should be greater than 0; got 0"),
+        ("train", "class_weights", {"a": True}, "train.class_weights.a: input should be a valid number; got True"),
+        (
+            "train", "class_weights", {},
+            "train.class_weights: dictionary should have at least 1 item after validation, not 0; got {}",
+        ),
+        ("train", "class_weights", 3, "train.class_weights: input should be 'balanced' or a valid dictionary; got 3"),
+        ("clients", "ranks", [{"attention": 2}, 4], "key 'clients.ranks.0.feed_forward' is missing"),
+        ("clients", "ranks", {"attention": 2}, "key 'clients.ranks.0.feed_forward' is missing"),
+        (
+            "clients", "ranks", [4, {"attention": 2, "feedforward": 2, "feed_forward": 2}],
+            "unknown key 'clients.ranks.1.feedforward'; did you mean 'feed_forward'?",
+        ),
+        ("clients", "ranks", [True, 4],
+         "clients.ranks.0: input should be a valid integer or a valid dictionary; got True"),
+        ("run", "workers", 0, "run.workers: input should be greater than or equal to 1; got 0"),
+        ("run", "workers", "all", "run.workers: input should be a valid integer or 'auto'; got 'all'"),
+        ("lora", "targets", ["q", 3], "lora.targets.1: input should be a valid string; got 3"),
+        ("evaluate", "clients_at_end", "b",
+         "evaluate.clients_at_end: input should be a valid boolean or 'both'; got 'b'"),
+    ],
+)  # fmt: skip
+def test_of_several_types_the_one_that_was_given_says_what_is_wrong(
+    table: str, key: str, value: object, says: str
+) -> None:
+    """A table is judged as a table and a number as a number; where it is none of them, all are named."""
+    with pytest.raises(ConfigError) as caught:
+        parsed(**{table: {key: value}})
+    assert str(caught.value) == says
 
 
 def test_a_missing_key_is_named() -> None:
@@ -250,6 +286,14 @@ def test_set_reaches_nested_tables_and_later_ones_win(tmp_path: Path) -> None:
 def test_set_without_key_or_value_is_refused(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"--set takes KEY=VALUE .*got "):
         load_config(written(tmp_path), [override])
+
+
+@pytest.mark.parametrize("more", ["[server]\nquorum=5", "x = 3", "run.seed = 3"])
+def test_set_of_several_lines_loses_none_of_them(tmp_path: Path, more: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set 'run\.rounds=2.* is more than one value: .*Give each key by itself"):
+        load_config(written(tmp_path), [f"run.rounds=2\n{more}"])
+    said = ["model.task=causal-lm", 'data.template="""Q: {prompt}\nA:"""']
+    assert load_config(written(tmp_path), said).data.template == "Q: {prompt}\nA:", "one text of two lines is one value"
 
 
 def test_set_below_a_value_is_refused(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ Commas and spaces inside quotes or brackets belong to a value: "glora tie='error
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.methods.registry import METHODS
+from fedlora.runs.config import typed
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked
 from fedlora.runs.sections import MethodSection
@@ -82,10 +82,7 @@ def _values(settings: Sequence[str], wrong: str, taken: str) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key or key == taken:
             raise ConfigError(wrong)
-        try:
-            values[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[key] = value
+        values[key] = typed(value, repr(setting))
     return values
 
 

@@ -14,6 +14,7 @@ rotation: (1 - l) I + l R, made orthogonal again. Cost: FedIT's and an r x r SVD
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -55,8 +56,8 @@ class FedRotLoRA:
     rotate_lambda: float = 1.5
 
     def __post_init__(self) -> None:
-        if not self.rotate_lambda > 0:
-            raise HyperparameterError(f"fedrot-lora: rotate_lambda is positive; got {self.rotate_lambda}.")
+        if not 0 < self.rotate_lambda < math.inf:
+            raise HyperparameterError(f"fedrot-lora: rotate_lambda is positive and finite; got {self.rotate_lambda}.")
 
     def init(self, seed: LoRA, key: int) -> FedRotLoRAState:
         return FedRotLoRAState(key, 0, seed)

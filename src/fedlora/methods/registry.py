@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import EntryPoint
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from numbers import Integral, Real
+from types import SimpleNamespace, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fedlora.core.echo import quoted
 from fedlora.core.method import Method
@@ -67,6 +70,7 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
         'flexlora'
     """
     cls = find(name)
+    given = dict(hparams)
     if preset is not None:
         known = presets_of(cls)
         if preset not in known:
@@ -78,11 +82,11 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
         if key not in names:
             listed = ", ".join(names) or "none"
             raise HyperparameterError(f"{name} has no hyper-parameter {key!r}{_nearest(key, names)} It has: {listed}.")
+    hparams |= _typed(cls, name, given)
     try:
         method: Method[Any] = cls(**hparams)
     except TypeError as error:
-        why = _wrong_types(cls, hparams) or f"{error}. Got {hparams}."
-        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {why}") from error
+        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {error}. Got {hparams}.") from error
     except FedLoRAError:
         raise
     except Exception as error:
@@ -95,22 +99,75 @@ _IN_WORDS = {
 }  # fmt: skip
 
 
-def _wrong_types(cls: type[Any], hparams: Mapping[str, object]) -> str:
-    """Which values are of another type than their fields, and what is wanted; "" where that cannot be told."""
-    try:
-        hints = get_type_hints(cls)
-    except Exception:  # a stranger's class may name types that are not there: its own error is told then
-        return ""
-    wrong = []
-    for key, value in hparams.items():
-        wanted = hints.get(key)
-        options = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
-        if not all(option in _IN_WORDS for option in options):
+@dataclass(frozen=True)
+class _Word:
+    """One of the values of a `Literal`."""
+
+    word: object
+
+
+def _typed(cls: type[Any], name: str, hparams: Mapping[str, object]) -> dict[str, object]:
+    """The hyper-parameters, where each is of its field's type, as in the rest of a configuration: true and "3" are no
+    numbers, and 3.0 is a whole one. Infinity is one where it is the default.
+
+    Raises:
+        HyperparameterError: others, each with what is wanted.
+    """
+    wrong, typed = [], dict(hparams)
+    for f in fields(cls):
+        options = _options(_hint(cls, f)) if f.name in hparams else []
+        value = hparams.get(f.name)
+        if not options or value is f.default or (isinstance(value, float) and value == f.default):
             continue
-        fits = [option for option in options if isinstance(value, (int, float) if option is float else option)]
-        if not fits or (isinstance(value, bool) and bool not in options):
-            wrong.append(f"{key} is {' or '.join(_IN_WORDS[option] for option in options)}; got {quoted(value)}.")
-    return " ".join(wrong)
+        if isinstance(value, float) and value.is_integer() and int in options and float not in options:
+            typed[f.name] = int(value)
+        elif any(_fits(value, option) for option in options):
+            continue
+        elif isinstance(value, bool) or not all(isinstance(option, _Word) for option in options):
+            wrong.append(f"{f.name} is {_in_words(options, value)}; got {quoted(value)}.")
+        # of words alone, each method says itself which it has
+    if wrong:
+        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {' '.join(wrong)}")
+    return typed
+
+
+def _hint(cls: type[Any], field: Field[Any]) -> Any:
+    """A field's type. None where it cannot be told: a stranger's class may name types that are not there, and says
+    itself what it cannot take. Each is asked for by itself, so that one such name hides no other field's."""
+    owner = [base for base in cls.__mro__ if vars(base).get("__dataclass_fields__", {}).get(field.name) is field][-1]
+    written = SimpleNamespace(__annotations__={field.name: field.type})
+    try:
+        return get_type_hints(written, vars(sys.modules[owner.__module__]), dict(vars(owner)))[field.name]
+    except Exception:
+        return None
+
+
+def _options(wanted: Any) -> list[Any]:
+    """The plain types that a value may have; none where it may have another than these."""
+    if get_origin(wanted) in (Union, UnionType):
+        each = [_options(option) for option in get_args(wanted)]
+        return [option for options in each for option in options] if all(each) else []
+    if get_origin(wanted) is Literal:
+        return [_Word(word) for word in get_args(wanted)]
+    return [wanted] if wanted in _IN_WORDS else []
+
+
+def _fits(value: object, option: Any) -> bool:
+    if isinstance(option, _Word):
+        return value == option.word and isinstance(value, bool) == isinstance(option.word, bool)
+    if option is bool or isinstance(value, bool):
+        return option is bool and isinstance(value, bool)
+    if option is int:
+        return isinstance(value, Integral)
+    if option is float:
+        return isinstance(value, Integral) or (isinstance(value, Real) and math.isfinite(value))
+    return isinstance(value, option)
+
+
+def _in_words(options: Sequence[Any], value: object) -> str:
+    words = dict.fromkeys(quoted(o.word) if isinstance(o, _Word) else _IN_WORDS[o] for o in options)
+    finite = "a finite number" if isinstance(value, float) else "a number"
+    return " or ".join(finite if word == "a number" else word for word in words)
 
 
 def find(name: str) -> type[Any]:

@@ -26,7 +26,7 @@ class AttackSection(Section):
 
     kind: Kind | Literal["none"] = "none"
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    clients: tuple[str, ...] = ()
+    clients: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML has lists
     strength: Annotated[float, Field(gt=0)] | None = None
     space: Space | None = None
     noise: bool = False

@@ -145,10 +145,7 @@ def override_in(raw: dict[str, Any], text: str) -> None:
     key, found, value = text.partition("=")
     if not found or not all(key.split(".")):
         raise ConfigError(f"--set takes KEY=VALUE with dots in KEY, such as run.rounds=5; got {text!r}.")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value  # a bare word is a string
+    parsed = typed(value, f"--set {text!r}")
     *path, last = key.strip().split(".")
     table = raw
     for part in path:
@@ -156,6 +153,20 @@ def override_in(raw: dict[str, Any], text: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"--set {text}: {part!r} is a value, not a table.")
     table[last] = parsed
+
+
+def typed(text: str, where: str) -> Any:
+    """What is typed behind KEY=, as a value of TOML; a bare word is a string. where: in words, for `ConfigError`."""
+    try:
+        said = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    if more := [key for key in said if key != "value"]:
+        raise ConfigError(
+            f"{where} is more than one value: a line in it sets {', '.join(map(repr, more))} as well, which would be "
+            f"lost. Give each key by itself; a text of several lines stands in quotes."
+        )
+    return said["value"]
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from fedlora.analysis.audit import GaugeStress
 from fedlora.core.messages import Client, Form, Missing
@@ -50,9 +51,35 @@ PACKAGED = {"demo": demo_model, "smollm2": smollm2_model}  # models that install
 
 
 class Section(BaseModel):
-    """A table of the TOML file."""
+    """A table of the TOML file. What is written is what is meant: true and "3" are no numbers, 1 and "yes" no truth
+    values. 3 is a number, and 3.0 a whole one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_of_toml(cls, value: object, of: ValidationInfo) -> object:
+        """In the types that TOML has: Python's callers may give tuples, other mappings and numpy's whole numbers."""
+        kinds = _scalars(cls.model_fields[str(of.field_name)].annotation)
+        return _plain(value, whole=int in kinds and float not in kinds)
+
+
+def _plain(value: object, *, whole: bool) -> object:
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item, whole=whole) for item in value]
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return int(value) if whole and isinstance(value, float) and value.is_integer() else value
+
+
+def _scalars(annotation: Any) -> set[Any]:
+    """The types that a key's values, or those in its lists, may have."""
+    if get_origin(annotation) is Annotated:
+        return _scalars(get_args(annotation)[0])
+    inside = get_args(annotation)
+    return set().union(*map(_scalars, inside)) if inside else {annotation}
 
 
 class RunSection(Section):

@@ -197,6 +197,7 @@ class AdaptedModel:
         try:
             if not four_bit:  # bitsandbytes has put it there
                 base.to(device)
+            torch.zeros((), device=device).item()  # "meta" takes weights, and holds no numbers
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error

@@ -47,6 +47,7 @@ def site(
     from fedlora.flower.site.site_checks import checked_server, checked_work, is_site
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.flower.terms.site_file import Site
+    from fedlora.runs.reading import checked
 
     columns = {"text": text, "pair": pair, "label": label, "prompt": prompt, "response": response, "messages": messages}
     given = {**columns, "data": data, "model": model, "device": device, "threads": threads}
@@ -78,7 +79,7 @@ def site(
     assert join is not None
     refuse_existing(folder)
     said = JoinFile.read(join)
-    found = Site(name=said.site, **{key: value for key, value in given.items() if value is not None})
+    found = checked(Site, {"name": said.site, **{key: value for key, value in given.items() if value is not None}})
     found = found.located(Path.cwd())
     notes.print("reading the data and the base model ...")
     with TemporaryDirectory() as place:  # the weights are read once, and remembered in the folder once it is there

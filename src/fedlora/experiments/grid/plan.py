@@ -283,11 +283,11 @@ def _configured(
 
 
 def _check_number_key(config: RunConfig, key: str, where: str) -> None:
-    """A key that is searched has a number: true and false are none, though a file may write them as 1 and 0."""
+    """A key that is searched has a number, and no list or table that was made of one."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part, None)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, int | float):
         raise ConfigError(f"{where}: the search is over numbers, and {key} is none: it became {value!r}.")
 
 
