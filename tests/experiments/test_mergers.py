@@ -115,6 +115,12 @@ def places(folder: Path, experiment: Experiment) -> Places:
     return places
 
 
+def kept(places: Places, run: PlannedRun) -> list[Path]:
+    found = places.folder(run).newest_uploads()
+    assert found is not None and found.round == 1
+    return found.folders
+
+
 def test_one_training_serves_all_mergers(experiment: Experiment, places: Places) -> None:
     """By hand: two values of the search on one seed are two runs, with nine mergers each; then at most two trainings
     (one for each value that a merger chose) give nine cells. Nothing is left to do."""
@@ -137,9 +143,9 @@ def test_a_new_merger_costs_no_training(folder: Path, experiment: Experiment, pl
     more = load_experiment(folder / "later.toml")
     todo = missing(more, "mini", places)
     assert {label for run in todo for label in run.mergers} == {"quarter"}
-    written = [place.stat().st_mtime_ns for run in todo for place in places.folder(run).newest_uploads()]
+    written = [place.stat().st_mtime_ns for run in todo for place in kept(places, run)]
     assert all(outcome.error is None for outcome in run_all(todo, places))
-    assert written == [place.stat().st_mtime_ns for run in todo for place in places.folder(run).newest_uploads()]
+    assert written == [place.stat().st_mtime_ns for run in todo for place in kept(places, run)]
     done = places.finished(unclean=True)
     assert all(run.result(done) is not None for run in todo)
     assert set(done[todo[0].digest].raw["mergers"]) == {*experiment.axes["method"], "quarter"}, "the others stay"
@@ -158,7 +164,7 @@ def test_mergers_are_what_they_are_by_dense_algebra(experiment: Experiment, plac
     basis is no worse than GLoRA's at that rank, and Eckart and Young's optimum."""
     run = searches(experiment, "mini")[0]
     facts = places.finished(unclean=True)[run.digest].raw["mergers"]
-    uploads, _ = read_uploads(places.folder(run).newest_uploads())  # in the unit of Delta W: twice what travels
+    uploads, _ = read_uploads(kept(places, run))  # in the unit of Delta W: twice what travels
     total = sum(u.num_examples for u in uploads)
     means, padded, best = {}, {}, {}
     for name in uploads[0].adapter.modules:
