@@ -14,14 +14,16 @@ import torch
 from fedlora.adapters.uploads import read_uploads
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.data.text import TextData
-from fedlora.errors import ConfigError
+from fedlora.errors import CheckpointError, ConfigError
 from fedlora.experiments.grid.merger_settings import resolved, searched_as
-from fedlora.experiments.grid.plan import chosen_value, mains, searches
+from fedlora.experiments.grid.plan import PlannedRun, chosen_value, mains, searches
 from fedlora.experiments.grid.spec import Experiment, load_experiment
 from fedlora.experiments.running.head_alone import head_alone
+from fedlora.experiments.running.mergers import _uploads
 from fedlora.experiments.running.runner import Places, missing, run_all
 from fedlora.experiments.tables.cells import score_cells
 from fedlora.runs.client_data import deal
+from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, rows, save_encoder
@@ -149,6 +151,21 @@ def test_a_new_merger_costs_no_training(folder: Path, experiment: Experiment, pl
     done = places.finished(unclean=True)
     assert all(run.result(done) is not None for run in todo)
     assert set(done[todo[0].digest].raw["mergers"]) == {*experiment.axes["method"], "quarter"}, "the others stay"
+
+
+def test_uploads_of_another_round_than_the_last_are_refused(
+    experiment: Experiment, places: Places, tmp_path: Path
+) -> None:
+    run = searches(experiment, "mini")[0]
+    folder = RunFolder(shutil.copytree(places.folder(run).path, tmp_path / "run"))
+    prepared = prepare(run.config)
+    assert len(_uploads(prepared, folder)) == 3
+    folder.append_metrics({**folder.metrics()[0], "round": 2})
+    with pytest.raises(CheckpointError, match="2 rounds, and of their uploads those of round 1 are kept"):
+        _uploads(prepared, folder)
+    shutil.rmtree(folder.path / "uploads")
+    with pytest.raises(CheckpointError, match="of their uploads none are kept"):
+        _uploads(prepared, folder)
 
 
 def test_changed_settings_are_another_merger(folder: Path, places: Places) -> None:

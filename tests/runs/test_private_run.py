@@ -169,7 +169,7 @@ def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) ->
     tracked = ["--set", "run.track=['tensorboard']"] if importlib.util.find_spec("tensorboard") else []
     own = ["--set", "run.rounds=1", "--set", "data.validation=public.jsonl", "--set", "data.test=0.0", *tracked]
     command = ("run", tmp_path / "config.toml", *own, "--out", tmp_path / "run")
-    told = [invoke(*command), invoke(*command, "--set", "evaluate.every=7", "--resume")]
+    told = [invoke(*command), invoke(*command, "--set", "run.workers=2", "--resume")]
     run = RunFolder(tmp_path / "run")
     assert run.read_json("config.json")["data"]["clients"] == dict.fromkeys(names, "withheld")
     assert run.read_json("config.json")["evaluate"]["every"] == 7
