@@ -206,7 +206,8 @@ def test_a_half_stored_round_is_not_taken_for_a_whole_one(project: Path, tmp_pat
         patched.setattr(fedlora.runs.execution, "write_upload", killed)
         with pytest.raises(KeyboardInterrupt):
             ran(configured(project, "run.rounds=3", "run.keep_uploads=all", "train.steps=1"), tmp_path / "run")
-    assert len(RunFolder(tmp_path / "run").newest_uploads()) == 3
+    found = RunFolder(tmp_path / "run").newest_uploads()
+    assert found is not None and (found.round, len(found.folders)) == (1, 3)
 
 
 @pytest.mark.parametrize("keep", ["last", "all"])
@@ -542,6 +543,19 @@ def test_an_audit_of_a_run_is_of_its_newest_uploads(run: Kept, undrawn: None) ->
     assert audited(*second, *methods) == found and audited(*first, *methods) != found
     alike = audited("--from-run", run.folder.path, *methods, "--weights", "1,1,1")["padded-average"]["error"]
     assert alike == pytest.approx(off(factor_average(pairs, [1 / 3] * 3), mean(pairs, [1 / 3] * 3)), rel=1e-6)
+
+
+def test_it_says_which_round_and_loudly_where_the_run_went_on(project: Path, tmp_path: Path, undrawn: None) -> None:
+    """Kept at the end of a short run, which was then made longer without keeping."""
+    short = ("run.rounds=1", "train.steps=1", "run.keep_uploads=last")
+    folder = ran(configured(project, *short), tmp_path / "run")
+    arguments = ("audit", "--from-run", folder.path, "--methods", "glora", "--conditions", "10", "--draws", 1)
+    said = invoke(*arguments)
+    assert f"uploads of round 1 of {folder.path}" in said.stderr and "NOT THE LAST" not in said.stderr
+    ran(configured(project, *short[1:2], "run.rounds=2"), folder.path, resume=True)
+    assert (
+        f"NOT THE LAST ROUND: these uploads are of round 1, and {folder.path} has played 2" in invoke(*arguments).stderr
+    )
 
 
 @pytest.mark.parametrize("run", ["ffa-lora"], indirect=True)

@@ -14,14 +14,16 @@ import torch
 from fedlora.adapters.uploads import read_uploads
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.data.text import TextData
-from fedlora.errors import ConfigError
+from fedlora.errors import CheckpointError, ConfigError
 from fedlora.experiments.grid.merger_settings import resolved, searched_as
-from fedlora.experiments.grid.plan import chosen_value, mains, searches
+from fedlora.experiments.grid.plan import PlannedRun, chosen_value, mains, searches
 from fedlora.experiments.grid.spec import Experiment, load_experiment
 from fedlora.experiments.running.head_alone import head_alone
+from fedlora.experiments.running.mergers import _uploads
 from fedlora.experiments.running.runner import Places, missing, run_all
 from fedlora.experiments.tables.cells import score_cells
 from fedlora.runs.client_data import deal
+from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, rows, save_encoder
@@ -115,6 +117,12 @@ def places(folder: Path, experiment: Experiment) -> Places:
     return places
 
 
+def kept(places: Places, run: PlannedRun) -> list[Path]:
+    found = places.folder(run).newest_uploads()
+    assert found is not None and found.round == 1
+    return found.folders
+
+
 def test_one_training_serves_all_mergers(experiment: Experiment, places: Places) -> None:
     """By hand: two values of the search on one seed are two runs, with nine mergers each; then at most two trainings
     (one for each value that a merger chose) give nine cells. Nothing is left to do."""
@@ -137,12 +145,27 @@ def test_a_new_merger_costs_no_training(folder: Path, experiment: Experiment, pl
     more = load_experiment(folder / "later.toml")
     todo = missing(more, "mini", places)
     assert {label for run in todo for label in run.mergers} == {"quarter"}
-    written = [place.stat().st_mtime_ns for run in todo for place in places.folder(run).newest_uploads()]
+    written = [place.stat().st_mtime_ns for run in todo for place in kept(places, run)]
     assert all(outcome.error is None for outcome in run_all(todo, places))
-    assert written == [place.stat().st_mtime_ns for run in todo for place in places.folder(run).newest_uploads()]
+    assert written == [place.stat().st_mtime_ns for run in todo for place in kept(places, run)]
     done = places.finished(unclean=True)
     assert all(run.result(done) is not None for run in todo)
     assert set(done[todo[0].digest].raw["mergers"]) == {*experiment.axes["method"], "quarter"}, "the others stay"
+
+
+def test_uploads_of_another_round_than_the_last_are_refused(
+    experiment: Experiment, places: Places, tmp_path: Path
+) -> None:
+    run = searches(experiment, "mini")[0]
+    folder = RunFolder(shutil.copytree(places.folder(run).path, tmp_path / "run"))
+    prepared = prepare(run.config)
+    assert len(_uploads(prepared, folder)) == 3
+    folder.append_metrics({**folder.metrics()[0], "round": 2})
+    with pytest.raises(CheckpointError, match="2 rounds, and of their uploads those of round 1 are kept"):
+        _uploads(prepared, folder)
+    shutil.rmtree(folder.path / "uploads")
+    with pytest.raises(CheckpointError, match="of their uploads none are kept"):
+        _uploads(prepared, folder)
 
 
 def test_changed_settings_are_another_merger(folder: Path, places: Places) -> None:
@@ -158,7 +181,7 @@ def test_mergers_are_what_they_are_by_dense_algebra(experiment: Experiment, plac
     basis is no worse than GLoRA's at that rank, and Eckart and Young's optimum."""
     run = searches(experiment, "mini")[0]
     facts = places.finished(unclean=True)[run.digest].raw["mergers"]
-    uploads, _ = read_uploads(places.folder(run).newest_uploads())  # in the unit of Delta W: twice what travels
+    uploads, _ = read_uploads(kept(places, run))  # in the unit of Delta W: twice what travels
     total = sum(u.num_examples for u in uploads)
     means, padded, best = {}, {}, {}
     for name in uploads[0].adapter.modules:

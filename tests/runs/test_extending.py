@@ -121,10 +121,38 @@ def test_a_schedule_over_rounds_cannot_be_extended(project: Path, tmp_path: Path
 def test_what_is_stored_or_measured_on_the_way_may_differ(project: Path, tmp_path: Path) -> None:
     """And a finished run gets what it lacks: each client's readout, and its score."""
     folder = ran(configured(project, "run.rounds=2"), tmp_path / "run")
-    more = ("run.readouts=true", "evaluate.clients_at_end=true", "evaluate.every=2", "run.keep_checkpoints=1")
+    more = ("run.readouts=true", "evaluate.clients_at_end=true")
     ran(configured(project, "run.rounds=2", *more), folder.path, resume=True)
     assert {path.name for path in (folder.path / "clients").iterdir()} == {"site-1", "site-2", "site-3"}
     assert set(folder.read_json("summary.json")["clients_at_end"]) == {"site-1", "site-2", "site-3"}
+
+
+LATE = ("run.keep_uploads=last", "run.checkpoint_every=2", "run.keep_checkpoints=1", "evaluate.every=2")
+
+
+@pytest.mark.parametrize("key", LATE)
+def test_what_is_done_on_the_way_is_refused_where_no_round_is_left(project: Path, tmp_path: Path, key: str) -> None:
+    """Before: taken, written into config.json, and without effect. With a round left it holds for that one."""
+    folder = ran(configured(project, "run.rounds=1", "train.steps=1"), tmp_path / "run")
+    before = contents(folder.path)
+    name = key.partition("=")[0]
+    with pytest.raises(CheckpointError, match=rf"1 round with none left to play: {name} is .*\(run\.rounds = 2\)"):
+        ran(configured(project, "run.rounds=1", "train.steps=1", key), folder.path, resume=True)
+    assert contents(folder.path) == before
+    ran(configured(project, "run.rounds=2", "train.steps=1", key), folder.path, resume=True)
+    assert folder.read_json("summary.json")["rounds"] == 2
+    if name == "run.keep_uploads":
+        found = folder.newest_uploads()
+        assert found is not None and (found.round, len(found.folders)) == (2, 3)
+
+
+def test_a_run_that_stopped_early_has_no_round_left(project: Path, tmp_path: Path) -> None:
+    """Nor has it with more rounds asked for: it would stop where it stopped."""
+    still = ("train.lr=1e-12", "train.steps=1", "evaluate.patience=1")
+    folder = ran(configured(project, *still, "run.rounds=5"), tmp_path / "run")
+    assert folder.ended() == 2
+    with pytest.raises(CheckpointError, match=r"2 rounds with none left.*Set it as it was, or choose another --out"):
+        ran(configured(project, *still, "run.rounds=7", "run.keep_uploads=last"), folder.path, resume=True)
 
 
 def test_a_key_without_effect_of_an_old_run_is_no_difference(project: Path, tmp_path: Path) -> None:

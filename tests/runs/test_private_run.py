@@ -169,10 +169,10 @@ def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) ->
     tracked = ["--set", "run.track=['tensorboard']"] if importlib.util.find_spec("tensorboard") else []
     own = ["--set", "run.rounds=1", "--set", "data.validation=public.jsonl", "--set", "data.test=0.0", *tracked]
     command = ("run", tmp_path / "config.toml", *own, "--out", tmp_path / "run")
-    told = [invoke(*command), invoke(*command, "--set", "evaluate.every=7", "--resume")]
+    told = [invoke(*command), invoke(*command, "--set", "run.workers=2", "--resume")]
     run = RunFolder(tmp_path / "run")
     assert run.read_json("config.json")["data"]["clients"] == dict.fromkeys(names, "withheld")
-    assert run.read_json("config.json")["evaluate"]["every"] == 7
+    assert run.read_json("config.json")["run"]["workers"] == 2
     secret = json.loads((run.path / "private" / "config.json").read_text())
     assert [Path(p).name for p in secret["data"]["clients"].values()] == list(names.values())
     found = [p for p in run.path.rglob("*") if p.is_file() and b"oncology" in p.read_bytes()]
@@ -182,7 +182,7 @@ def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) ->
     for path in run.path.iterdir():
         assert fate_of("folder", path.name) not in (None, "dropped"), path.name
     whole = json.loads((run.path / "manifest.json").read_text())["config_digest"]
-    moved = load_config(tmp_path / "config.toml", [a for a in own if a != "--set"] + ["evaluate.every=7"])
+    moved = load_config(tmp_path / "config.toml", [a for a in own if a != "--set"] + ["run.workers=2"])
     assert whole == shown_config(moved).digest() != moved.digest()
 
 

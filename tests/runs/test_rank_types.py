@@ -214,7 +214,7 @@ def test_where_only_attention_is_adapted_the_other_rank_does_not_matter(project:
     hand (four modules of 32 x 32) and the manifest."""
     sets = ("clients.ranks=[2, {attention = 4, feed_forward = 9}, 4]", "run.rounds=1", "run.keep_uploads=last")
     folder = ran(configured(project, *sets), tmp_path / "run")
-    ranks = {path.name: set(read_adapter(path)[0].ranks.values()) for path in folder.newest_uploads()}
+    ranks = {path.name: set(read_adapter(path)[0].ranks.values()) for path in folder.uploads(1).iterdir()}
     assert ranks == {"site-1": {2}, "site-2": {4}, "site-3": {4}}
     assert folder.metrics()[0]["bytes"]["up_adapter"] == (2 + 4 + 4) * 4 * 64 * 4
     shown = folder.read_json("manifest.json")["clients"]

@@ -44,7 +44,8 @@ _UNSAID: Mapping[str, Any] = {
 }  # fmt: skip
 _FILES = rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|README\.md"
 ADAPTER_FOLDER = FolderKind("an adapter", CONFIG_FILE, _FILES)
-MERGE, RESIZE, TRAIN = "fedlora merge", "fedlora resize", "fedlora train"  # what a folder's weights say of its writer
+# What a folder's weights say of its writer.
+MERGE, RESIZE, TRAIN, RUN = "fedlora merge", "fedlora resize", "fedlora train", "fedlora run"
 _WEIGHTS = f"**/{WEIGHTS_FILE}"
 MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, rf"(clients/[^/]+/)?({_FILES})", only_by(MERGE, _WEIGHTS))
 RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _FILES, only_by(RESIZE, _WEIGHTS))

@@ -47,6 +47,7 @@ def audit(
     uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights, limits_of(limit))
     if from_run is not None and (run := RunFolder(from_run)).exists():
         tell_attack(run.read_json("manifest.json"))
+        _tell_round(run)
     grid = _numbers(conditions, "--conditions", least=1.0, most=1e12)
     chosen = {label: s.build() for label, s in parse_methods(methods).items()}
     every = track(chosen.items(), "auditing", console=notes, transient=True)
@@ -67,7 +68,8 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
         raise ConfigError("give adapter directories or --from-run RUN, one of the two.")
     if from_run is not None:
         folder = RunFolder(from_run)
-        adapters = folder.newest_uploads()
+        found = folder.newest_uploads()
+        adapters = [] if found is None else found.folders
         if not adapters:
             inside = sorted(path.parent for path in from_run.glob("*/*/manifest.json"))
             if inside and not folder.exists():  # a comparison's: METHOD/seed-K
@@ -84,6 +86,21 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
     if len(given) != len(uploads):
         raise ConfigError(f"--weights has {len(given)} numbers for {len(uploads)} adapters.")
     return [Upload(u.client, w, u.adapter) for u, w in zip(uploads, given, strict=True)]
+
+
+def _tell_round(run: RunFolder) -> None:
+    """One line: of which round the uploads are; a loud one where the run has played more."""
+    found, played = run.newest_uploads(), len(run.metrics())
+    if found is None:
+        return
+    if found.round >= played:  # more where a run was stopped before it noted the round
+        notes.print(f"uploads of round {found.round} of {run.path}", markup=False, soft_wrap=True)
+        return
+    notes.print(
+        f"NOT THE LAST ROUND: these uploads are of round {found.round}, and {run.path} has played {played}; later ones "
+        f"were not kept. What is said here is of round {found.round}.",
+        style="bold red", markup=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 def _numbers(text: str, option: str, *, least: float, most: float = math.inf) -> list[float]:

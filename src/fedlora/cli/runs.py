@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from json import loads as json_of
@@ -37,7 +37,7 @@ from fedlora.cli.screen import (
     tell_cut,
     tell_held_out_cut,
 )
-from fedlora.errors import counted
+from fedlora.errors import CheckpointError, counted
 from fedlora.runs.attack_words import in_words
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
@@ -88,6 +88,9 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
 
     if not (resume and folder.exists() and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
+    elif lacking := folder.lacking():
+        notes.print(_made_again(folder, lacking), style="yellow", markup=False, soft_wrap=True)
+        _rounds(config, folder, resume, config.method.name, data_root)
     else:
         notes.print(_nothing_left(folder, config), style="yellow", markup=False, soft_wrap=True)
     if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
@@ -104,6 +107,23 @@ def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
     said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
     more = config.privacy is None and not summary.get("stopped_early")  # a budget and a stop are for good
     return said + f" For more rounds: --resume --set run.rounds={config.run.rounds + 1}" * more
+
+
+def _made_again(folder: RunFolder, lacking: Sequence[str]) -> str:
+    """What `--resume` says of a run that has ended and whose adapters are gone.
+
+    Raises:
+        CheckpointError: nothing is there to make them from.
+    """
+    from fedlora.core.checkpoint import newest_round
+
+    rounds, what = folder.ended(), ", ".join(f"{name}/" for name in lacking)
+    if newest_round(folder.checkpoints) != rounds:
+        raise CheckpointError(
+            f"{folder.path} holds a finished run without {what}, and the checkpoint of round {rounds}, which it would "
+            f"be made from, is missing, too. Put one of them back, or choose another --out."
+        )
+    return f"{folder.path} lacks {what}: made again from the checkpoint of round {rounds}; nothing is trained."
 
 
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:

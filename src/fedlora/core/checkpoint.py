@@ -16,7 +16,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -152,12 +152,18 @@ def newest_round(directory: Path) -> int | None:
     return listed[0][0] if listed else None
 
 
-def load_newest(directory: Path, kind: type[T], *extra: type, upto: int | None = None) -> tuple[int, T] | None:
+def _warn(said: str) -> None:
+    warnings.warn(said, stacklevel=3)
+
+
+def load_newest(
+    directory: Path, kind: type[T], *extra: type, upto: int | None = None, tell: Callable[[str], None] = _warn
+) -> tuple[int, T] | None:
     """(round, value) of the newest sound checkpoint, as a `kind`; None where there is none. upto: of those whose round
     is at most this.
 
-    A damaged one is skipped with a warning, and the one before it used. `extra`: dataclasses that occur where the type
-    says only `Any` (a method's own state).
+    A damaged one is skipped, and the one before it used. `extra`: dataclasses that occur where the type says only `Any`
+    (a method's own state). tell: takes the line that says what was skipped; a `UserWarning` if not given.
 
     Raises:
         CheckpointError: there are checkpoints, and none is sound.
@@ -169,7 +175,7 @@ def load_newest(directory: Path, kind: type[T], *extra: type, upto: int | None =
             return round, _read(path, digest, kind, extra)
         except CheckpointError as error:
             why.append(str(error))
-            warnings.warn(f"{error} Trying the one before it.", stacklevel=2)
+            tell(f"{error} Trying the one before it.")
     if listed:
         raise CheckpointError(
             f"none of the {len(listed)} checkpoints in {directory} can be used. The newest: {why[0]} Where all are "

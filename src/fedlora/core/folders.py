@@ -36,7 +36,7 @@ class FolderKind:
 
     name: in words, with an article. sign: the file that each of them has; None where none is sure. files: a regular
     expression of the paths of its files, with "/" between the parts. mark: what else must hold of a folder: why it does
-    not, in words, or None.
+    not, in words, or None. instead: what to do but moving it away.
 
     Example:
         >>> FolderKind("an adapter", "adapter_config.json", r"adapter_config[.]json|README[.]md").name
@@ -47,6 +47,7 @@ class FolderKind:
     sign: str | None
     files: str
     mark: Callable[[Path], str | None] | None = field(default=None, compare=False)
+    instead: str = field(default="name another directory", compare=False)
 
     def stranger(self, folder: Path) -> str | None:
         """Why `folder` is not wholly of this kind, in words; None where it is."""
@@ -163,7 +164,7 @@ def _check(
         raise ConfigError(f"{shown(target)} is not empty; name another directory{replace}.")
     why = _looked_at(place, kind)
     if why is not None:
-        raise ConfigError(f"{shown(target)} {why}: it is not replaced. Move it away, or name another directory.")
+        raise ConfigError(f"{shown(target)} {why}: it is not replaced. Move it away, or {kind.instead}.")
 
 
 def _looked_at(place: Path, kind: FolderKind) -> str | None:

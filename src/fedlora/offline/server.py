@@ -8,6 +8,7 @@ chooses each client's slots by what that client sent before.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,8 @@ from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError, Upl
 from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +103,7 @@ class ByHand:
                         f"{self._folder} holds the state of {what} {said.get(what)!r}, and this merge is of {mine!r}. "
                         f"Go on with the same {what}, or name another folder with --state."
                     )
-        loaded = checkpoint.load_newest(self._folder, HandState, self._server.method.State)
+        loaded = checkpoint.load_newest(self._folder, HandState, self._server.method.State, tell=log.warning)
         return loaded[1].server if loaded else None
 
     def check_apart(self, out: Path) -> None:

@@ -47,7 +47,7 @@ RELEASES: tuple[Item, ...] = (
     # RUN/summary.json: `runs.execution._finish`
     *_items("summary.json", "released", PUBLIC, "method", "rounds", "clients", "target", "metric"),
     *_items("summary.json", "released", PUBLIC, "withheld"),
-    *_items("summary.json", "released", MADE, "server_rank"),
+    *_items("summary.json", "released", MADE, "server_rank", "exports"),
     *_items("summary.json", "released", LEDGER, "privacy"),
     *_items("summary.json", "if-public", TESTED, "validation", "test", "confusion", "probes"),
     *_items("summary.json", "if-public", CHOICE, "best_round", "stopped_early"),

@@ -7,8 +7,8 @@ folder continues with the same bits.
 from __future__ import annotations
 
 import json
+import logging
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,17 +19,18 @@ from fedlora.adapters.uploads import write_upload
 from fedlora.analysis.audit import gauge_drift, padded_average_error, storing_drift
 from fedlora.client import receive
 from fedlora.core import checkpoint
-from fedlora.core.folders import ANY_FOLDER, replacing_folder
+from fedlora.core.folders import replacing_folder
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import ClientMemory, as_pruned
-from fedlora.errors import BudgetSpent, CheckpointError
+from fedlora.errors import BudgetSpent, CheckpointError, counted
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs import resuming
 from fedlora.runs.attack_section import attack_note
 from fedlora.runs.card import model_card
 from fedlora.runs.crew import crewed
-from fedlora.runs.exported import write_export
+from fedlora.runs.exported import export_folder, write_export
 from fedlora.runs.folder import RunFolder, plain
+from fedlora.runs.own_exports import UPLOADS, check_replaceable, clear_exports
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_line, private_summary, shown_config
 from fedlora.runs.private_releases import begin, keep_config, read_private
@@ -45,6 +46,7 @@ from fedlora.training.evaluation import Measured
 from fedlora.training.metrics import best_of, is_better
 from fedlora.training.prompting import is_jinja
 
+log = logging.getLogger("fedlora.runs")
 MOST_CLASSES = 100  # in a stored confusion matrix, whose size grows with their square
 
 
@@ -54,8 +56,10 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
     Where `evaluate.patience` ends the run early, the round that it ends with is the last in every respect.
 
     Raises:
-        ConfigError: the folder holds files that are no run's; nothing is written.
-        CheckpointError: it holds a run and `resume` is off, or one of another configuration.
+        ConfigError: the folder holds files that are no run's, or going on would replace what somebody put into its
+            adapters; nothing is written.
+        CheckpointError: it holds a run and `resume` is off, or one of another configuration, or one whose states are
+            gone.
         Whatever `simulate` raises; all finished rounds are stored by then.
 
     Example:
@@ -233,11 +237,19 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
         resuming.check_content(folder, prepared.manifest)
     else:
         resuming.check_content(folder, json.loads(json.dumps(prepared.secrets)), read_private(folder, "content.json"))
+    loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State, tell=log.warning)
+    ended = folder.ended()
+    if loaded is None and ended:
+        raise CheckpointError(
+            f"{folder.path} holds a run that has ended after {counted(ended, 'round')}, and checkpoints/ has no state "
+            f"of it: going on would train all of them again. Put checkpoints/ back, or choose another --out."
+        )
+    state = loaded[1] if loaded else fresh
+    check_replaceable(prepared, folder, state)
     if changed:
         resuming.settle(folder, prepared.config, prepared.manifest)
     folder.sweep()
-    loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State)
-    return loaded[1] if loaded else fresh
+    return state
 
 
 def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, record: RoundRecord) -> None:
@@ -247,7 +259,7 @@ def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, recor
     """
     if not record.uploads:
         return
-    with replacing_folder(folder.uploads(record.round), force=True, kind=ANY_FOLDER) as building:
+    with replacing_folder(folder.uploads(record.round), force=True, kind=UPLOADS) as building:
         for upload in record.uploads:
             download = prepared.server.download(before.server, upload.client)
             modules = {}
@@ -312,13 +324,16 @@ def _finish(
     template = prepared.config.data.prompting()
     spent = None if private is None else private.spent(state.round)
     jinja = template if template is not None and is_jinja(template) else None
+    kind = export_folder(prepared.tokenizer)
 
     judged = of_run(lines) if server.rule is not None else None
 
     def export(place: Path, adapter: Adapter, card: str) -> None:
         """The tokenizer is the same everywhere: the later folders have links to the first one's."""
         first, labels = exported[0] if exported else None, prepared.manifest["data"]["labels"]
-        write_export(place, adapter, prepared.spec, prepared.tokenizer, labels, card, like=first, chat_template=jinja)
+        write_export(
+            place, adapter, prepared.spec, prepared.tokenizer, labels, card, like=first, chat_template=jinja, kind=kind
+        )
         exported.append(place)
 
     for name, chosen in states.items():
@@ -349,7 +364,8 @@ def _finish(
         for name, chosen in states.items():
             tracker.log(chosen.round, numbers_of_test(results[name], best=name == "best"))
         tracker.close()
-    made = [*exported, *write_samples(prepared, folder, state)]
+    clear_exports(prepared, folder, exported)
+    made = write_samples(prepared, folder, state)
     summary = {
         "method": server.method.name,
         "rounds": state.round,
@@ -376,6 +392,7 @@ def _finish(
         "refused": sum(len(line["refused"]) for line in lines),
         **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
         **({"defence": judged} if judged is not None else {}),
+        "exports": sorted({place.relative_to(folder.path).parts[0] for place in exported}),
         "diagnostics": server.diagnostics(state.server),
     }
     folder.finish(summary if spent is None else private_summary(summary, spent), made)
@@ -397,7 +414,7 @@ def _phases(lines: list[dict[str, Any]]) -> list[str]:
 
 def _best_state(prepared: Prepared, folder: RunFolder) -> tuple[int, RunState] | None:
     try:
-        return checkpoint.load_newest(folder.best_checkpoint, RunState, prepared.server.method.State)
+        return checkpoint.load_newest(folder.best_checkpoint, RunState, prepared.server.method.State, tell=log.warning)
     except CheckpointError as error:  # the run itself is whole
-        warnings.warn(f"best/ is not written: {error}", stacklevel=2)
+        log.warning("best/ is not written: %s", error)
         return None

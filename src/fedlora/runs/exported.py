@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,14 +17,30 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.adapters.io import AdapterSpec, write_adapter
+from fedlora.adapters.mark import only_by
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
+from fedlora.adapters.writer import RUN
 from fedlora.core import files
-from fedlora.core.folders import ANY_FOLDER, replacing_folder
+from fedlora.core.folders import ANY_FOLDER, FolderKind, replacing_folder
 from fedlora.core.lora import Adapter
 from fedlora.core.read_only import ReadOnly
 
 LABELS_FILE = "labels.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
+# What tokenizers are saved as, by every transformers; a kind's own vocabulary has the names that its class says.
+_TOKENIZER = (
+    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
+    r"|(spiece|tokenizer|sentencepiece\.bpe)\.model|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja"
+)
+
+
+def export_folder(tokenizer: Any, *, marked: bool = True) -> FolderKind:
+    """What `write_export` leaves in a run, and nothing else. marked: its weights say that a run wrote them; those of
+    older versions do not."""
+    own = getattr(tokenizer, "vocab_files_names", None) or {}
+    names = "|".join(map(re.escape, (CONFIG_FILE, WEIGHTS_FILE, LABELS_FILE, "README.md", *sorted(own.values()))))
+    mark = only_by(RUN, WEIGHTS_FILE) if marked else None
+    return FolderKind("an adapter that a run left", CONFIG_FILE, f"{names}|{_TOKENIZER}", mark, "choose another --out")
 
 
 def write_export(
@@ -35,14 +52,15 @@ def write_export(
     card: str,
     like: Path | None = None,
     chat_template: str | None = None,
+    kind: FolderKind = ANY_FOLDER,
 ) -> None:
-    """Everything of one adapter, which appears whole, in the place of what a killed run left there.
+    """Everything of one adapter, which appears whole, in the place of what is of that kind there.
 
     tokenizer: None where there is none to be copied. labels: none for a language model. like: a folder with the same
     tokenizer, whose files are linked: of many clients one copy. chat_template: in place of the tokenizer's own.
     """
-    with replacing_folder(folder, force=True, kind=ANY_FOLDER) as building:
-        write_adapter(building, adapter, spec, card=card)
+    with replacing_folder(folder, force=True, kind=kind) as building:
+        write_adapter(building, adapter, spec, card=card, by=RUN)
         if like is not None:
             _link_tokenizer(building, like)
         elif tokenizer is not None:

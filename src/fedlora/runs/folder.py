@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,11 +37,19 @@ _HAS = {
     "manifest.json": ("config_digest", "data"),
 }
 _SUMMARY_BEFORE = "summary.before.json"
-_FOLDERS = frozenset(("adapter", "best", "clients", "plots"))
 PARTS = "parts.json"  # of an experiment's runs, before all else: `experiments.stored.parts`
 _BEGUN = frozenset(("run.json", "content.json", "config.json"))  # of private/, before there is a manifest
 _TABLES = ("model", "data", "method", "run")  # of every run's config.json; a model's has none of them
-_RESULT = _FOLDERS | {"samples.jsonl", "samples.md"}  # what the end of a run makes, beside the summary
+_SAMPLES = ("samples.jsonl", "samples.md")
+PICTURES = ("bytes.png", "spectrum.png", "defence.png", "metric.png")  # that a run draws itself: `plots.plot_run`
+
+
+@dataclass(frozen=True)
+class KeptUploads:
+    """Of one round: a folder for each client."""
+
+    round: int
+    folders: list[Path]
 
 
 @dataclass(frozen=True)
@@ -71,16 +80,38 @@ class RunFolder:
         """Where the uploads of a round are, if they were kept."""
         return self.path / "uploads" / f"round-{round:05d}"
 
-    def newest_uploads(self) -> list[Path]:
-        """The folders of the last round whose uploads were kept, one for each client; empty where none were."""
-        rounds = sorted(path for path in (self.path / "uploads").glob("round-*") if path.is_dir() and not path.suffix)
-        return sorted(path for path in rounds[-1].iterdir() if path.is_dir()) if rounds else []
+    def newest_uploads(self) -> KeptUploads | None:
+        """The last round whose uploads were kept, which need not be the run's last; None where none were."""
+        named = [(re.fullmatch(r"round-(\d{5,})", path.name), path) for path in (self.path / "uploads").glob("round-*")]
+        rounds = [(int(match[1]), path) for match, path in named if match and path.is_dir()]
+        if not rounds:
+            return None
+        round, newest = max(rounds)
+        return KeptUploads(round, sorted(path for path in newest.iterdir() if path.is_dir()))
 
     def exists(self) -> bool:
         return (self.path / "manifest.json").is_file()
 
     def finished(self) -> bool:
         return (self.path / "summary.json").is_file()
+
+    def ended(self) -> int | None:
+        """How many rounds the run has ended with, also while it is being made longer; None where it never has."""
+        for name in ("summary.json", _SUMMARY_BEFORE):
+            if (self.path / name).is_file():
+                rounds = self.read_json(name).get("rounds")
+                return rounds if isinstance(rounds, int) else None
+        return None
+
+    def lacking(self) -> list[str]:
+        """The adapters that the end of a finished run left, as "best" or "clients/ID", and that are gone."""
+        made = self.read_json("summary.json").get("exports")
+        if made is None:  # an older version's; without adapter/ it may be of a method without a server's model
+            made = [] if (self.path / "clients").is_dir() else ["adapter"]
+        places = [name for name in made if name != "clients"]
+        if "clients" in made:
+            places += [f"clients/{client}" for client in self.read_json("manifest.json")["clients"]]
+        return [name for name in places if not (self.path / name / "adapter_model.safetensors").is_file()]
 
     def check_place(self) -> None:
         """May a run be written here? Where nothing is, in an empty folder, where a run is already, and where a start of
@@ -159,16 +190,16 @@ class RunFolder:
             os.replace(self.path / "summary.json", self.path / _SUMMARY_BEFORE)
 
     def finish(self, summary: Mapping[str, Any], made: Collection[Path]) -> None:
-        """The result is whole. What an earlier one had and this one has not goes, and the summary is written last.
+        """The result is whole, and the summary is written last. Samples and pictures of an earlier one go; adapters
+        have gone already (`own_exports.clear_exports`). What the run did not make stays, also in plots/.
 
         made: everything of the result but the summary. Plots are drawn afterwards, from the summary.
         """
-        keep = {path.relative_to(self.path).parts[0] for path in made}
-        for name in sorted(_RESULT - keep):
-            if name in _FOLDERS:
-                shutil.rmtree(self.path / name, ignore_errors=True)
-            else:
-                (self.path / name).unlink(missing_ok=True)
+        stale = [self.path / name for name in _SAMPLES if self.path / name not in made]
+        for path in [*stale, *(self.plots / name for name in PICTURES)]:
+            path.unlink(missing_ok=True)
+        if self.plots.is_dir() and not any(self.plots.iterdir()):
+            self.plots.rmdir()
         self.write_json("summary.json", summary)
         (self.path / _SUMMARY_BEFORE).unlink(missing_ok=True)
 

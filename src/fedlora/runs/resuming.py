@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedlora.errors import CheckpointError
+from fedlora.core import checkpoint
+from fedlora.errors import CheckpointError, counted
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.manifest import prompted
@@ -19,14 +20,14 @@ from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_releases import keep_config, read_private
 from fedlora.runs.unused import has_no_effect
 
-# What is stored, shown or measured on the way; no round depends on it. run.rounds has a rule of its own below, and
-# torch's threads and the prompts' template are compared as they were, in the manifest.
-HARMLESS = frozenset((
-    "run.workers", "run.threads", "data.template",
-    "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads", "run.track",
-    "evaluate.every", "evaluate.clients_at_end",
-    "privacy.budget",  # of the population; no round depends on it, and the ledger has its own
+# No round depends on these. run.rounds has a rule of its own below, and torch's threads and the prompts' template are
+# compared as they were, in the manifest. privacy.budget is of the population, and the ledger has its own.
+OF_THE_MACHINE = frozenset(("run.workers", "run.threads", "data.template", "privacy.budget"))
+AT_THE_END = frozenset(("run.readouts", "run.track", "evaluate.clients_at_end"))  # a finished run gets what it lacks
+ON_THE_WAY = frozenset((  # of rounds still to be played; of those that are done nothing can be made up
+    "run.checkpoint_every", "run.keep_checkpoints", "run.keep_uploads", "evaluate.every",
 ))  # fmt: skip
+HARMLESS = OF_THE_MACHINE | AT_THE_END | ON_THE_WAY
 
 
 def changes(folder: RunFolder, config: RunConfig) -> bool:
@@ -52,6 +53,7 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
         )
     if "run.rounds" in differing:
         _check_rounds(folder, *differing["run.rounds"], config.train.schedule)
+    _check_left(folder, config, {key: pair for key, pair in differing.items() if key in ON_THE_WAY})
     return stored.canonical() != config.canonical()
 
 
@@ -147,6 +149,20 @@ def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> No
             f"{folder.path} holds {done} rounds of {there}, and run.rounds = {here} are asked for: round {done} was "
             f"run as one on the way, without what belongs to a last one (validation, gauge check, uploads). Ask for "
             f"run.rounds = {done + 1} or more, or choose another --out."
+        )
+
+
+def _check_left(folder: RunFolder, config: RunConfig, late: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raises `CheckpointError` where keys of rounds still to be played differ, and none is left."""
+    done, patience = checkpoint.newest_round(folder.checkpoints) or 0, config.evaluate.stopping()
+    stopped = patience is not None and patience.stop(folder.metrics(), config.run.rounds) is not None
+    if late and (stopped or done >= config.run.rounds):
+        named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in late.items())
+        rounds = len(folder.metrics())
+        more = "" if stopped or config.privacy is not None else f", ask for more rounds (run.rounds = {rounds + 1})"
+        raise CheckpointError(
+            f"{folder.path} holds a run of {counted(rounds, 'round')} with none left to play: {named}, and nothing of "
+            f"the rounds that are done can be made up. Set it as it was{more}, or choose another --out."
         )
 
 

@@ -18,6 +18,7 @@ from fedlora.adapters.uploads import read_facts
 from fedlora.analysis.audit import mean_update, relative_difference
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Upload
+from fedlora.errors import CheckpointError, counted
 from fedlora.experiments.grid.merger_settings import ALONE, HEAD, HEADS, LEAST_ERROR, NOTHING, SHRUNK, Merger, method_of
 from fedlora.experiments.running.head_alone import head_alone, no_adapter
 from fedlora.runs.client_data import Dealt
@@ -67,9 +68,16 @@ def merge_all(
 
 def _uploads(prepared: Prepared, folder: RunFolder) -> list[Upload]:
     """What the clients sent, in the unit in which it travelled, without the heads, which nobody trained."""
+    found, played = folder.newest_uploads(), len(folder.metrics())
+    if found is None or found.round != played:
+        which = "none" if found is None else f"those of round {found.round}"
+        raise CheckpointError(
+            f"{folder.path} has played {counted(played, 'round')}, and of their uploads {which} are kept: mergers need "
+            f"the last round's. Remove the folder, and the run is made again with run.keep_uploads = 'last'."
+        )
     clients = {client.id: client for client in prepared.clients}
     uploads = []
-    for directory in folder.newest_uploads():
+    for directory in found.folders:
         adapter, _ = read_adapter(directory, scaling=prepared.config.lora.unit)
         name, examples = read_facts(directory)
         uploads.append(Upload(clients[name], examples, Adapter(adapter.modules)))

@@ -105,7 +105,7 @@ class FedLoRA(Strategy):
         self.lines = RoundLines(None)
         self.memory = FlowerState(run, state)
         if resume and folder is not None:
-            loaded = checkpoint.load_newest(folder, FlowerState, server.method.State)
+            loaded = checkpoint.load_newest(folder, FlowerState, server.method.State, tell=log.warning)
             if loaded is not None:
                 if loaded[1].run != run:
                     raise ConfigError(f"{folder} holds the run {loaded[1].run!r}, not {run!r}.")

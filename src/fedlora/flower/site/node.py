@@ -113,7 +113,7 @@ class Node:
 
     def _state(self, folder: Path, round: int) -> NodeState:
         try:
-            loaded = checkpoint.load_newest(folder, NodeState, upto=round)
+            loaded = checkpoint.load_newest(folder, NodeState, upto=round, tell=log.warning)
         except Exception as error:
             raise KeptStateError(f"the state in {folder} cannot be read: {error}") from error
         if loaded is None and round > 0 and any(folder.glob("round-*.safetensors")):

@@ -1,0 +1,178 @@
+"""What somebody put into a run's folder is not replaced when the run goes on; what is gone is made again.
+
+Kinds of evidence: *end-to-end* on a tiny transformer, *contract* (what is refused, how it is said, and that nothing was
+changed).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from fedlora.adapters.mark import written_by
+from fedlora.errors import CheckpointError, ConfigError
+from fedlora.runs.folder import PICTURES, RunFolder
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import configured, contents, ran, same_run, written
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+BASE = ("run.rounds=2", "train.steps=2", "run.readouts=true")
+LONGER = (*BASE[1:], "run.rounds=4")
+WEIGHTS = "adapter_model.safetensors"
+PLACES = ("adapter", "best", "clients/site-2")
+
+
+@pytest.fixture(scope="module")
+def whole(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run of two rounds. Tests take a copy."""
+    return ran(configured(project, *BASE), tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture
+def folder(whole: RunFolder, tmp_path: Path) -> RunFolder:
+    return RunFolder(shutil.copytree(whole.path, tmp_path / "run"))
+
+
+def saved_by_peft(weights: Path, times: float) -> None:
+    """As save_pretrained leaves them: without our mark."""
+    save_file({key: times * value for key, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+
+
+def refused(project: Path, folder: RunFolder, *sets: str) -> str:
+    before = contents(folder.path)
+    with pytest.raises(ConfigError) as caught:
+        ran(configured(project, *sets), folder.path, resume=True)
+    assert contents(folder.path) == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sets", [LONGER, BASE[:2]], ids=["more rounds", "a harmless key"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_file_that_was_put_among_them_ends_the_resume_before_training(
+    project: Path, folder: RunFolder, place: str, sets: tuple[str, ...]
+) -> None:
+    (folder.path / place / "eval.json").write_text("{}")
+    said = refused(project, folder, *sets)
+    assert f"{place} holds 'eval.json', which is no part of an adapter that a run left" in said
+    assert said.endswith("it is not replaced. Move it away, or choose another --out.")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_that_were_trained_on_are_not_replaced(project: Path, folder: RunFolder, place: str) -> None:
+    """By a thousandth: much less than a step of training at a small rate."""
+    saved_by_peft(folder.path / place / WEIGHTS, 1.001)
+    said = refused(project, folder, *LONGER)
+    assert f"{place} holds weights that `fedlora run` did not write" in said
+
+
+def test_an_adapter_of_another_command_is_not_replaced(
+    project: Path, folder: RunFolder, main: Callable[..., Said]
+) -> None:
+    adapter = folder.path / "adapter"
+    main("resize", adapter, "-o", folder.path / "small", "--rank", 1)
+    shutil.rmtree(adapter)
+    (folder.path / "small").rename(adapter)
+    assert "'fedlora resize' wrote that" in refused(project, folder, *LONGER)
+
+
+def test_what_is_beside_the_runs_own_stays(project: Path, folder: RunFolder) -> None:
+    """In plots/ and in clients/, where nothing is replaced whole; the run's own pictures go."""
+    folder.plots.mkdir(exist_ok=True)
+    for name in (*PICTURES, "mine.png", "audit.png"):
+        (folder.plots / name).write_text(name)
+    (folder.path / "clients" / "notes.txt").write_text("x")
+    ran(configured(project, *LONGER[:1], "run.rounds=3"), folder.path, resume=True)
+    assert sorted(path.name for path in folder.plots.iterdir()) == ["audit.png", "mine.png"]
+    assert [path.name for path in (folder.path / "clients").iterdir()] == ["notes.txt"], "no readouts now"
+
+
+def test_the_pictures_that_go_are_those_that_are_drawn(folder: RunFolder) -> None:
+    from fedlora.runs.plots import plot_run
+
+    assert {path.name for path in plot_run(folder)} <= set(PICTURES)
+
+
+def test_an_older_versions_run_goes_on_and_gets_its_marks(project: Path, folder: RunFolder) -> None:
+    """Weights without marks, as they were: they are what the state gives. Stopped while it is made longer, when that
+    state is gone, it still goes on."""
+    places = [folder.path / name for name in (*PLACES, "clients/site-1", "clients/site-3")]
+    for place in places:
+        saved_by_peft(place / WEIGHTS, 1.0)
+    before = [load_file(place / WEIGHTS) for place in places]
+    ran(configured(project, *BASE[1:], "run.rounds=6"), folder.path, 3, resume=True)
+    assert {written_by(place / WEIGHTS) for place in places} == {"fedlora run"}
+    for place, old in zip(places, before, strict=True):
+        new = load_file(place / WEIGHTS)
+        assert set(new) == set(old) and all(bool((new[key] == old[key]).all()) for key in old)
+    assert not list(folder.checkpoints.glob("round-00002.*"))
+    ran(configured(project, *BASE[1:], "run.rounds=6"), folder.path, resume=True)
+    assert folder.ended() == 6
+
+
+def test_uploads_of_rounds_that_are_played_again_are_looked_at_too(project: Path, tmp_path: Path) -> None:
+    """checkpoint_every = 5: after a stop in round 2 both rounds are played again."""
+    sets = ("run.rounds=3", "train.steps=1", "run.keep_uploads=all", "run.checkpoint_every=5")
+    folder = ran(configured(project, *sets), tmp_path / "run", 2)
+    weights = folder.uploads(1) / "site-1" / WEIGHTS
+    saved_by_peft(weights, 3.0)
+    assert f"round-00001 holds weights that the run did not write (site-1/{WEIGHTS})" in refused(project, folder, *sets)
+    (folder.uploads(1) / "site-1" / "upload.json").touch()  # an older version's: they are written in this order
+    (folder.uploads(2) / "mine.txt").write_text("x")
+    assert "round-00002 holds 'mine.txt', which is no part of a round's uploads" in refused(project, folder, *sets)
+    (folder.uploads(2) / "mine.txt").unlink()
+    assert ran(configured(project, *sets), folder.path, resume=True).finished()
+
+
+@pytest.mark.parametrize("gone", [("adapter",), ("best",), ("clients/site-2",), PLACES], ids=str)
+def test_adapters_that_are_gone_are_made_again(
+    project: Path, whole: RunFolder, folder: RunFolder, main: Callable[..., Said], gone: tuple[str, ...]
+) -> None:
+    for name in gone:
+        shutil.rmtree(folder.path / name)
+    arguments = ("run", project / "config.toml", "--out", folder.path, "--resume")
+    sets = [a for s in BASE for a in ("--set", s)]
+    said = main(*arguments, *sets)
+    assert said.code == 0 and "made again from the checkpoint of round 2; nothing is trained" in said.err
+    assert all(f"{name}/" in said.err for name in gone)
+    assert written(folder) == written(whole)
+    same_run(folder, whole)
+    assert "nothing was trained now" in main(*arguments, *sets).err
+
+
+def test_without_the_last_checkpoint_the_lack_is_an_error(
+    project: Path, folder: RunFolder, main: Callable[..., Said]
+) -> None:
+    shutil.rmtree(folder.path / "adapter")
+    for path in folder.checkpoints.glob("round-00002.*"):
+        path.unlink()
+    before = contents(folder.path)
+    sets = [a for s in BASE for a in ("--set", s)]
+    said = main("run", project / "config.toml", "--out", folder.path, "--resume", *sets)
+    assert "a finished run without adapter/, and the checkpoint of round 2, which it would" in said.error()
+    assert contents(folder.path) == before
+
+
+def test_a_finished_run_without_states_is_not_trained_again(project: Path, folder: RunFolder) -> None:
+    """Before: all rounds were played from the start, and the log was emptied, without a word."""
+    shutil.rmtree(folder.checkpoints)
+    before = contents(folder.path)
+    with pytest.raises(CheckpointError, match=r"ended after 2 rounds, and checkpoints/ has no state of it"):
+        ran(configured(project, *LONGER), folder.path, resume=True)
+    assert contents(folder.path) == before
+
+
+def test_an_older_summary_says_nothing_of_exports(folder: RunFolder) -> None:
+    """Without the list adapter/ alone is asked for, where no readouts are there in its place."""
+    summary = folder.read_json("summary.json")
+    assert summary.pop("exports") == ["adapter", "best", "clients"]
+    folder.write_json("summary.json", summary)
+    shutil.rmtree(folder.path / "adapter")
+    assert folder.lacking() == []
+    shutil.rmtree(folder.path / "clients")
+    assert folder.lacking() == ["adapter"]
