@@ -55,6 +55,21 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     return stored.canonical() != config.canonical()
 
 
+def stored_classes(folder: RunFolder) -> tuple[str, ...]:
+    """The classes that the run in a folder was begun with, in order; empty where there is no run, or it has none.
+
+    Raises:
+        CheckpointError: its manifest is damaged.
+    """
+    if not folder.exists():
+        return ()
+    data = folder.read_json("manifest.json").get("data")
+    found = (data.get("labels") or []) if isinstance(data, dict) else None
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise CheckpointError(f"{folder.path / 'manifest.json'} is damaged: data.labels are no names of classes.")
+    return tuple(found)
+
+
 def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> None:
     """Raises `CheckpointError` unless model, data and threads are those of the stored run. stored: its facts, where
     they are not in its manifest, for the run is private: then no client is named, and nothing counted."""
