@@ -86,8 +86,8 @@ def train(
         if names is None and found != tuple(str(k) for k in range(len(found))):
             raise ConfigError(
                 f"{data} has the classes {shown(found)}, and another site may have others or number them otherwise, so "
-                f"the classifiers would not add up. Name those of all sites, the same at every site: if there are no "
-                f"more, {given('--labels', found)}."
+                f"the classifiers would not add up. Give --labels, the same at every site, with the classes of all; "
+                f"if there are no more, {given('--labels', found)}."
             )
     elif response in columns or (messages or CHAT) in columns:
         examples = read_answers(data, prompt=prompt, response=response, messages=messages)

@@ -55,7 +55,8 @@ def given(key: str, names: Sequence[str]) -> str:
     """
     some, more = list(names[:_PASTED]), ", ..." * (len(names) > _PASTED)
     if key.startswith("--"):
-        return f"{key}={','.join(some)}{more}"
+        typed = ",".join(some).replace("'", "'\"'\"'")  # as a shell has it
+        return f"{key}='{typed}{more}'"
     listed = json.dumps(some, ensure_ascii=False)[:-1] if key == "data.labels" else str(some)[:-1]
     return f"{key}{' = ' if key == 'data.labels' else '='}{listed}{more}]"
 

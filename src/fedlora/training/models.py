@@ -211,6 +211,19 @@ class AdaptedModel:
     def device(self) -> torch.device:
         return next(self._base.parameters()).device
 
+    def check_classes(self, names: Sequence[str]) -> None:
+        """Raises `ConfigError` for data whose k-th class is not the model's k-th: the head would learn and be measured
+        on other classes than are meant, and no number would tell."""
+        config: Any = getattr(self._base, "config", None)
+        own = list((getattr(config, "id2label", None) or {}).values()) if self.task == "classification" else []
+        nameless = own == [f"LABEL_{k}" for k in range(len(own))]  # a model that was not loaded by `load`
+        if own and names and list(names) != own and not nameless:
+            raise ConfigError(
+                f"the model was loaded for the classes {own[:20]}, and data have {list(names[:20])}: class k is the "
+                f"k-th name of both. Read every file with the same label_names, and load the model with "
+                f"labels=data.label_names."
+            )
+
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model has positions for; None where it does not say."""
