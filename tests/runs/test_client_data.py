@@ -117,6 +117,15 @@ class TestDealGlue:
             deal(config_of({"task": "sst2", **data}, task=model, clients={"count": 3}), root)
         assert "'sst2'" in one_line(error)
 
+    def test_an_unlabelled_file_is_told_without_an_argument_of_the_reader(self, tmp_path: Path) -> None:
+        """GLUE's test.jsonl in the place of its validation.jsonl; the classes of a benchmark are nobody's to name."""
+        root = write_glue(tmp_path, "sst2")
+        rows = [row | {"label": -1} for row in glue_rows("sst2", 3)]
+        (root / "glue" / "sst2" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(DataError, match=r"row 1, line 1: label '-1' is no class of data\.task = 'sst2'") as error:
+            deal(config_of({"task": "sst2"}, clients=CLIENTS), root)
+        assert "label_names" not in one_line(error)
+
     def test_too_little_for_so_many_clients(self, tmp_path: Path) -> None:
         """20 training examples are not 8 for each of 3."""
         root = write_glue(tmp_path, "sst2")

@@ -128,7 +128,13 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
         )
     if config.model.task != "classification":
         raise ConfigError(f"data.task = {d.task!r} is a classification task; model.task is {config.model.task!r}.")
-    train, tests = read_glue(d.task, data_root)
+    try:
+        train, tests = read_glue(d.task, data_root)
+    except LabelError as error:
+        raise DataError(
+            f"{str(error).partition(' is not among ')[0]} is no class of data.task = {d.task!r}. GLUE's test sets "
+            f"have -1 in place of labels: take the files of its training and validation sets, or drop the row."
+        ) from error
     train, validation, _ = split(train, validation=d.validation, test=0, seed=seed)
     tests = {name: _at_most(part, d.max_test, seed, "test") for name, part in tests.items()}
     first, *others = tests
