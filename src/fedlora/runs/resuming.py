@@ -56,18 +56,14 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
 
 
 def stored_classes(folder: RunFolder) -> tuple[str, ...]:
-    """The classes that the run in a folder was begun with, in order; empty where there is no run, or it has none.
-
-    Raises:
-        CheckpointError: its manifest is damaged.
-    """
-    if not folder.exists():
+    """The classes that the run in a folder was begun with, in order; empty where there is no run, or it has none. Of a
+    damaged manifest too: `check_content` says what is wrong with it before the run goes on."""
+    try:
+        data = folder.read_json("manifest.json")["data"] if folder.exists() else {}
+    except CheckpointError:
         return ()
-    data = folder.read_json("manifest.json").get("data")
-    found = (data.get("labels") or []) if isinstance(data, dict) else None
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise CheckpointError(f"{folder.path / 'manifest.json'} is damaged: data.labels are no names of classes.")
-    return tuple(found)
+    found = data.get("labels") if isinstance(data, dict) else None
+    return tuple(found) if isinstance(found, list) and all(isinstance(name, str) for name in found) else ()
 
 
 def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> None:
