@@ -154,12 +154,12 @@ def test_a_failing_run_is_named_and_the_others_go_on(
     """A refusal of ours in one line; anything else kept with its traceback. --resume tries again."""
     real = fedlora.runs.preparation.prepare
 
-    def prepare(config: Any, data_root: Path | None = None) -> Any:
+    def prepare(config: Any, *rest: Any) -> Any:
         if (config.method.name, config.run.seed) == ("svd", 1):
             raise DataError("site-2 would have 3 examples.")
         if (config.method.name, config.run.seed) == ("glora", 0):
             raise RuntimeError("out of paper")
-        return real(config, data_root)
+        return real(config, *rest)
 
     out = tmp_path / "runs"
     with monkeypatch.context() as patched:
@@ -182,10 +182,10 @@ def test_a_value_of_a_search_that_fails_is_dropped_and_the_method_goes_on(
     glora goes on with the values that ran. Two values that agree to six digits have folders of their own."""
     real = fedlora.runs.preparation.prepare
 
-    def prepare(config: Any, data_root: Path | None = None) -> Any:
+    def prepare(config: Any, *rest: Any) -> Any:
         if config.method.name == "svd" and config.train.lr < 1:
             raise DataError("out of paper.")
-        return real(config, data_root)
+        return real(config, *rest)
 
     monkeypatch.setattr("fedlora.runs.preparation.prepare", prepare)
     tune = ("--tune", "train.lr=0.01,0.0100000001,1e30", "--seeds", "0,1")
@@ -208,10 +208,10 @@ def test_a_value_that_the_machine_failed_is_waited_for(
     """A full disk under one value of glora's search: nothing is chosen without it, svd goes on; --resume mends it."""
     real = fedlora.runs.preparation.prepare
 
-    def prepare(config: Any, data_root: Path | None = None) -> Any:
+    def prepare(config: Any, *rest: Any) -> Any:
         if config.method.name == "glora" and config.train.lr == 0.01:
             raise OSError(28, "No space left on device")
-        return real(config, data_root)
+        return real(config, *rest)
 
     args = ("--tune", "train.lr=0.01,0.02", "--set", "run.rounds=1", "--json")
     with monkeypatch.context() as patched:

@@ -141,7 +141,7 @@ class TestParquet:
         assert read_answers(tmp_path / "a.parquet", prompt="prompt", response="response") == want
 
     def test_a_plain_file_without_names(self, tmp_path: Path) -> None:
-        """As CSV: whole numbers are indices, words are sorted."""
+        """As CSV: whole numbers by size, words by the alphabet."""
         datasets.Dataset.from_dict({"t": ["a", "b"], "n": [1, 0], "w": ["x", "c"]}).to_parquet(tmp_path / "a.parquet")
         assert read_classification(tmp_path / "a.parquet", text="t", label="n").label_names == ("0", "1")
         assert read_classification(tmp_path / "a.parquet", text="t", label="w").labels == (1, 0)

@@ -207,10 +207,10 @@ def test_what_the_machine_failed_is_no_worst_value(
     """A disk that is full while one value is tried says nothing of that value: nothing is chosen without it."""
     real = fedlora.runs.preparation.prepare
 
-    def prepare(config: Any, data_root: Path | None = None) -> Any:
+    def prepare(config: Any, *rest: Any) -> Any:
         if config.train.lr == 1e-3:
             raise OSError(28, "No space left on device")
-        return real(config, data_root)
+        return real(config, *rest)
 
     folder = bench("one", text=MINE + TUNE.replace(", 1e30", ""))
     with monkeypatch.context() as patched:

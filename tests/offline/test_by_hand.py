@@ -5,7 +5,8 @@ reference, bit for bit), end to end (`fedlora train` and `merge` on tiny models 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -241,6 +242,31 @@ def test_an_option_that_would_do_nothing_is_refused(tmp_path: Path, main: Callab
     ):
         said = main(*common, "--data", tmp_path / data, *more).complaint()
         assert says in said and "Leave it out" in said and not (tmp_path / "o").exists(), said
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ("123", "has the classes ['1', '2', '3'], and another"),
+        ("02", "if there are no more, --labels='0,2'."),
+        (["-1", "1"], "give --labels='-1,1'."),
+        (["1", "+1"], "give --labels='+1,1'."),
+    ],
+)
+def test_numbers_are_classes_where_they_are_all_from_nought_on(
+    tmp_path: Path, main: Callable[..., Said], labels: Sequence[str], says: str
+) -> None:
+    """0, 1, 2 are the same at every site. Of other numbers another site may have more; what is said can be typed."""
+    base = save_model(tmp_path / "base", bert().bert, classifies=True)
+    data = tmp_path / "d.csv"
+    options = ["train", "--base", base, "--data", data, "--client", "a", "--steps", 1, "-o", tmp_path / "o"]
+    data.write_text("text,label\n" + "".join(f"w{k},{label}\n" for k, label in enumerate(labels)))
+    said = main(*options).complaint()
+    assert says in said and "label_names" not in said and not (tmp_path / "o").exists()
+    given = re.search(r"--labels='(.*)'\.", said)
+    assert given is not None and main(*options, "--labels=" + given[1]).code == 0
+    upload = json.loads((tmp_path / "o" / "upload.json").read_text())
+    assert upload["label_names"] == given[1].split(",")
 
 
 def test_a_round_that_another_process_saved_meanwhile_is_not_counted_twice(

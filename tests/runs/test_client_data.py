@@ -117,6 +117,15 @@ class TestDealGlue:
             deal(config_of({"task": "sst2", **data}, task=model, clients={"count": 3}), root)
         assert "'sst2'" in one_line(error)
 
+    def test_an_unlabelled_file_is_told_without_an_argument_of_the_reader(self, tmp_path: Path) -> None:
+        """GLUE's test.jsonl in the place of its validation.jsonl; the classes of a benchmark are nobody's to name."""
+        root = write_glue(tmp_path, "sst2")
+        rows = [row | {"label": -1} for row in glue_rows("sst2", 3)]
+        (root / "glue" / "sst2" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(DataError, match=r"row 1, line 1: label '-1' is no class of data\.task = 'sst2'") as error:
+            deal(config_of({"task": "sst2"}, clients=CLIENTS), root)
+        assert "label_names" not in one_line(error)
+
     def test_too_little_for_so_many_clients(self, tmp_path: Path) -> None:
         """20 training examples are not 8 for each of 3."""
         root = write_glue(tmp_path, "sst2")
@@ -267,6 +276,91 @@ def test_classes_that_are_called_by_numbers(tmp_path: Path) -> None:
     rows = [{"text": f"t {k}", "label": 1 + k % 2} for k in range(20)]
     dealt = deal(clients_of(tmp_path, {"a": rows}, 'labels = ["2", "1", "0"]\n'), None)
     assert sorted(set(dealt.parts["a"].labels or ())) == [0, 1]
+
+
+def numbers(*labels: Any) -> list[dict[str, Any]]:
+    return [{"text": f"t {k} {label}", "label": label} for k in range(10) for label in labels]
+
+
+@pytest.mark.parametrize("kind", [int, str])
+@pytest.mark.parametrize(
+    ("a", "b", "classes"),
+    [
+        ((0, 1), (1, 2), ("0", "1", "2")),
+        ((1, 2, 3, 4, 5), (5, 3), ("1", "2", "3", "4", "5")),
+        ((1990, 1992), (1992, 20000), ("1990", "1992", "20000")),
+        ((10, 9), (9, 8), ("8", "9", "10")),
+    ],
+)
+def test_without_labels_the_classes_are_the_numbers_that_occur(
+    tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...], classes: tuple[str, ...], kind: type
+) -> None:
+    """docs/how-to/usage.md: "the classes are the names that occur ... (numbers by size)". By hand; the text says it."""
+    dealt = deal(clients_of(tmp_path, {"a": numbers(*map(kind, a)), "b": numbers(*map(kind, b))}), None)
+    for part in [*dealt.parts.values(), *dealt.validation.values(), *dealt.test.values()]:
+        assert part.label_names == classes and part.labels is not None
+        assert [text.split()[-1] for text in part.text] == [classes[y] for y in part.labels]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "names"),
+    [(("a",), ("b",), ["a", "b"]), (("a", "b"), ("c",), ["a", "b", "c"]), ((10, 2), (3,), ["2", "3", "10"])],
+)
+def test_files_without_a_class_in_common_are_told_with_the_way_out(
+    tmp_path: Path, a: tuple[Any, ...], b: tuple[Any, ...], names: list[str]
+) -> None:
+    """Both files, what each has, and a line that makes it run where it is pasted."""
+    files = {"a": numbers(*a), "b": numbers(*b)}
+    with pytest.raises(ConfigError, match="different label names") as error:
+        deal(clients_of(tmp_path, files), None)
+    said = one_line(error)
+    for file, labels in (("a.jsonl", a), ("b.jsonl", b)):
+        assert f"{file} has {sorted(map(str, labels), key=names.index)}" in said
+    line = re.search(r"set (data\.labels = \[.*\])\.", said)
+    assert line is not None
+    dealt = deal(clients_of(tmp_path, files, line[1].removeprefix("data.") + "\n"), None)
+    assert dealt.parts["a"].label_names == tuple(names)
+
+
+def test_one_number_in_two_spellings_in_two_files(tmp_path: Path) -> None:
+    config = clients_of(tmp_path, {"a": numbers("0", "1"), "b": numbers("0", "+1")})
+    with pytest.raises(ConfigError, match=r"b\.jsonl has the label '\+1', and \S+a\.jsonl has '1'") as error:
+        deal(config, None)
+    assert 'data.labels = ["0", "+1", "1"]' in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("labels", "cure"),
+    [
+        (("-1", "1"), 'give data.labels = ["-1", "1"].'),
+        (("+1", "-1"), 'give data.labels = ["-1", "+1"].'),
+        (("1", "+1", "0"), 'give data.labels = ["0", "+1", "1"].'),
+        (("a", "1"), "name every class in data.labels."),
+        (("0.5", "1"), "name every class in data.labels."),
+        (tuple(f"c{k}" for k in range(10_001)), "name every class in data.labels."),
+    ],
+)
+def test_an_error_of_labels_says_what_to_type_in_a_run(tmp_path: Path, labels: tuple[str, ...], cure: str) -> None:
+    """The reader's own argument is nothing that a config has."""
+    rows = [{"text": f"t {k} {label}", "label": label} for k, label in enumerate(labels * 2)]
+    with pytest.raises(DataError) as error:
+        deal(clients_of(tmp_path, {"a": rows}), None)
+    said = one_line(error)
+    assert said.endswith(cure) and "label_names" not in said
+
+
+def test_a_run_that_was_begun_with_other_classes_keeps_them(tmp_path: Path) -> None:
+    """A run of a time when labels 0 and 2 made three classes, and "1" beside "+1" two: as it was."""
+    config = clients_of(tmp_path, {"a": numbers(0, 2), "b": numbers(2)})
+    dealt = deal(config, None, ("0", "1", "2"))
+    assert all(part.label_names == ("0", "1", "2") for part in dealt.parts.values())
+    assert set(dealt.parts["a"].labels or ()) == {0, 2} and set(dealt.parts["b"].labels or ()) == {2}
+    old = clients_of(tmp_path, {"c": numbers("1", "+1", "0")})
+    assert deal(old, None, ("+1", "0", "1")).parts["c"].label_names == ("+1", "0", "1")
+    with pytest.raises(DataError, match="row 2, line 2: label '2' is none of the 2 classes that the run"):
+        deal(config, None, ("0", "1"))
+    named = clients_of(tmp_path, {"a": numbers(0, 2), "b": numbers(2)}, 'labels = ["2", "0"]\n')
+    assert deal(named, None, ("2", "0")).parts["b"].label_names == ("2", "0")
 
 
 def test_the_demo_has_classes_of_its_own(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> AdaptedModel:
     BACKBONES[request.param]().save_pretrained(tmp_path)
     tokenizer(classifies=True).save_pretrained(tmp_path)
     settings = LoRASettings(["q_proj", "v_proj"], 2.0, 0.0)
-    return AdaptedModel.load(tmp_path, "classification", settings, labels=("a", "b", "c"), seed=0)
+    return AdaptedModel.load(tmp_path, "classification", settings, labels=("blue", "green", "red"), seed=0)
 
 
 @pytest.mark.parametrize("name", ["fedit", "ffa-lora", "fedex-lora", "glora"])

@@ -6,16 +6,21 @@ of a dense copy), *contract* (what cannot be loaded is one line).
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from torch import nn
 
 from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
+from fedlora.training.evaluation import ModelEvaluator
 from fedlora.training.local import LocalTrainer, TrainSettings
 from fedlora.training.models import AdaptedModel, LoRASettings
 from support.known_warnings import CONV1D, FUTURE_NAMES
@@ -104,8 +109,50 @@ def test_a_pickled_model_is_never_opened(load: Loader, classifier: Path, tmp_pat
 
 def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load: Loader) -> None:
     """The directory's own head has 3 labels, the data 2: the likeliest mistake with a model fine-tuned before."""
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded") as caught:
         load(labels=("no", "yes"))
+    said = str(caught.value)
+    assert "2 classes ('no', 'yes')" in said and "'classifier.weight' has 3 rows" in said and "\n" not in said
+    assert "name all 3 in its order (data.labels of a run" in said and "ignore_mismatched_sizes" not in said
+    with pytest.raises(ConfigError, match=r"4 classes .* has 3 rows") as caught:
+        load(labels=tuple("abcd"))
+    assert "name all" not in str(caught.value), "no list of labels makes three rows four"
+
+
+def test_the_way_out_of_a_head_of_another_size_is_one(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    """What the message says, typed: the layers are the same, and a head of any size begins."""
+    with pytest.raises(ConfigError) as caught:
+        load(labels=tuple("abcd"))
+    typed = r"transformers\.Auto\w+\.from_pretrained\('[^']+'\)\.save_pretrained\('DIR'\)"
+    lines = re.findall(typed, str(caught.value))
+    assert len(lines) == 2
+    for line in lines:
+        exec(line.replace("'DIR'", repr(str(tmp_path / "DIR"))), {"transformers": transformers})
+    network = load(tmp_path / "DIR", labels=tuple("abcd")).network
+    assert network.get_parameter("classifier.weight").shape == (4, 32)
+    before = safetensors.torch.load_file(classifier / "model.safetensors")
+    layers = {name: p for name, p in network.named_parameters() if not name.startswith("classifier")}
+    assert layers and all(torch.equal(p, before[name]) for name, p in layers.items())
+
+
+def test_weights_of_other_shapes_than_the_config_says(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    """No head, and no news of one."""
+    folder = tmp_path / "m"
+    shutil.copytree(classifier, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 7}))
+    with pytest.raises(ConfigError, match=r"position_embeddings.weight' has the shape .* and \(7, 32\) by its config"):
+        load(folder)
+
+
+def test_data_of_other_classes_than_the_models_are_refused(load: Loader) -> None:
+    """Files that were read without label_names number the classes that they happen to hold."""
+    model, right = load(), classification(8, 0)
+    wrong = replace(right, labels=(0, 1) * 4, label_names=("blue", "red"))
+    with pytest.raises(ConfigError, match=r"the classes \['blue', 'green', 'red'\], and data have \['blue', 'red'\]"):
+        LocalTrainer(model, {"a": right, "b": wrong}, TrainSettings(steps=1), seed=0)
+    with pytest.raises(ConfigError, match="class k is the k-th name"):
+        ModelEvaluator(model, {"": wrong}, (), target="server")
 
 
 def test_targets_that_the_model_lacks_are_one_line(load: Loader) -> None:

@@ -105,7 +105,7 @@ def compare(
         )
     if planned and resume:
         done = kept.finished()
-        check_data([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], done, data_root)
+        check_data([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], done, kept)
     if planned:
         say_before(base, compared, seeds is None, workers)
     _print(experiment, kept, run_stages(experiment, kept, workers), form)

@@ -133,7 +133,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     from fedlora.runs.execution import execute_events
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
-    from fedlora.runs.resuming import changes
+    from fedlora.runs.resuming import changes, stored_classes
     from fedlora.simulation import ClientDone
 
     if folder.exists() and not resume:
@@ -145,7 +145,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         changes(folder, config)  # what cannot be gone on with is said before anything is read
     quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
-        prepared = prepare(config, data_root)
+        prepared = prepare(config, data_root, stored_classes(folder))
     tell_attack(prepared.manifest)
     if len(prepared.clients) == 1:
         notes.print(

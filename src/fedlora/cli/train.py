@@ -64,34 +64,39 @@ def train(
     """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
     from fedlora.adapters.writer import TRAIN, upload_folder
     from fedlora.data import demo_model, read_answers, read_classification, smollm2_model
+    from fedlora.data.labels import LabelError, given, shown
     from fedlora.data.sources import CHAT
     from fedlora.offline.site import Fresh, train_site
     from fedlora.training.local import TrainSettings
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
         raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
+    check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
     if steps:
         refuse_idle(context, {"epochs": f"counts where --steps is 0, and it is {steps}"})
     if adapter is not None:
         refuse_idle(context, dict.fromkeys(("rank", "targets"), f"is of a fresh adapter, and {adapter} has its own"))
-    check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
     if not (0 < lr < 1e6 and 0 < epochs < 1e6):
         raise ConfigError(f"--lr and --epochs are positive numbers; got {lr:g} and {epochs:g}.")
     columns = read_columns(data)
     names = [name.strip() for name in labels.split(",")] if labels is not None else None
     examples: TextData
     if label in columns:
-        examples = read_classification(data, text=text, label=label, pair=pair, label_names=names)
-        given = list(examples.label_names or ())
-        if len(given) < 2:
+        try:
+            examples = read_classification(data, text=text, label=label, pair=pair, label_names=names)
+        except LabelError as error:
+            raise error.worded("--labels") from None
+        found = examples.label_names
+        if len(found) < 2:
             raise ConfigError(
-                f"{data}: every example is of one class, {given[0]!r}, and a classifier needs two or more. Where other "
+                f"{data}: every example is of one class, {found[0]!r}, and a classifier needs two or more. Where other "
                 f"sites have more of them, name all with --labels, the same at every site."
             )
-        if names is None and given != [str(k) for k in range(len(given))]:
+        if names is None and found != tuple(str(k) for k in range(len(found))):
             raise ConfigError(
-                f"{data} has the classes {given[:5]} by name, and another site may number them otherwise, so the "
-                f"classifiers would not add up. Give --labels, the same at every site."
+                f"{data} has the classes {shown(found)}, and another site may have others or number them otherwise, so "
+                f"the classifiers would not add up. Give --labels, the same at every site, with the classes of all; "
+                f"if there are no more, {given('--labels', found)}."
             )
     elif response in columns or (messages or CHAT) in columns:
         if messages is not None or not {prompt, response} <= set(columns):

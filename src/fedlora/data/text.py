@@ -205,10 +205,10 @@ def read_classification(
     numbers the classes it happens to contain.
 
     Labels are names, whole numbers, or true and false; a column of more than one of these is refused. Without
-    label_names: whole numbers are the class indices and the names "0".."max"; true and false are the classes "false",
-    "true"; otherwise the classes are the sorted names. With label_names: a label is looked up as a name; a whole number
-    (false is 0, true is 1) is taken as an index, unless some label name is itself a number (then only names count). A
-    ClassLabel in a Parquet file brings its names.
+    label_names the classes are what occurs: names by the alphabet, whole numbers by size, "false" before "true"; a
+    number that is negative or written in two ways is refused. With label_names: a label is looked up as a name; a whole
+    number (false is 0, true is 1) is taken as an index, unless some label name is itself a number (then only names
+    count). A ClassLabel in a Parquet file brings its names.
 
     Args:
         path: a UTF-8 file. JSONL has one object per line; CSV and TSV have a header row and Excel's quoting.

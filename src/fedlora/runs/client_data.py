@@ -22,6 +22,7 @@ from fedlora.data import (
     select_tasks,
     split,
 )
+from fedlora.data.labels import LabelError, given, in_order, one_number, shown
 from fedlora.data.splits import Parts, follow, inputs
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import RunConfig
@@ -49,8 +50,11 @@ class Dealt:
     categories: Mapping[str, str] = field(default_factory=dict)
 
 
-def deal(config: RunConfig, data_root: Path | None) -> Dealt:
+def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] = ()) -> Dealt:
     """The run's data.
+
+    Args:
+        label_names: the classes that a run was begun with, in order; by default data.labels, or all that occur.
 
     Raises:
         ConfigError, DataError: what cannot be read or dealt out as asked.
@@ -64,7 +68,7 @@ def deal(config: RunConfig, data_root: Path | None) -> Dealt:
         )
     if config.data.task == "superni":
         return _superni(config, data_root)
-    dealt = _glue(config, data_root) if config.data.task is not None else _files(config)
+    dealt = _glue(config, data_root) if config.data.task is not None else _files(config, label_names)
     _check_classes(config, dealt)
     return dealt if share is None else _with_own_tests(dealt, share, config.run.seed)
 
@@ -124,7 +128,13 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
         )
     if config.model.task != "classification":
         raise ConfigError(f"data.task = {d.task!r} is a classification task; model.task is {config.model.task!r}.")
-    train, tests = read_glue(d.task, data_root)
+    try:
+        train, tests = read_glue(d.task, data_root)
+    except LabelError as error:
+        raise DataError(
+            f"{str(error).partition(' is not among ')[0]} is no class of data.task = {d.task!r}. GLUE's test sets "
+            f"have -1 in place of labels: take the files of its training and validation sets, or drop the row."
+        ) from error
     train, validation, _ = split(train, validation=d.validation, test=0, seed=seed)
     tests = {name: _at_most(part, d.max_test, seed, "test") for name, part in tests.items()}
     first, *others = tests
@@ -184,7 +194,7 @@ def _at_most(data: TextData, limit: int | None, seed: int, *purpose: str) -> Tex
     return data.select(sorted(drawn))
 
 
-def _files(config: RunConfig) -> Dealt:
+def _files(config: RunConfig, label_names: Sequence[str]) -> Dealt:
     d = config.data
     shares = {
         part: value if isinstance(value := getattr(d, part), float | int) else 0 for part in ("validation", "test")
@@ -192,7 +202,7 @@ def _files(config: RunConfig) -> Dealt:
     own: dict[str, dict[str, TextData]] = {"validation": {}, "test": {}}
     sources = {"": d.train} if d.train else dict(d.clients)
     files = [path for path in (*sources.values(), d.validation, d.test) if isinstance(path, str)]
-    text = _read(config, list(dict.fromkeys(files)))
+    text = _read(config, list(dict.fromkeys(files)), label_names)
     whole = {client: text[path] for client, path in sources.items() if path}
     pieces = follow({c: _split(config, c, data, shares) for c, data in whole.items()})
     pieces = {
@@ -237,35 +247,62 @@ def _split(config: RunConfig, client: str, data: TextData, shares: Mapping[str, 
         ) from error
 
 
-def _read(config: RunConfig, paths: list[str]) -> dict[str, TextData]:
-    """Path -> its examples. All files agree on the classes: data.labels, else the union of what each of them names."""
+def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -> dict[str, TextData]:
+    """Path -> its examples. All files agree on the classes: data.labels, else those that the run was begun with, else
+    all that occur in any of them."""
+
+    d = config.data
+    strict = bool(d.labels or begun_with)  # a row has a class by its name, and no index
 
     def read(path: str, names: Sequence[str] | None = None) -> TextData:
-        d = config.data
         if path == "demo":
             demo = demo_data()
             if d.labels and tuple(d.labels) != demo.label_names:
                 raise ConfigError(f"data.labels = {d.labels}, and the demo's classes are {list(demo.label_names)}.")
             return demo
         if config.model.task == "classification":
-            return read_classes(
-                path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=bool(d.labels)
-            )
+            try:
+                return read_classes(
+                    path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=strict
+                )
+            except LabelError as error:
+                if d.labels or not begun_with:
+                    raise error.worded("data.labels") from None
+                raise DataError(
+                    f"{str(error).partition(' is not among ')[0]} is none of the {len(begun_with)} classes that the "
+                    f"run was begun with, {shown(begun_with)}. Going on would mix two runs. Put the old file back, or "
+                    f"choose another --out."
+                ) from error
         return read_answers(path, prompt=d.prompt, response=d.response, messages=d.messages)
 
+    if begun_with and not d.labels:
+        return {path: read(path, begun_with) for path in paths}
     found = {path: read(path) for path in paths}
     if len({data.label_names for data in found.values()}) == 1:
         return found
-    widest = max(found.values(), key=lambda data: len(data.label_names))
-    for path, data in found.items():
-        if not set(data.label_names) & set(widest.label_names):
-            raise ConfigError(
-                f"the files have different label names: {path} has {list(data.label_names)}, another "
-                f"{list(widest.label_names)}. Give all of them the same names."
-            )
-    every = {name for data in found.values() for name in data.label_names}
-    names = sorted(every, key=int) if all(name.isdecimal() for name in every) else sorted(every)
+    names = _all_classes({path: data.label_names for path, data in found.items()})
     return {path: read(path, names) for path in paths}
+
+
+def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The classes of several files. Raises `ConfigError` where they may be the same ones, written otherwise."""
+    names = in_order(name for classes in found.values() for name in classes)
+    cure = f"If they are classes of their own, set {given('data.labels', names)}."
+    if same := one_number(names):
+        holders = [next(path for path, classes in found.items() if spelt in classes) for spelt in same]
+        raise ConfigError(
+            f"the files write one number in two ways: {holders[0]} has the label {same[0]!r}, and {holders[1]} has "
+            f"{same[1]!r}. Write it alike in all of them. {cure}"
+        )
+    widest, most = max(found.items(), key=lambda item: len(item[1]))
+    for path, classes in found.items():
+        if not set(classes) & set(most):
+            raise ConfigError(
+                f"the files have different label names: {path} has {shown(tuple(classes))}, and {widest} has "
+                f"{shown(tuple(most))}, with none in common. If these are the same classes, give them the same names "
+                f"in all files. {cure}"
+            )
+    return names
 
 
 def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:

@@ -77,11 +77,13 @@ class Prepared:
     secrets: Mapping[str, Any] | None = None
 
 
-def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
+def prepare(config: RunConfig, data_root: Path | None = None, label_names: Sequence[str] = ()) -> Prepared:
     """Read the data, deal it out, load the model. Nothing is written.
 
     Args:
         data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
+        label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default data.labels,
+            or all that occur.
 
     Raises:
         ConfigError, DataError, HyperparameterError: what cannot be run as written.
@@ -98,7 +100,7 @@ def prepare(config: RunConfig, data_root: Path | None = None) -> Prepared:
     check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
     _check_task(config)
-    data = deal(config, data_root)
+    data = deal(config, data_root, label_names)
     _check_measuring(config, data)
     adversary = config.attack.adversary(
         list(data.parts), config.run.seed,

@@ -57,6 +57,17 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     return stored.canonical() != config.canonical()
 
 
+def stored_classes(folder: RunFolder) -> tuple[str, ...]:
+    """The classes that the run in a folder was begun with, in order; empty where there is no run, or it has none. Of a
+    damaged manifest too: `check_content` says what is wrong with it before the run goes on."""
+    try:
+        data = folder.read_json("manifest.json")["data"] if folder.exists() else {}
+    except CheckpointError:
+        return ()
+    found = data.get("labels") if isinstance(data, dict) else None
+    return tuple(found) if isinstance(found, list) and all(isinstance(name, str) for name in found) else ()
+
+
 def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> None:
     """Raises `CheckpointError` unless model, data and threads are those of the stored run. stored: its facts, where
     they are not in its manifest, for the run is private: then no client is named, and nothing counted."""

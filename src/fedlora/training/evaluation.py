@@ -239,6 +239,7 @@ class ModelEvaluator:
         return pieces
 
     def _prepared(self, data: TextData) -> _HeldOut:
+        self._model.check_classes(data.label_names)
         max_length, max_new_tokens, _ = self._limits
         tokenizer = self._model.tokenizer
         prompts: list[list[int]] | None = None

@@ -196,6 +196,8 @@ class LocalTrainer(RoundTrainer):
         self, model: AdaptedModel, data: Mapping[str, TextData], settings: TrainSettings, *, seed: int
     ) -> None:
         super().__init__(model, settings, seed=seed)
+        for part in data.values():
+            model.check_classes(part.label_names)
         self._data: dict[str, Encoded] = {
             client: encode(
                 part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on,

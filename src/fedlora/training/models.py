@@ -172,6 +172,9 @@ class AdaptedModel:
                     path, dtype=dtype, use_safetensors=True, config=config, **where, **_quantisation(four_bit, device)
                 )
         except (OSError, ValueError, RuntimeError) as error:
+            if task == "classification" and "ignore_mismatched_sizes" in str(error):
+                made = {"dtype": dtype, "config": config, **_quantisation(four_bit, device)}
+                raise ConfigError(_other_head(path, labels, kind, where, made)) from error
             raise ConfigError(
                 f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
                 f"Give a directory with config.json, tokenizer and model.safetensors, or a hub id."
@@ -208,6 +211,19 @@ class AdaptedModel:
     @property
     def device(self) -> torch.device:
         return next(self._base.parameters()).device
+
+    def check_classes(self, names: Sequence[str]) -> None:
+        """Raises `ConfigError` for data whose k-th class is not the model's k-th: the head would learn and be measured
+        on other classes than are meant, and no number would tell."""
+        config: Any = getattr(self._base, "config", None)
+        own = list((getattr(config, "id2label", None) or {}).values()) if self.task == "classification" else []
+        nameless = own == [f"LABEL_{k}" for k in range(len(own))]  # a model that was not loaded by `load`
+        if own and names and list(names) != own and not nameless:
+            raise ConfigError(
+                f"the model was loaded for the classes {own[:20]}, and data have {list(names[:20])}: class k is the "
+                f"k-th name of both. Read every file with the same label_names, and load the model with "
+                f"labels=data.label_names."
+            )
 
     @property
     def positions(self) -> int | None:
@@ -395,6 +411,41 @@ def _checkpoint(base: Any) -> None:
 
 def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
     output.requires_grad_(True)
+
+
+def _other_head(
+    path: str | os.PathLike[str], labels: Sequence[str], kind: Any, where: Mapping[str, Any], made: Mapping[str, Any]
+) -> str:
+    """What is said of a model whose weights are of other shapes than a classifier of these labels has."""
+    from transformers import AutoConfig
+
+    found = kind.from_pretrained(
+        path, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **where, **made
+    )[1]["mismatched_keys"]
+    shapes = {name: (tuple(stored), tuple(wanted)) for name, stored, wanted in sorted(found)}
+    heads = {name: stored[0] for name, (stored, wanted) in shapes.items() if wanted[:1] == (len(labels),)}
+    model, listed = os.fspath(path), ", ".join(map(repr, labels[:5])) + ", ..." * (len(labels) > 5)
+    if not heads:
+        name, (stored, wanted) = next(iter(shapes.items()))
+        return (
+            f"the model {model!r} cannot be loaded: {name!r} has the shape {stored} in its weights, and {wanted} by "
+            f"its config.json. Take the config.json that belongs to the weights."
+        )
+    name = next((name for name in heads if name.endswith("weight")), next(iter(heads)))
+    rows, own = heads[name], list(AutoConfig.from_pretrained(path, **where).id2label.values())
+    named = f" ({', '.join(map(repr, own[:5]))}{', ...' * (len(own) > 5)})" if len(own) == rows else ""
+    theirs = (
+        f"If its classes are the data's, name all {rows} in its order (data.labels of a run, --labels of a command). "
+        if rows > len(labels)
+        else ""
+    )
+    return (
+        f"the model {model!r} cannot be loaded for the data's {len(labels)} classes ({listed}): it was fine-tuned "
+        f"before, and its own head {name!r} has {rows} rows{named}. {theirs}For a new head take a model without one: "
+        f"the pre-trained one that it was made from, or its layers alone, which in Python "
+        f"transformers.AutoModel.from_pretrained({model!r}).save_pretrained('DIR') writes, and "
+        f"transformers.AutoTokenizer.from_pretrained({model!r}).save_pretrained('DIR') its tokenizer beside them."
+    )
 
 
 def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:

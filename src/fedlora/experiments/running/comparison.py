@@ -8,6 +8,7 @@ A run is found by its configuration's digest, wherever in OUT it lies; where it 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.manifest import data_facts
+from fedlora.runs.resuming import stored_classes
 from fedlora.runs.sections import MethodSection
 
 PROFILE = "comparison"  # the one that a comparison's experiment has
@@ -101,6 +103,11 @@ class ComparedRuns:
             return named
         return next((folder for folder in self.folders() if _digest(folder) == run.digest), named)
 
+    def classes(self, run: PlannedRun) -> tuple[str, ...]:
+        data = json.loads(run.config.canonical())["data"]
+        alike = (folder for folder in self.folders() if _data(folder) == data)
+        return next(filter(None, map(stored_classes, [self.folder(run), *alike])), ())
+
     def folders(self) -> Iterator[RunFolder]:
         """Every run that is there, finished or not."""
         for depth in _DEPTHS:
@@ -155,12 +162,12 @@ class ComparedRuns:
         return Path(folder_name(run.cell[AXIS]), *search, *value, f"seed-{run.seed}")
 
 
-def check_data(runs: Sequence[PlannedRun], results: Mapping[str, Result], data_root: Path | None) -> None:
+def check_data(runs: Sequence[PlannedRun], results: Mapping[str, Result], places: ComparedRuns) -> None:
     """Raises `ConfigError` where a finished one of the runs was of other data than there are now: what is still to be
     run could not be compared with it. One is looked at, for all read the same files."""
     for run in runs:
         if run.digest in results:
-            now = data_facts(deal(run.config, data_root))
+            now = data_facts(deal(run.config, places.data_root, places.classes(run)))
             if other := _other(results[run.digest].raw["data"], now):
                 raise ConfigError(
                     f"{run.label} is finished, and its {other} data are not those that there are now: a file has "
@@ -214,6 +221,14 @@ def _digest(folder: RunFolder) -> str | None:
         return None
     found = manifest.get("config_digest") if isinstance(manifest, dict) else None
     return found if isinstance(found, str) else None
+
+
+def _data(folder: RunFolder) -> Any:
+    """Table [data] of the run there, as it is stored; None where it cannot be read."""
+    try:
+        return folder.read_json("config.json").get("data")
+    except CheckpointError:
+        return None
 
 
 def _wrong(section: MethodSection) -> str | None:

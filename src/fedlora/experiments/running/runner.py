@@ -47,6 +47,9 @@ class Keeper(Protocol):
     def folder(self, run: PlannedRun) -> RunFolder:
         """Where the run is, or will be."""
 
+    def classes(self, run: PlannedRun) -> tuple[str, ...]:
+        """The classes that the run was begun with, or another that it is compared with; empty where none was."""
+
     def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
         """Digest -> result; with `unclean`, also those of a changed checkout."""
 
@@ -72,6 +75,9 @@ class Places:
 
     def folder(self, run: PlannedRun) -> RunFolder:
         return RunFolder(self.work / "runs" / run.digest)
+
+    def classes(self, run: PlannedRun) -> tuple[str, ...]:
+        return resuming.stored_classes(self.folder(run))
 
     def failure(self, digest: str) -> Path:
         return self.work / "failures" / f"{digest}.json"
@@ -251,7 +257,8 @@ def _merge(run: PlannedRun, prepared: Prepared, places: Keeper) -> None:
     folder, before = places.folder(run), {}
     if (folder.path / MERGERS).is_file():
         before = folder.read_json(MERGERS)
-    made = merge_all(prepared, deal(run.config, places.data_root), folder, run.mergers, validate=run.searching)
+    classes = next(iter(prepared.parts.values())).label_names
+    made = merge_all(prepared, deal(run.config, places.data_root, classes), folder, run.mergers, validate=run.searching)
     now = made_by(prepared.manifest)
     for label, facts in made.items():
         told = before.get(label, facts)["merger"] == facts["merger"]  # another experiment's label may be of another one
@@ -289,7 +296,8 @@ def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
                 "them, and [privacy] promises otherwise: use fedlora run, or data that everybody has (data.task)."
             )
         folder = places.folder(run)
-        prepared = prepare(with_ledger(run.config, str(folder.path / LEDGER)), places.data_root)
+        config = with_ledger(run.config, str(folder.path / LEDGER))
+        prepared = prepare(config, places.data_root, places.classes(run))
         _check_unchanged(run)
         trained = _trained(run, prepared, folder)
         if not trained:
