@@ -17,8 +17,8 @@ from support.command_line import Said
 METHODS = (["--weights-from", "num_examples"], ["--method", "glora"], ["--method", "glora", "--state", "state"], [])
 
 
-def upload(folder: Path, name: str, **facts: Any) -> Path:
-    where = saved(folder, name, 2)
+def upload(folder: Path, name: str, base: str = "tiny", **facts: Any) -> Path:
+    where = saved(folder, name, 2, base=base)
     (where / "upload.json").write_text(json.dumps({"client": name, "num_examples": 10, "round": 1} | facts))
     return where
 
@@ -57,6 +57,42 @@ def test_other_base_weights_are_refused(tmp_path: Path, main: Callable[..., Said
     d = upload(tmp_path, "d", base_model_sha256={"model-00001-of-00002.safetensors": "2" * 64})
     assert "files of other names" in str(merge([a, d], tmp_path / "o").warnings)
     assert merge([a, upload(tmp_path, "e", base_model_sha256=one)], tmp_path / "p").warnings == ()
+
+
+@pytest.mark.parametrize("how", METHODS, ids=str)
+def test_equal_digests_of_the_weights_are_one_base_under_two_names(
+    how: list[str], tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sites keep the model at paths of their own. Where one says no digests, or of config.json alone, names decide."""
+    monkeypatch.chdir(tmp_path)
+    same = {"config.json": "1" * 64, "model.safetensors": "2" * 64}
+    a = upload(tmp_path, "a", base="/a/minilm", base_model_sha256=same)
+    b = upload(tmp_path, "b", base="/b/minilm-copy", base_model_sha256=same | {"config.json": "3" * 64})
+    done = main("merge", a, b, *how, "-o", "m")
+    assert done.code == 0, done.err
+    said = "/a/minilm and /b/minilm-copy are taken as one base model: the SHA-256 of their weights are equal"
+    assert said in done.err
+    assert main("diff", a, b).code == 0
+    for k, silent in enumerate((None, {}, {"config.json": "1" * 64})):
+        c = upload(tmp_path, f"c{k}", base="/c/other", base_model_sha256=silent)
+        assert "different base models" in main("merge", a, c, *how, "-o", "n").error()
+    named = [upload(tmp_path / "named", name, base_model_sha256=same) for name in "ab"]
+    assert "one base model" not in main("merge", *named, "-o", "p").err  # one name: nothing to say
+
+
+def test_a_state_knows_its_base_under_the_names_of_every_round(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Round 2 is of what round 1 handed out, which has one name, and of a site that comes later with a path of its own,
+    first in the order of the command."""
+    same = {"model.safetensors": "2" * 64}
+    options = ["--method", "glora", "--state", tmp_path / "s"]
+    bases = {"b": "/b/minilm", "c": "org/minilm"}
+    first = [upload(tmp_path / "1", name, base=base, base_model_sha256=same) for name, base in bases.items()]
+    assert main("merge", *first, *options, "-o", tmp_path / "r1").code == 0
+    assert json.loads((tmp_path / "r1/adapter_config.json").read_text())["base_model_name_or_path"] == "org/minilm"
+    bases = {"a": "/a/minilm", "b": "org/minilm", "c": "org/minilm"}
+    later = [upload(tmp_path / "2", n, base=base, base_model_sha256=same, round=2) for n, base in bases.items()]
+    done = main("merge", *later, *options, "-o", tmp_path / "r2")
+    assert done.code == 0, done.err
 
 
 def test_nobody_counts_twice_or_goes_without_a_word(tmp_path: Path, main: Callable[..., Said]) -> None:

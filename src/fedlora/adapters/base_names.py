@@ -64,11 +64,12 @@ class _Known:
     snapshot: str | None = None
 
 
-def check_same_base(bases: Iterable[Base], *, declared: bool = False) -> list[str]:
+def check_same_base(bases: Iterable[Base], *, declared: bool = False, digests: bool = False) -> list[str]:
     """What was taken as one model under two names, in words.
 
     Args:
-        declared: the user has said (`--same-base`) that all names mean one model.
+        declared: the user has said (`--same-base`) that all names mean one model. digests: those of the weights are
+            known of all, and equal.
 
     Raises:
         AdapterFormatError: two of them name different models, as far as can be told, or two revisions of one.
@@ -79,13 +80,14 @@ def check_same_base(bases: Iterable[Base], *, declared: bool = False) -> list[st
             raise AdapterFormatError(
                 f"the adapters are of different base models, so they do not add up: {a} and {b}: two revisions."
             )
-        if not declared and not is_same_base(a, b):
+        if not (declared or digests or is_same_base(a, b)):
             raise AdapterFormatError(
                 f"the adapters are of different base models, so they do not add up: {a} and {b}. "
                 f"If both mean one model with the same weights, --same-base (same_base=True) says so."
             )
         if a.name != b.name:
-            notes.append(f"{a} and {b} are taken as one base model{' (--same-base)' if declared else ''}")
+            why = ": the SHA-256 of their weights are equal" if digests else " (--same-base)" if declared else ""
+            notes.append(f"{a} and {b} are taken as one base model{why}")
     return notes
 
 

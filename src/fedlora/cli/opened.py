@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedlora.adapters import allocation
+from fedlora.adapters.agreement import same_weights
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.merging import open_adapters
 from fedlora.adapters.reader import AdapterFile
@@ -40,7 +41,7 @@ def tell(remarks: Sequence[str]) -> None:
 
 
 def of_one_base(files: Sequence[AdapterFile]) -> list[AdapterFile]:
-    files = list(Collection.of(files, [1.0] * len(files)).files)
+    files = list(Collection.of(files, [1.0] * len(files), same_weights=same_weights(files)).files)
     first: dict[str, tuple[tuple[int, ...], AdapterFile]] = {}
     for file in files:
         for path in file.layouts:
