@@ -6,6 +6,7 @@ the same, in float64. peft's own merge is no oracle here: it is wrong in places.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +23,9 @@ from transformers import BertForSequenceClassification, LlamaForCausalLM, PreTra
 
 from fedlora.adapters.apply import apply_adapter
 from fedlora.adapters.base_model import BaseFiles
+from fedlora.adapters.base_names import KNOWN_WEIGHTS
 from fedlora.adapters.reader import AdapterFile
+from fedlora.data.demo import HUB_NAMES, MODEL_SHA256, PACKAGED
 from fedlora.errors import AdapterFormatError
 from support.command_line import Said
 from support.peft_cases import CASES, TIED, Case, loaded, randomise, saved
@@ -346,3 +349,53 @@ def test_a_base_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(AdapterFormatError, match="has changed while it was read"):
         apply_adapter(AdapterFile(adapter), opened, tmp_path / "full")
     assert not (tmp_path / "full").exists()
+
+
+# ---- the base model's name -------------------------------------------------------------------------------------------
+
+
+def test_a_packaged_model_is_named_as_train_names_it(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, base = small(tmp_path)
+    monkeypatch.setitem(PACKAGED, "demo", lambda: base)
+    assert main("validate", adapter, "--base", "demo").code == 0
+    done = main("apply", adapter, "--base", "demo", "-o", tmp_path / "full")
+    assert done.code == 0 and (tmp_path / "full" / "model.safetensors").is_file(), done.err
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(PACKAGED, "smollm2", lambda: tmp_path / "model.gguf")
+    for name, why in (("smollm2", r"one file, model\.gguf.*SmolLM2-135M-Instruct, from the hub"), ("nowhere", "demo")):
+        for command in (["apply", adapter, "-o", tmp_path / "more"], ["validate", adapter]):
+            assert re.search(why, main(*command, "--base", name).complaint())
+
+
+def test_another_name_of_the_same_weights_is_no_cause_for_alarm(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known by the digests in upload.json, by the path in the adapter's config, or by the table of known weights."""
+    adapter, base = small(tmp_path)
+    reconfigure(base, _name_or_path="some/ancestor")
+    reconfigure(adapter, base_model_name_or_path="org/this-one")
+
+    def alarmed() -> bool:
+        done = main("validate", adapter, "--base", base)
+        assert done.code == 0, done.err
+        return "it may be another model" in done.err
+
+    assert alarmed()
+    digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    for found, says in ((digest, False), ("0" * 64, True)):
+        facts = {"client": "a", "num_examples": 1, "base_model_sha256": {"model.safetensors": found}}
+        (adapter / "upload.json").write_text(json.dumps(facts))
+        assert alarmed() is says
+    (adapter / "upload.json").unlink()
+    monkeypatch.setitem(KNOWN_WEIGHTS, digest, "org/This-One")
+    assert not alarmed()
+    monkeypatch.setitem(KNOWN_WEIGHTS, digest, "org/that-one")
+    assert alarmed()
+    reconfigure(adapter, base_model_name_or_path=str(base))
+    assert not alarmed()
+
+
+def test_the_demo_model_is_known_by_its_weights() -> None:
+    assert KNOWN_WEIGHTS[MODEL_SHA256] == HUB_NAMES["demo"]

@@ -40,6 +40,10 @@ _OLD_NAMES = {
     "distilroberta-base": "distilbert", "distilgpt2": "distilbert", "t5-small": "google-t5", "t5-base": "google-t5",
     "t5-large": "google-t5", "albert-base-v2": "albert",
 }  # fmt: skip
+# SHA-256 of model.safetensors -> the hub's name of a model whose config.json calls itself otherwise.
+KNOWN_WEIGHTS = {
+    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db": "sentence-transformers/all-MiniLM-L6-v2",
+}
 
 
 @dataclass(frozen=True)
