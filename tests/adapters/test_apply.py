@@ -19,7 +19,12 @@ import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from fedlora.adapters.apply import apply_adapter
 from fedlora.adapters.base_model import BaseFiles
@@ -29,7 +34,7 @@ from fedlora.data.demo import HUB_NAMES, MODEL_SHA256, PACKAGED
 from fedlora.errors import AdapterFormatError
 from support.command_line import Said
 from support.peft_cases import CASES, TIED, Case, loaded, randomise, saved
-from support.tiny_models import TOKENS, bert, llama
+from support.tiny_models import TOKENS, bert, distilbert, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -307,6 +312,82 @@ def test_a_head_on_an_encoder_stored_alone(tmp_path: Path, main: Callable[..., S
     assert done.code == 0 and "classifier.weight (3, 32) is added" in done.err
     full = BertForSequenceClassification.from_pretrained(tmp_path / "full", num_labels=3).eval()
     torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-10)
+
+
+CLASSES = ("no", "yes", "may be")
+FACTS = {"client": "a", "num_examples": 1}
+SAYS_CLASSES = {
+    "labels.json": {"num_labels": 3, "id2label": dict(enumerate(CLASSES))},
+    "upload.json": FACTS | {"label_names": list(CLASSES)},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("says", SAYS_CLASSES)
+@pytest.mark.parametrize("build", [bert, distilbert], ids=lambda build: build.__name__)
+def test_a_classifier_is_loaded_by_its_own_config(
+    build: Callable[[], Any], says: str, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """An encoder's config.json knows no classes. The written model is loaded by AutoModelForSequenceClassification with
+    no word on them, answers as peft's, and is not passed off as the base model by its card."""
+    model = build().double()
+    model.base_model.save_pretrained(tmp_path / "base")
+    card = "---\nlicense: apache-2.0\nlibrary_name: sentence-transformers\n---\n# Of the base\n"
+    (tmp_path / "base" / "README.md").write_text(card)
+    torch.manual_seed(0)
+    fresh = lambda: type(model).from_pretrained(tmp_path / "base", num_labels=3).eval()  # noqa: E731
+    target = "query" if build is bert else "q_lin"
+    peft_model = get_peft_model(fresh(), LoraConfig(r=2, target_modules=[target], task_type="SEQ_CLS"))
+    randomise(peft_model, 1)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    reconfigure(tmp_path / "adapter", base_model_name_or_path="org/tiny")
+    (tmp_path / "adapter" / says).write_text(json.dumps(SAYS_CLASSES[says]))
+    want = said(PeftModel.from_pretrained(fresh(), tmp_path / "adapter").eval(), {"input_ids": TOKENS})
+
+    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    first = CLASSES[0] if says != "nothing" else "LABEL_0"
+    assert done.code == 0 and f"config.json has its classes: '{first}'" in done.err, done.err
+    full = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full").eval()
+    torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-10)
+    names = CLASSES if says != "nothing" else ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert full.config.id2label == dict(enumerate(names)) and full.config.label2id == {
+        n: k for k, n in enumerate(names)
+    }
+    config = json.loads((tmp_path / "full" / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__] and config["num_labels"] == 3
+    written = (tmp_path / "full" / "README.md").read_text()
+    front = "---\nlibrary_name: transformers\nlicense: apache-2.0\nbase_model: org/tiny\n"
+    assert written.startswith(front) and "AutoModelForSequenceClassification" in written
+    assert (
+        written.index("A full model with a LoRA adapter")
+        < written.index("It is not of this model")
+        < written.index("# Of the base")
+    )
+    assert (
+        main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full", "--force").code == 0
+    )
+
+
+def test_a_head_of_no_known_class_is_said(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Its classes are counted, and the architectures stay: no class of the type has a head of that name."""
+    build = NoBodysHead
+    build().bert.save_pretrained(tmp_path / "base")
+    options = LoraConfig(r=2, target_modules=["query"], modules_to_save=["judge"], task_type="SEQ_CLS")
+    peft_model = get_peft_model(build(), options)
+    randomise(peft_model, 1)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    reconfigure(tmp_path / "adapter", modules_to_save=["judge"])
+    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    assert done.code == 0 and "which class of transformers has this head cannot be told here" in done.err, done.err
+    config = json.loads((tmp_path / "full" / "config.json").read_text())
+    assert config["architectures"] == ["BertModel"] and config["num_labels"] == 4
+
+
+class NoBodysHead(BertForSequenceClassification):
+    def __init__(self) -> None:
+        super().__init__(bert().config)
+        del self.classifier
+        self.judge = nn.Linear(32, 4)
 
 
 def test_tokens_of_a_head_with_a_bias_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -218,7 +218,7 @@ class _Planning:
         """The tensors beside the pairs."""
         for head in self.file.heads:
             kind = self.file.kind(head)
-            if _is_put_aside(head):
+            if is_put_aside(head):
                 self.notes.append(f"{head} is not used: peft does not load it.")
                 continue
             if kind == "tokens":
@@ -262,7 +262,7 @@ class _Planning:
         if not ends:
             return
         heads = [head for head in self.file.heads if self.file.kind(head) == "head"]
-        given = {bare(head) for head in heads if not _is_put_aside(head)}
+        given = {bare(head) for head in heads if not is_put_aside(head)}
         self.file.limits.check(
             "questions", len(ends) * len(self.base), f"{len(ends):,} names for {len(self.base):,} tensors are too many"
         )
@@ -473,7 +473,7 @@ class _Planning:
         return AdapterFormatError(f"{self.file.directory}: {why}.")
 
 
-def _is_put_aside(head: str) -> bool:
+def is_put_aside(head: str) -> bool:
     """Whether a trained bias is one of those that peft's wrapper of a saved module holds by itself: of the original
     that lies idle, or a second time the saved one's. Neither is read again."""
     return bool({"original_module", "modules_to_save"} & set(head.split(".")))

@@ -220,7 +220,9 @@ def _check_error(
             ways.append("Another method, or a higher rank, may be nearer.")
         elif cut:
             parts.append(f"{cut:.2g} by the cut to rank {wanted.rank}")
-            ways.append("A higher rank or energy=... cuts less; exact cuts nothing.")
+            ways.append(
+                "A higher rank or --rank energy=0.99 cuts less; --rank exact cuts nothing (rank='exact' in Python)."
+            )
         if rounding:
             parts.append(f"{rounding:.2g} by writing {name_of(dtype)}")
             ways.append(f"--dtype {_wider(dtype)} rounds less.")
@@ -336,7 +338,7 @@ def _report(
         error=total_error(reports), rounding=total_rounding(reports), modules=tuple(reports), lacking=lacking,
         beside_rounding=max(extras.rounding.values(), default=0.0),
         dropped={name: tuple(names) for name, names in left.dropped.items()}, warnings=tuple(notes), bytes=size,
-        bytes_before=sum(file.size() for file in given.files),
+        bytes_before=sum(file.tensor_bytes() for file in given.files),
     )  # fmt: skip
 
 

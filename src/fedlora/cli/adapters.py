@@ -186,6 +186,7 @@ def apply(
     from fedlora.adapters.merging import open_adapters
     from fedlora.cli import applied
     from fedlora.cli.opened import base_files, tell
+    from fedlora.training.head_classes import class_with_head
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
@@ -198,6 +199,7 @@ def apply(
         DTYPES[dtype] if dtype else None,
         progress=lambda steps: tracked(steps, "writing"),
         force=force,
+        find=class_with_head,
     )
     if json:
         print_json({"out": str(out)} | applied.as_json(done))
