@@ -42,6 +42,44 @@ def test_contrary_classes_are_refused(
     assert "classes" not in main("merge", a, c, "-o", "n").err
 
 
+CLASSES = ["no", "yes", "may be"]
+
+
+@pytest.mark.parametrize("how", METHODS, ids=str)
+def test_classes_that_all_agree_on_go_with_the_result(
+    how: list[str], tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """labels.json as a run's adapter has it, for clients too; not without the head. The next resize reads it, and
+    --force replaces it."""
+    monkeypatch.chdir(tmp_path)
+    a, b = (upload(tmp_path, name, label_names=CLASSES) for name in "ab")
+    more = ["--readout", "same"] if how else []
+    done = main("merge", a, b, *how, *more, "-o", "m")
+    assert done.code == 0, done.err
+    if "--state" not in how:  # a round counts once
+        assert main("merge", a, b, *how, *more, "-o", "m", "--force").code == 0
+    want = {"num_labels": 3, "id2label": {"0": "no", "1": "yes", "2": "may be"}}
+    for place in ("m", *(["m/clients/a", "m/clients/b"] if more else [])):
+        assert json.loads(Path(place, "labels.json").read_text()) == want
+    for force in ([], ["--force"]):
+        assert main("resize", "m", "--rank", 1, "-o", "small", *force).code == 0
+        assert json.loads(Path("small/labels.json").read_text()) == want
+    assert main("merge", a, b, "--drop", "heads", "-o", "n").code == 0 and not Path("n/labels.json").exists()
+
+
+def test_classes_that_do_not_fit_are_left_out_and_it_is_said(tmp_path: Path) -> None:
+    two = [upload(tmp_path / "two", name, label_names=["no", "yes"]) for name in "ab"]
+    assert "has 2 label names, and no trained head has as many rows" in str(merge(two, tmp_path / "m").warnings)
+    a, b = (saved(tmp_path, name, 2) for name in "ab")
+    for where, names in ((a, CLASSES), (b, CLASSES[::-1])):
+        (where / "labels.json").write_text(json.dumps({"num_labels": 3, "id2label": dict(enumerate(names))}))
+    assert "name their classes differently" in str(merge([a, b], tmp_path / "n").warnings)
+    assert not (tmp_path / "m" / "labels.json").exists() and not (tmp_path / "n" / "labels.json").exists()
+    (b / "labels.json").write_text('{"id2label": {"1": "x"}}')
+    with pytest.raises(AdapterFormatError, match=r"labels\.json does not name classes 0, 1, 2"):
+        merge([a, b], tmp_path / "o")
+
+
 def test_other_base_weights_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
     """The same name of a base is not the same base, and --same-base says so; other names of files tell nothing."""
     one = {"config.json": "1" * 64, "model.safetensors": "2" * 64}

@@ -46,8 +46,9 @@ _FILES = rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|README\.md"
 ADAPTER_FOLDER = FolderKind("an adapter", CONFIG_FILE, _FILES)
 MERGE, RESIZE, TRAIN = "fedlora merge", "fedlora resize", "fedlora train"  # what a folder's weights say of its writer
 _WEIGHTS = f"**/{WEIGHTS_FILE}"
-MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, rf"(clients/[^/]+/)?({_FILES})", only_by(MERGE, _WEIGHTS))
-RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _FILES, only_by(RESIZE, _WEIGHTS))
+_RESULT = rf"{_FILES}|labels\.json"
+MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, rf"(clients/[^/]+/)?({_RESULT})", only_by(MERGE, _WEIGHTS))
+RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _RESULT, only_by(RESIZE, _WEIGHTS))
 
 
 def upload_folder(by: str) -> FolderKind:
