@@ -87,7 +87,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Parts:
-    """What results of one merge have in common: their modules, what lies beside the pairs, the type, names of classes."""
+    """What results of one merge have in common: modules, what lies beside the pairs, the type, names of classes."""
 
     modules: frozenset[str]
     spec: AdapterSpec
@@ -324,7 +324,7 @@ def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[st
     if other is not None:
         return (), [f"{first} and {other} name their classes differently, so the result has no labels.json"]
     if len(names) not in rows:
-        return (), [f"{first} has {len(names)} label names, and no trained head has as many rows: no labels.json"]
+        return (), [f"{len(names)} label names, and no trained head has as many rows, so the result has no labels.json"]
     return names, []
 
 
