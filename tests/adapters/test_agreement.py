@@ -17,8 +17,8 @@ from support.command_line import Said
 METHODS = (["--weights-from", "num_examples"], ["--method", "glora"], ["--method", "glora", "--state", "state"], [])
 
 
-def upload(folder: Path, name: str, **facts: Any) -> Path:
-    where = saved(folder, name, 2)
+def upload(folder: Path, name: str, base: str = "tiny", **facts: Any) -> Path:
+    where = saved(folder, name, 2, base=base)
     (where / "upload.json").write_text(json.dumps({"client": name, "num_examples": 10, "round": 1} | facts))
     return where
 
@@ -42,6 +42,44 @@ def test_contrary_classes_are_refused(
     assert "classes" not in main("merge", a, c, "-o", "n").err
 
 
+CLASSES = ["no", "yes", "may be"]
+
+
+@pytest.mark.parametrize("how", METHODS, ids=str)
+def test_classes_that_all_agree_on_go_with_the_result(
+    how: list[str], tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """labels.json as a run's adapter has it, for clients too; not without the head. The next resize reads it, and
+    --force replaces it."""
+    monkeypatch.chdir(tmp_path)
+    a, b = (upload(tmp_path, name, label_names=CLASSES) for name in "ab")
+    more = ["--readout", "same"] if how else []
+    done = main("merge", a, b, *how, *more, "-o", "m")
+    assert done.code == 0, done.err
+    if "--state" not in how:  # a round counts once
+        assert main("merge", a, b, *how, *more, "-o", "m", "--force").code == 0
+    want = {"num_labels": 3, "id2label": {"0": "no", "1": "yes", "2": "may be"}}
+    for place in ("m", *(["m/clients/a", "m/clients/b"] if more else [])):
+        assert json.loads(Path(place, "labels.json").read_text()) == want
+    for force in ([], ["--force"]):
+        assert main("resize", "m", "--rank", 1, "-o", "small", *force).code == 0
+        assert json.loads(Path("small/labels.json").read_text()) == want
+    assert main("merge", a, b, "--drop", "heads", "-o", "n").code == 0 and not Path("n/labels.json").exists()
+
+
+def test_classes_that_do_not_fit_are_left_out_and_it_is_said(tmp_path: Path) -> None:
+    two = [upload(tmp_path / "two", name, label_names=["no", "yes"]) for name in "ab"]
+    assert "2 label names, and no trained head has as many rows" in str(merge(two, tmp_path / "m").warnings)
+    a, b = (saved(tmp_path, name, 2) for name in "ab")
+    for where, names in ((a, CLASSES), (b, CLASSES[::-1])):
+        (where / "labels.json").write_text(json.dumps({"num_labels": 3, "id2label": dict(enumerate(names))}))
+    assert "name their classes differently" in str(merge([a, b], tmp_path / "n").warnings)
+    assert not (tmp_path / "m" / "labels.json").exists() and not (tmp_path / "n" / "labels.json").exists()
+    (b / "labels.json").write_text('{"id2label": {"1": "x"}}')
+    with pytest.raises(AdapterFormatError, match=r"labels\.json does not name classes 0, 1, 2"):
+        merge([a, b], tmp_path / "o")
+
+
 def test_other_base_weights_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
     """The same name of a base is not the same base, and --same-base says so; other names of files tell nothing."""
     one = {"config.json": "1" * 64, "model.safetensors": "2" * 64}
@@ -57,6 +95,42 @@ def test_other_base_weights_are_refused(tmp_path: Path, main: Callable[..., Said
     d = upload(tmp_path, "d", base_model_sha256={"model-00001-of-00002.safetensors": "2" * 64})
     assert "files of other names" in str(merge([a, d], tmp_path / "o").warnings)
     assert merge([a, upload(tmp_path, "e", base_model_sha256=one)], tmp_path / "p").warnings == ()
+
+
+@pytest.mark.parametrize("how", METHODS, ids=str)
+def test_equal_digests_of_the_weights_are_one_base_under_two_names(
+    how: list[str], tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sites keep the model at paths of their own. Where one says no digests, or of config.json alone, names decide."""
+    monkeypatch.chdir(tmp_path)
+    same = {"config.json": "1" * 64, "model.safetensors": "2" * 64}
+    a = upload(tmp_path, "a", base="/a/minilm", base_model_sha256=same)
+    b = upload(tmp_path, "b", base="/b/minilm-copy", base_model_sha256=same | {"config.json": "3" * 64})
+    done = main("merge", a, b, *how, "-o", "m")
+    assert done.code == 0, done.err
+    said = "/a/minilm and /b/minilm-copy are taken as one base model: the SHA-256 of their weights are equal"
+    assert said in done.err
+    assert main("diff", a, b).code == 0
+    for k, silent in enumerate((None, {}, {"config.json": "1" * 64})):
+        c = upload(tmp_path, f"c{k}", base="/c/other", base_model_sha256=silent)
+        assert "different base models" in main("merge", a, c, *how, "-o", "n").error()
+    named = [upload(tmp_path / "named", name, base_model_sha256=same) for name in "ab"]
+    assert "one base model" not in main("merge", *named, "-o", "p").err  # one name: nothing to say
+
+
+def test_a_state_knows_its_base_under_the_names_of_every_round(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Round 2 is of what round 1 handed out, which has one name, and of a site that comes later with a path of its own,
+    first in the order of the command."""
+    same = {"model.safetensors": "2" * 64}
+    options = ["--method", "glora", "--state", tmp_path / "s"]
+    bases = {"b": "/b/minilm", "c": "org/minilm"}
+    first = [upload(tmp_path / "1", name, base=base, base_model_sha256=same) for name, base in bases.items()]
+    assert main("merge", *first, *options, "-o", tmp_path / "r1").code == 0
+    assert json.loads((tmp_path / "r1/adapter_config.json").read_text())["base_model_name_or_path"] == "org/minilm"
+    bases = {"a": "/a/minilm", "b": "org/minilm", "c": "org/minilm"}
+    later = [upload(tmp_path / "2", n, base=base, base_model_sha256=same, round=2) for n, base in bases.items()]
+    done = main("merge", *later, *options, "-o", tmp_path / "r2")
+    assert done.code == 0, done.err
 
 
 def test_nobody_counts_twice_or_goes_without_a_word(tmp_path: Path, main: Callable[..., Said]) -> None:

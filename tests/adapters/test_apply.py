@@ -6,6 +6,7 @@ the same, in float64. peft's own merge is no oracle here: it is wrong in places.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -18,15 +19,22 @@ import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from fedlora.adapters.apply import apply_adapter
 from fedlora.adapters.base_model import BaseFiles
+from fedlora.adapters.base_names import KNOWN_WEIGHTS
 from fedlora.adapters.reader import AdapterFile
+from fedlora.data.demo import HUB_NAMES, MODEL_SHA256, PACKAGED
 from fedlora.errors import AdapterFormatError
 from support.command_line import Said
 from support.peft_cases import CASES, TIED, Case, loaded, randomise, saved
-from support.tiny_models import TOKENS, bert, llama
+from support.tiny_models import TOKENS, bert, distilbert, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -306,6 +314,82 @@ def test_a_head_on_an_encoder_stored_alone(tmp_path: Path, main: Callable[..., S
     torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-10)
 
 
+CLASSES = ("no", "yes", "may be")
+FACTS = {"client": "a", "num_examples": 1}
+SAYS_CLASSES = {
+    "labels.json": {"num_labels": 3, "id2label": dict(enumerate(CLASSES))},
+    "upload.json": FACTS | {"label_names": list(CLASSES)},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("says", SAYS_CLASSES)
+@pytest.mark.parametrize("build", [bert, distilbert], ids=lambda build: build.__name__)
+def test_a_classifier_is_loaded_by_its_own_config(
+    build: Callable[[], Any], says: str, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """An encoder's config.json knows no classes. The written model is loaded by AutoModelForSequenceClassification with
+    no word on them, answers as peft's, and is not passed off as the base model by its card."""
+    model = build().double()
+    model.base_model.save_pretrained(tmp_path / "base")
+    card = "---\nlicense: apache-2.0\nlibrary_name: sentence-transformers\n---\n# Of the base\n"
+    (tmp_path / "base" / "README.md").write_text(card)
+    torch.manual_seed(0)
+    fresh = lambda: type(model).from_pretrained(tmp_path / "base", num_labels=3).eval()  # noqa: E731
+    target = "query" if build is bert else "q_lin"
+    peft_model = get_peft_model(fresh(), LoraConfig(r=2, target_modules=[target], task_type="SEQ_CLS"))
+    randomise(peft_model, 1)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    reconfigure(tmp_path / "adapter", base_model_name_or_path="org/tiny")
+    (tmp_path / "adapter" / says).write_text(json.dumps(SAYS_CLASSES[says]))
+    want = said(PeftModel.from_pretrained(fresh(), tmp_path / "adapter").eval(), {"input_ids": TOKENS})
+
+    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    first = CLASSES[0] if says != "nothing" else "LABEL_0"
+    assert done.code == 0 and f"config.json has its classes: '{first}'" in done.err, done.err
+    full = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full").eval()
+    torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-10)
+    names = CLASSES if says != "nothing" else ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert full.config.id2label == dict(enumerate(names)) and full.config.label2id == {
+        n: k for k, n in enumerate(names)
+    }
+    config = json.loads((tmp_path / "full" / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__] and config["num_labels"] == 3
+    written = (tmp_path / "full" / "README.md").read_text()
+    front = "---\nlibrary_name: transformers\nlicense: apache-2.0\nbase_model: org/tiny\n"
+    assert written.startswith(front) and "AutoModelForSequenceClassification" in written
+    assert (
+        written.index("A full model with a LoRA adapter")
+        < written.index("It is not of this model")
+        < written.index("# Of the base")
+    )
+    assert (
+        main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full", "--force").code == 0
+    )
+
+
+def test_a_head_of_no_known_class_is_said(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Its classes are counted, and the architectures stay: no class of the type has a head of that name."""
+    build = NoBodysHead
+    build().bert.save_pretrained(tmp_path / "base")
+    options = LoraConfig(r=2, target_modules=["query"], modules_to_save=["judge"], task_type="SEQ_CLS")
+    peft_model = get_peft_model(build(), options)
+    randomise(peft_model, 1)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    reconfigure(tmp_path / "adapter", modules_to_save=["judge"])
+    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    assert done.code == 0 and "which class of transformers has this head cannot be told here" in done.err, done.err
+    config = json.loads((tmp_path / "full" / "config.json").read_text())
+    assert config["architectures"] == ["BertModel"] and config["num_labels"] == 4
+
+
+class NoBodysHead(BertForSequenceClassification):
+    def __init__(self) -> None:
+        super().__init__(bert().config)
+        del self.classifier
+        self.judge = nn.Linear(32, 4)
+
+
 def test_tokens_of_a_head_with_a_bias_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
     """peft leaves the bias out as long as the adapter lies beside the model."""
     adapter, base = small(tmp_path, trainable_token_indices={"lm_head": [1, 2]})
@@ -346,3 +430,53 @@ def test_a_base_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(AdapterFormatError, match="has changed while it was read"):
         apply_adapter(AdapterFile(adapter), opened, tmp_path / "full")
     assert not (tmp_path / "full").exists()
+
+
+# ---- the base model's name -------------------------------------------------------------------------------------------
+
+
+def test_a_packaged_model_is_named_as_train_names_it(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, base = small(tmp_path)
+    monkeypatch.setitem(PACKAGED, "demo", lambda: base)
+    assert main("validate", adapter, "--base", "demo").code == 0
+    done = main("apply", adapter, "--base", "demo", "-o", tmp_path / "full")
+    assert done.code == 0 and (tmp_path / "full" / "model.safetensors").is_file(), done.err
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(PACKAGED, "smollm2", lambda: tmp_path / "model.gguf")
+    for name, why in (("smollm2", r"one file, model\.gguf.*SmolLM2-135M-Instruct, from the hub"), ("nowhere", "demo")):
+        for command in (["apply", adapter, "-o", tmp_path / "more"], ["validate", adapter]):
+            assert re.search(why, main(*command, "--base", name).complaint())
+
+
+def test_another_name_of_the_same_weights_is_no_cause_for_alarm(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known by the digests in upload.json, by the path in the adapter's config, or by the table of known weights."""
+    adapter, base = small(tmp_path)
+    reconfigure(base, _name_or_path="some/ancestor")
+    reconfigure(adapter, base_model_name_or_path="org/this-one")
+
+    def alarmed() -> bool:
+        done = main("validate", adapter, "--base", base)
+        assert done.code == 0, done.err
+        return "it may be another model" in done.err
+
+    assert alarmed()
+    digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    for found, says in ((digest, False), ("0" * 64, True)):
+        facts = {"client": "a", "num_examples": 1, "base_model_sha256": {"model.safetensors": found}}
+        (adapter / "upload.json").write_text(json.dumps(facts))
+        assert alarmed() is says
+    (adapter / "upload.json").unlink()
+    monkeypatch.setitem(KNOWN_WEIGHTS, digest, "org/This-One")
+    assert not alarmed()
+    monkeypatch.setitem(KNOWN_WEIGHTS, digest, "org/that-one")
+    assert alarmed()
+    reconfigure(adapter, base_model_name_or_path=str(base))
+    assert not alarmed()
+
+
+def test_the_demo_model_is_known_by_its_weights() -> None:
+    assert KNOWN_WEIGHTS[MODEL_SHA256] == HUB_NAMES["demo"]

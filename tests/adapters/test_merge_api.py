@@ -134,7 +134,7 @@ def test_a_refused_loss_names_its_parts_and_what_makes_them_less(tmp_path: Path)
     cut = merge([a, b], tmp_path / "n", rank=2).error
     said = refused(merge, [a, b], rank=2)
     assert f"off the weighted mean of the adapters by {cut:.2g} of its size ({cut:.2g} by the cut to rank 2)" in said
-    assert "exact cuts nothing" in said and "--dtype" not in said
+    assert "--rank energy=0.99 cuts less; --rank exact cuts nothing" in said and "--dtype" not in said
     said = refused(merge, [a, b], dtype="bfloat16")
     assert "by writing bfloat16)" in said and "--dtype float32 rounds less" in said and "rank" not in said
     said = refused(merge, [a, b], sum=True, rank=2, dtype="bfloat16")

@@ -110,3 +110,9 @@ def test_rounding_of_tiny_updates_is_measured(dtype: str, size: float, to: str, 
     found = (written[names[0]].double() / size) @ (written[names[1]].double() / size) * factor
     want = float((found - meant).norm() / meant.norm())
     assert want > 1e-9 and report.rounding == pytest.approx(want, rel=1e-4)
+
+
+def test_sizes_before_and_after_are_in_one_measure(tmp_path: Path) -> None:
+    """Bytes of tensors: the same rank and type are the same size, whatever the headers of the files take."""
+    report = resize(saved(tmp_path, "a", 3), tmp_path / "same", rank=3)
+    assert report.bytes == report.bytes_before

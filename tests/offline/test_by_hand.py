@@ -18,10 +18,11 @@ from fedlora import Adapter, Client, Server, Upload, build, read_adapter
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core import checkpoint
+from fedlora.data.demo import PACKAGED
 from fedlora.errors import CheckpointError
 from fedlora.offline import ByHand
 from support.adapter_folders import saved, updates
-from support.command_line import Said
+from support.command_line import Said, process
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert, llama
 from support.training_data import classification, instructions, save_model
@@ -267,6 +268,43 @@ def test_numbers_are_classes_where_they_are_all_from_nought_on(
     assert given is not None and main(*options, "--labels=" + given[1]).code == 0
     upload = json.loads((tmp_path / "o" / "upload.json").read_text())
     assert upload["label_names"] == given[1].split(",")
+
+
+def blue_and_green(folder: Path) -> Path:
+    (folder / "d.csv").write_text("text,label\nw0 w1 w2,blue\nw1 w2 w0,blue\nw4 w5,green\n")
+    return folder / "d.csv"
+
+
+def test_an_upload_calls_its_base_model_by_a_name_that_others_can_use(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's name of a packaged model and of one in the hub's cache, the whole path of a directory. A received
+    adapter's name stays, unless it is a path and this site has the hub's."""
+    real = save_model(tmp_path / "base", bert().bert, classifies=True)
+    cached = save_model(tmp_path / f"models--org--tiny/snapshots/{'a' * 40}", bert().bert, classifies=True)
+    monkeypatch.setitem(PACKAGED, "demo", lambda: real)
+    monkeypatch.chdir(tmp_path)
+    common = ["--data", blue_and_green(tmp_path), "--client", "a", "--labels", "blue,green", "--steps", 1]
+    demo = "sentence-transformers/all-MiniLM-L6-v2"
+    for base, start, name in (
+        ("demo", None, demo), (cached, None, "org/tiny"), ("base", None, str(real)),
+        ("demo", "up2", demo), ("base", "up0", demo), (cached, "up0", demo), ("base", "up2", str(real)),
+    ):  # fmt: skip
+        out = f"up{len(list(tmp_path.glob('up*')))}"
+        done = main("train", "--base", base, *common, *(["--adapter", start] if start else []), "-o", out)
+        assert done.code == 0, done.err
+        assert json.loads(Path(out, "adapter_config.json").read_text())["base_model_name_or_path"] == name, out
+    done = main("merge", "up0", "up2", "--method", "svd", "-o", "r")  # not refused, and no path is handed on
+    assert done.code == 0, done.err
+    assert json.loads(Path("r/adapter_config.json").read_text())["base_model_name_or_path"] == demo
+
+
+def test_a_site_trains_without_reports_of_the_libraries(tmp_path: Path) -> None:
+    """A classifier that is new to the base model is what was asked for, and a bar is ours or none."""
+    base = save_model(tmp_path / "base", bert().bert, classifies=True)
+    done = process("train", "--base", base, "--data", blue_and_green(tmp_path), "--client", "a", "--labels",
+                   "blue,green", "--steps", 1, "-o", tmp_path / "o")  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 def test_a_round_that_another_process_saved_meanwhile_is_not_counted_twice(

@@ -71,7 +71,22 @@ def check_uploads(
     return notes
 
 
+def base_weights(file: AdapterFile) -> dict[str, str]:
+    """File of the base weights -> its SHA-256, as the adapter's upload.json has them; empty where it has none."""
+    return _weights(Said.of(file))
+
+
+def same_weights(files: Sequence[AdapterFile]) -> bool:
+    """Whether every upload.json has digests of its base model's weights, and all of them the same."""
+    found = [base_weights(file) for file in files]
+    return bool(found) and bool(found[0]) and all(one == found[0] for one in found)
+
+
 # -------------------------------------------------------------------------------------------------------- inside
+
+
+def _weights(said: Said) -> dict[str, str]:
+    return {name: digest for name, digest in (said.base or {}).items() if name.endswith(_WEIGHTS)}
 
 
 def _of_labels(said: Sequence[Said], matter: bool) -> list[str]:

@@ -12,7 +12,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from fedlora.adapters.base_model import CONFIG, INDEX, SINGLE, BaseFiles, SideFile, copy_side_file
-from fedlora.adapters.fit import Change, Plan, planned
+from fedlora.adapters.fit import Change, Plan, is_put_aside, planned
+from fedlora.adapters.full_card import CARD, full_card
+from fedlora.adapters.head_config import FindClass, HeadFacts, head_facts, unknown
 from fedlora.adapters.mark import marked, only_by
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.untrusted_files import FLOATS, type_name
+from fedlora.adapters.stored_names import bare
+from fedlora.adapters.untrusted_files import FLOATS, StrangersFile, type_name
 from fedlora.adapters.weight_changes import Rounding, changed
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
@@ -78,12 +81,14 @@ def apply_adapter(
     progress: Progress = iter,
     *,
     force: bool = False,
+    find: FindClass = unknown,
 ) -> Applied:
     """Write the base model with the adapter in it to `out`; tell what was changed, added and left out.
 
     Args:
         dtype: of all floating-point tensors of the result; None: as the base model has them.
         force: a model of the same files that `apply` wrote is replaced.
+        find: knows which class has a head (`training.head_classes`), for config.json.
 
     Raises:
         AdapterFormatError: the adapter does not fit the base model. ConfigError: `out` is not empty, lies in one of the
@@ -94,9 +99,12 @@ def apply_adapter(
     _refuse_inside(file.directory, base.directory, out)
     check_target(out, **how)
     plan = planned(file, base)
+    heads = {bare(h): file.stored_head(h).shape for h in file.heads if file.kind(h) == "head" and not is_put_aside(h)}
+    head = head_facts(file, base.config, heads, bool(plan.added), find)
     with replacing_folder(out, **how) as building:
-        costs = _write_model(plan, base, building, kept, dtype, progress)
-    return _applied(plan, left_out, costs)
+        costs = _write_model(plan, base, building, kept, dtype, progress, head)
+        files.write(building / CARD, full_card(file, _card_of(kept), len(plan.changes), len(plan.added), head))
+    return _applied(replace(plan, notes=(*plan.notes, *head.notes)), left_out, costs)
 
 
 def model_folder(kept: Sequence[SideFile]) -> FolderKind:
@@ -104,7 +112,8 @@ def model_folder(kept: Sequence[SideFile]) -> FolderKind:
     copied = "|".join(re.escape(file.name) for file in kept)
     shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     mark = only_by(_APPLY, "model*.safetensors")
-    return FolderKind("a model that apply writes for this base", CONFIG, f"{shards}|{re.escape(CONFIG)}|{copied}", mark)
+    own = f"{shards}|{re.escape(CONFIG)}|{re.escape(CARD)}"
+    return FolderKind("a model that apply writes for this base", CONFIG, f"{own}|{copied}", mark)
 
 
 def _refuse_inside(adapter: Path, base: Path, out: Path) -> None:
@@ -154,13 +163,14 @@ def _write_model(
     kept: Sequence[SideFile],
     dtype: torch.dtype | None,
     progress: Progress,
+    head: HeadFacts,
 ) -> dict[str, Rounding]:
-    """All files of the result; returns what rounding has cost each changed tensor."""
+    """All files of the result but its card; returns what rounding has cost each changed tensor."""
     for file in kept:
-        if file.name != CONFIG:
+        if file.name not in (CONFIG, CARD):
             copy_side_file(file, folder / file.name)
     if base.config:
-        files.write(folder / CONFIG, json.dumps(_config(base.config, plan, dtype), indent=2) + "\n")
+        files.write(folder / CONFIG, json.dumps({**_config(base.config, plan, dtype), **head.fields}, indent=2) + "\n")
     costs: dict[str, Rounding] = {}
     total = len(base.shards) + bool(plan.added)
     names = [f"model-{k + 1:05d}-of-{total:05d}.safetensors" if total > 1 else SINGLE for k in range(total)]
@@ -177,6 +187,15 @@ def _write_model(
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         files.write(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return costs
+
+
+def _card_of(kept: Sequence[SideFile]) -> str:
+    """The base model's own card, "" where it has none."""
+    for file in kept:
+        if file.name == CARD:
+            source = StrangersFile(file.source)
+            return bytes(source.read(0, source.size)).decode(errors="replace")
+    return ""
 
 
 def _config(config: Mapping[str, Any], plan: Plan, dtype: torch.dtype | None) -> dict[str, Any]:

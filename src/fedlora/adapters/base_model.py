@@ -156,6 +156,10 @@ class BaseFiles:
         told = self.home.parent.name == "snapshots" and folder.startswith("models--")
         return folder.removeprefix("models--").replace("--", "/") if told else None
 
+    def digests(self) -> dict[str, str]:
+        """File of weights -> its SHA-256. Reads all of them."""
+        return {shard: self._files[shard].sha256() for shard in self.shards}
+
     def __contains__(self, name: object) -> bool:
         return name in self._of
 

@@ -40,6 +40,10 @@ _OLD_NAMES = {
     "distilroberta-base": "distilbert", "distilgpt2": "distilbert", "t5-small": "google-t5", "t5-base": "google-t5",
     "t5-large": "google-t5", "albert-base-v2": "albert",
 }  # fmt: skip
+# SHA-256 of model.safetensors -> the hub's name of a model whose config.json calls itself otherwise.
+KNOWN_WEIGHTS = {
+    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db": "sentence-transformers/all-MiniLM-L6-v2",
+}
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,12 @@ class _Known:
     snapshot: str | None = None
 
 
-def check_same_base(bases: Iterable[Base], *, declared: bool = False) -> list[str]:
+def check_same_base(bases: Iterable[Base], *, declared: bool = False, digests: bool = False) -> list[str]:
     """What was taken as one model under two names, in words.
 
     Args:
-        declared: the user has said (`--same-base`) that all names mean one model.
+        declared: the user has said (`--same-base`) that all names mean one model. digests: those of the weights are
+            known of all, and equal.
 
     Raises:
         AdapterFormatError: two of them name different models, as far as can be told, or two revisions of one.
@@ -79,13 +84,14 @@ def check_same_base(bases: Iterable[Base], *, declared: bool = False) -> list[st
             raise AdapterFormatError(
                 f"the adapters are of different base models, so they do not add up: {a} and {b}: two revisions."
             )
-        if not declared and not is_same_base(a, b):
+        if not (declared or digests or is_same_base(a, b)):
             raise AdapterFormatError(
                 f"the adapters are of different base models, so they do not add up: {a} and {b}. "
                 f"If both mean one model with the same weights, --same-base (same_base=True) says so."
             )
         if a.name != b.name:
-            notes.append(f"{a} and {b} are taken as one base model{' (--same-base)' if declared else ''}")
+            why = ": the SHA-256 of their weights are equal" if digests else " (--same-base)" if declared else ""
+            notes.append(f"{a} and {b} are taken as one base model{why}")
     return notes
 
 

@@ -68,10 +68,12 @@ class Collection:
         weights: Sequence[float] | Weighting,
         *,
         same_base: bool = False,
+        same_weights: bool = False,
         drop: Names[str] = (),
     ) -> Collection:
-        """weights: of a mean, or a `Weighting`. same_base: their base models are one, whatever they are called. drop:
-        what will be left out (`kinds.without`), in which they may differ.
+        """weights: of a mean, or a `Weighting`. same_base: their base models are one, whatever they are called.
+        same_weights: so say the digests of their weights. drop: what will be left out (`kinds.without`), in which they
+        may differ.
 
         Raises:
             AdapterFormatError: different bases, contradicting configs. ConfigError: impossible weights.
@@ -79,7 +81,7 @@ class Collection:
         counts = weights if isinstance(weights, Weighting) else weighting(len(files), weights)
         if len(counts.default) != len(files):
             raise ConfigError(f"there are {len(counts.default)} weights for {len(files)} adapters.")
-        notes = check_same_base((base_of(file) for file in files), declared=same_base)
+        notes = check_same_base((base_of(file) for file in files), declared=same_base, digests=same_weights)
         for field in _AGREED:
             out = _LEFT_OUT_AS.get(field)
             if out in drop:

@@ -7,15 +7,19 @@ they would have to be cannot be told from the files, the adapter is refused.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedlora.adapters.agreement import base_weights
 from fedlora.adapters.architecture import Architecture, Tie
 from fedlora.adapters.base_model import BaseFiles
+from fedlora.adapters.base_names import KNOWN_WEIGHTS, is_path
 from fedlora.adapters.open_targets import check_with_base
 from fedlora.adapters.orientation import is_transposed
 from fedlora.adapters.reader import AdapterFile
@@ -214,7 +218,7 @@ class _Planning:
         """The tensors beside the pairs."""
         for head in self.file.heads:
             kind = self.file.kind(head)
-            if _is_put_aside(head):
+            if is_put_aside(head):
                 self.notes.append(f"{head} is not used: peft does not load it.")
                 continue
             if kind == "tokens":
@@ -258,7 +262,7 @@ class _Planning:
         if not ends:
             return
         heads = [head for head in self.file.heads if self.file.kind(head) == "head"]
-        given = {bare(head) for head in heads if not _is_put_aside(head)}
+        given = {bare(head) for head in heads if not is_put_aside(head)}
         self.file.limits.check(
             "questions", len(ends) * len(self.base), f"{len(ends):,} names for {len(self.base):,} tensors are too many"
         )
@@ -448,20 +452,28 @@ class _Planning:
         return self.file.stored_head(head).shape
 
     def _relation(self) -> Iterator[str]:
-        """Whether the adapter's base is this one, as far as names tell."""
+        """Whether the adapter's base is this one, as far as names tell, and where they do not, digests."""
         said, own = self.file.base_model, self.base.config.get("_name_or_path")
         own = own if isinstance(own, str) and own else self.base.repository
-        if said and own and _last(said) != _last(own):
+        if said and own and _last(said) != _last(own) and not self._surely_one(said):
             yield (
                 f"warning: the adapter was trained on {quoted(said, 120)}, and this base model calls itself "
                 f"{quoted(own, 120)}: shapes fit, but it may be another model."
             )
 
+    def _surely_one(self, said: str) -> bool:
+        """Whether a base model of another name is this one all the same: this directory, or the same weights."""
+        if is_path(said) and Path(os.path.realpath(said)) == self.base.home:
+            return True
+        trained_on, here = base_weights(self.file), self.base.digests()
+        known = KNOWN_WEIGHTS.get(next(iter(here.values()))) if len(here) == 1 else None
+        return trained_on == here if trained_on else known is not None and _last(known) == _last(said)
+
     def _refused(self, why: str) -> AdapterFormatError:
         return AdapterFormatError(f"{self.file.directory}: {why}.")
 
 
-def _is_put_aside(head: str) -> bool:
+def is_put_aside(head: str) -> bool:
     """Whether a trained bias is one of those that peft's wrapper of a saved module holds by itself: of the original
     that lies idle, or a second time the saved one's. Neither is read again."""
     return bool({"original_module", "modules_to_save"} & set(head.split(".")))

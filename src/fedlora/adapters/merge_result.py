@@ -17,6 +17,7 @@ import torch
 
 from fedlora.adapters.collection import Beside, Collection, HeadRule
 from fedlora.adapters.kinds import KINDS, VLLM_RANKS, Left, check_vllm, vllm_rank, without
+from fedlora.adapters.labels import labels_of, write_labels
 from fedlora.adapters.merge_card import CardFacts, merge_card
 from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
 from fedlora.adapters.narrowing import common_type, name_of, narrowed_pair, parse_type
@@ -86,12 +87,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Parts:
-    """What results of one merge have in common: their modules, what lies beside the pairs, and the type."""
+    """What results of one merge have in common: modules, what lies beside the pairs, the type, names of classes."""
 
     modules: frozenset[str]
     spec: AdapterSpec
     extras: Mapping[str, torch.Tensor]
     dtype: torch.dtype
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ def write_result(
     extras = given.extras(cast("HeadRule", wanted.heads), gone, dtype if wanted.dtype else None, missing)
     left, more = _left_by_rule(wanted, given, left, extras)
     notes += more
+    labels, more = _labels(wanted, given, extras)
+    notes += more
     out = set(given.modules) - set(left.modules)
     modules = [module for module in source.modules if module not in out]
     spec = _spec(given, left)
@@ -171,8 +175,10 @@ def write_result(
         done = replace(done, weighed=source.weighed)
         if building is not None and writer is not None:
             writer.finish(extras.tensors, merge_card(given, _facts(done, source.made, wanted)), rank=rank)
+            if labels:
+                write_labels(building, labels)
         if also is not None:
-            clients, remarks = also(building, Parts(frozenset(modules), spec, extras.tensors, dtype))
+            clients, remarks = also(building, Parts(frozenset(modules), spec, extras.tensors, dtype, labels))
             done = replace(done, clients=tuple(clients), warnings=(*done.warnings, *remarks))
     return done
 
@@ -220,7 +226,7 @@ def _check_error(
             ways.append("Another method, or a higher rank, may be nearer.")
         elif cut:
             parts.append(f"{cut:.2g} by the cut to rank {wanted.rank}")
-            ways.append("A higher rank or energy=... cuts less; exact cuts nothing.")
+            ways.append("A higher rank or --rank energy=0.99 cuts less; --rank exact cuts nothing.")
         if rounding:
             parts.append(f"{rounding:.2g} by writing {name_of(dtype)}")
             ways.append(f"--dtype {_wider(dtype)} rounds less.")
@@ -306,6 +312,22 @@ def _left_by_rule(wanted: Result, given: Collection, left: Left, extras: Beside)
     return replace(left, dropped=dropped), notes
 
 
+def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[str, ...], list[str]]:
+    """The names of the classes of the result's head, where those that name them agree, and why there are none."""
+    rows = {tensor.shape[0] for tensor in extras.tensors.values() if tensor.ndim == 2}
+    files = given.files[:1] if wanted.heads == "first" else given.files
+    said = {file.directory: names for file in files if (names := labels_of(file.directory, file.limits))}
+    if not rows or not said:
+        return (), []
+    first, names = next(iter(said.items()))
+    other = next((where for where in said if said[where] != names), None)
+    if other is not None:
+        return (), [f"{first} and {other} name their classes differently, so the result has no labels.json"]
+    if len(names) not in rows:
+        return (), [f"{len(names)} label names, and no trained head has as many rows, so the result has no labels.json"]
+    return names, []
+
+
 def _spec(given: Collection, left: Left) -> AdapterSpec:
     """Without the modules that were left out among the targets: peft would make new ones in their place."""
     spec = given.spec()
@@ -336,7 +358,7 @@ def _report(
         error=total_error(reports), rounding=total_rounding(reports), modules=tuple(reports), lacking=lacking,
         beside_rounding=max(extras.rounding.values(), default=0.0),
         dropped={name: tuple(names) for name, names in left.dropped.items()}, warnings=tuple(notes), bytes=size,
-        bytes_before=sum(file.size() for file in given.files),
+        bytes_before=sum(file.tensor_bytes() for file in given.files),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fedlora.adapters.agreement import check_uploads
+from fedlora.adapters.agreement import check_uploads, same_weights
 from fedlora.adapters.collection import Collection, HeadRule
 from fedlora.adapters.kinds import Left, without
 from fedlora.adapters.limits import Limits
@@ -166,7 +166,7 @@ def collected(
     if weights_from is not None:
         weights = examples_of(files)
     counts = weighting(len(files), weights, weight_map, sum=sum)
-    given = Collection.of(files, counts, same_base=same_base, drop=drop)
+    given = Collection.of(files, counts, same_base=same_base, same_weights=same_weights(files), drop=drop)
     left = without(given, drop)  # before the checks: what is left out need not fit
     if missing is None:
         given.check_common(left.modules)

@@ -462,6 +462,10 @@ class AdapterFile:
         """Bytes of the weights file."""
         return self._weights.size
 
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors: the file without its header."""
+        return sum(stored.size for stored in self._header.values())
+
     def sha256(self) -> str:
         """Of the weights file, which is still the one that was opened."""
         return self._weights.sha256()

@@ -47,8 +47,9 @@ ADAPTER_FOLDER = FolderKind("an adapter", CONFIG_FILE, _FILES)
 # What a folder's weights say of its writer.
 MERGE, RESIZE, TRAIN, RUN = "fedlora merge", "fedlora resize", "fedlora train", "fedlora run"
 _WEIGHTS = f"**/{WEIGHTS_FILE}"
-MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, rf"(clients/[^/]+/)?({_FILES})", only_by(MERGE, _WEIGHTS))
-RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _FILES, only_by(RESIZE, _WEIGHTS))
+_RESULT = rf"{_FILES}|labels\.json"
+MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, rf"(clients/[^/]+/)?({_RESULT})", only_by(MERGE, _WEIGHTS))
+RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _RESULT, only_by(RESIZE, _WEIGHTS))
 
 
 def upload_folder(by: str) -> FolderKind:

@@ -118,7 +118,9 @@ def diff(
 
 def validate(
     adapters: Adapters,
-    base: Annotated[Path | None, typer.Option(help="the base model's directory: do modules and shapes fit it?")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="the base model's directory, or demo: do modules and shapes fit it?")
+    ] = None,
     allow_unknown: AllowUnknown = None,
     max_bytes: MaxBytes = None,
     max_tensors: MaxTensors = None,
@@ -127,16 +129,15 @@ def validate(
 ) -> None:
     """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
     from fedlora.adapters.apply import check_adapter
-    from fedlora.adapters.base_model import BaseFiles
     from fedlora.adapters.merging import open_adapters
     from fedlora.cli import applied
-    from fedlora.cli.opened import tell
+    from fedlora.cli.opened import base_files, tell
 
     found: dict[str, str | None] = {}
     limits = limits_of(limit, max_bytes, max_tensors)
     fits: dict[str, Applied] = {}
     remarks: dict[str, list[str]] = {}
-    model = BaseFiles(base) if base is not None else None
+    model = base_files(base) if base is not None else None
     for directory in tracked(adapters, "checking"):
         try:
             (file,), said = open_adapters([directory], allow_unknown or (), limits, with_base=model is not None)
@@ -169,7 +170,7 @@ def validate(
 
 def apply(
     adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
-    base: Annotated[Path, typer.Option(help="the base model's directory", show_default=False)],
+    base: Annotated[str, typer.Option(help="the base model's directory, or demo", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
     dtype: Annotated[
         str | None,
@@ -185,10 +186,10 @@ def apply(
 ) -> None:
     """Merge an adapter into the full model, for serving without PEFT: one tensor in memory at a time."""
     from fedlora.adapters.apply import DTYPES, apply_adapter
-    from fedlora.adapters.base_model import BaseFiles
     from fedlora.adapters.merging import open_adapters
     from fedlora.cli import applied
-    from fedlora.cli.opened import tell
+    from fedlora.cli.opened import base_files, tell
+    from fedlora.training.head_classes import class_with_head
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
@@ -196,11 +197,12 @@ def apply(
     tell(said)
     done = apply_adapter(
         file,
-        BaseFiles(base),
+        base_files(base),
         out,
         DTYPES[dtype] if dtype else None,
         progress=lambda steps: tracked(steps, "writing"),
         force=force,
+        find=class_with_head,
     )
     if json:
         print_json({"out": str(out)} | applied.as_json(done))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedlora.adapters import allocation
+from fedlora.adapters.agreement import same_weights
+from fedlora.adapters.base_model import BaseFiles
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.merging import open_adapters
 from fedlora.adapters.reader import AdapterFile
@@ -14,7 +16,8 @@ from fedlora.analysis.inspection import overlap
 from fedlora.cli.limits import limits_of
 from fedlora.cli.screen import notes
 from fedlora.core.echo import quoted
-from fedlora.errors import AdapterFormatError
+from fedlora.data.demo import HUB_NAMES, model_location
+from fedlora.errors import AdapterFormatError, ConfigError
 
 
 def opened(
@@ -34,13 +37,34 @@ def opened(
     return files
 
 
+def base_files(base: str) -> BaseFiles:
+    """The base model that `--base` names: a directory, or a packaged model, as `fedlora train` takes them.
+
+    Raises:
+        ConfigError: what is no directory of safetensors weights. DataError: a package that is absent.
+    """
+    place = Path(model_location(base))
+    if place.is_file():
+        original = f" Fetch the original, {HUB_NAMES[base]}, from the hub." if base in HUB_NAMES else ""
+        raise ConfigError(
+            f"the base model {quoted(base)} is one file, {place.name}, and an update goes into a directory of "
+            f"safetensors weights.{original}"
+        )
+    if not place.exists():
+        raise ConfigError(
+            f"there is no directory {quoted(base)}: --base names the base model's directory, or demo. "
+            f"`hf download NAME --local-dir DIRECTORY` fetches one from the hub."
+        )
+    return BaseFiles(place)
+
+
 def tell(remarks: Sequence[str]) -> None:
     for remark in remarks:
         notes.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
 
 
 def of_one_base(files: Sequence[AdapterFile]) -> list[AdapterFile]:
-    files = list(Collection.of(files, [1.0] * len(files)).files)
+    files = list(Collection.of(files, [1.0] * len(files), same_weights=same_weights(files)).files)
     first: dict[str, tuple[tuple[int, ...], AdapterFile]] = {}
     for file in files:
         for path in file.layouts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +26,7 @@ _OF_CLASSES = ("label", "labels", "text", "pair", "class_weights")
 
 def train(
     context: typer.Context,
-    base: Annotated[str, typer.Option(help="the base model: a directory, a hub id, or demo", show_default=False)],
+    base: Annotated[str, typer.Option(help="the base model: a directory, a hub id, demo, smollm2", show_default=False)],
     data: Annotated[Path, typer.Option(help="own examples: .jsonl, .csv, .tsv or .parquet", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
     client: Annotated[str, typer.Option(help="this site's name, the same every round", show_default=False)],
@@ -63,10 +63,11 @@ def train(
 ) -> None:
     """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
     from fedlora.adapters.writer import TRAIN, upload_folder
-    from fedlora.data import demo_model, read_answers, read_classification, smollm2_model
+    from fedlora.data import read_answers, read_classification
     from fedlora.data.labels import LabelError, given, shown
     from fedlora.data.sources import CHAT
     from fedlora.offline.site import Fresh, train_site
+    from fedlora.runs.quiet import quiet_libraries
     from fedlora.training.local import TrainSettings
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
@@ -114,14 +115,14 @@ def train(
     else:
         refuse_idle(context, dict.fromkeys(_OF_CLASSES, f"is of classes, and {data} has no column {label!r}"))
     weights = read_class_weights(class_weights, examples)
-    packaged: dict[str, Any] = {"demo": demo_model, "smollm2": smollm2_model}
     settings = TrainSettings(
         lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, max_length=max_length, bf16=bf16,
         rounds=max(round, 1), template=template, class_weights=weights,
     )  # fmt: skip
+    quiet_libraries()
     wanted = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     done = train_site(
-        packaged[base]() if base in packaged else base,
+        base,
         "classification" if examples.kind == "classification" else "causal-lm",
         adapter if adapter is not None else Fresh(wanted, rank, seed=start_seed),
         examples, settings, out, client=client, round=round, seed=seed, start_seed=start_seed, device=device,

@@ -62,6 +62,20 @@ def smollm2_model() -> Path:
     return file
 
 
+PACKAGED = {"demo": demo_model, "smollm2": smollm2_model}
+HUB_NAMES = {"demo": "sentence-transformers/all-MiniLM-L6-v2", "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+
+
+def model_location(model: str) -> Path | str:
+    """Where a model is that a command or a configuration names: a packaged one is files of an installed package, a
+    directory or a hub id stays as it is.
+
+    Raises:
+        DataError: a packaged model whose package is absent, or another version.
+    """
+    return PACKAGED[model]() if model in PACKAGED else model
+
+
 def demo_data() -> TextData:
     """8530 short film reviews of Rotten Tomatoes, half negative (0), half positive (1).
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fedlora.adapters.io import write_adapter
+from fedlora.adapters.labels import write_labels
 from fedlora.adapters.merge_card import client_card
 from fedlora.adapters.merge_report import ClientReport
 from fedlora.adapters.merge_result import Parts
@@ -106,6 +107,8 @@ def hand_out(
             card = client_card(parts.spec, label, report, len(wide))
             folder = out / "clients" / report.client
             write_adapter(folder, Adapter(modules, parts.extras), parts.spec, card=card, by=MERGE)
+            if parts.labels:
+                write_labels(folder, parts.labels)
     return reports, notes
 
 

@@ -57,7 +57,9 @@ def merge_round(
     """
     clients = [read_facts(file.directory, file.limits)[0] for file in given.files]
     ranks, more = readout_ranks(readout, clients, given.files) if readout is not None else ({}, [])
-    hand = ByHand(method, label, state, base=given.files[0].base, missing=missing, rule=rule)
+    bases = [file.base for file in given.files]
+    handed_on = next(file.base for file in given.files if file.base_model == given.spec().base_model)
+    hand = ByHand(method, label, state, base=handed_on, missing=missing, rule=rule, also_called=bases)
     hand.check_apart(place.out)
     after = hand.aggregate(
         given, clients, given.weights, [read_round(file.directory, file.limits) for file in given.files]

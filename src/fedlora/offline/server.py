@@ -49,8 +49,9 @@ class ByHand:
 
     Args:
         method: and its `label`, which a kept state must have been made with. folder: where the state is kept; None
-            keeps none. missing: what a module that one lacks counts as. rule: a robust rule; a client's change is
-        taken from what this server would hand it at the rank that it sent (without a state: from no adapter at all).
+            keeps none. base: their base model. missing: what a module that one lacks counts as. rule: a robust rule; a
+            client's change is taken from what this server would hand it at the rank that it sent (without a state:
+            from no adapter at all). also_called: other names of the base model, a kept state may have one of them.
 
     Raises:
         ConfigError: a method whose clients keep a part, or whose base weights move: an adapter alone is not its result.
@@ -74,9 +75,11 @@ class ByHand:
         base: str,
         missing: Missing,
         rule: Rule | None = None,
+        also_called: Sequence[str] = (),
     ) -> None:
         self._server = Server(method, heads="frozen", missing=missing, rule=rule)
         self._label, self._folder, self._base = label, folder, base
+        self._bases = {base, *also_called}
         self._newest: int | None = None  # round in the folder, as this server knows it
         roles = method.roles(0)
         if not roles.both_shared or roles.penalty is not None:
@@ -97,8 +100,8 @@ class ByHand:
         facts = self._folder / "method.json"
         if facts.is_file() and self._newest is not None:  # without a round it was killed before its first one
             said = read_json(facts, Limits())
-            for what, mine in (("method", self._label), ("base", self._base)):
-                if said.get(what) != mine:
+            for what, mine, known in (("method", self._label, {self._label}), ("base", self._base, self._bases)):
+                if said.get(what) not in known:
                     raise CheckpointError(
                         f"{self._folder} holds the state of {what} {said.get(what)!r}, and this merge is of {mine!r}. "
                         f"Go on with the same {what}, or name another folder with --state."

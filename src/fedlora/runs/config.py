@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
+from fedlora.data.demo import PACKAGED
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
 from fedlora.runs.attack_section import AttackSection
@@ -22,7 +23,6 @@ from fedlora.runs.defence import DefenceSection
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
 from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import (
-    PACKAGED,
     ClientsSection,
     DataSection,
     EvaluateSection,

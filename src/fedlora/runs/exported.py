@@ -1,13 +1,7 @@
-"""The adapter folder that a run leaves for others: PEFT files, tokenizer, class names, a card with how to load it.
-
-labels.json has id2label and num_labels as a model's config.json has them: a head of three classes does not fit a base
-that is loaded for two, and peft has no file that says how many there are. It is not called config.json, since
-transformers takes a folder with one for a whole model.
-"""
+"""The adapter folder that a run leaves for others: PEFT files, tokenizer, class names, a card with how to load it."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.adapters.io import AdapterSpec, write_adapter
+from fedlora.adapters.labels import LABELS_FILE, write_labels
 from fedlora.adapters.mark import only_by
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
 from fedlora.adapters.writer import RUN
@@ -25,7 +20,6 @@ from fedlora.core.folders import ANY_FOLDER, FolderKind, replacing_folder
 from fedlora.core.lora import Adapter
 from fedlora.core.read_only import ReadOnly
 
-LABELS_FILE = "labels.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
 # What tokenizers are saved as, by every transformers; a kind's own vocabulary has the names that its class says.
 _TOKENIZER = (
@@ -68,8 +62,7 @@ def write_export(
             if chat_template is not None:
                 files.write(building / CHAT_TEMPLATE_FILE, chat_template)
         if labels:
-            facts = {"num_labels": len(labels), "id2label": dict(enumerate(labels))}
-            files.write(building / LABELS_FILE, json.dumps(facts, indent=2) + "\n")
+            write_labels(building, labels)
 
 
 def named(spec: AdapterSpec, base: str | None) -> AdapterSpec:

@@ -18,7 +18,8 @@ from fedlora.analysis.audit import GaugeStress
 from fedlora.core.messages import Client, Form, Missing
 from fedlora.core.method import Method
 from fedlora.core.trainer import OneByOne, Together, Workers
-from fedlora.data import TextData, demo_model, smollm2_model
+from fedlora.data import TextData
+from fedlora.data.demo import model_location
 from fedlora.errors import ConfigError
 from fedlora.methods import build
 from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
@@ -45,9 +46,6 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
-
-
-PACKAGED = {"demo": demo_model, "smollm2": smollm2_model}  # models that installed packages carry
 
 
 class Section(BaseModel):
@@ -148,7 +146,7 @@ class ModelSection(Section):
 
     def location(self) -> Path | str:
         """Where the model is; packaged models are files of installed packages, and a hub id stays as it is."""
-        return PACKAGED[self.path]() if self.path in PACKAGED else self.path
+        return model_location(self.path)
 
     def check_targets(self, targets: Targets) -> None:
         """Raises `ConfigError` where LoRA cannot go there, before weights are read. GGUF files say nothing before."""

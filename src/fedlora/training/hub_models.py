@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fedlora.data.demo import HUB_NAMES
 from fedlora.errors import ConfigError
 
 SECONDS = 5.0  # for the one question; transformers alone would try each file for half a minute
@@ -14,6 +16,15 @@ _OUT = (
     'Give a directory that holds the model, name a packaged one ("demo", "smollm2"), or fetch it where there is a '
     "network (`hf download {model}`) and set HF_HUB_OFFLINE=1 here."
 )
+
+
+_SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}/?")  # of the hub's cache
+
+
+def hub_name(model: str) -> str | None:
+    """What the hub calls a packaged model, or one that lies in the hub's cache; None for any other."""
+    found = _SNAPSHOT.fullmatch(model)
+    return HUB_NAMES.get(model) or (f"{found[1]}/{found[2]}" if found else None)
 
 
 def source(path: str | os.PathLike[str]) -> dict[str, Any]:

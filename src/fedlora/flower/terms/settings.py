@@ -20,6 +20,7 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from fedlora.core import files
+from fedlora.data.demo import PACKAGED
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewhere, refuse_elsewhere
@@ -29,7 +30,6 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import (
-    PACKAGED,
     EvaluateSection,
     LoRASection,
     MethodSection,

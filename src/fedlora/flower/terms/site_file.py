@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import Field, field_validator
 
+from fedlora.data.demo import PACKAGED
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
 from fedlora.runs.reading import checked, read_tables
-from fedlora.runs.sections import PACKAGED, Section
+from fedlora.runs.sections import Section
 
 COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")

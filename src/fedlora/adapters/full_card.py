@@ -1,0 +1,42 @@
+"""The model card of a full model with an adapter in it. The base model's card is kept below, and said to be its own."""
+
+from __future__ import annotations
+
+import re
+
+from fedlora.adapters.base_names import is_path
+from fedlora.adapters.card_text import base_line, cell
+from fedlora.adapters.head_config import HeadFacts
+from fedlora.adapters.reader import AdapterFile
+
+CARD = "README.md"
+_FRONT = re.compile(r"---\r?\n(.*?)\r?\n---\r?\n", re.DOTALL)
+_LICENSE = re.compile(r"^license: [A-Za-z0-9.-]{1,40}$", re.MULTILINE)
+_MOST_CLASSES = 20  # that a card names
+
+
+def full_card(file: AdapterFile, of_base: str, changed: int, added: int, head: HeadFacts) -> str:
+    """README.md, with the front matter that the hub reads. of_base: the base model's card."""
+    front = _FRONT.match(of_base)
+    license = _LICENSE.search(front[1]) if front else None
+    named = file.base_model if file.base_model and not is_path(file.base_model) else None
+    base = f"The base model {cell(named)}" if named else "A base model"
+    ranks = sorted(set(file.ranks.values()))
+    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    classes = f" Classes: {', '.join(cell(name) for name in head.labels[:_MOST_CLASSES])}" if head.labels else ""
+    rest = f" and {len(head.labels) - _MOST_CLASSES} more" if len(head.labels) > _MOST_CLASSES else ""
+    load = f"\n\n`transformers.{head.auto}` loads it.{classes}{rest}{'.' if classes else ''}" if head.auto else ""
+    body = of_base[front.end() :] if front else of_base
+    below = f"\n\n# The card of the base model\n\nIt is not of this model:\n\n{body.strip()}" if body.strip() else ""
+    return f"""---
+library_name: transformers
+{f"{license[0]}{chr(10)}" if license else ""}{base_line(file.base_model)}tags:
+- lora
+- fedlora
+---
+
+# A full model with a LoRA adapter in it
+
+{base} with an adapter of {len(file.ranks)} modules, {rank}, written into its weights by `fedlora apply`:
+{changed} tensors changed, {added} added. What was measured of the base model alone does not hold for it.{load}{below}
+"""
