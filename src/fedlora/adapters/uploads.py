@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
+from fedlora.adapters.io import AdapterSpec, write_adapter
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.untrusted_files import read_json
 from fedlora.adapters.writer import upload_folder
 from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.core.folders import replacing_folder
-from fedlora.core.messages import Client, Upload, checked_examples
+from fedlora.core.messages import Upload
 from fedlora.errors import AdapterFormatError
 
 FILE = "upload.json"
@@ -42,40 +42,6 @@ def write_upload(
     with replacing_folder(directory, force=force, kind=upload_folder(by)) as building:
         write_adapter(building, upload.adapter, spec, by=by)
         files.write(building / FILE, json.dumps(facts, indent=2) + "\n")
-
-
-def read_uploads(
-    directories: Sequence[str | os.PathLike[str]], *, limits: Limits | None = None
-) -> tuple[list[Upload], AdapterSpec]:
-    """The adapters in PEFT directories as the uploads of one round, and the spec of the first.
-
-    An adapter without upload.json is a client named by its path, with one example: all such count alike.
-
-    Raises:
-        AdapterFormatError: what cannot be read, fewer than two, or adapters of different base models.
-    """
-    if len(directories) < 2:
-        raise AdapterFormatError(f"at least two adapters are needed; got {len(directories)}.")
-    uploads, specs = [], []
-    for directory in directories:
-        adapter, spec = read_adapter(directory, limits=limits)
-        client, examples = read_facts(Path(directory), limits)
-        upload = Upload(Client(client, adapter.ranks), examples, adapter)
-        checked_examples(upload)
-        uploads.append(upload)
-        specs.append(spec)
-    bases = {str(directory): spec.base_model for directory, spec in zip(directories, specs, strict=True)}
-    if len(set(bases.values())) > 1:
-        raise AdapterFormatError(
-            f"the adapters are of different base models, so their updates do not add up: {quoted(bases, 1_000)}."
-        )
-    names = [upload.client.id for upload in uploads]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise AdapterFormatError(
-            f"two of the adapters are of client {quoted(twice[0])}: give one for each client, of one round only."
-        )
-    return uploads, specs[0]
 
 
 def read_round(directory: Path, limits: Limits | None = None) -> int | None:
