@@ -135,7 +135,7 @@ def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"text": "w1 w2", "label": "nobody\'s"}\n' * 9, "DataError"),
+        ('{"text": "w1 w2", "label": "nobody\'s"}\n' * 9, "LabelError"),
         (f'{{"sentence": "w1 w2", "label": "{LABELS[0]}"}}\n' * 9, "DataError"),
         (f'{{"text": "w1 w2", "label": "{LABELS[0]}"}}\n', "DataError"),
         ("", "DataError"),

@@ -24,9 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlora.data import demo, smollm2_model
+from fedlora.data.demo import PACKAGED
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import load_config
-from fedlora.runs.sections import PACKAGED
 from fedlora.training.generation import greedy
 from fedlora.training.models import AdaptedModel, LoRASettings, model_digests
 from support.known_warnings import FUTURE_NAMES
