@@ -138,17 +138,17 @@ def worker_rounds(clients: int, repeats: int) -> dict[str, list[float]]:
 
 def flower_rounds(clients: int, repeats: int) -> list[float]:
     """The same rounds in Flower's simulation, two of its processes at work; without the first."""
-    from fedlora.flower.serving.trial import free_port
     from fedlora.flower.setup.init_steps import trial as write_trial
     from fedlora.flower.simulated import simulate_federation
+    from fedlora.flower.site.node_process import free_port
 
     sets = [*QUICK, "train.steps=4", f"clients.ranks={[(2, 4, 8)[k % 3] for k in range(clients)]}"]
     sets += ["clients.alpha=100", f"run.rounds={repeats + 1}", "run.threads=1", "data.validation=0.01"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "f"
-        write_trial(folder, load_config(DEMO, sets), free_port(), False)
+        write_trial(folder, load_config(DEMO, sets), free_port())
         with contextlib.redirect_stdout(io.StringIO()):
-            simulate_federation(folder, resume=False, evaluate=False)
+            simulate_federation(folder)
         lines = (folder / "server" / "rounds.jsonl").read_text().splitlines()
     return [json.loads(line)["seconds"] for line in lines][1:]
 
