@@ -33,15 +33,15 @@ def escaped(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else _code(c) for c in text)
 
 
-def counted(number: int, what: str) -> str:
-    """A number of things, in words.
+def counted(number: int, what: str, many: str | None = None) -> str:
+    """A number of things, in words. many: of more than one, where an s is not enough.
 
     Example:
         >>> from fedlora.errors import counted
-        >>> counted(1, "round"), counted(2, "round")
-        ('1 round', '2 rounds')
+        >>> counted(1, "round"), counted(2, "round"), counted(2, "entry", "entries")
+        ('1 round', '2 rounds', '2 entries')
     """
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number} {what if number == 1 else many or what + 's'}"
 
 
 def _code(letter: str) -> str:

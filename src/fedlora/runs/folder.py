@@ -29,7 +29,7 @@ from typing import Any
 from fedlora.core import beside, files
 from fedlora.core.echo import quoted, shown
 from fedlora.core.folders import check_target
-from fedlora.errors import CheckpointError, ConfigError
+from fedlora.errors import CheckpointError, ConfigError, counted
 
 # What each file has in every version, so that a damaged one is told from a whole one.
 _HAS = {
@@ -142,7 +142,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"{shown(self.path)} cannot be written: {error.strerror or error}.") from error
         if theirs:
-            entries = "1 entry" if len(found) == 1 else f"{len(found)} entries"
+            entries = counted(len(found), "entry", "entries")
             raise ConfigError(
                 f"{shown(self.path)} is not empty and holds no run: {entries}, the first is {quoted(theirs[0])}. A run "
                 f"would write over what has the names of its own files. Nothing was written. Name a new or an empty "

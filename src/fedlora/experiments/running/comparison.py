@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import echo, files
-from fedlora.errors import CheckpointError, ConfigError, FedLoRAError
+from fedlora.errors import CheckpointError, ConfigError, FedLoRAError, counted
 from fedlora.experiments.grid.plan import PlannedRun, check_number
 from fedlora.experiments.grid.spec import Experiment, Profile, Tune
 from fedlora.experiments.running.runner import failure_report
@@ -126,7 +126,7 @@ class ComparedRuns:
         found = sorted(os.listdir(self.root))
         theirs = [name for name in found if name not in {_FAILURES, *map(folder_name, methods)}]
         if theirs:
-            entries = "1 entry" if len(found) == 1 else f"{len(found)} entries"
+            entries = counted(len(found), "entry", "entries")
             raise ConfigError(
                 f"{echo.shown(self.root)} is not empty and holds no run: {entries}, the first that is not of a "
                 f"comparison is {echo.quoted(theirs[0])}. Its {PICTURE} could be written over. Nothing "
