@@ -253,3 +253,24 @@ class TestDrawings:
         off = float(numpy.linalg.norm(wrong - true) / numpy.linalg.norm(true))
         assert said.replace("\n", " ") in page.replace("\n", " ")
         assert f"{off:.0%}".replace("%", " %") in ("11 %",) if angle == 0 else numpy.linalg.norm(wrong) < 0.2
+
+
+PAGES = [ROOT / "README.md", *(page for page in DOCS.rglob("*.md") if "_generated" not in page.parts)]
+
+
+def test_every_picture_has_words() -> None:
+    """For those who do not see it: four words at least, in Markdown, in directives and in what cells show."""
+    found: list[tuple[str, str]] = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        words = re.findall(r"!\[([^\]]*)\]\(", text)
+        words += [(re.search(r'alt="([^"]*)"', call) or ["", ""])[1] for call in re.findall(r"<img[^>]*>", text)]
+        words += [
+            (re.search(r'alt="([^"]*)"', call) or ["", ""])[1]
+            for call in re.findall(r"\bImage\((.*?)\n?\)", text, re.S)
+        ]
+        shown = re.findall(r"```\{(?:image|figure)\}.*?```", text, re.S)
+        words += [(re.search(r":alt: (.+)", one) or ["", ""])[1] for one in shown]
+        found += [(page.name, one) for one in words]
+    assert len(found) >= 9, "the pictures of README, how-to pages, evidence and tutorials"
+    assert [page for page, words in found if len(words.split()) < 4] == []
