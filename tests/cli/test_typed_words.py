@@ -14,6 +14,7 @@ from rich.console import Console
 import support.command_line  # noqa: F401 - first, for it expects what typer's import warns of
 
 # isort: split
+
 import fedlora.cli.formats
 from fedlora.cli.flower import doctor
 from fedlora.cli.flower.common import typed
@@ -21,7 +22,7 @@ from fedlora.cli.formats import Format, Printed, Sheet, show
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.screen import console
 from fedlora.errors import ConfigError
-from fedlora.flower.units import server_unit
+from fedlora.flower.setup.installing import Step
 
 ODD = "[red]m[/red] :fire: [/nothing]"  # markup, the name of a picture, and a closing tag that closes nothing
 
@@ -116,8 +117,9 @@ def test_a_path_with_spaces_can_be_typed() -> None:
     """A shell takes each printed command apart into the words that were meant: in units, too."""
     place = Path("/srv/a fed's")
     assert shlex.split(f"fedlora doctor {typed(place)}") == ["fedlora", "doctor", str(place)]
-    line = next(line for line in server_unit(place, user="fl").splitlines() if "enable --now" in line)
-    assert shlex.split(line)[-1] == "/srv/a fed's/systemd/fedlora-server.service"
+    line, *text = Step(("install", "/dev/stdin", str(place)), "a 'b' $3\n").shown().splitlines()
+    assert shlex.split(line) == ["install", "/dev/stdin", str(place), "<<END_OF_UNIT"]
+    assert "<<'END_OF_UNIT'" in line and text == ["a 'b' $3", "END_OF_UNIT"]
 
 
 def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def test_every_command_of_compose_is_one_of_the_command_line(tmp_path: Path) -> 
         group, command, place = service["command"]
         module, _, function = COMMANDS[command][0].partition(":")
         assert group == "flower" and callable(getattr(importlib.import_module(module), function))
-        assert f"{place}:{place}" in service["volumes"]  # absolute paths in a folder stay true
+        assert f"{place}:{place}:ro" in service["volumes"]  # absolute paths in a folder stay true
     assert services["server"]["command"] == ["flower", "serve", str(home)]
     assert services["site-cork"]["command"][2] == f"${{SITES:-{tmp_path}}}/cork"
 
@@ -125,7 +125,9 @@ def test_only_the_proxys_port_leaves(tmp_path: Path) -> None:
     )
     assert set(listens) == {"8443"}
     assert services["server"]["networks"]["default"]["aliases"] == ["fl.example.org"]
-    assert services["proxy"]["entrypoint"] == ["nginx", "-c", f"{tmp_path}/proxy/nginx.conf"]
+    assert services["proxy"]["entrypoint"] == [
+        "nginx", "-e", f"{tmp_path}/proxy/state/error.log", "-c", f"{tmp_path}/proxy/nginx.conf"
+    ]  # fmt: skip
 
 
 def test_a_folder_that_cannot_be_mounted_is_refused(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_options_that_are_missing_or_contradict(
     assert "is not empty: it has sub" in made().err
 
 
-def test_a_key_is_rotated_and_the_old_one_works_until_the_node_goes_over(
+def test_a_key_is_rotated_and_the_old_one_works_until_the_server_has_the_new(
     place: Place, made: Callable[..., Said], main: Callable[..., Said]
 ) -> None:
     assert made().code == 0
@@ -168,19 +168,20 @@ def test_a_key_is_rotated_and_the_old_one_works_until_the_node_goes_over(
     new = Request.read(here.request)
     assert new.fingerprint != old.fingerprint and new.fingerprint in said.out
     assert here.key.read_bytes() == before and here.next_key.stat().st_mode & 0o777 == 0o600
-    assert "waits for the server already" in main("flower", "site", here.path, "--rotate").err
-    lines: list[str] = []
+    assert "is there, and not in use yet" in main("flower", "site", here.path, "--rotate").err
     known = {before: "not admitted"}  # the server has heard of neither, then of the new one
 
     def look(key: Path) -> Found:
         return Found(known.get(key.read_bytes(), "not admitted"), "")  # type: ignore[arg-type]
 
-    assert rotation.asked(here, look, lines.append).fate == "not admitted" and here.next_key.exists() and not lines
+    assert rotation.asked(here, look)[0].fate == "not admitted"
     known[before] = "admitted"
-    assert rotation.asked(here, look, lines.append).fate == "admitted" and here.next_key.exists() and not lines
-    known = {here.next_key.read_bytes(): "admitted"}
-    assert rotation.asked(here, look, lines.append).fate == "admitted" and "the old one is deleted" in lines[0]
-    assert here.key.read_bytes() != before and not here.next_key.exists()
+    assert rotation.asked(here, look)[1] == here.key
+    known = {(later := here.next_key.read_bytes()): "admitted"}
+    found, key = rotation.asked(here, look)  # what a node does, which can write none of them
+    assert (found.fate, key) == ("admitted", here.next_key) and here.key.read_bytes() == before
+    assert rotation.rotate_key(here.path, {}, look) is None
+    assert here.key.read_bytes() == later and not here.next_key.exists()
     assert here.public_key.read_text().strip() == new.public
 
 

@@ -86,7 +86,7 @@ def server_processes(home: Path, programs: Sequence[str] = _SERVER_PROGRAMS) -> 
             mine = entry.stat().st_uid in (os.geteuid(), 0)  # a process that forbids dumps shows as root's
             if mine and any(Path(word).name in _SERVER_PROGRAMS for word in words[:3]):
                 found[int(entry.name)] = words
-    marks = {f"{home}/superlink.db", f"{home}/certs/ca.crt"}
+    marks = {f"{home}/state/superlink.db", f"{home}/certs/ca.crt"}
     ours = {pid for pid, words in found.items() if marks & set(words)}
     for _ in found:  # SuperLink, SuperExec, ServerApp: each names who started it
         ours |= {pid for pid, words in found.items() if (started_by := _parent(words)) and started_by in ours}

@@ -43,9 +43,14 @@ class FederationFolder:
         return self.path / "app"
 
     @property
+    def connection(self) -> Path:
+        """How `flwr` reaches the SuperLink: config.toml of the $FLWR_HOME of who calls it by hand."""
+        return self.path / "flwr" / "config.toml"
+
+    @property
     def flower_home(self) -> Path:
-        """$FLWR_HOME of all `flwr` commands for this federation."""
-        return self.path / "flwr"
+        """$FLWR_HOME of the processes that are started here."""
+        return self.state / "flwr"
 
     @property
     def certificates(self) -> Path:
@@ -63,19 +68,39 @@ class FederationFolder:
         return self.path / "proxy" / "nginx.conf"
 
     @property
+    def proxy_state(self) -> Path:
+        """What the proxy writes, and all that it may: logs, its process id, temporary files."""
+        return self.path / "proxy" / "state"
+
+    @property
+    def state(self) -> Path:
+        """What the server's processes write beside `server`: database, logs, locks."""
+        return self.path / "state"
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """All that the server's processes may write here. Nothing that is run or believed lies below."""
+        return self.server, self.state
+
+    @property
+    def base_cache(self) -> Path:
+        """The digest of the server's own base model's weights, which are read once."""
+        return self.state / "base.json"
+
+    @property
     def database(self) -> Path:
         """The SuperLink's."""
-        return self.path / "superlink.db"
+        return self.state / "superlink.db"
 
     @property
     def logs(self) -> Path:
         """Of the processes that are started here."""
-        return self.path / "logs"
+        return self.state / "logs"
 
     @property
     def lock(self) -> Path:
         """Held by who serves it: two cannot."""
-        return self.path / "serve.lock"
+        return self.state / "serve.lock"
 
     @property
     def server(self) -> Path:
@@ -166,13 +191,8 @@ class SiteFolder:
         return self.path / "request.toml"
 
     @property
-    def unit(self) -> Path:
-        """systemd's, to be installed by root."""
-        return self.path / "fedlora-site.service"
-
-    @property
     def state(self) -> Path:
-        """What stays at the site between rounds, and its trainer's socket."""
+        """What stays at the site between rounds, logs, and its trainer's socket: all that its processes may write."""
         return self.path / "state"
 
     @property
@@ -183,7 +203,7 @@ class SiteFolder:
     @property
     def logs(self) -> Path:
         """Of its processes."""
-        return self.path / "logs"
+        return self.state / "logs"
 
 
 __all__ = ["FederationFolder", "SiteFolder"]

@@ -167,9 +167,7 @@ FEDERATION: tuple[Item, ...] = (
     ),
     *as_items("federation folder", "released", MADE, "tensorboard"),
     *as_items("federation folder", "if-public", CHOICE, "best"),
-    *as_items(
-        "federation folder", "secret", RESUME, "checkpoints", "private", "journal", "logs", "superlink.db", ".lock"
-    ),
+    *as_items("federation folder", "secret", RESUME, "checkpoints", "private", "journal", "state", ".lock"),
     *as_items("federation folder", "dropped", OWN, "clients"),
     *as_items("federation folder", "dropped", ITSELF, "uploads"),
 )

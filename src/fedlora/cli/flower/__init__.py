@@ -10,8 +10,9 @@ COMMANDS = {
     "init": ("fedlora.cli.flower.init:init", "At the server: write all that a federation needs."),
     "site": (
         "fedlora.cli.flower.site:site",
-        "At a site: make its folder, key, unit and checks from the server's file.",
+        "At a site: make its folder, key and checks from the server's file.",
     ),
+    "install": ("fedlora.cli.flower.install:install", "At the server, and at a site: install the systemd units."),
     "admit": ("fedlora.cli.flower.sites:admit", "At the server: admit a site, or another key of it."),
     "remove": ("fedlora.cli.flower.sites:remove", "At the server: a site takes part no longer."),
     "renew": ("fedlora.cli.flower.renew:renew", "At the server: the next certificates, and derived files anew."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -35,10 +34,6 @@ def init(
     set: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="of the proxy, where sites connect")] = 443,
     superlink_port: Annotated[int, typer.Option(min=1, max=65535, help="of the SuperLink, on loopback")] = 18080,
-    user: Annotated[
-        str | None, typer.Option(help="as whom the units run (default: who owns the folder)", show_default=False)
-    ] = None,
-    memory: Annotated[str, typer.Option(help="the memory limit of the server's unit")] = "8G",
 ) -> None:
     """Write all that a federation's server needs. With --server-name and --sites it asks for no site's data, and each
     site gets FOLDER/join/NAME.toml; without both it is a trial on this machine, whose sites lie in FOLDER/sites."""
@@ -53,13 +48,13 @@ def init(
             f"acme=8,berlin=4. Without both it is a trial on this machine."
         )
     if server_name is None or sites is None:
-        real = {"--labels": labels, "--start": start, "--user": user, "--port": port if port != 443 else None}
+        real = {"--labels": labels, "--start": start, "--port": port if port != 443 else None}
         odd = next((name for name, value in real.items() if value is not None), None)
         if odd is not None:
             raise ConfigError(
-                f"{odd} is for a federation of several machines, and this is a trial: it takes classes, start and "
-                f"owner from the run that is tried, and has no proxy (--superlink-port is the SuperLink's). Leave it "
-                f"out, or give --server-name and --sites."
+                f"{odd} is for a federation of several machines, and this is a trial: it takes classes and start from "
+                f"the run that is tried, and has no proxy (--superlink-port is the SuperLink's). Leave it out, or give "
+                f"--server-name and --sites."
             )
         _trial(folder, config, set or [], superlink_port)
         return
@@ -80,18 +75,15 @@ def init(
 
     quiet_libraries()
     notes.print("checking the start ..." if start else "loading the model, for the common start ...")
-    if (user or getpass.getuser()) == "root":
-        notes.print("the units will run as root; another user is better: --user NAME, who must own the folder")
-    made = federation(config, set or [], name, clients, classes, start, port, superlink_port, user, memory)
+    made = federation(config, set or [], name, clients, classes, start, port, superlink_port)
     from fedlora.flower.setup.project import make_federation
 
     make_federation(folder, made)
     here = folder.resolve()
     fed = typed(folder)
-    units = [typed(here / "systemd" / name) for name in ("fedlora-proxy.service", "fedlora-server.service")]
     lines = [
         f"{folder}: ready, for {len(clients)} site{'' if len(clients) == 1 else 's'} ({', '.join(clients)}). Next:",
-        f"  1. systemctl enable --now {' '.join(units)}",
+        f"  1. fedlora flower install {fed}",
         f"     (or, in two shells: fedlora flower serve {fed}, and nginx -c {typed(here / 'proxy' / 'nginx.conf')})",
         f"  2. fedlora doctor {fed}",
         f"  3. hand each site its file, {here}/join/NAME.toml; it holds no secret",

@@ -27,7 +27,7 @@ def node(
     needed()
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site.node_process import NodeProcess, files_checked, supernode_command
-    from fedlora.flower.site.reach import Server, look
+    from fedlora.flower.site.reach import Found, Server, look
     from fedlora.flower.site.rotation import asked
     from fedlora.flower.terms.joining import JoinFile
 
@@ -45,12 +45,17 @@ def node(
             _say(line)
     server = Server(join.server, join.port, here.ca)
 
-    process = NodeProcess(
-        here,
-        look=lambda: asked(here, lambda key: look(server, key), _say),
-        command=lambda: supernode_command(here, join.address),
-        say=_say,
-    )
+    key = here.key
+
+    def ask() -> Found:
+        nonlocal key
+        found, now = asked(here, lambda with_: look(server, with_))
+        if now != key and now == here.next_key:
+            _say("the server has this site's new key: it is in use (--rotate once more deletes the old).")
+        key = now
+        return found
+
+    process = NodeProcess(here, look=ask, command=lambda: supernode_command(here, join.address, key), say=_say)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, process.stop)
     _say(f"site {join.site} of {join.federation}, server {join.address}, log {here.logs / 'node.log'}")

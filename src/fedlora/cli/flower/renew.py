@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from fedlora.cli.flower.common import Folder, needed
 from fedlora.cli.screen import console
 
 
-def renew(
-    folder: Folder,
-    user: Annotated[str | None, typer.Option(help="as whom the units run (default: who owns the folder)")] = None,
-    memory: Annotated[str, typer.Option(help="the memory limit of the server's unit")] = "8G",
-) -> None:
-    """The next certificates; units, proxy, app, join files as federation.toml and policy.toml now say.
+def renew(folder: Folder) -> None:
+    """The next certificates; proxy, app, containers, join files as federation.toml and policy.toml now say.
 
     For a certificate that ends, another name or port in federation.toml, a folder that was moved, an upgrade. Keys,
     settings, policy and what the rounds left stay as they are.
@@ -23,7 +15,7 @@ def renew(
     needed()
     from fedlora.flower.setup.renewal import renew as renewed
 
-    done = renewed(folder, user=user, memory=memory)
+    done = renewed(folder)
     here = folder.resolve()
     lines = [
         *(["the SuperLink's own certificate is new: start `fedlora flower serve` again"] if done.loopback else []),

@@ -31,20 +31,21 @@ def site(
     threads: Annotated[int | None, typer.Option(min=1, help="of the processor")] = None,
     rotate: Annotated[bool, typer.Option("--rotate", help="another key for a folder that is there")] = False,
 ) -> None:
-    """Make a site's folder from the server's join file: its key, its settings, its systemd unit, and its checks.
+    """Make a site's folder from the server's join file: its key, its settings, and its checks.
 
     Data and base model are read, and nothing is sent. Then send FOLDER/request.toml to the server, and start
     `fedlora flower node FOLDER`.
 
     For a folder that is there: --rotate makes a new key and request; the old key works until the server has admitted
-    the new one, and the node goes over to it by itself. --join alone takes the server's new join file, and writes the
-    unit anew (also where the folder was moved).
+    the new one, and the node goes over to it by itself; --rotate once more deletes the old one. --join alone takes the
+    server's new join file.
     """
     needed()
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site.join_site import make_site, refuse_existing, take_join
+    from fedlora.flower.site.reach import look
     from fedlora.flower.site.rotation import rotate_key
-    from fedlora.flower.site.site_checks import checked_server, checked_work, is_site
+    from fedlora.flower.site.site_checks import checked_server, checked_work, is_site, server_of
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.flower.terms.site_file import Site
     from fedlora.runs.reading import checked
@@ -56,19 +57,28 @@ def site(
         _alone("--rotate", {"join": join, **given})
         if not is_site(folder):
             raise ConfigError(f"{folder} is no folder of `fedlora flower site`, and --rotate is for one that is there.")
-        request = rotate_key(folder, _facts_of(here))
+        asked_at = server_of(JoinFile.read(here.join), here)
+        request = rotate_key(folder, _facts_of(here), lambda key: look(asked_at, key))
+        if request is None:
+            console.print(
+                f"{folder}: the server has the new key, which has taken the old one's place; that is deleted. For "
+                f"another key call this again.",
+                markup=False, soft_wrap=True,
+            )  # fmt: skip
+            return
         console.print(
             f"{folder}: a new key, {request.fingerprint}. The old one works until the server has this one:\n"
             f"1. send {here.request} to the server, where it is admitted with: fedlora flower admit FED request.toml "
-            f"--rotate\n2. nothing more: fedlora flower node goes over to it by itself, and deletes the old one.",
+            f"--rotate\n2. nothing more: fedlora flower node goes over to it by itself. After that, call this once "
+            f"more: it deletes the old one.",
             markup=False, soft_wrap=True,
         )  # fmt: skip
         return
     if join is not None and is_site(folder) and not any(value is not None for value in given.values()):
         said = take_join(folder, join)
         console.print(
-            f"{folder}: has the server's file now ({said.address}), and its unit is written anew: systemctl "
-            f"daemon-reload, and start {here.unit.name} again. See with: fedlora doctor {typed(folder)}",
+            f"{folder}: has the server's file now ({said.address}). Restart its unit (systemctl restart fedlora-site), "
+            f"and see with: fedlora doctor {typed(folder)}",
             markup=False, soft_wrap=True,
         )  # fmt: skip
         return
@@ -90,7 +100,7 @@ def site(
         request = make_site(folder, join, found, facts.table())
         if cache.is_file():
             files.write(here.base_cache, cache.read_bytes())
-    server = [row for row in checked_server(said, here, here.key) if row[0] == "clock" or not row[2]]
+    server = [row for row in checked_server(said, here) if row[0] == "clock" or not row[2]]
     table = Table("", "found", "")
     for what, text_, sound in [*rows, *server]:
         table.add_row(what, cell(text_), "ok" if sound else "not yet")
@@ -98,7 +108,7 @@ def site(
     console.print(
         f"{folder}: ready, with the key {request.fingerprint}.\n1. send {here.request} to the server, where it is "
         f"admitted with: fedlora flower admit FED request.toml\n2. take part: fedlora flower node {typed(folder)}\n   "
-        f"or, as root, for good: systemctl enable --now {typed(here.unit)}",
+        f"or, for good: fedlora flower install {typed(folder)}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -169,7 +169,7 @@ def open_federation(
 
 def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:
     """Raises `Disagreement` where the server would measure with another base model than the sites train."""
-    mine = model_facts(str(settings.at_server.model), settings, home.path / "base.json")
+    mine = model_facts(str(settings.at_server.model), settings, home.base_cache)
     for line in check_facts(server_facts(settings, agreement), mine, "the server's own model", whole=False):
         log.info("%s", line)
 

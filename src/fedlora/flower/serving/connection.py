@@ -18,7 +18,7 @@ from fedlora.flower.terms.settings import FederationSettings
 
 def connection(folder: FederationFolder) -> str:
     """The SuperLink's address, as $FLWR_HOME has it. Raises `ConfigError`."""
-    path = folder.flower_home / "config.toml"
+    path = folder.connection
     try:
         known = tomllib.loads(path.read_text(encoding="utf-8"))["superlink"]
         return str(known[known["default"]]["address"])
@@ -34,7 +34,7 @@ def check_ports(folder: FederationFolder) -> None:
     """
     network = FederationSettings.load(folder.settings).network
     there, key = int(connection(folder).rpartition(":")[2]), "network.superlink_port"
-    found, wanted = folder.flower_home / "config.toml", network.superlink_port
+    found, wanted = folder.connection, network.superlink_port
     names = sorted(Policy.read(folder.policy).clients)
     if there == wanted:
         joins = [folder.join(name) for name in names]

@@ -13,17 +13,18 @@ from fedlora.errors import ConfigError
 
 @contextmanager
 def serving(path: Path) -> Iterator[None]:
-    """Hold the lock at `path`, with this process's id in it.
+    """Hold the lock at `path`, FED/state/serve.lock, with this process's id in it.
 
     Raises:
         ConfigError: another process holds it; its id is named.
     """
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
     try:
         if beside.hold(descriptor) is False:
             raise ConfigError(
-                f"{path.parent} is served already, by process {_said(descriptor)}: two at once would play each round "
-                f"twice. Look with `fedlora flower status {path.parent}`; end the other one first."
+                f"{path.parents[1]} is served already, by process {_said(descriptor)}: two at once would play each "
+                f"round twice. Look with `fedlora flower status {path.parents[1]}`; end the other one first."
             )
         with suppress(OSError):  # a full disk: it is held all the same
             os.ftruncate(descriptor, 0)

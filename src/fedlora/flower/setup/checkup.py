@@ -182,7 +182,7 @@ def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]
 def _private(there: FederationFolder) -> list[Row]:
     """What must be this user's alone."""
     secret = [there.certificates / "server.key", there.public / "server.key", there.public / "ca.key", there.database]
-    secret += sorted(there.path.glob("superlink.db-*"))
+    secret += sorted(there.state.glob("superlink.db-*"))
     rows: list[Row] = []
     for path in [there.path, *secret]:
         if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -239,7 +239,7 @@ def _nginx_says(there: FederationFolder, nginx: str) -> str:
     facts = there.path.stat()
     other = os.getuid() == 0 and facts.st_uid != 0
     tried = subprocess.run(
-        [nginx, "-e", str(there.proxy.parent / "error.log"), "-t", "-q", "-c", str(there.proxy)],
+        [nginx, "-e", str(there.proxy_state / "error.log"), "-t", "-q", "-c", str(there.proxy)],
         capture_output=True, text=True, check=False, user=facts.st_uid if other else None,
         group=facts.st_gid if other else None, extra_groups=[] if other else None,
     )  # fmt: skip

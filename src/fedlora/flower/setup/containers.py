@@ -17,6 +17,9 @@ from typing import Any
 
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder, SiteFolder
+from fedlora.flower.setup.proxy import FILES
+from fedlora.flower.setup.units import check_apart
 from fedlora.flower.terms.settings import FederationSettings
 
 _DOCKERFILE = """\
@@ -67,24 +70,29 @@ def compose(home: Path, settings: FederationSettings, sites: Sequence[str]) -> s
     """All services: server and proxy in one network namespace, a service for each site.
 
     Raises:
-        ConfigError: a path that a mount cannot name.
+        ConfigError: a path that a mount cannot name; a ledger beside what must not be written.
     """
     if not str(home).isprintable() or set(str(home)) & set(':$"\\'):
         raise ConfigError(f"{quoted(str(home))} cannot be mounted into a container: it has ':', '$' or a quote.")
-    network, user = settings.network, _user(home)
+    network, user, there = settings.network, _user(home), FederationFolder(home)
+    ledger = [Path(settings.privacy.ledger).parent] if settings.privacy is not None else []
+    check_apart(home, ledger)
     server: dict[str, Any] = {
-        **_service(["flower", "serve", str(home)], user), "volumes": [f"{home}:{home}"],
+        **_service(["flower", "serve", str(home)], user), "volumes": _mounts(home, [*there.written, *ledger]),
+        "restart": "on-failure",
         "ports": [f"{network.port}:{network.port}"],
         "networks": {"default": {"aliases": [str(network.name)]}},
     }  # fmt: skip
     proxy: dict[str, Any] = {
         "image": "nginx:stable", "user": user, "network_mode": "service:server", "depends_on": ["server"],
-        "volumes": [f"{home}:{home}"], "entrypoint": ["nginx", "-c", f"{home}/proxy/nginx.conf"], **_LIMITS,
+        "volumes": _mounts(home, [there.proxy_state]), "ulimits": {"nofile": FILES}, **_LIMITS,
+        "entrypoint": ["nginx", "-e", f"{there.proxy_state}/error.log", "-c", str(there.proxy)],
     }  # fmt: skip
     services = {"server": server, "proxy": proxy}
     for site in sites:
         place = f"${{SITES:-{home.parent}}}/{site}"
-        services[f"site-{site}"] = {**_service(["flower", "node", place], user), "volumes": [f"{place}:{place}"]}
+        mounts = _mounts(Path(place), [SiteFolder(Path(place)).state])
+        services[f"site-{site}"] = {**_service(["flower", "node", place], user), "volumes": mounts}
     return _HEAD.format(folder=f"{home}/docker") + json.dumps({"services": services}, indent=2) + "\n"
 
 
@@ -92,6 +100,11 @@ _LIMITS: Mapping[str, Any] = {
     "restart": "unless-stopped", "read_only": True, "tmpfs": ["/tmp"], "cap_drop": ["ALL"],
     "security_opt": ["no-new-privileges:true"],
 }  # fmt: skip
+
+
+def _mounts(folder: Path, writable: Sequence[Path]) -> list[str]:
+    """Settings, keys and certificates are read-only: only what the processes write is not."""
+    return [f"{folder}:{folder}:ro", *(f"{place}:{place}" for place in writable)]
 
 
 def _service(command: list[str], user: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from fedlora.server.sampling import sample_clients
 
 def federation(
     config: Path, overrides: Sequence[str], name: str, clients: Mapping[str, int], labels: Sequence[str] | None,
-    start: Path | None, port: int, superlink_port: int, user: str | None, memory: str,
+    start: Path | None, port: int, superlink_port: int,
 ) -> Federation:  # fmt: skip
     """A federation whose sites are elsewhere: nothing is written yet, and no site's data are read.
 
@@ -50,7 +50,7 @@ def federation(
     if start is None and settings.at_server.model is not None:
         facts = model_facts(settings.at_server.model, settings)
         agreement, _ = agreement.with_(facts, "the server's own model")
-    return Federation(settings, clients, begun, agreement, user=user, memory=memory)
+    return Federation(settings, clients, begun, agreement)
 
 
 def with_quorum(settings: FederationSettings, sites: int) -> FederationSettings:
@@ -97,7 +97,7 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
             (building / "held").mkdir(mode=0o700, exist_ok=True)
             write_rows(building / "held" / f"{part}.jsonl", data)
         for site, own in dealt.data.items():
-            write_site(there, folder.resolve(), site, own, config, facts)
+            write_site(there, site, own, config, facts)
 
 
 __all__ = ["check_private", "federation", "trial", "with_members", "with_quorum"]

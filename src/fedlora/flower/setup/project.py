@@ -13,7 +13,6 @@ from typing import Any
 from fedlora.adapters.io import write_adapter
 from fedlora.core.folders import replacing_folder
 from fedlora.errors import ConfigError
-from fedlora.flower import units
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.setup import containers
 from fedlora.flower.setup.app_files import write_app, write_connection
@@ -31,15 +30,12 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """What a folder is made from. clients: site -> rank, in order. agreement: what is known of the base model.
-    user, memory: of the server's unit."""
+    """What a folder is made from. clients: site -> rank, in order. agreement: what is known of the base model."""
 
     settings: FederationSettings
     clients: Mapping[str, Rank]
     start: Start
     agreement: Agreement = field(default_factory=Agreement)
-    user: str | None = None
-    memory: str = "8G"
 
 
 def check_quorum(settings: FederationSettings, sites: int) -> None:
@@ -56,15 +52,15 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
     """All but a trial's sites, in the empty folder `building`, which will be `home`.
 
     Raises:
-        ConfigError: a path that a unit or the proxy's configuration cannot name.
+        ConfigError: a path that a container or the proxy's configuration cannot name.
     """
     building.chmod(0o700)
     there = FederationFolder(building)
     made.settings.write(there.settings)
     there.policy.write_text(policy_text(made.clients, private=made.settings.privacy is not None), encoding="utf-8")
     write_adapter(there.start, made.start.adapter, made.start.spec)
-    for name in ("keys", "requests"):
-        (building / name).mkdir(mode=0o700)
+    for place in (there.path / "keys", there.path / "requests", *there.written):
+        place.mkdir(mode=0o700)
     network = made.settings.network
     certificates.write_loopback(there.certificates)
     if network.name is not None:
@@ -75,26 +71,26 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
 
 
 def write_derived(building: Path, home: Path, made: Federation, authority: FederationFolder) -> None:
-    """The files that follow from the others: app, connection, proxy, units, containers, join files.
+    """The files that follow from the others: app, connection, proxy, containers, join files.
 
     Args:
         building: an empty folder. home: where they will lie. authority: has the certificates that sites are to trust.
 
     Raises:
-        ConfigError: a path that a unit, a container or the proxy's configuration cannot name.
+        ConfigError: a path that a container or the proxy's configuration cannot name.
     """
     there, network = FederationFolder(building), made.settings.network
     write_app(there.app, home)
-    write_connection(there.flower_home, home, network.superlink_port)
+    write_connection(there.connection.parent, home, network.superlink_port)
     if network.name is not None:
-        there.proxy.parent.mkdir(mode=0o700)
+        for place in (there.proxy.parent, there.proxy_state):
+            place.mkdir(mode=0o700)
         adapter = made.start.adapter
         proxy = nginx_configuration(
             home, name=network.name, tensors=2 * len(adapter.modules) + len(adapter.heads), port=network.port,
             superlink_port=network.superlink_port,
         )  # fmt: skip
         there.proxy.write_text(proxy, encoding="utf-8")
-        _write_units(building / "systemd", home, made)
         containers.write_containers(building / "docker", home, made.settings, list(made.clients))
     (building / "join").mkdir(mode=0o700)
     facts = server_facts(made.settings, made.agreement, made.start.adapter.modules).table()
@@ -120,14 +116,6 @@ def join_file(
     server, port = (LOOPBACK, network.superlink_port) if network.name is None else (network.name, network.port)
     largest = rank if isinstance(rank, int) else max(rank.values())
     return JoinFile(settings.id, name, largest, server, port, ca, settings.travelling(), dict(facts))
-
-
-def _write_units(folder: Path, home: Path, made: Federation) -> None:
-    folder.mkdir()
-    there, port = FederationFolder(home), made.settings.network.port
-    server = units.server_unit(home, user=made.user, memory=made.memory)
-    (folder / units.SERVER).write_text(server, encoding="utf-8")
-    (folder / units.PROXY).write_text(units.proxy_unit(home, there.proxy, port, user=made.user), encoding="utf-8")
 
 
 __all__ = ["Federation", "check_quorum", "join_file", "make_federation", "write_derived", "write_federation"]

@@ -28,6 +28,13 @@ BODY_LIMIT = 16 * 2**20
 CALL_LIMIT = 16 * 2**10
 """Bytes of a call that carries no object: a few ids and a key."""
 
+CONNECTIONS = 8192
+"""At once. Whoever opens one and says nothing is cut off after 10 s, before any limit by address can count him: to
+fill all of them takes 819 new ones a second. Idle ones cost some kilobytes each."""
+
+FILES = 2 * CONNECTIONS + 256
+"""Of one process: each connection may have one of its own to the SuperLink."""
+
 _LISTED = 80
 """Bytes of one object in a list of them: its id is 64 letters."""
 
@@ -50,11 +57,11 @@ def nginx_configuration(
 ) -> str:
     """The text of FED/proxy/nginx.conf.
 
-    Works for root (workers are then nobody) and for any user. It writes below FED/proxy only, and no body touches a
-    disk. The certificate that sites see is FED/public/server.crt.
+    Works for root (workers are then nobody) and for any user. It writes below FED/proxy/state only, and no body
+    touches a disk. The certificate that sites see is FED/public/server.crt.
 
     Args:
-        folder: FED. Its `proxy` must exist before nginx is started.
+        folder: FED. Its `proxy/state` must exist before nginx is started.
         name: the server's, as sites call it.
         tensors: of the largest reply: two for each adapted module, and the heads.
         port: that sites connect to.
@@ -78,6 +85,7 @@ def nginx_configuration(
         at=home / "proxy", certs=home / "certs", public=home / "public", name=name, port=port, passed=passed,
         listens=_listens(listen, port), superlink_port=superlink_port, body=BODY_LIMIT, calls="|".join(FLEET),
         small=CALL_LIMIT, listed=listed_limit(tensors), gate=_GATE,
+        files=FILES, connections=CONNECTIONS,
     )  # fmt: skip
 
 
@@ -96,12 +104,13 @@ _TEMPLATE = """\
 # One door: SuperNodes' calls to {name}:{port} go to the SuperLink on loopback; everything else is 403.
 daemon off;
 worker_processes 1;
-pid "{at}/nginx.pid";
-lock_file "{at}/nginx.lock";
-error_log "{at}/error.log" warn;
+pid "{at}/state/nginx.pid";
+lock_file "{at}/state/nginx.lock";
+error_log "{at}/state/error.log" warn;
+worker_rlimit_nofile {files};
 
 events {{
-    worker_connections 1024;
+    worker_connections {connections};
 }}
 
 http {{
@@ -126,7 +135,7 @@ http {{
     }}
     log_format plain escape=json
         '$time_iso8601 $remote_addr "$request" $status in=$request_length out=$bytes_sent s=$request_time';
-    access_log "{at}/access.log" plain if=$notable;
+    access_log "{at}/state/access.log" plain if=$notable;
 
     # By address. An honest node has four requests open at most; those above the rate wait, they are not refused.
     # 503, since nodes try again after it (after 429 they end).
@@ -141,17 +150,17 @@ http {{
     client_body_in_single_buffer on;
     client_header_buffer_size 4k;
     large_client_header_buffers 4 8k;
-    client_header_timeout 15s;
+    client_header_timeout 10s;    # from the connection on: TLS and the headers
     client_body_timeout 30s;
     send_timeout 30s;
     keepalive_timeout 75s;
     keepalive_requests 100000;
     reset_timedout_connection on;
-    client_body_temp_path "{at}/temp-body";
-    proxy_temp_path "{at}/temp-proxy";
-    fastcgi_temp_path "{at}/temp-fastcgi";
-    uwsgi_temp_path "{at}/temp-uwsgi";
-    scgi_temp_path "{at}/temp-scgi";
+    client_body_temp_path "{at}/state/temp-body";
+    proxy_temp_path "{at}/state/temp-proxy";
+    fastcgi_temp_path "{at}/state/temp-fastcgi";
+    uwsgi_temp_path "{at}/state/temp-uwsgi";
+    scgi_temp_path "{at}/state/temp-scgi";
 
     upstream superlink {{
         server 127.0.0.1:{superlink_port} max_fails=0;
@@ -231,4 +240,4 @@ _GATE = """\
             limit_conn connections 64;
             proxy_pass https://superlink;"""
 
-__all__ = ["BODY_LIMIT", "CALL_LIMIT", "FLEET", "listed_limit", "nginx_configuration"]
+__all__ = ["BODY_LIMIT", "CALL_LIMIT", "CONNECTIONS", "FILES", "FLEET", "listed_limit", "nginx_configuration"]

@@ -34,7 +34,7 @@ class Renewed:
     changed: tuple[Path, ...]
 
 
-def renew(home: Path, *, user: str | None = None, memory: str = "8G") -> Renewed:
+def renew(home: Path) -> Renewed:
     """Renew what is in a federation's folder.
 
     Raises:
@@ -43,7 +43,7 @@ def renew(home: Path, *, user: str | None = None, memory: str = "8G") -> Renewed
     with changing(home) as there:
         settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
         adapter, spec = read_adapter(there.start, scaling=settings.lora.unit)
-        made = Federation(settings, policy.clients, Start(adapter, spec), Agreement.read(there.agreement), user, memory)
+        made = Federation(settings, policy.clients, Start(adapter, spec), Agreement.read(there.agreement))
         loopback, public = _certificates(there, settings)
         changed: list[Path] = []
         with tempfile.TemporaryDirectory() as scratch:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fedlora.core import files
 from fedlora.data import TextData
 from fedlora.flower.places import FederationFolder
@@ -14,10 +12,8 @@ from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig
 
 
-def write_site(
-    there: FederationFolder, home: Path, name: str, data: str | TextData, config: RunConfig, facts: Facts
-) -> None:
-    """Its folder, and its key and request where `fedlora flower admit` puts them. home: where all of it will lie."""
+def write_site(there: FederationFolder, name: str, data: str | TextData, config: RunConfig, facts: Facts) -> None:
+    """Its folder, and its key and request where `fedlora flower admit` puts them."""
     site = there.site(name)
     for folder in (site.path.parent, site.path):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -26,8 +22,7 @@ def write_site(
         write_rows(site.path / where, data)
     device = None if config.model.device == "auto" else config.model.device
     said = Site(name=name, data=where, model=config.model.path, device=device)
-    place = FederationFolder(home).site(name).path
-    fill_site(site.path, there.join(name).read_bytes(), said, facts.table(), home=place)
+    fill_site(site.path, there.join(name).read_bytes(), said, facts.table())
     files.write(there.request(name), site.request.read_bytes())
     files.write(there.key(name), site.public_key.read_bytes())
 

@@ -1,4 +1,4 @@
-"""A site's folder, from the server's join file: key, settings, unit, and the request that goes back to the server."""
+"""A site's folder, from the server's join file: key, settings, and the request that goes back to the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fedlora.flower.places import SiteFolder
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.site_file import Site
-from fedlora.flower.units import site_unit
 
 
 def make_site(folder: Path, join: Path, site: Site, facts: Mapping[str, Any]) -> Request:
@@ -27,11 +26,11 @@ def make_site(folder: Path, join: Path, site: Site, facts: Mapping[str, Any]) ->
     content = join.read_bytes()
     with replacing_folder(folder) as building:
         building.chmod(0o700)
-        return fill_site(building, content, site, facts, home=folder.resolve())
+        return fill_site(building, content, site, facts)
 
 
-def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any], *, home: Path) -> Request:
-    """The files of a site in a folder that is there. home: where it will lie, for the unit. Raises `ConfigError`."""
+def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -> Request:
+    """The files of a site in a folder that is there. Raises `ConfigError`."""
     here = SiteFolder(folder)
     for place in (here.state, here.logs):
         place.mkdir(mode=0o700, exist_ok=True)
@@ -44,13 +43,12 @@ def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any], *
     files.write(here.public_key, public)
     request = Request.make(said, private, facts)
     files.write(here.request, request.text())
-    files.write(here.unit, site_unit(home))
     return request
 
 
 def take_join(folder: Path, join: Path) -> JoinFile:
-    """The server's new join file for a site that is there, and the unit anew: where the server has another name, port
-    or authority, or the folder was moved. Key, data and model stay.
+    """The server's new join file for a site that is there: where the server has another name, port or authority. Key,
+    data and model stay.
 
     Raises:
         ConfigError: no join file, or that of another site or federation.
@@ -67,7 +65,6 @@ def take_join(folder: Path, join: Path) -> JoinFile:
     content = join.read_bytes()
     files.write(here.ca, said.ca)
     files.write(here.join, content)
-    files.write(here.unit, site_unit(here.path))
     return said
 
 

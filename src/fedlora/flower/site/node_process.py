@@ -243,11 +243,11 @@ def held(site: SiteFolder) -> Iterator[None]:
         os.close(descriptor)
 
 
-def supernode_command(site: SiteFolder, address: str) -> list[str]:
-    """What starts this site's SuperNode; its own API on a free port of loopback."""
+def supernode_command(site: SiteFolder, address: str, key: Path) -> list[str]:
+    """What starts this site's SuperNode with that key; its own API on a free port of loopback."""
     command = [sys.executable, "-m", "fedlora.flower.site.supernode", "--superlink", address, "--host", "127.0.0.1"]
     command += ["--port", str(free_port()), "--node-config", f"site={json.dumps(str(site.site))}"]
-    return [*command, "--root-certificates", str(site.ca), "--auth-supernode-private-key", str(site.key)]
+    return [*command, "--root-certificates", str(site.ca), "--auth-supernode-private-key", str(key)]
 
 
 def free_port() -> int:

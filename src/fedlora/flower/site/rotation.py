@@ -1,5 +1,5 @@
 """Another key for a site: a new pair is made beside the old one, which works until the server has admitted the new;
-then the node goes over to it by itself and deletes the old one.
+then the node uses that by itself. It can write no key: the next `fedlora flower site --rotate` deletes the old one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile, Request
 
 
-def rotate_key(folder: Path, facts: Mapping[str, Any]) -> Request:
+def rotate_key(folder: Path, facts: Mapping[str, Any], look: Callable[[Path], Found]) -> Request | None:
     """A new key and a request with it, in the folder of a site. The old key works until the server admits the new one.
+    None: the last new key is admitted by now, and takes the old one's place here. look: asks the server with a key.
 
     Raises:
         ConfigError: no folder of a site, or a new key waits to be admitted already.
@@ -26,9 +27,13 @@ def rotate_key(folder: Path, facts: Mapping[str, Any]) -> Request:
     here = SiteFolder(folder)
     join = JoinFile.read(here.join)
     if here.next_key.exists():
+        found = look(here.next_key)
+        if found.fate == "admitted":
+            go_over(here)
+            return None
         raise ConfigError(
-            f"{here.next_key} waits for the server already: send {here.request} there (fedlora flower admit FED "
-            f"request.toml --rotate). To begin anew, delete {here.next_key}."
+            f"{here.next_key} is there, and not in use yet: {found.why} Send {here.request} to the server, where it is "
+            f"admitted by: fedlora flower admit FED request.toml --rotate."
         )
     private, public = certificates.new_key()
     certificates.write_private(here.next_key, private)
@@ -38,17 +43,15 @@ def rotate_key(folder: Path, facts: Mapping[str, Any]) -> Request:
     return request
 
 
-def asked(here: SiteFolder, look: Callable[[Path], Found], say: Callable[[str], None]) -> Found:
-    """What the server says to this site's key; where it knows only the new one, that is in use from now on. look: asks
-    it with a key."""
+def asked(here: SiteFolder, look: Callable[[Path], Found]) -> tuple[Found, Path]:
+    """What the server says to this site's key, and which that is: the new one where it knows only that. look: asks it
+    with a key."""
     found = look(here.key)
     if found.fate in ("not admitted", "refused") and here.next_key.exists():
         other = look(here.next_key)
         if other.fate == "admitted":
-            go_over(here)
-            say("the server has this site's new key: it is in use, and the old one is deleted.")
-            return other
-    return found
+            return other, here.next_key
+    return found, here.key
 
 
 def go_over(here: SiteFolder) -> None:

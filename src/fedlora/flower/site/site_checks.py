@@ -17,6 +17,7 @@ from fedlora.data import TextData
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.reach import NOTICED, Found, Server, look, private_key
+from fedlora.flower.site.rotation import asked
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts, check
 from fedlora.flower.terms.joining import JoinFile, Request
@@ -42,7 +43,7 @@ def checked_site(folder: Path) -> list[Row]:
         return rows
     join, site = known
     work, _ = checked_work(join, site, here.base_cache)
-    return [*rows, *work, *checked_server(join, here, here.key)]
+    return [*rows, *work, *checked_server(join, here)]
 
 
 def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | None]:
@@ -145,9 +146,9 @@ def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path 
     return rows, facts
 
 
-def checked_server(join: JoinFile, here: SiteFolder, key: Path) -> list[Row]:
+def checked_server(join: JoinFile, here: SiteFolder) -> list[Row]:
     """Whether the server is there, lets this site in, and has the same time."""
-    found = look(server_of(join, here), key)
+    found, _ = asked(here, lambda key: look(server_of(join, here), key))
     sound = None if found.fate == "not admitted" else found.fate == "admitted"
     rows: list[Row] = [("server", found.why, sound)]
     if found.ahead is not None:

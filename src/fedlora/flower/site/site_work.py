@@ -17,6 +17,7 @@ from flwr.app import RecordDict
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError, FedLoRAError, KeptStateError, UploadRefused
 from fedlora.flower.messages.envelope import Envelope, RecordError, opened
+from fedlora.flower.places import SiteFolder
 
 if TYPE_CHECKING:  # torch is loaded with the first message, and an error before that is answered at once
     from fedlora.flower.site.node import Node
@@ -77,8 +78,8 @@ class SiteWork:
 
         server = Facts.from_text(envelope.facts) if envelope.facts else Facts()
         settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._file)
-        state = self._file.parent / "state"
-        cache = state / "base.json"
+        here = SiteFolder(self._file.parent)
+        state, cache = here.state, here.base_cache
         files = site_facts(site, settings, cache)  # before the model is loaded, whose errors would hide the cause
         for line in check(server, files, site.name, whole=False):
             log.warning("%s", line)
@@ -106,7 +107,7 @@ def told_to_server(error: BaseException, folder: Path) -> str:
         for path, name in _places(folder).items():
             words = words.replace(path, name)
         return f"{kind}: {shown(words, 2000)}"
-    return f"{kind}: the reason stands in the site's own log (logs/trainer.log), for it may hold something of its data"
+    return f"{kind}: why stands in the site's own log (state/logs/trainer.log), for it may hold something of its data"
 
 
 def _no_room(error: BaseException | None) -> bool:

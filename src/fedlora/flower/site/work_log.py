@@ -1,4 +1,4 @@
-"""What a site's trainer has done, a line each, for the one who looks at the site: SITE/logs/work.jsonl.
+"""What a site's trainer has done, a line each, for the one who looks at the site: SITE/state/logs/work.jsonl.
 
 The process that trains writes it, `fedlora flower node` reads it. It never leaves the site.
 """
@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.tailing import Tail
 
 NAME = "work.jsonl"
@@ -52,9 +53,9 @@ def write(site: Path, work: Work) -> None:
         facts |= {"loss": None, "error": work.error or f"the loss is {work.loss}"}
     facts["error"] = facts["error"][:_LONGEST]
     facts["at"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    path = site / "logs" / NAME
+    path = SiteFolder(site).logs / NAME
     with suppress(OSError):
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.is_file() and path.stat().st_size > _MOST:
             os.replace(path, path.with_suffix(".jsonl.1"))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -68,7 +69,7 @@ class Follower:
     """The work that is done after this moment."""
 
     def __init__(self, site: Path) -> None:
-        self._tail = Tail(site / "logs" / NAME)
+        self._tail = Tail(SiteFolder(site).logs / NAME)
 
     def new(self) -> list[Work]:
         """What was done since the last call. A line that cannot be read is left out."""

@@ -1,0 +1,42 @@
+"""`fedlora flower install`: systemd's units of a federation's server or of a site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlora.cli.flower.common import needed
+
+
+def install(
+    folder: Annotated[Path, typer.Argument(help="of `fedlora flower init` or `site`", show_default=False)],
+    print_: Annotated[
+        bool, typer.Option("--print", help="print what root is to run, as a script, and do nothing")
+    ] = False,
+    name: Annotated[str, typer.Option(help="of the units, where this machine has several: fedlora-site-NAME")] = "",
+    user: Annotated[str | None, typer.Option(help="as whom they run (default: who owns the folder)")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="the memory limit (default: 8G at the server, 16G at a site)")
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="the server answers Prometheus there, as 127.0.0.1:9464")
+    ] = None,
+) -> None:
+    """Install and start the systemd units of FOLDER: root's own files in /etc/systemd/system.
+
+    Call it as the user who owns FOLDER. It shows the units and the commands, and then runs them by sudo, which asks for
+    the password. What was installed before is written anew: after an upgrade, for another place of the program, other
+    options. A unit that runs goes on until it is restarted.
+    """
+    needed()
+    from fedlora.flower.setup.installing import carry_out, steps
+
+    todo = steps(folder, user=user, memory=memory, metrics=metrics, label=name)
+    typer.echo("\n".join(step.shown() for step in todo))
+    if not print_:
+        carry_out(todo)
+
+
+__all__ = ["install"]

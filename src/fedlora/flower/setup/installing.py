@@ -1,0 +1,112 @@
+"""`fedlora flower install`: units as files of root's. This process is the user's; the commands that root runs are
+`install`, `systemctl` and nothing of ours, and what they write comes through a pipe, never from a file that the user,
+or code that ran as the user, could have changed in between.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.setup import units
+from fedlora.flower.site.site_checks import is_site
+from fedlora.flower.terms.settings import FederationSettings
+
+UNITS = Path("/etc/systemd/system")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and what is piped to it."""
+
+    words: tuple[str, ...]
+    said: str = ""
+
+    def shown(self) -> str:
+        """As a line of a shell."""
+        line = shlex.join(self.words)
+        return f"{line} <<'END_OF_UNIT'\n{self.said}END_OF_UNIT" if self.said else line
+
+
+def steps(
+    folder: Path, *, user: str | None, memory: str | None, metrics: str | None, label: str = "", place: Path = UNITS
+) -> list[Step]:
+    """What installs the units of a site's folder, or of a federation's at its server. place: of systemd's units.
+
+    Raises:
+        ConfigError: neither; what a unit cannot say; a unit of that name that is another folder's; root by sudo.
+    """
+    if os.geteuid() == 0 and "SUDO_USER" in os.environ:
+        raise ConfigError(
+            "this calls sudo by itself, for three commands that it shows first: call it without. (As root all of "
+            "fedlora would run, and whoever can write its virtual environment would be root.)"
+        )
+    home = folder.resolve()
+    texts = _site(home, user, memory, metrics, label) if is_site(home) else _server(home, user, memory, metrics, label)
+    for name in texts:
+        _check_free(place / name, home)
+    root = () if os.geteuid() == 0 else ("sudo",)
+    put = ("install", "-m", "0644", "-o", "root", "-g", "root", "/dev/stdin")
+    return [
+        *(Step((*root, *put, str(place / name)), text) for name, text in texts.items()),
+        Step((*root, "systemctl", "daemon-reload")),
+        Step((*root, "systemctl", "enable", "--now", *texts)),
+    ]
+
+
+def carry_out(todo: list[Step]) -> None:
+    """Run them, in order, to the first that fails. Raises `ConfigError`."""
+    for step in todo:
+        if shutil.which(step.words[0]) is None:
+            raise ConfigError(f"{step.words[0]} is not here. `--print` shows what root is to run in its place.")
+        code = subprocess.run(step.words, input=step.said.encode(), check=False).returncode
+        if code:
+            raise ConfigError(
+                f"`{shlex.join(step.words)}` ended with code {code}. Where this user may not sudo, let somebody who "
+                f"may read what `--print` shows, and run it."
+            )
+
+
+def _site(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> dict[str, str]:
+    if metrics is not None:
+        raise ConfigError("--metrics is of a federation's server; a site has none. Leave it out.")
+    more = {} if memory is None else {"memory": memory}
+    return {units.unit_name("site", label): units.site_unit(home, user=user, label=label, **more)}
+
+
+def _server(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> dict[str, str]:
+    there = FederationFolder(home)
+    settings = FederationSettings.load(there.settings)
+    if settings.network.name is None:
+        raise ConfigError(f"{home} is a trial on this machine, which `fedlora flower up` plays: it has no units.")
+    ledger = Path(settings.privacy.ledger) if settings.privacy is not None else None
+    more = {} if memory is None else {"memory": memory}
+    return {
+        units.unit_name("proxy", label): units.proxy_unit(home, settings.network.port, user=user, label=label),
+        units.unit_name("server", label): units.server_unit(
+            home, user=user, metrics=metrics, ledger=ledger, label=label, **more
+        ),
+    }
+
+
+def _check_free(path: Path, home: Path) -> None:
+    """Raises `ConfigError` where a unit of that name is there for another folder."""
+    try:
+        found = re.search(r"^WorkingDirectory=(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return
+    if found is not None and found[1].replace("%%", "%") != str(home):
+        raise ConfigError(
+            f"{path} is the unit of {found[1]}: a second one on this machine gets a name of its own, such as --name "
+            f"{home.name}. If that folder was moved here: systemctl disable --now {path.stem}, and delete {path} first."
+        )
+
+
+__all__ = ["UNITS", "Step", "carry_out", "steps"]

@@ -1,0 +1,172 @@
+"""The units under a real systemd, with a hostile program in place of ours: all it can write is its state, and whoever
+it could ask to do more is out of its reach. Beside the unit, as the same user, nearly all of it is possible. Kind:
+*attack*."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora.flower.places import FederationFolder, SiteFolder
+from support.deployed_folders import federation_folder, site_folder
+from support.real_systemd import UID, Booted, booted, furnish, systemd_needed
+
+pytestmark = [pytest.mark.deployment_all, systemd_needed(), pytest.mark.timeout(300)]
+
+HOSTILE = Path(__file__).parent.parent / "support" / "hostile_unit.py"
+UNITS = {"site": "fedlora-site.service", "server": "fedlora-server.service", "proxy": "fedlora-proxy.service"}
+SOCKETS = ("/run/user/4242/bus", "/run/dbus/system_bus_socket", "/run/docker.sock", "/tmp/tmux")
+OUTSIDER = """
+import ctypes, os, socket, sys, time
+place, lines = ctypes.create_string_buffer(b"not yet"), []
+for path in sys.argv[1:]:
+    lines.append(socket.socket(socket.AF_UNIX))
+    lines[-1].bind(path)
+    lines[-1].listen()
+open("/dev/shm/outside", "w").close()
+print(f"{os.getpid()}:{ctypes.addressof(place)}", flush=True)
+time.sleep(1000)
+"""
+ROOTS = {"changes the unit", "makes a drop-in", "changes root's files", "makes a job for cron"}  # by nobody but root
+
+
+@contextlib.contextmanager
+def outsider(machine: Booted) -> Iterator[str]:
+    """A process of the user beside the units, as of somebody who has logged in, with what such people have open."""
+    folders = ["/run/user/4242", "/run/dbus"]
+    machine.run("install", "-d", "-o", "fedlora", *folders)
+    machine.run("chown", "fedlora", "/run")
+    command = machine.command(sys.executable, "-c", OUTSIDER, *SOCKETS, user=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A machine with a site's folder and a federation's, of the user `fedlora`."""
+    root = tmp_path_factory.mktemp("machine")
+    furnish(root)
+    srv = root / "srv"
+    fed = federation_folder(srv / "fed")
+    site_folder(srv / "site", fed.join("one"))
+    for path in fed.path.rglob("*"):  # paths in it are those on the machine
+        if path.is_file() and (content := path.read_bytes()).replace(bytes(srv), b"/srv") != content:
+            path.write_bytes(content.replace(bytes(srv), b"/srv"))
+    (srv / "program").mkdir()
+    (srv / "program" / "fedlora").write_text("#!/bin/sh\n")
+    (srv / "hostile_unit.py").write_bytes(HOSTILE.read_bytes())
+    for path in [srv, *srv.rglob("*")]:
+        os.chown(path, UID, UID)
+    shutil.copy("/usr/bin/id", srv / "setuid-id")
+    (srv / "setuid-id").chmod(0o4755)
+    return root
+
+
+def properties(machine: Booted, unit: str, *names: str) -> dict[str, str]:
+    said = machine.run("systemctl", "show", *(f"--property={name}" for name in names), unit).stdout
+    return dict(line.split("=", 1) for line in said.splitlines())
+
+
+def test_the_units_are_roots_and_start_what_they_are_for(place: Path) -> None:
+    """Installed by the command itself. The proxy and the SuperLink answer within their unit's limits. The site's data
+    are not there: its node ends with code 2, and is not started again."""
+    call = f"{sys.executable} -m fedlora.cli flower install"
+    with booted(place) as machine:
+        machine.run("ip", "link", "set", "lo", "up")
+        for line in (f"{call} /srv/site", f"{call} /srv/fed --metrics 127.0.0.1:9464 --print | sh"):
+            done = machine.run("sh", "-c", line, seconds=120)
+            assert done.returncode == 0, done.stderr[-3000:] + (place / "console").read_text()[-3000:]
+        for unit in UNITS.values():
+            path = place / "etc" / unit
+            assert path.is_file() and not path.is_symlink()
+            assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (0, 0o644)
+        machine.until("systemctl", "is-failed", UNITS["site"], seconds=90)
+        found = properties(machine, UNITS["site"], "ExecMainStatus", "NRestarts", "Result")
+        assert found == {"ExecMainStatus": "2", "NRestarts": "0", "Result": "exit-code"}
+        for port in (443, 18080, 9464):
+            ask = f"import socket; socket.create_connection(('127.0.0.1', {port}), 3)"
+            machine.until(sys.executable, "-c", ask, seconds=90)
+        for kind in ("server", "proxy"):
+            found = properties(machine, UNITS[kind], "ActiveState", "NRestarts", "User")
+            assert found == {"ActiveState": "active", "NRestarts": "0", "User": "fedlora"}
+        written = [
+            path for path in (place / "srv").rglob("*") if path.is_file() and path.stat().st_mtime > place_made(place)
+        ]
+        assert written and all(any(path.is_relative_to(w) for w in writable(place)) for path in written), written
+
+
+def writable(place: Path) -> list[Path]:
+    fed, site = FederationFolder(place / "srv" / "fed"), SiteFolder(place / "srv" / "site")
+    return [*fed.written, fed.proxy_state, site.state]
+
+
+def test_a_hostile_app_reaches_nothing_and_is_not_root_after_the_next_boot(place: Path) -> None:
+    fed, site = FederationFolder(Path("/srv/fed")), SiteFolder(Path("/srv/site"))
+    of = {
+        "site": (site.path, [site.state]), "server": (fed.path, [*fed.written]), "proxy": (fed.path, [fed.proxy_state])
+    }  # fmt: skip
+    before = {path: path.read_bytes() for path in (place / "etc").rglob("*") if path.is_file()}
+    for _ in range(2):  # the second time is after a reboot
+        with booted(place) as machine, outsider(machine) as beside:
+            words = {
+                kind: [sys.executable, "/srv/hostile_unit.py", f"{states[0]}/report", str(folder),
+                       ":".join(map(str, states)), beside, UNITS[kind]]
+                for kind, (folder, states) in of.items()
+            }  # fmt: skip
+            for kind, unit in UNITS.items():
+                drop = place / "etc" / f"{unit}.d"
+                drop.mkdir(exist_ok=True)
+                text = f"[Service]\nExecStart=\nExecStart={' '.join(words[kind])}\nRestart=no\n"
+                (drop / "test.conf").write_text(text)
+                before[drop / "test.conf"] = text.encode()
+            machine.run("systemctl", "daemon-reload")
+            for kind, unit in UNITS.items():
+                report = place / Path(*of[kind][1][0].parts[1:]) / "report"
+                report.unlink(missing_ok=True)
+                machine.run("systemctl", "restart", unit)
+                machine.until("test", "-f", f"{of[kind][1][0]}/report")
+                found = read(report)
+                possible = {name for name, done in found.items() if done is True}
+                assert found["uid"] == UID and possible == {f"keeps {p}" for p in of[kind][1]}, (kind, possible)
+            after = {path: path.read_bytes() for path in (place / "etc").rglob("*") if path.is_file()}
+            assert after == before
+            out = place / "srv" / "beside.json"
+            machine.run(words["site"][0], words["site"][1], "/srv/beside.json", *words["site"][3:], user=True)
+            found = read(out)
+            refused = {name for name, done in found.items() if done is False}
+            assert refused <= {*ROOTS, *(["changes an outsider's memory"] if YAMA else [])}, found.get("why")
+            out.unlink()
+            assert {"changes site.toml", "changes key", "sees an outsider's files"} <= set(found)
+
+
+YAMA = (
+    Path("/proc/sys/kernel/yama/ptrace_scope").is_file()
+    and Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() != "0"
+)
+
+
+def read(path: Path) -> dict[str, Any]:
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return dict(json.loads(path.read_text()))
+        except ValueError:
+            assert time.monotonic() < end
+            time.sleep(0.1)
