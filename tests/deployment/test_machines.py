@@ -46,12 +46,13 @@ def test_a_machine_can_have_another_clock(tmp_path: Path) -> None:
 def test_the_stand_in_for_systemd_starts_again_what_dies_and_ends_what_it_started(tmp_path: Path) -> None:
     with Network(tmp_path, ["server"]) as network:
         server = network["server"]
-        unit = server.folder / "a.service"
+        unit = server.folder / ".units" / "a.service"
+        unit.parent.mkdir()
         unit.write_text(
             f"[Service]\nWorkingDirectory={server.folder}\nEnvironment=A=b\nRestart=always\nRestartSec=0.2\n"
             f"ExecStart=/bin/sh -c 'echo began $A; exec sleep 1000'\n"
         )
-        assert server.shell("sudo systemctl enable --now $PWD/a.service").code == 0
+        assert server.shell("sudo systemctl enable --now a.service").code == 0
         until(lambda: "began b" in server.said("a"), 10, "began", server)
         assert server.kill("sleep 1000") == 1
         until(lambda: server.said("a").count("began") == 2, 10, "began again", server)

@@ -116,7 +116,7 @@ class Door:
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     folder = tmp_path_factory.mktemp("a federation")  # with a space
-    (folder / "proxy").mkdir()
+    (folder / "proxy" / "state").mkdir(parents=True)
     certificates(folder / "certs", ["localhost", "127.0.0.1"])
     certificates(folder / "public", ["fl.example.org"])
     port, behind = free_port(), Behind(free_port())
@@ -293,7 +293,7 @@ def test_a_call_has_no_larger_body_than_an_honest_one(door: Door, call: str) -> 
     assert len(door.behind.came) == before
     if call not in ("push-object", "other"):
         assert code(door.ask(f"POST /v1/fleet/{call} HTTP/1.1", body=b"x" * limit)) == 200
-    log = door.folder / "proxy" / "access.log"  # written once the connection is closed
+    log = door.folder / "proxy" / "state" / "access.log"  # written once the connection is closed
     until(lambda: f'"POST /v1/fleet/{call} HTTP/1.1" 413' in log.read_text(), 5, "a line in the log")
     assert '"remote' not in log.read_text()
 
@@ -353,7 +353,13 @@ def test_it_needs_no_root(door: Door) -> None:
         for path in [Path(place), folder, *folder.rglob("*")]:
             os.chown(path, nobody, nobody)
         program = ["setpriv", f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups", NGINX]
-        command = [*program, "-e", str(folder / "proxy" / "error.log"), "-c", str(folder / "proxy" / "nginx.conf")]
+        command = [
+            *program,
+            "-e",
+            str(folder / "proxy" / "state" / "error.log"),
+            "-c",
+            str(folder / "proxy" / "nginx.conf"),
+        ]
         checked = subprocess.run([*command, "-t"], capture_output=True, text=True, check=False)
         assert checked.returncode == 0 and "[warn]" not in checked.stderr, checked.stderr
         nginx = subprocess.Popen(command)
@@ -405,7 +411,7 @@ def test_a_stranger_that_holds_connections_open_does_not_keep_a_node_out(door: D
 def test_the_log_names_what_was_refused_and_holds_no_body(door: Door) -> None:
     door.ask("POST /v1/control/start-run HTTP/1.1", "flwr-signature: very-secret", body=b"private")
     door.ask("POST /v1/fleet/activate-node HTTP/1.1", "flwr-signature: very-secret", body=b"private")
-    log = (door.folder / "proxy" / "access.log").read_text()
+    log = (door.folder / "proxy" / "state" / "access.log").read_text()
     assert '"POST /v1/control/start-run HTTP/1.1" 403' in log
     assert '"POST /v1/fleet/activate-node HTTP/1.1" 200' in log
     assert '"POST /v1/fleet/push-object HTTP/1.1" 200' not in log  # thousands a round say nothing

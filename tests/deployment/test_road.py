@@ -64,8 +64,7 @@ def everything_is_wrong_at_first(road: Road) -> None:
     shutil.copy(road.fed / "join" / "acme.toml", stranger.folder / "join.toml")
     shutil.copy(road.fed / "public" / "ca.crt", stranger.folder / "ca.crt")
     for site in road.sites:
-        unit = site.folder / "site" / "fedlora-site.service"
-        assert site.run("systemctl", "enable", "--now", str(unit)).code == 0
+        assert site.run("fedlora", "flower", "install", "site", "--user", "nobody").code == 0
     made = stranger.run(
         "fedlora", "flower", "site", "site", "--join", "join.toml", "--data", "notes.csv", "--model", "model"
     )

@@ -219,7 +219,7 @@ def test_status_without_a_superlink(tmp_path: Path, main: Any) -> None:
         "rounds": 1, "upload_bytes": 1000,
     }  # fmt: skip
     assert found["sites"]["cork"]["why"] == "so" and found["last_rounds"][0]["fates"]["cork"] == "refused"
-    with serving(home / "serve.lock"):
+    with serving(home / "state" / "serve.lock"):
         said = main("flower", "status", home)
     assert said.code == 0 and "served by process" in said.out and "1 of 3 rounds done" in said.out
     assert "cork: refused: so" in said.out
@@ -233,7 +233,7 @@ def test_status_names_who_has_not_answered(tmp_path: Path, monkeypatch: pytest.M
     events.write(Fated(1, 0, "acme", "trained"))
     node = NodeFacts("acme", 1, "online", b"", 100.0)
     monkeypatch.setattr("fedlora.flower.serving.status._nodes", lambda folder: ({"acme": node}, True))
-    with serving(home / "serve.lock"):
+    with serving(home / "state" / "serve.lock"):
         found = status_of(FederationFolder(home))
     assert found.as_json(1)["sites"]["acme"]["last_seen"] == "1970-01-01T00:01:40.000+00:00"  # as all times are
     assert "round 1 of 3 goes on" in found.headline() and "no answer yet: berlin" in found.headline()

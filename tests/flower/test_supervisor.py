@@ -59,7 +59,7 @@ def test_all_rounds_a_line_each_and_everything_taken_down(tmp_path: Path) -> Non
     assert told[0] == "round 1: cork: late: so"
     assert told[1] == "round 1 of 3  loss 1.050  2 s  acme 1.00  berlin 1.10  cork late"
     assert len(told) == 4 and all(len(line) <= 71 for line in told)
-    assert holder(home / "serve.lock") is None
+    assert holder(home / "state" / "serve.lock") is None
 
 
 def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
@@ -136,8 +136,8 @@ def test_failures_in_a_row_are_given_up_with_the_cause(tmp_path: Path) -> None:
     fail = fails("ServerApp failed with exception: out of memory", said="line 7, in main\nMemoryError")
     with pytest.raises(GaveUp, match=r"after 3 failures in a row .* out of memory\. The logs are in"):
         served(home, [fail], [rounds(1), fail], [fail], [fail])
-    assert holder(home / "serve.lock") is None
-    assert (home / "logs" / "serverapp.log").read_text().count("line 7, in main\nMemoryError") == 4
+    assert holder(home / "state" / "serve.lock") is None
+    assert (home / "state" / "logs" / "serverapp.log").read_text().count("line 7, in main\nMemoryError") == 4
     with pytest.raises(GaveUp, match="port 1 is in use"):
         served(home, before=lambda link: link.fails.extend(SuperLinkError("port 1 is in use") for _ in range(3)))
 
@@ -309,14 +309,14 @@ def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        assert holder(home / "serve.lock") == other.pid
+        assert holder(home / "state" / "serve.lock") == other.pid
         with pytest.raises(ConfigError, match=f"served already, by process {other.pid}"):
             served(home)
     finally:
         other.kill()
         other.communicate()
-    assert holder(home / "serve.lock") is None
-    with serving(home / "serve.lock"), pytest.raises(ConfigError, match="served already"):
+    assert holder(home / "state" / "serve.lock") is None
+    with serving(home / "state" / "serve.lock"), pytest.raises(ConfigError, match="served already"):
         served(home)
 
 

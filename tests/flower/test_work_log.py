@@ -14,12 +14,12 @@ def test_what_is_written_is_read_once_and_in_order(tmp_path: Path) -> None:
     for work in later:
         write(tmp_path, work)
     assert follower.new() == later and follower.new() == []
-    assert (tmp_path / "logs" / "work.jsonl").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "state" / "logs" / "work.jsonl").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_line_that_is_not_whole_waits_and_a_broken_one_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, Work("train", 1, 10, 1.5, 0.25))
-    path = tmp_path / "logs" / "work.jsonl"
+    path = tmp_path / "state" / "logs" / "work.jsonl"
     whole = path.read_bytes()
     path.write_bytes(b"")
     follower = Follower(tmp_path)
@@ -35,7 +35,7 @@ def test_a_line_that_is_not_whole_waits_and_a_broken_one_is_left_out(tmp_path: P
 def test_a_loss_that_is_no_number_is_an_error_and_the_line_stays_json(tmp_path: Path) -> None:
     follower = Follower(tmp_path)
     write(tmp_path, Work("train", 1, 10, 1.5, float("nan")))
-    assert "NaN" not in (tmp_path / "logs" / "work.jsonl").read_text()
+    assert "NaN" not in (tmp_path / "state" / "logs" / "work.jsonl").read_text()
     (found,) = follower.new()
     assert found.loss is None and found.error == "the loss is nan"
 

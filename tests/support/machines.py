@@ -313,7 +313,7 @@ def until(true: Callable[[], object], seconds: float, what: str, *machines: Mach
 
 
 def _logs(machine: Machine) -> list[Path]:
-    found = [*machine.folder.glob("*.said"), *machine.folder.glob("*/logs/*.log")]
+    found = [*machine.folder.glob("*.said"), *machine.folder.glob("*/state/logs/*.log")]
     return sorted(path for path in found if path.is_file())  # a unit that has not run has a link to nothing
 
 

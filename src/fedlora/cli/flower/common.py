@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fedlora.cli.screen import complain
 from fedlora.errors import ConfigError
 
 Folder = Annotated[Path, typer.Argument(help="a folder of `fedlora flower init`", show_default=False)]
@@ -20,6 +23,18 @@ def needed() -> None:
         version("flwr")
     except PackageNotFoundError as error:
         raise ConfigError("Flower is not installed: pip install 'fedlora[flower]'.") from error
+
+
+@contextmanager
+def ending_for_systemd() -> Iterator[None]:
+    """What may be gone when it is started again ends with code 1: processes, memory, disks. Code 2 is left to what is
+    wrong with the folder itself, after which systemd does not start it again."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (RuntimeError, OSError, MemoryError) as error:
+        raise typer.Exit(complain(str(error) or type(error).__name__) - 1) from error
 
 
 def typed(path: str | Path) -> str:

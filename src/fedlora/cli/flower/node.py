@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fedlora.cli.flower.common import needed, typed
+from fedlora.cli.flower.common import ending_for_systemd, needed, typed
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 
@@ -22,7 +22,8 @@ def node(
     """Take part: run this site's SuperNode until SIGTERM or Ctrl-C, start it again when it ends, say what happens.
 
     Waits where the server is away, does not know the key yet, or cannot be believed, and says why. Exit codes: 0 after
-    SIGTERM or SIGINT, and never otherwise; 2: this site's own files are wrong, and nothing was sent.
+    SIGTERM or SIGINT, and never otherwise; 1: no memory, no room, it may pass; 2: this site's own files are wrong, and
+    nothing was sent.
     """
     needed()
     from fedlora.flower.places import SiteFolder
@@ -37,7 +38,8 @@ def node(
     join = JoinFile.read(here.join)
     if check:
         _say("reading data and base model ...")
-        wrong, told = files_checked(here.path)
+        with ending_for_systemd():
+            wrong, told = files_checked(here.path)
         if wrong:
             found = "; ".join(wrong).removesuffix(".")
             raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {typed(folder)}")
@@ -59,7 +61,8 @@ def node(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, process.stop)
     _say(f"site {join.site} of {join.federation}, server {join.address}, log {here.logs / 'node.log'}")
-    raise typer.Exit(process.run())
+    with ending_for_systemd():
+        raise typer.Exit(process.run())
 
 
 def _say(line: str) -> None:

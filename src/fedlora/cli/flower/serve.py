@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.flower.common import Folder, needed, typed
-from fedlora.cli.screen import Table, cell, complain, console, notes, print_json
+from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, typed
+from fedlora.cli.screen import Table, cell, console, notes, print_json
 from fedlora.errors import counted
 
 
@@ -28,23 +28,20 @@ def serve(
 
     It waits for sites as long as it takes, and for room on a full disk. Each round is a line, and each site that did
     not train is one with the reason. SIGTERM and Ctrl-C end it in order, with exit code 0: started again, it goes on.
-    Exit code 0: all rounds are played, or it was asked to stop. 1: given up, with the cause. 2: the folder is wrong.
+    Exit code 0: all rounds are played, or it was asked to stop. 1: given up, with the cause, or nothing could be
+    started; it may pass. 2: the folder is wrong.
     """
     needed()
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.serving.connection import check_ports
     from fedlora.flower.serving.superlink import SuperLink
-    from fedlora.flower.serving.supervisor import GaveUp, Supervisor
+    from fedlora.flower.serving.supervisor import Supervisor
 
     place = FederationFolder(folder.resolve())
     check_ports(place)
     link = SuperLink(folder)
-    with stopping() as stop, _metrics(place, metrics) as seen:
-        try:
-            now = Supervisor(folder, link, say, stop=stop, seen=seen).serve()
-        except GaveUp as error:
-            complain(str(error))
-            raise typer.Exit(1) from error
+    with ending_for_systemd(), stopping() as stop, _metrics(place, metrics) as seen:
+        now = Supervisor(folder, link, say, stop=stop, seen=seen).serve()
     tell_end(folder, now, stop)
 
 

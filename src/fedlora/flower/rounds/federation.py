@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 
 from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core import checkpoint
+from fedlora.core.lora import Adapter
 from fedlora.errors import BudgetSpent, ConfigError, LedgerError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
@@ -45,7 +46,8 @@ from fedlora.runs.folder import plain
 from fedlora.runs.private_plan import PrivacyPlan
 from fedlora.runs.private_run import PrivateRun
 from fedlora.runs.tracking import Tracker, make_tracker
-from fedlora.server.server import start
+from fedlora.server.server import Server, start
+from fedlora.server.state import RunState
 from fedlora.training.metrics import score_name
 
 log = logging.getLogger(__name__)
@@ -98,17 +100,32 @@ class Federation:
         return [line for line in lines if line["round"] > since]
 
 
-def open_federation(
-    folder: Path, *, identify: Identify = registered_names, clock: Clock = time, measure: bool = True
-) -> Federation:
-    """A federation at its last checkpoint, checked against the settings of the rounds before. Nothing is written but,
-    the first time, a private one's id.
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """What the rounds begin with, checked: nothing of it is refused."""
 
-    Args:
-        measure: load what the server measures with, where it has a model.
+    home: FederationFolder
+    settings: FederationSettings
+    policy: Policy
+    server: Server
+    plan: PrivacyPlan | None
+    seed_adapter: Adapter
+    spec: AdapterSpec
+    state: RunState
+    agreement: Agreement
+    at_server: AtServer
+    choosing: Choosing | None
+    rounds: int
+    history: History
+
+
+def begun(folder: Path, *, measure: bool = True) -> Begun:
+    """All that a ServerApp refuses before it asks a site, in one place: `fedlora doctor` calls it too. Nothing is
+    written. measure: load what the server measures with, where it has a model.
 
     Raises:
-        ConfigError: files that are missing or do not fit; settings that may not change between rounds, and did.
+        ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; settings that may not
+            change between rounds, and did; rounds that would be taken back.
     """
     home = FederationFolder(folder.resolve())
     settings = FederationSettings.load(home.settings)
@@ -121,8 +138,8 @@ def open_federation(
     plan: PrivacyPlan | None = None
     if settings.privacy is not None:
         server, plan = planned(settings, server, seed_adapter)
-    began = start(server, seed_adapter)
-    check_readouts(settings, server, began)
+    state = start(server, seed_adapter)
+    check_readouts(settings, server, state)
     agreement = Agreement.read(home.agreement)
     config = settings.for_server()
     if config is None or not measure:
@@ -130,12 +147,32 @@ def open_federation(
     else:
         _check_base(settings, agreement, home)
         at_server = load_at_server(config, seed_adapter)
-    choosing = choosing_of(settings, at_server, server.has_global_model(began.server)) if measure else None
+    choosing = choosing_of(settings, at_server, server.has_global_model(state.server)) if measure else None
     rounds = checkpoint.newest_round(home.checkpoints) or 0
+    if rounds > settings.run.rounds:
+        raise ConfigError(
+            f"{rounds} rounds are played, and run.rounds = {settings.run.rounds} asks for fewer: rounds cannot be "
+            f"taken back. Set run.rounds = {rounds} to keep it as it is, or more to go on."
+        )
     history = History.read(home.server / "settings.json")
     examples = at_server.examples if choosing is not None and choosing.by == "server" else None
     held_out = held_out_digest(settings, examples) if measure else history.held_out
     history = history.with_(settings, rounds, held_out)
+    return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
+                 rounds, history)  # fmt: skip
+
+
+def open_federation(
+    folder: Path, *, identify: Identify = registered_names, clock: Clock = time, measure: bool = True
+) -> Federation:
+    """A federation at its last checkpoint, checked against the settings of the rounds before. Nothing is written but,
+    the first time, a private one's id.
+
+    Raises:
+        ConfigError: as `begun`, which has `measure`, too.
+    """
+    b = begun(folder, measure=measure)
+    home, settings = b.home, b.settings
     more: dict[str, Any] = {
         "run": settings.id,
         "folder": home.checkpoints,
@@ -144,7 +181,7 @@ def open_federation(
         "codec": OwnClients(
             settings.server.upload,
             settings.travelling(),
-            server_facts(settings, agreement, seed_adapter.modules),
+            server_facts(settings, b.agreement, b.seed_adapter.modules),
             known=lambda: Agreement.read(home.agreement).facts,
         ),
         "identify": identify,
@@ -154,17 +191,19 @@ def open_federation(
     }
     private: PrivateRun | None = None
     strategy: FedLoRA
-    if settings.privacy is not None and plan is not None:
-        private = opened_private(home, settings, server, plan, rounds)
-        strategy = PrivateFedLoRA(policy, began, private=private, terms=settings.privacy, **more)
+    if settings.privacy is not None and b.plan is not None:
+        private = opened_private(home, settings, b.server, b.plan, b.rounds)
+        strategy = PrivateFedLoRA(b.policy, b.state, private=private, terms=settings.privacy, **more)
     else:
         asking = Asking(
             score_name(settings.evaluate.metric), lambda round: sites_measure(settings) and due(settings, round)
         )
         strategy = FedLoRA(
-            server, policy, began, participation=settings.run.participation, asking=asking, **more
+            b.server, b.policy, b.state, participation=settings.run.participation, asking=asking, **more
         )  # fmt: skip
-    return Federation(home, settings, strategy, spec, agreement.facts.base, at_server, choosing, history, private)
+    return Federation(
+        home, settings, strategy, b.spec, b.agreement.facts.base, b.at_server, b.choosing, b.history, private
+    )
 
 
 def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:
@@ -184,11 +223,6 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
     with held(home.server):
         federation = open_federation(folder, identify=identify, clock=clock)
         strategy, settings = federation.strategy, federation.settings
-        if strategy.round > settings.run.rounds:
-            raise ConfigError(
-                f"{strategy.round} rounds are played, and run.rounds = {settings.run.rounds} asks for fewer: rounds "
-                f"cannot be taken back. Set run.rounds = {strategy.round} to keep it as it is, or more to go on."
-            )
         finished = _finished(federation)
         if finished is not None:
             log.info("%s", told(finished))

@@ -27,6 +27,9 @@ from fedlora.flower.serving.superlink import NodeFacts, RunFacts, SuperLinkError
 from fedlora.flower.serving.telling import Say, Seen, Telling
 from fedlora.flower.terms.privacy import promise
 
+_WRONG = (
+    "fedlora.errors.ConfigError", "fedlora.errors.AdapterFormatError", "fedlora.flower.terms.agreement.Disagreement"
+)  # fmt: skip
 _NO_ROOM = ("No space left", "disk is full", "Disk quota exceeded")
 
 
@@ -285,7 +288,7 @@ class Supervisor:
         elif any(sign in words for sign in _NO_ROOM):
             self._say(f"the run ended for want of room: {children.last_words(facts.details)}")
             self._sleep(self._pace.look)
-        elif "fedlora.errors.ConfigError" in words:
+        elif any(name in words for name in _WRONG):  # what doctor says, too
             raise ConfigError(facts.details.removeprefix("ServerApp failed with exception: ") or words)
         elif facts.status == "finished:failed":
             said = facts.details or (

@@ -14,7 +14,8 @@ from fedlora.adapters.reader import AdapterFile
 from fedlora.core.messages import Client
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving.connection import connection
+from fedlora.flower.rounds.federation import begun
+from fedlora.flower.serving.connection import check_ports, connection
 from fedlora.flower.serving.lines import size_of
 from fedlora.flower.setup import doors, handshake
 from fedlora.flower.setup.policy_file import Rank
@@ -45,6 +46,7 @@ def checked_folder(folder: Path) -> list[Row]:
     ]
     parts: list[Callable[[], list[Row]]] = [
         lambda: _place(there),
+        lambda: _begins(there),
         lambda: _start(there, settings, policy.clients),
         lambda: _sites(there, settings, policy),
         lambda: privacy_rows(there, settings, policy),
@@ -68,6 +70,13 @@ def _place(there: FederationFolder) -> list[Row]:
         found = re.search(r'^folder = "(.*)"', text, re.MULTILINE)
         return [("place", f"was made at {found[1] if found else '?'}: fedlora flower renew {home}", False)]
     return [("place", home, True)]
+
+
+def _begins(there: FederationFolder) -> list[Row]:
+    """What `serve` and its ServerApp refuse when they start, by their own checks."""
+    check_ports(there)
+    begun(there.path)
+    return [("serve", "would begin: nothing in the settings is refused", True)]
 
 
 def _start(there: FederationFolder, settings: FederationSettings, clients: Mapping[str, Rank]) -> list[Row]:
