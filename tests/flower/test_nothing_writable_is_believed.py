@@ -8,6 +8,7 @@ import re
 import shlex
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup.installing import steps
 from fedlora.flower.setup.units import server_unit
-from support.command_line import invoke
+from support.command_line import Said
 from support.deployed_folders import federation_folder, site_folder
 
 yaml: Any = pytest.importorskip("yaml")
@@ -131,10 +132,10 @@ def test_a_ledger_beside_the_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_shows_all_that_root_runs_and_sudo_is_not_called_twice(
-    both: tuple[FederationFolder, SiteFolder], monkeypatch: pytest.MonkeyPatch
+    both: tuple[FederationFolder, SiteFolder], main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = both[1]
-    said = invoke("flower", "install", site.path, "--user", "nobody", "--print", "--name", "study2")
+    said = main("flower", "install", site.path, "--user", "nobody", "--print", "--name", "study2")
     shown = said.out.splitlines()
     assert said.code == 0 and "/etc/systemd/system/fedlora-site-study2.service" in shown[0]
     assert [line.removeprefix("sudo ") for line in shown[-2:]] == [
@@ -143,7 +144,7 @@ def test_the_command_shows_all_that_root_runs_and_sudo_is_not_called_twice(
     assert not list(site.path.rglob("*.service")) and not list(both[0].path.rglob("*.service"))
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setenv("SUDO_USER", "somebody")
-    assert "call it without" in invoke("flower", "install", site.path, "--print").error()
+    assert "call it without" in main("flower", "install", site.path, "--print").error()
 
 
 def test_a_second_folder_takes_no_others_unit(both: tuple[FederationFolder, SiteFolder], tmp_path: Path) -> None:
