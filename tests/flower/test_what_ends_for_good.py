@@ -1,0 +1,101 @@
+"""What `serve` refuses when it starts, `doctor` refuses too; and systemd, which starts nothing again after exit code 2,
+gets that code for faults of the folder alone. Kind: *enumeration*, over faults and over the errors that there are."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+import fedlora.cli.flower.node
+import fedlora.cli.flower.serve
+import fedlora.flower.serving.trial  # noqa: F401
+from fedlora.errors import FedLoRAError
+from fedlora.flower.rounds.federation import begun
+from fedlora.flower.serving.connection import check_ports
+from fedlora.flower.serving.supervisor import Stopped, Supervisor
+from fedlora.flower.setup import checkup
+from fedlora.flower.site import node_process
+from fedlora.flower.terms.settings import FederationSettings
+from support.command_line import Said
+from support.deployed_folders import federation_folder, site_folder
+
+NOTHING = {"validation": 0.0, "test": 0.0}
+FAULTS: dict[str, dict[str, Any]] = {
+    "evaluate.target = 'server' measures": {"evaluate": {"target": "server"}},
+    "evaluate.target = 'clients' measures": {
+        "data": {"validation": 0.0, "test": 0.0},
+        "evaluate": {"target": "clients"},
+    },
+    "evaluate.clients_at_end = 'both' needs": {"evaluate": {"clients_at_end": "both"}},
+    "evaluate.clients_at_end = true has no effect": {"data": {"test": 0.0}, "evaluate": {"clients_at_end": True}},
+    "looks at": {"data": {"validation": 0.0}, "evaluate": {"patience": 2}},
+    "network.superlink_port": {"network": {"superlink_port": 18099}},
+    "asks for fewer": {"run": {"rounds": 1}},
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
+    """A sound folder, a fault in federation.toml: the same sentence at both. Where rounds count, two are played."""
+    fed = federation_folder(tmp_path / "fed")
+    known = [sound for what, _, sound in checkup.checked_folder(fed.path) if what in ("federation", "serve")]
+    assert known == [True, True]
+    raw = FederationSettings.load(fed.settings).model_dump()
+    for table, keys in FAULTS[words].items():
+        raw[table] |= keys
+    FederationSettings.model_validate(raw).write(fed.settings)
+    fed.checkpoints.mkdir()
+    (fed.checkpoints / "round-00002.0123456789abcdef.safetensors").touch()
+    with pytest.raises(FedLoRAError, match=words) as refused:
+        check_ports(fed)
+        begun(fed.path)
+    assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
+
+
+def errors(of: type[FedLoRAError] = FedLoRAError) -> Iterator[type[FedLoRAError]]:
+    for one in of.__subclasses__():
+        yield one
+        yield from errors(one)
+
+
+NOW = [one for one in dict.fromkeys(errors()) if one is not Stopped and one.__module__.startswith("fedlora")]
+
+
+@pytest.mark.parametrize("error", [*NOW, OSError, MemoryError, PermissionError], ids=lambda one: one.__name__)
+def test_serve_ends_with_2_for_the_folder_alone(
+    error: type[Exception], tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is a RuntimeError, of the system or of memory may be gone the next time; a ValueError is in the files."""
+
+    def serve(self: Supervisor) -> None:
+        try:
+            raise error("it is so")
+        except TypeError:
+            pytest.skip("made of more than words, and raised inside a round")
+
+    fed = federation_folder(tmp_path / "fed")
+    monkeypatch.setattr(Supervisor, "serve", serve)
+    passes = issubclass(error, RuntimeError | OSError | MemoryError)
+    assert main("flower", "serve", fed.path).code == (1 if passes else 2)
+
+
+def test_a_node_whose_check_was_killed_is_started_again(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed for want of memory: code 1. Data that are not there: code 2."""
+    fed = federation_folder(tmp_path / "fed")
+    site = site_folder(tmp_path / "site", fed.join("one"))
+    assert main("flower", "node", site.path).code == 2
+    real = subprocess.run
+    kill = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL:d})"]
+    monkeypatch.setattr(node_process.subprocess, "run", lambda command, **more: real(kill, **more))
+    said = main("flower", "node", site.path)
+    assert said.code == 1 and "could not be checked: code -9" in said.err
