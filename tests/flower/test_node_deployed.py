@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedlora.flower.bundle import digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.site.join_site import make_site
@@ -32,9 +33,70 @@ pytestmark = [
 ]
 
 
-def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path: Path) -> None:
-    """In this order: no server, an unknown key, admitted, the server gone and back, the key taken away, SIGTERM.
-    Nothing is left behind."""
+APP = {
+    "pyproject.toml": """\
+[project]
+name = "changed-app"
+version = "1.0.0"
+description = "test"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41.0"]
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[tool.flwr.app]
+publisher = "fedlora"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+[tool.flwr.app.components]
+serverapp = "changed.server:app"
+clientapp = "changed.client:app"
+[tool.flwr.app.config]
+folder = ""
+""",
+    "LICENSE": "none\n",
+    "changed/__init__.py": "",
+    "changed/server.py": """\
+from pathlib import Path
+from flwr.app import Message, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    folder = Path(str(context.run_config["folder"]))
+    while not (folder / "enough").exists():
+        asked = [Message(RecordDict(), node, "train", group_id="fed-1-1-0") for node in grid.get_node_ids()]
+        for reply in grid.send_and_receive(asked, timeout=60):
+            with (folder / "replies").open("a") as file:
+                file.write((reply.error.reason if reply.has_error() else "done") + "\\n")
+""",
+    "changed/client.py": """\
+from pathlib import Path
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    (Path(str(context.node_config["site"])).parent / "ran").open("a").write("VERSION\\n")
+    return Message(RecordDict(), reply_to=message)
+""",
+}
+
+
+def packed(version: str) -> bytes:
+    """An app of two shims, which leaves a word at the site where it runs."""
+    from flwr.cli.build import build_fab_from_files
+
+    files = {name: text.replace("VERSION", version).encode() for name, text in APP.items()}
+    return build_fab_from_files(files)[0]
+
+
+def made(tmp_path: Path, app: bytes) -> tuple[SuperLink, SiteFolder]:
+    """A server's folder, and a site that approves `app`."""
     home, here, port = tmp_path / "fed", SiteFolder(tmp_path / "site"), free_port()
     (home / "flwr").mkdir(parents=True)
     certificates.write_loopback(home / "certs")
@@ -44,21 +106,74 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         f'root-certificates = "{ca}"\n'
     )
     settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"labels": ["no", "yes"]}}')
-    join = JoinFile("fed-1", "acme", 4, "127.0.0.1", port, ca.read_text(), settings.travelling(), {})
+    join = JoinFile("fed-1", "acme", 4, "127.0.0.1", port, ca.read_text(), settings.travelling(), {}, digest(app))
     (tmp_path / "join.toml").write_text(join.text())
     make_site(here.path, tmp_path / "join.toml", Site(name="acme", data="notes.csv", model="base"), {})
-    link, lines = SuperLink(home), tmp_path / "lines"
-    command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(here.path), "--no-check"]
-    env = {name: value for name, value in os.environ.items() if name != "JOURNAL_STREAM"}
-    with lines.open("wb") as file:
-        node = subprocess.Popen(command, stderr=file, env=env, start_new_session=True)
+    return SuperLink(home), here
 
-    def until(words: str, times: int = 1) -> None:
-        end = time.monotonic() + 90
-        while lines.read_text().count(words) < times:
-            assert time.monotonic() < end and node.poll() is None, (words, lines.read_text())
+
+class Running:
+    """A site's node as a process, and the lines that it says."""
+
+    def __init__(self, here: SiteFolder, lines: Path) -> None:
+        self.lines = lines
+        command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(here.path), "--no-check"]
+        env = {name: value for name, value in os.environ.items() if name != "JOURNAL_STREAM"}
+        with lines.open("wb") as file:
+            self.process = subprocess.Popen(command, stderr=file, env=env, start_new_session=True)
+
+    def until(self, words: str, times: int = 1, path: Path | None = None) -> None:
+        """Wait until the node has said these words, or a file has them."""
+        end, place = time.monotonic() + 90, path or self.lines
+        while not place.is_file() or place.read_text().count(words) < times:
+            assert time.monotonic() < end and self.process.poll() is None, (words, self.lines.read_text())
             time.sleep(0.2)
 
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def test_a_site_runs_no_app_that_it_has_not_approved(tmp_path: Path) -> None:
+    """The approved app runs; the server's next one is refused before anything of it is on the site's disk, at both ends
+    in words with both digests; it runs once site.toml approves it, with no restart."""
+    first, second = packed("first"), packed("second")
+    link, here = made(tmp_path, first)
+    node, replies, ran = Running(here, tmp_path / "lines"), link.home / "replies", here.path / "ran"
+    try:
+        link.start()
+        link.register("acme", here.public_key)
+        node.until("admitted: online")
+        run = link.run(first)
+        node.until("first", path=ran)
+        node.until("done", path=replies)
+        link.stop_run(run)
+        replies.unlink()
+        unpacked = sorted(path.name for path in (here.state / "flwr" / "apps").iterdir())
+        link.run(second)
+        node.until("waiting: the server's Flower app")
+        node.until("this site runs no such app", 2, replies)
+        for words in (node.lines.read_text(), replies.read_text()):
+            assert digest(first) in words and digest(second) in words, words
+        assert "second" not in ran.read_text() and "done" not in replies.read_text()
+        assert sorted(path.name for path in (here.state / "flwr" / "apps").iterdir()) == unpacked
+        everything = [path for path in here.path.rglob("*") if path.is_file() and path != here.logs / "node.log"]
+        assert not [path for path in everything if b'"second' in path.read_bytes()]
+        here.site.write_text(here.site.read_text().replace(digest(first), digest(second)))
+        node.until("done", path=replies)
+        assert ran.read_text().endswith("second\n")
+    finally:
+        node.end()
+        link.stop()
+
+
+def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path: Path) -> None:
+    """In this order: no server, an unknown key, admitted, the server gone and back, the key taken away, SIGTERM.
+    Nothing is left behind."""
+    link, here = made(tmp_path, packed("any"))
+    running = Running(here, tmp_path / "lines")
+    until, node, lines = running.until, running.process, running.lines
     try:
         until("nothing listens at port")
         link.start()
@@ -77,7 +192,5 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         assert not [line for line in left.splitlines() if str(here.path) in line]
     finally:
-        if node.poll() is None:
-            os.killpg(node.pid, signal.SIGKILL)
-            node.wait()
+        running.end()
         link.stop()

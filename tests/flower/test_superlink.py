@@ -21,7 +21,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving import database
 from fedlora.flower.serving.connection import public_key, superlink_command
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
-from fedlora.flower.setup.app_files import write_connection
+from fedlora.flower.setup.project import write_connection
 from fedlora.flower.terms import certificates
 
 

@@ -38,11 +38,6 @@ class FederationFolder:
         return self.path / "start"
 
     @property
-    def app(self) -> Path:
-        """The thin Flower app."""
-        return self.path / "app"
-
-    @property
     def flower_home(self) -> Path:
         """$FLWR_HOME of all `flwr` commands for this federation."""
         return self.path / "flwr"

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["online", "round", "sent", "not sent", "not received", "lost", "back", "exit", "code", "broken off"]
+Kind = Literal[
+    "online", "round", "sent", "not sent", "not received", "lost", "back", "exit", "code", "app", "broken off"
+]
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LINES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("online", re.compile(r"SuperNode ID: (\d+)")),
@@ -18,6 +20,7 @@ _LINES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("back", re.compile(r"Connection successful after ([\d.]+) seconds")),
     ("exit", re.compile(r"Exit Code: (\d+)")),
     ("code", re.compile(r"\[code: (\d+)\]")),
+    ("app", re.compile(r"fedlora: app refused: (.*)")),
     ("broken off", re.compile(r"fedlora: (.*)")),
 )
 

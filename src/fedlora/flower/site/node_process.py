@@ -143,6 +143,8 @@ class NodeProcess:
                 seen.exit = int(event.what)
             case "code":
                 seen.code = int(event.what)
+            case "app":
+                self._trouble(event.what, event.what)
             case "broken off":
                 seen.why = event.what
             case _:

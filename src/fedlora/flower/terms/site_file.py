@@ -5,6 +5,7 @@ data = "notes.csv"          # CSV, JSONL or Parquet; relative paths start at the
 model = "/models/bert"      # a directory, a GGUF file, a hub id, or a packaged model
 text = "note"               # columns of its own file, where the federation calls them otherwise
 device = "cuda"             # and which device, and how many threads
+app = "3f5a..."             # SHA-256 of the server's Flower app that may run here; no other one does
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Site(Section):
 
     data: its file, or a data set "hf://..."; model: the base model, as model.path of a run. text to messages: columns
     of its file, where they are not called as the federation's settings say. device, threads: as model.device and
-    run.threads; without, the best device that there is, and the settings' threads.
+    run.threads; without, the best device that there is, and the settings' threads. app: SHA-256 of the one Flower app
+    that its operator lets run here; without, none.
 
     Example:
         >>> Site(name="acme", data="notes.csv", model="demo", text="note").columns
@@ -59,6 +61,7 @@ class Site(Section):
     messages: str | None = None
     device: str | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
+    app: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
 
     @field_validator("name")
     @classmethod
@@ -86,8 +89,8 @@ class Site(Section):
         if foreign:
             raise ConfigError(
                 f"the site file {path}: {foreign[0]!r} does not stand here. It holds name, data, model, the columns of "
-                f"the site's own file ({', '.join(COLUMNS)}), device and threads; classes, scaling, lengths, ranks and "
-                f"how to train come from the server, with every message. Leave it out."
+                f"the site's own file ({', '.join(COLUMNS)}), device, threads and app; classes, scaling, lengths, "
+                f"ranks and how to train come from the server, with every message. Leave it out."
             )
         try:
             return checked(cls, raw).located(path.parent)
