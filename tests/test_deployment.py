@@ -116,11 +116,11 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
         second = main("flower", "up", folder.path)
         assert second.code == 2 and f"served already, by process {up.pid}" in second.err
         assert holder(folder.lock) == up.pid
-        kill("flower-superlink")
+        kill(children.SUPERLINK)
         until(played(2), 240, log)
         kill("flwr-serverapp")
         until(played(3), 240, log)
-        kill("flower-superlink")
+        kill(children.SUPERLINK)
         until(played(4), 240, log)
         up.kill()  # and with it nothing that it started: these have groups of their own
     said = log.read_text()

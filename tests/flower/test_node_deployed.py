@@ -20,11 +20,10 @@ from fedlora.flower.bundle import digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.site.join_site import make_site
-from fedlora.flower.site.node_process import free_port
-from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
+from support.small_apps import packed, small_link
 
 pytestmark = [
     pytest.mark.deployment_all,
@@ -33,83 +32,16 @@ pytestmark = [
 ]
 
 
-APP = {
-    "pyproject.toml": """\
-[project]
-name = "changed-app"
-version = "1.0.0"
-description = "test"
-license = { file = "LICENSE" }
-dependencies = ["flwr>=1.41.0"]
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-[tool.flwr.app]
-publisher = "fedlora"
-fab-format-version = 1
-flwr-version-target = "1.41.0"
-[tool.flwr.app.components]
-serverapp = "changed.server:app"
-clientapp = "changed.client:app"
-[tool.flwr.app.config]
-folder = ""
-""",
-    "LICENSE": "none\n",
-    "changed/__init__.py": "",
-    "changed/server.py": """\
-from pathlib import Path
-from flwr.app import Message, RecordDict
-from flwr.serverapp import ServerApp
-
-app = ServerApp()
-
-@app.main()
-def main(grid, context):
-    folder = Path(str(context.run_config["folder"]))
-    while not (folder / "enough").exists():
-        asked = [Message(RecordDict(), node, "train", group_id="fed-1-1-0") for node in grid.get_node_ids()]
-        for reply in grid.send_and_receive(asked, timeout=60):
-            with (folder / "replies").open("a") as file:
-                file.write((reply.error.reason if reply.has_error() else "done") + "\\n")
-""",
-    "changed/client.py": """\
-from pathlib import Path
-from flwr.app import Message, RecordDict
-from flwr.clientapp import ClientApp
-
-app = ClientApp()
-
-@app.train()
-def train(message, context):
-    (Path(str(context.node_config["site"])).parent / "ran").open("a").write("VERSION\\n")
-    return Message(RecordDict(), reply_to=message)
-""",
-}
-
-
-def packed(version: str) -> bytes:
-    """An app of two shims, which leaves a word at the site where it runs."""
-    from flwr.cli.build import build_fab_from_files
-
-    files = {name: text.replace("VERSION", version).encode() for name, text in APP.items()}
-    return build_fab_from_files(files)[0]
-
-
 def made(tmp_path: Path, app: bytes) -> tuple[SuperLink, SiteFolder]:
     """A server's folder, and a site that approves `app`."""
-    home, here, port = tmp_path / "fed", SiteFolder(tmp_path / "site"), free_port()
-    (home / "flwr").mkdir(parents=True)
-    certificates.write_loopback(home / "certs")
-    ca = home / "certs" / "ca.crt"
-    (home / "flwr" / "config.toml").write_text(
-        f'[superlink]\ndefault = "fedlora"\n[superlink.fedlora]\naddress = "127.0.0.1:{port}"\n'
-        f'root-certificates = "{ca}"\n'
-    )
+    link, here = small_link(tmp_path / "fed"), SiteFolder(tmp_path / "site")
+    host, _, port = link.address.rpartition(":")
     settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"labels": ["no", "yes"]}}')
-    join = JoinFile("fed-1", "acme", 4, "127.0.0.1", port, ca.read_text(), settings.travelling(), {}, digest(app))
+    ca = (link.folder.certificates / "ca.crt").read_text()
+    join = JoinFile("fed-1", "acme", 4, host, int(port), ca, settings.travelling(), {}, digest(app))
     (tmp_path / "join.toml").write_text(join.text())
     make_site(here.path, tmp_path / "join.toml", Site(name="acme", data="notes.csv", model="base"), {})
-    return SuperLink(home), here
+    return link, here
 
 
 class Running:

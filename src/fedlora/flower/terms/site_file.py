@@ -10,7 +10,6 @@ app = "3f5a..."             # SHA-256 of the server's Flower app that may run he
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,21 +19,11 @@ from pydantic import Field, field_validator
 from fedlora.data.demo import PACKAGED
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
+from fedlora.flower.terms.names import check_site
 from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import Section
 
 COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-
-
-def check_name(name: str) -> str:
-    """A site's name. Raises `ValueError` for one that could not name a folder on any machine."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"a site's name is up to 64 letters, digits, '_', '-' and '.', and begins with a letter, a digit or '_', "
-            f"for it names files; got {name[:80]!r}"
-        )
-    return name
 
 
 class Site(Section):
@@ -66,7 +55,8 @@ class Site(Section):
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        return check_name(name)
+        check_site(name)
+        return name
 
     @property
     def columns(self) -> dict[str, str]:
@@ -107,4 +97,4 @@ class Site(Section):
         return self.model_copy(update=changes)
 
 
-__all__ = ["COLUMNS", "Site", "check_name"]
+__all__ = ["COLUMNS", "Site"]
