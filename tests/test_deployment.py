@@ -125,7 +125,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
         up.kill()  # and with it nothing that it started: these have groups of their own
     said = log.read_text()
     assert said.count("the SuperLink ended with code -9: killed; starting again") == 2
-    assert "the ServerApp was killed" in said
+    assert "the ServerApp's process is gone" in said
     assert folder.database.stat().st_mode & 0o077 == 0
 
     again = tmp_path / "again.log"

@@ -116,7 +116,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         link.kill()
         until("nothing listens at port", 2)
         link.start()
-        until("the server is back after")
+        until("the server is back")
         link.unregister("acme")
         until("this site's key is not registered there", 2)
         node.send_signal(signal.SIGTERM)

@@ -129,7 +129,7 @@ def test_a_killed_serverapp_is_found_before_flower_notices(tmp_path: Path) -> No
 
     now, link, said = served(home, [rounds(1), killed], [lives, rounds(2, 3), completes(3)])
     assert now.done == 3 and "stop run 7" in link.done and link.done.count("start") == 1
-    assert any(line.startswith("the ServerApp was killed") for line in said)
+    assert any(line.startswith("the ServerApp's process is gone") for line in said)
 
 
 def test_a_superlink_that_hangs_is_ended(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ class Supervisor:
                     alone = 0 if self.link.playing() else alone + 1
                     if alone >= self._pace.unanswered:
                         self._stop_run(run)
-                        raise Lost("the ServerApp was killed: its process is gone, and it said nothing")
+                        raise Lost("the ServerApp's process is gone, and said nothing: it was killed, or crashed")
                 elif facts is not None and not seen and now - began > self._pace.pending:
                     self._stop_run(run)
                     self._down()
