@@ -125,7 +125,7 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
     told = len(server.said(SERVER))
     cork.link(up=False)
     out = time.monotonic()
-    assert server.kill("flower-superlink") >= 1
+    assert server.kill("superlink_process") >= 1
     tell("the SuperLink dies", "it is started again, and the run goes on", "the server",
          road.wait_said(server, SERVER, "SuperLink ended", told))  # fmt: skip
     time.sleep(max(0.0, 30 - (time.monotonic() - out)))

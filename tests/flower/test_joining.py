@@ -27,7 +27,7 @@ def join(tmp_path_factory: pytest.TempPathFactory) -> JoinFile:
     certificates.write_public(folder, "fl.example.org")
     ca = (folder / "ca.crt").read_text()
     facts = {"base": "ab" * 32, "labels": ("no", "yes"), "versions": {"fedlora": "0.1.0"}, "unknown": None}
-    return JoinFile("fed-1", "acme", 8, "fl.example.org", 443, ca, json.dumps(SETTINGS), facts)
+    return JoinFile("fed-1", "acme", 8, "fl.example.org", 443, ca, json.dumps(SETTINGS), facts, "0" * 64)
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])

@@ -16,14 +16,14 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedlora.flower.bundle import digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.site.join_site import make_site
-from fedlora.flower.site.node_process import free_port
-from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
+from support.small_apps import packed, small_link
 
 pytestmark = [
     pytest.mark.deployment_all,
@@ -32,33 +32,80 @@ pytestmark = [
 ]
 
 
+def made(tmp_path: Path, app: bytes) -> tuple[SuperLink, SiteFolder]:
+    """A server's folder, and a site that approves `app`."""
+    link, here = small_link(tmp_path / "fed"), SiteFolder(tmp_path / "site")
+    host, _, port = link.address.rpartition(":")
+    settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"labels": ["no", "yes"]}}')
+    ca = (link.folder.certificates / "ca.crt").read_text()
+    join = JoinFile("fed-1", "acme", 4, host, int(port), ca, settings.travelling(), {}, digest(app))
+    (tmp_path / "join.toml").write_text(join.text())
+    make_site(here.path, tmp_path / "join.toml", Site(name="acme", data="notes.csv", model="base"), {})
+    return link, here
+
+
+class Running:
+    """A site's node as a process, and the lines that it says."""
+
+    def __init__(self, here: SiteFolder, lines: Path) -> None:
+        self.lines = lines
+        command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(here.path), "--no-check"]
+        env = {name: value for name, value in os.environ.items() if name != "JOURNAL_STREAM"}
+        with lines.open("wb") as file:
+            self.process = subprocess.Popen(command, stderr=file, env=env, start_new_session=True)
+
+    def until(self, words: str, times: int = 1, path: Path | None = None) -> None:
+        """Wait until the node has said these words, or a file has them."""
+        end, place = time.monotonic() + 90, path or self.lines
+        while not place.is_file() or place.read_text().count(words) < times:
+            assert time.monotonic() < end and self.process.poll() is None, (words, self.lines.read_text())
+            time.sleep(0.2)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def test_a_site_runs_no_app_that_it_has_not_approved(tmp_path: Path) -> None:
+    """The approved app runs; the server's next one is refused before anything of it is on the site's disk, at both ends
+    in words with both digests; it runs once site.toml approves it, with no restart."""
+    first, second = packed("first"), packed("second")
+    link, here = made(tmp_path, first)
+    node, replies, ran = Running(here, tmp_path / "lines"), link.home / "replies", here.path / "ran"
+    try:
+        link.start()
+        link.register("acme", here.public_key)
+        node.until("admitted: online")
+        run = link.run(first)
+        node.until("first", path=ran)
+        node.until("done", path=replies)
+        link.stop_run(run)
+        replies.unlink()
+        unpacked = sorted(path.name for path in (here.state / "flwr" / "apps").iterdir())
+        link.run(second)
+        node.until("waiting: the server's Flower app")
+        node.until("this site runs no such app", 2, replies)
+        for words in (node.lines.read_text(), replies.read_text()):
+            assert digest(first) in words and digest(second) in words, words
+        assert "second" not in ran.read_text() and "done" not in replies.read_text()
+        assert sorted(path.name for path in (here.state / "flwr" / "apps").iterdir()) == unpacked
+        everything = [path for path in here.path.rglob("*") if path.is_file() and path != here.logs / "node.log"]
+        assert not [path for path in everything if b'"second' in path.read_bytes()]
+        here.site.write_text(here.site.read_text().replace(digest(first), digest(second)))
+        node.until("done", path=replies)
+        assert ran.read_text().endswith("second\n")
+    finally:
+        node.end()
+        link.stop()
+
+
 def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path: Path) -> None:
     """In this order: no server, an unknown key, admitted, the server gone and back, the key taken away, SIGTERM.
     Nothing is left behind."""
-    home, here, port = tmp_path / "fed", SiteFolder(tmp_path / "site"), free_port()
-    (home / "flwr").mkdir(parents=True)
-    certificates.write_loopback(home / "certs")
-    ca = home / "certs" / "ca.crt"
-    (home / "flwr" / "config.toml").write_text(
-        f'[superlink]\ndefault = "fedlora"\n[superlink.fedlora]\naddress = "127.0.0.1:{port}"\n'
-        f'root-certificates = "{ca}"\n'
-    )
-    settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"labels": ["no", "yes"]}}')
-    join = JoinFile("fed-1", "acme", 4, "127.0.0.1", port, ca.read_text(), settings.travelling(), {})
-    (tmp_path / "join.toml").write_text(join.text())
-    make_site(here.path, tmp_path / "join.toml", Site(name="acme", data="notes.csv", model="base"), {})
-    link, lines = SuperLink(home), tmp_path / "lines"
-    command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(here.path), "--no-check"]
-    env = {name: value for name, value in os.environ.items() if name != "JOURNAL_STREAM"}
-    with lines.open("wb") as file:
-        node = subprocess.Popen(command, stderr=file, env=env, start_new_session=True)
-
-    def until(words: str, times: int = 1) -> None:
-        end = time.monotonic() + 90
-        while lines.read_text().count(words) < times:
-            assert time.monotonic() < end and node.poll() is None, (words, lines.read_text())
-            time.sleep(0.2)
-
+    link, here = made(tmp_path, packed("any"))
+    running = Running(here, tmp_path / "lines")
+    until, node, lines = running.until, running.process, running.lines
     try:
         until("nothing listens at port")
         link.start()
@@ -69,7 +116,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         link.kill()
         until("nothing listens at port", 2)
         link.start()
-        until("the server is back after")
+        until("the server is back")
         link.unregister("acme")
         until("this site's key is not registered there", 2)
         node.send_signal(signal.SIGTERM)
@@ -77,7 +124,5 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         assert not [line for line in left.splitlines() if str(here.path) in line]
     finally:
-        if node.poll() is None:
-            os.killpg(node.pid, signal.SIGKILL)
-            node.wait()
+        running.end()
         link.stop()

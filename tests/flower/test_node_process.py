@@ -4,6 +4,7 @@ processes that are killed."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,7 +107,9 @@ def test_a_supernode_that_ends_is_started_again_and_the_reason_told(tmp_path: Pa
         played.until("admitted: online", 2)
     ended = [line for line in played.lines if line.startswith("the SuperNode ended")]
     assert len(ended) == 4
-    assert "refused it (401)" in ended[0] and "code 302: Unable to parse" in ended[1]
+    assert (
+        "as when the server refuses its clock or its key (401)" in ended[0] and "code 302: Unable to parse" in ended[1]
+    )
     assert "(the connection broke off)" in ended[2] and "signal SIGKILL" in ended[3]
 
 
@@ -124,14 +127,32 @@ def test_a_server_that_goes_and_comes_back_is_told_with_the_reason(tmp_path: Pat
     wait = "import time; time.sleep(0.4)"
     gone = Found("no federation", "no SuperLink stands behind it (502).")
     with Played(tmp_path, [ADMITTED, gone], ["\n".join([ONLINE, lost, wait, lost, back, STAY])]) as played:
-        played.until("the server is back after")
-    words = [line.partition(" after")[0] for line in played.lines]
+        played.until("the server is back")
+    words = [line.partition(": it answers")[0] for line in played.lines]
     assert words == [
         "admitted: online, waiting for work.",
         "waiting: no SuperLink stands behind it (502). The node keeps trying.",
         "the server is back",
         "stopped.",
     ]
+
+
+@pytest.mark.parametrize("came", ["Received successfully", "Sent successfully"])
+def test_an_absence_ends_with_the_first_call_that_comes_through(came: str, tmp_path: Path) -> None:
+    """Another thread's "Connection successful" came minutes later, with work between: "the server is back after 413 s"
+    was said of a server that had been there. What only begins to be sent is no sign of life."""
+    lost = "print('WARNING :   Connection attempt failed, retrying in 1.00 seconds', flush=True)"
+    begins = "print('INFO :   [RUN 1, ROUND fed-4f21c0-3-0]', flush=True)"
+    works = f"print('INFO :   {came}', flush=True)"
+    late = "print('INFO :      Connection successful after 413.00 seconds and 9 tries.', flush=True)"
+    with Played(tmp_path, [ADMITTED], ["\n".join([ONLINE, lost, begins, STAY])]) as played:
+        played.until("round 3: work has come")
+    assert not [line for line in played.lines if "is back" in line]
+    (tmp_path / "second").mkdir()
+    with Played(tmp_path / "second", [ADMITTED], ["\n".join([ONLINE, lost, works, late, begins, STAY])]) as played:
+        played.until("round 3: work has come")
+    back = [line for line in played.lines if "is back" in line]
+    assert len(back) == 1 and re.search(r"answers [01] s after the first call that failed", back[0])
 
 
 def test_a_trouble_that_lasts_is_told_again_and_clocks_that_differ(
@@ -249,7 +270,7 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
     [
         ("\x1b[92mINFO \x1b[0m:      SuperNode ID: 18164", Said("online", "18164")),
         ("INFO :      [RUN 99, ROUND 12]", Said("round", "12")),
-        ("INFO :      Sent successfully", Said("sent", "Sent successfully")),
+        ("INFO :      Sent successfully", Said("came through", "Sent successfully")),
         ("ERROR :     Failed to send message ab12: no room", Said("not sent", "no room")),
         ("INFO :      Starting Flower SuperNode", None),
     ],

@@ -3,7 +3,9 @@ loopback; Flower's numbers are those of flwr/supercore/error/base.py."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,6 +95,28 @@ def test_a_server_that_says_no_time_and_one_without_tls(asked: Callable[..., Fou
     assert found.fate == "plain" and "speaks http without TLS" in found.why
 
 
+def test_a_tls_port_that_is_too_busy_for_a_handshake_is_not_said_to_speak_http(tmp_path: Path) -> None:
+    """nginx answers plain words at its TLS port with a page over http, which says what the port is. Under a flood of
+    handshakes this site was told that the server "speaks http without TLS"."""
+    page = b"HTTP/1.1 400 Bad Request\r\n\r\n<center>The plain HTTP request was sent to HTTPS port</center>"
+
+    def busy(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                came, _ = listening.accept()
+                with came:
+                    if came.recv(4096)[:1] != b"\x16":  # no handshake
+                        came.sendall(page)
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(8)
+        (tmp_path / "ca.crt").write_text(authority().pem)
+        threading.Thread(target=busy, args=(listening,), daemon=True).start()
+        found = unreached.diagnosed(Server("127.0.0.1", listening.getsockname()[1], tmp_path / "ca.crt"))
+    assert found is not None and "without TLS" not in found.why and "takes the connection, but not TLS" in found.why
+
+
 @pytest.mark.parametrize(
     ("names", "begin", "end", "other", "words"),
     [
@@ -141,7 +165,7 @@ def test_a_closed_port_an_unknown_name_a_silent_port(tmp_path: Path, monkeypatch
         mute.bind(("127.0.0.1", 0))
         mute.listen(8)
         said = unreached.diagnosed(Server("127.0.0.1", mute.getsockname()[1], tmp_path / "ca.crt"))
-    assert said is not None and said.fate == "silent" and "says nothing" in said.why
+    assert said is not None and said.fate == "silent" and "did not answer the TLS handshake within" in said.why
 
 
 def test_a_key_of_another_kind_or_a_broken_one_is_named(tmp_path: Path) -> None:

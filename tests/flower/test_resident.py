@@ -332,7 +332,7 @@ def stay_change_and_die(
     until_true(lambda: trainers(site) == [working], 200)  # its predecessor is gone
     os.kill(working, signal.SIGKILL)
     thread.join(60)
-    assert "died in the middle of the work: it was killed" in str(failed[0]) and "memory" in str(failed[0])
+    assert "its process ended without a word: somebody killed it" in str(failed[0]) and "memory" in str(failed[0])
     ask(site.site, "train", one)
     last = max(trainers(site))
     owner.kill()

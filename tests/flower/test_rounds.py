@@ -26,6 +26,7 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord
 from fedlora import Adapter, LoRA, Server, build
 from fedlora.core.messages import Client, Upload
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
+from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import to_array, to_tensor
 from fedlora.flower.rounds import server_lock
 from fedlora.flower.rounds.attempt import reply_limit
@@ -112,6 +113,62 @@ def test_everyone_of_the_policy_has_a_fate_in_every_round(tmp_path: Path) -> Non
     assert isinstance(events[-1], Ended) and events[-1].why == "complete"
     [done] = [e for e in events if isinstance(e, Done)]
     assert {**done.line, "at": 0} == {**line, "at": 0}
+
+
+def test_a_site_whose_work_did_not_count_is_told_with_its_next_message(tmp_path: Path) -> None:
+    """Why, whatever kept it out; nobody else is told anything, and it is told once. Before: never a word, and its own
+    log said that it had trained."""
+    ranks = dict.fromkeys(["good", "bad", "ill", "slow"], 4)
+    policy = Policy(ranks, retries=0, deadline=50.0)
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=1), ranks, policy=policy)
+
+    def told(upto: int) -> dict[str, str]:
+        grid.sent.clear()
+        strategy.start(grid, num_rounds=upto)
+        return {
+            grid.nodes[m.metadata.dst_node_id][0]: str(m.content.config_records["config"][TOLD])
+            for m in grid.sent
+            if TOLD in m.content.config_records["config"]
+        }
+
+    grid.meddle = {
+        "bad": nan,
+        "ill": lambda asked, reply: Message(Error(2, "out of memory"), reply_to=asked),
+        "slow": lambda asked, reply: None,
+    }
+    assert told(1) == {}
+    grid.meddle = {}
+    begins = "round 1: the work of this site did not count: "
+    words = told(2)
+    assert {name: said.partition(begins)[2].partition(":")[0] for name, said in words.items()} == {
+        "bad": "refused", "ill": "failed", "slow": "late",
+    }  # fmt: skip
+    assert "no answer within 50 s" in words["slow"] and "out of memory" in words["ill"]
+    assert told(3) == {}
+
+
+def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
+    ranks = dict.fromkeys(["one", "two", "away"], 4)
+    strategy, grid = federation(
+        tmp_path / "a", Server(build("glora"), quorum=3), ranks, policy=Policy(ranks, retries=1, deadline=9.0)
+    )
+    grid.offline = {"away"}
+    with pytest.raises(QuorumNotMet):
+        strategy.start(grid, num_rounds=1)
+    again = [m.content.config_records["config"].get(TOLD, "") for m in grid.sent]
+    assert again[:2] == ["", ""] and all("the whole attempt did not" in str(said) for said in again[2:]) and again[2:]
+
+
+def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path) -> None:
+    from flwr.app import ConfigRecord, RecordDict
+
+    from fedlora.flower.apps import _log_told
+    from fedlora.flower.site.work_log import Follower
+
+    lines = Follower(tmp_path)
+    _log_told(tmp_path / "site.toml", RecordDict({"config": ConfigRecord({TOLD: "round 1: ... did not count: late"})}))
+    _log_told(tmp_path / "site.toml", RecordDict({"config": ConfigRecord({"protocol": "fedlora/1"})}))
+    assert [work.line() for work in lines.new()] == ["the server says: round 1: ... did not count: late"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site import rotation, site_checks
 from fedlora.flower.site.reach import Found, private_key
@@ -51,7 +52,15 @@ class Place:
             json.dumps({"id": self.federation, "lora": {"targets": ["query"]}, **self.settings})
         )
         said = JoinFile(
-            self.federation, name, 4, "127.0.0.1", self.port, self.ca.pem, settings.travelling(), self.facts
+            self.federation,
+            name,
+            4,
+            "127.0.0.1",
+            self.port,
+            self.ca.pem,
+            settings.travelling(),
+            self.facts,
+            digest(bundle()),
         )
         (self.root / "join.toml").write_text(said.text())
         return self.root / "join.toml"

@@ -149,6 +149,8 @@ def test_the_table_of_rounds_never_understates_epsilon() -> None:
 def test_nodes() -> None:
     assert nodes_line([], ["a", "b"], "quorum 2 of 2") == "online: nobody; missing: a, b (quorum 2 of 2)"
     assert nodes_line(["a", "b"], ["a", "b"], "quorum 2 of 2") == "online: a, b (all 2)"
+    heard = nodes_line(["a", "b"], ["a", "b"], "quorum 2 of 2", 40.2)
+    assert heard == "online: a, b, each heard within the last 40 s (all 2)", "a node that died since is in the count"
 
 
 # ------------------------------------------------------------------------------------------------------------- progress

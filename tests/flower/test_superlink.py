@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key, lo
 from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving import database
+from fedlora.flower.serving import database, superlink
 from fedlora.flower.serving.connection import public_key, superlink_command
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
-from fedlora.flower.setup.app_files import write_connection
+from fedlora.flower.setup.project import write_connection
 from fedlora.flower.terms import certificates
 
 
@@ -92,7 +92,7 @@ def test_its_list_becomes_that_of_the_keys(tmp_path: Path, monkeypatch: pytest.M
 def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) -> None:
     link = SuperLink(home(tmp_path / "f", "127.0.0.1:18123"))
     command = superlink_command(link.folder, link.address)
-    assert command[:5] == ["flower-superlink", "--host", "127.0.0.1", "--port", "18123"]
+    assert command[1:7] == ["-m", children.SUPERLINK, "--host", "127.0.0.1", "--port", "18123"]
     assert "--enable-supernode-auth" in command and "--insecure" not in command
     with pytest.raises(ConfigError, match=r"is no folder of `fedlora flower init`"):
         SuperLink(tmp_path)
@@ -123,14 +123,14 @@ def test_a_port_that_is_taken_and_a_program_that_ends_are_told(tmp_path: Path, m
         with pytest.raises(SuperLinkError, match=f"port {port} of 127.0.0.1 is in use"):
             SuperLink(home(tmp_path / "f", f"127.0.0.1:{port}")).start()
     folder = home(tmp_path / "g", f"127.0.0.1:{port}")
-    program(tmp_path / "bin", "flower-superlink", "print('│ the disk is on fire │'); raise SystemExit(104)")
+    burning = program(tmp_path / "bin", "burning", "print('│ the disk is on fire │'); raise SystemExit(104)")
     link = SuperLink(folder)
-    link.env["PATH"] = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    monkeypatch.setattr(superlink, "superlink_command", lambda folder, address: [str(burning)])
     with pytest.raises(SuperLinkError, match="ended with code 104: the disk is on fire"):
         link.start()
     assert stat.S_IMODE(link.log.stat().st_mode) == 0o600
-    link.env["PATH"] = str(tmp_path)
-    with pytest.raises(children.ChildFailed, match="flower-superlink is not installed"):
+    burning.unlink()
+    with pytest.raises(children.ChildFailed, match="burning is not installed"):
         link.start()
 
 
@@ -139,14 +139,14 @@ def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path
     folder = home(tmp_path / "f")
     sleeper = program(tmp_path / "bin", "flower-superexec", "import time; time.sleep(60)")
     program(
-        tmp_path / "bin", "flower-superlink",
+        tmp_path / "bin", children.SUPERLINK,
         "import subprocess, sys, time\nopen(sys.argv[1], 'w')\n"
         f"subprocess.Popen([{str(sleeper)!r}, '--root-certificates', sys.argv[2]], start_new_session=True)\n"
         "time.sleep(60)",
     )  # fmt: skip
     env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     made = FederationFolder(folder).database
-    command = ["flower-superlink", str(made), f"{folder}/certs/ca.crt"]
+    command = [children.SUPERLINK, str(made), f"{folder}/certs/ca.crt"]
     process = children.started(command, tmp_path / "logs" / "log", env)
     other = children.started(["flower-superexec", "--root-certificates", "/else/ca.crt"], tmp_path / "logs" / "o", env)
     try:

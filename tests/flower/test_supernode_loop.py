@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import io
+import zipfile
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.app import Message, RecordDict
 from flwr.supernode import start_client_internal as loop
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from fedlora.flower.site.supernode import with_replies_left
+from fedlora.flower.bundle import bundle, digest
+from fedlora.flower.site.supernode import with_approved_app, with_replies_left
 
 
 def message(name: str, run: int, reply_to: str) -> SimpleNamespace:
@@ -44,3 +51,61 @@ def test_flower_s_loop_is_the_one_that_we_know() -> None:
     source = inspect.getsource(loop.start_client_internal)
     assert "_pull_and_store_message(\n                state=state" in source
     assert source.index("if run_id is None:") < source.index("_push_messages(")
+
+
+def question() -> Message:
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 5, 1, 3
+    asked = Message(RecordDict(), 7, "train")
+    asked.metadata.__dict__["_message_id"] = "asked"
+    return asked
+
+
+@pytest.mark.parametrize("line", ["", 'app = "{other}"', "app = 3", "no toml"])
+def test_bytes_that_are_not_approved_never_get_to_flower(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever hash the server claims for them: what counts is the SHA-256 of what came. The answer is an error in the
+    same words; with the digest in site.toml the same bytes pass. Before: Flower unpacked and ran whatever came."""
+    app, opened, answers = b"PK of another app", list[bytes](), list[Message]()
+    other, found = "0" * 64, hashlib.sha256(app).hexdigest()
+    site = tmp_path / "site.toml"
+    site.write_text(line.format(other=other))
+
+    def flower(*, state: object, receive: Any, get_fab: Any, node_config: object, object_store: object) -> int:
+        receive()
+        opened.append(get_fab(other, 5).content)  # the hash that the server claims is the approved one
+        return 5
+
+    pull = with_approved_app(flower)
+    given: dict[str, Any] = {
+        "state": None, "object_store": None, "node_config": {"site": str(site)},
+        "receive": lambda: (question(), None), "get_fab": lambda claimed, run: SimpleNamespace(content=app),
+    }  # fmt: skip
+    monkeypatch.setattr(loop, "_insert_message", lambda reply, state, store: answers.append(reply))
+    assert pull(**given) == 5 and not opened
+    assert answers[0].has_error() and answers[0].metadata.reply_to_message_id == "asked"
+    said = capfd.readouterr().err
+    assert "app refused" in said and (line in ("app = 3", "no toml") or found in answers[0].error.reason)
+    site.write_text(f'app = "{found}"')
+    assert pull(**given) == 5 and opened == [app]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_server_of_this_fedlora_sends_the_same_two_shims() -> None:
+    """No compression, no time and no path in it: nothing of the machine that packs it. Reference: Flower's packer."""
+    from flwr.cli.build import build_fab_from_files
+
+    with zipfile.ZipFile(io.BytesIO(bundle())) as found:
+        assert {entry.compress_type for entry in found.infolist()} == {zipfile.ZIP_STORED}
+        assert {entry.date_time for entry in found.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+        flower, _ = build_fab_from_files({name: found.read(name) for name in found.namelist()})
+        theirs = zipfile.ZipFile(io.BytesIO(flower))
+        assert {name: theirs.read(name) for name in theirs.namelist() if name.endswith((".py", "LICENSE"))} == {
+            name: found.read(name) for name in found.namelist() if name.endswith((".py", "LICENSE"))
+        }
+        assert sorted(theirs.namelist()) == sorted(found.namelist())
+        code = {name for name in found.namelist() if name.endswith(".py")}
+        assert code == {f"fedlora_app/{name}.py" for name in ("__init__", "client_app", "server_app")}
+    assert digest(bundle()) == hashlib.sha256(bundle()).hexdigest()

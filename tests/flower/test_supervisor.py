@@ -18,6 +18,7 @@ from fedlora.flower.serving import supervisor
 from fedlora.flower.serving.serve_lock import holder, serving
 from fedlora.flower.serving.standing import Standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLinkError
+from fedlora.flower.serving.superlink_process import SAYS
 from fedlora.flower.serving.supervisor import GaveUp, Pace, Supervisor
 from support.fake_link import (
     CLIENTS,
@@ -60,6 +61,20 @@ def test_all_rounds_a_line_each_and_everything_taken_down(tmp_path: Path) -> Non
     assert told[1] == "round 1 of 3  loss 1.050  2 s  acme 1.00  berlin 1.10  cork late"
     assert len(told) == 4 and all(len(line) <= 71 for line in told)
     assert holder(home / "state" / "serve.lock") is None
+
+
+def test_what_the_superlink_refused_is_said(tmp_path: Path) -> None:
+    """Its own lines are not repeated, and of those before this run nothing is."""
+    home = federation_folder(tmp_path / "f")
+    (home / "superlink.log").write_text(f"{SAYS}of yesterday\n")
+
+    def refuses(link: FakeLink) -> None:
+        with link.log.open("a") as file:
+            file.write(f"INFO: 200 OK\n{SAYS}cork sent an answer in the name of acme: refused\n")
+
+    _, _, said = served(home, [refuses, rounds(1, 2, 3), completes(3)])
+    assert "cork sent an answer in the name of acme: refused" in said
+    assert not [line for line in said if "200 OK" in line or "yesterday" in line]
 
 
 def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
@@ -114,7 +129,7 @@ def test_a_killed_serverapp_is_found_before_flower_notices(tmp_path: Path) -> No
 
     now, link, said = served(home, [rounds(1), killed], [lives, rounds(2, 3), completes(3)])
     assert now.done == 3 and "stop run 7" in link.done and link.done.count("start") == 1
-    assert any(line.startswith("the ServerApp was killed") for line in said)
+    assert any(line.startswith("the ServerApp's process is gone") for line in said)
 
 
 def test_a_superlink_that_hangs_is_ended(tmp_path: Path) -> None:

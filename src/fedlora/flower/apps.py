@@ -15,7 +15,9 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
+from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.site import work_log
 from fedlora.flower.site.resident import TrainerFailed, ask, private_directory
 from fedlora.flower.site.site_work import Do, SiteWork, told_to_server
@@ -57,6 +59,7 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
         )
     site_file = Path(str(said["site"]))
     began = time.monotonic()
+    _log_told(site_file, message.content)
     try:
         reply = ask(site_file, do, message.content) if said.get("resident", True) else here(site_file, do, message)
     except TrainerFailed as error:
@@ -74,6 +77,13 @@ def here(site_file: Path, do: Do, message: Message) -> RecordDict:
     except Exception as error:
         told = told_to_server(error, site_file.parent)
         raise TrainerFailed(told, f"{type(error).__name__}: {error}") from None
+
+
+def _log_told(site_file: Path, asked: RecordDict) -> None:
+    """That earlier work did not count, where the server says so with its next message."""
+    with contextlib.suppress(Exception):
+        if told := asked.config_records["config"].get(TOLD):
+            work_log.write(site_file.parent, work_log.Work("told", 0, error=shown(told, 1000)))
 
 
 def _log(site_file: Path, do: Do, asked: RecordDict, reply: RecordDict | None, seconds: float, error: str = "") -> None:

@@ -24,7 +24,8 @@ SWITCHES = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "NO_COLOR": "1",
 }
-_SERVER_PROGRAMS = ("flower-superlink", "flower-superexec", "flwr-serverapp")
+SUPERLINK = "fedlora.flower.serving.superlink_process"
+_SERVER_PROGRAMS = (SUPERLINK, "flower-superexec", "flwr-serverapp")
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -172,6 +173,6 @@ def _alive(pid: int) -> bool:
 
 
 __all__ = [
-    "SWITCHES", "ChildFailed", "end", "end_all", "environment", "kill", "last_words", "server_processes", "started",
-    "tail", "trim",
+    "SUPERLINK", "SWITCHES", "ChildFailed", "end", "end_all", "environment", "kill", "last_words", "server_processes",
+    "started", "tail", "trim",
 ]  # fmt: skip

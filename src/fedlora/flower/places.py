@@ -38,11 +38,6 @@ class FederationFolder:
         return self.path / "start"
 
     @property
-    def app(self) -> Path:
-        """The thin Flower app."""
-        return self.path / "app"
-
-    @property
     def connection(self) -> Path:
         """How `flwr` reaches the SuperLink: config.toml of the $FLWR_HOME of who calls it by hand."""
         return self.path / "flwr" / "config.toml"

@@ -45,7 +45,7 @@ def site(
     from fedlora.flower.site.join_site import make_site, refuse_existing, take_join
     from fedlora.flower.site.reach import look
     from fedlora.flower.site.rotation import rotate_key
-    from fedlora.flower.site.site_checks import checked_server, checked_work, is_site, server_of
+    from fedlora.flower.site.site_checks import app_row, checked_server, checked_work, is_site, server_of
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.flower.terms.site_file import Site
     from fedlora.runs.reading import checked
@@ -78,7 +78,8 @@ def site(
         said = take_join(folder, join)
         console.print(
             f"{folder}: has the server's file now ({said.address}). Restart its unit (systemctl restart fedlora-site), "
-            f"and see with: fedlora doctor {typed(folder)}",
+            f"and see with: fedlora doctor {typed(folder)}\n"
+            f"The server's app: {app_row(said, Site.read(here.site).app)[1]}.",
             markup=False, soft_wrap=True,
         )  # fmt: skip
         return
@@ -97,6 +98,7 @@ def site(
         rows, facts = checked_work(said, found, cache)
         if wrong := [text for _, text, sound in rows if sound is False]:
             raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
+        rows.append(app_row(said, said.app))
         request = make_site(folder, join, found, facts.table())
         if cache.is_file():
             files.write(here.base_cache, cache.read_bytes())

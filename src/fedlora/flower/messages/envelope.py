@@ -15,6 +15,7 @@ from fedlora.errors import FedLoRAError
 from fedlora.flower.messages.salt import with_salt
 from fedlora.flower.terms.agreement import PROTOCOL
 
+TOLD = "told"  # of a message's config: why the site's last work did not count
 _WRAPPED = re.compile(r"<class '([\w.]{1,200})'>:<'(.*)'>", re.DOTALL)  # by flwr/supernode/runtime/run_clientapp.py
 _SHOWN = re.compile(r"\bfedlora/(\d{1,6})\b")
 
@@ -96,4 +97,4 @@ def _who(theirs: object, at: str = "it") -> str:
     return f": {at} has the older fedlora; upgrade it there" if older else f": {at} has the newer fedlora; upgrade here"
 
 
-__all__ = ["PROTOCOL", "Envelope", "RecordError", "enclose", "opened", "site_words", "with_versions"]
+__all__ = ["PROTOCOL", "TOLD", "Envelope", "RecordError", "enclose", "opened", "site_words", "with_versions"]

@@ -18,6 +18,7 @@ from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
 from fedlora.flower.messages.codecs import Codec, Reply
+from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer, Limit, Question
 from fedlora.flower.rounds.drawing import Drawn
@@ -51,7 +52,7 @@ class Attempt:
     """One attempt. Mutable, used up by `close`.
 
     number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages. intake: of the
-    round, where it is open already.
+    round, where it is open already. told: client -> what became of its last work, where that did not count.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class Attempt:
         attempt: int,
         deadline: float,
         intake: Intake | None = None,
+        told: Mapping[str, str] = ReadOnly({}),
     ) -> None:
         self.server, self.policy, self.codec, self.memory, self.drawn = server, policy, codec, memory, drawn
         self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
         self.group = f"{memory.run}-{self.number}-{attempt - 1}"
-        self._online, self._intake = online, intake
+        self._online, self._intake, self._told = online, intake, told
         self._sent: dict[str, Download] = {}
         self._taken: dict[str, Reply] = {}
         self._fates: dict[str, Fated] = {}
@@ -91,10 +93,13 @@ class Attempt:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
             self._sent[name] = download
+            record = self.codec.question(download, memory.held, self.memory.run)
+            if name in self._told:
+                record.config_records["config"][TOLD] = self._told[name]
             yield Question(
                 name,
                 Message(
-                    self.codec.question(download, memory.held, self.memory.run),
+                    record,
                     self._online[name],
                     MessageType.TRAIN,
                     ttl=self.deadline,  # or a straggler would work through stale rounds

@@ -119,6 +119,7 @@ class FedLoRA(Strategy):
         if not self.PRIVATE and server.open(self.memory.state.server).exchanges > 1:
             raise ConfigError("the Flower app has no second exchange in a round, which a sketch needs; simulate it.")
         self.fates: Mapping[str, Fated] = {}  # of the last attempt
+        self._uncounted: dict[str, str] = {}  # client -> why its last work did not count: told with its next message
         self.online: Mapping[str, int] = {}  # as it was when it was last looked at
         self.answers: tuple[Answer, ...] = ()  # to the last messages of `measure`
         self.at_sites = SiteRound()  # what came of the last `measure`
@@ -197,6 +198,7 @@ class FedLoRA(Strategy):
             except QuorumNotMet as error:
                 self.memory = replace(self.memory, refusals=trial.refusals)
                 self._event(Again(number, attempt, str(error)))
+                self._count(trial, dict.fromkeys(trial.asked, f"the whole attempt did not: {error}"))
                 log.warning("round %d, attempt %d does not count: %s", number, attempt, error)
                 self._save()
                 if attempt > self.policy.retries:
@@ -207,6 +209,8 @@ class FedLoRA(Strategy):
                 self._event(fated)
                 self._tell(fated)
             self.fates = trial.fates
+            judged = closed.memory.state.server.tally.judged if closed.memory.state.server.tally else None
+            self._count(trial, judged.left_out if judged is not None else {})
             line = {**closed.line, "seconds": round(self._clock.monotonic() - began, 3)}
             self.lines.put(line)  # before the checkpoint: a line too many is cut off again, a missing one is not made
             self.memory = closed.memory
@@ -221,7 +225,7 @@ class FedLoRA(Strategy):
         drawn = self._draw()
         trial = Attempt(
             self.server, self.policy, self._codec, self.memory, drawn, self.online, attempt=attempt, deadline=deadline,
-            intake=self._opened,
+            intake=self._opened, told=self._uncounted,
         )  # fmt: skip
         others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         self._event(Began(number, attempt, drawn.asked, others, deadline))
@@ -240,6 +244,16 @@ class FedLoRA(Strategy):
                 self._event(self.fates[name])
                 self._tell(self.fates[name])
         return trial
+
+    def _count(self, trial: Attempt, others: Mapping[str, str]) -> None:
+        """Keep, for each one who was asked, why its work did not count. others: of those who trained, and did not."""
+        for name in trial.asked:
+            fated = trial.fates[name]
+            why = others.get(name, "") if fated.fate == "trained" else f"{fated.fate}: {fated.why}"
+            self._uncounted.pop(name, None)
+            if why:
+                said = shown(f"round {trial.number}: the work of this site did not count: {why}", 600)
+                self._uncounted[name] = said
 
     def _draw(self) -> Drawn:
         """Who is asked now."""

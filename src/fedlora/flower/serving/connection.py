@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedlora.errors import ConfigError
+from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
@@ -68,7 +70,17 @@ def _port_of(join: Path) -> int | None:
 def superlink_command(folder: FederationFolder, address: str) -> list[str]:
     """What starts the SuperLink: on loopback, with its database, TLS and node authentication."""
     host, _, port = address.rpartition(":")
-    command = ["flower-superlink", "--host", host, "--port", port, "--database", str(folder.database)]
+    command = [
+        sys.executable,
+        "-m",
+        children.SUPERLINK,
+        "--host",
+        host,
+        "--port",
+        port,
+        "--database",
+        str(folder.database),
+    ]
     command += ["--disable-runtime-dependency-installation"]
     certs = folder.certificates
     return [

@@ -81,10 +81,13 @@ def _score(line: Mapping[str, Any]) -> str:
     return ""
 
 
-def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str) -> str:
-    """Who is there and who is missing. needs: what a round needs, in words."""
+def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str, heard: float | None = None) -> str:
+    """Who is there and who is missing. needs: what a round needs, in words. heard: seconds since the heartbeat of who
+    was heard of longest ago: a node that died since is still counted."""
     missing = [name for name in expected if name not in online]
     there = f"online: {', '.join(online) if online else 'nobody'}"
+    if online and heard is not None:
+        there += f", each heard within the last {max(heard, 1):.0f} s"
     if not missing:
         return f"{there} (all {len(expected)})"
     return f"{there}; missing: {', '.join(missing)} ({needs})"

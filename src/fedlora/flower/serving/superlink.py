@@ -15,19 +15,18 @@ every few seconds for weeks. Flower's version is pinned.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import socket
 import subprocess
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import FedLoRAError
 from fedlora.flower import children
+from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving import database
 from fedlora.flower.serving.connection import connection, public_key, superlink_command
@@ -225,23 +224,19 @@ class SuperLink:
         }
         return [done[name] for name in sorted(done)]
 
-    def run(self) -> int:
-        """Start a run of the federation's Flower app, which goes on after the last checkpoint; returns its id."""
-        from flwr.cli.build import build_fab_from_disk
+    def run(self, app: bytes | None = None) -> int:
+        """Start a run of the federation's Flower app, which goes on after the last checkpoint; returns its id.
+
+        Args:
+            app: packed; None: `bundle`, the one that sites approve.
+        """
         from flwr.common.serde import fab_to_proto, user_config_to_proto
         from flwr.supercore.fab import Fab
 
-        try:
-            content = build_fab_from_disk(self.folder.app)
-            said = tomllib.loads((self.folder.app / "pyproject.toml").read_text(encoding="utf-8"))
-            knows = said["tool"]["flwr"]["app"]["config"]
-        except Exception as error:  # Flower raises click's and its own
-            raise ConfigError(f"the Flower app in {self.folder.app} cannot be packed: {error}") from error
-        fab = fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {}))
-        settings: dict[str, Any] = {
-            name: True for name in ("resume", "evaluate") if name in knows
-        }  # an app of an older `init`
-        found = self._ask("StartRun", "StartRunRequest", fab=fab, override_config=user_config_to_proto(settings))
+        app = bundle() if app is None else app
+        fab = fab_to_proto(Fab(digest(app), app, {}))
+        here = user_config_to_proto({"folder": str(self.home)})
+        found = self._ask("StartRun", "StartRunRequest", fab=fab, override_config=here)
         if not found.HasField("run_id"):
             raise SuperLinkError("the SuperLink took the Flower app and started no run of it.")
         return int(found.run_id)

@@ -24,7 +24,9 @@ from fedlora.flower.serving.lines import nodes_line, size_of, time_of
 from fedlora.flower.serving.serve_lock import serving
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, RunFacts, SuperLinkError
+from fedlora.flower.serving.superlink_process import SAYS
 from fedlora.flower.serving.telling import Say, Seen, Telling
+from fedlora.flower.site.tailing import Tail
 from fedlora.flower.terms.privacy import promise
 
 _WRONG = (
@@ -108,7 +110,7 @@ class Supervisor:
         self.stop, self._on_up, self._also = stop or threading.Event(), on_up, also
         self.telling = Telling(self.folder, say, pace.remind, seen)
         self._failures = self._thin = self._done = 0  # since the last new round; rounds done
-        self._up, self._keys_at = False, 0
+        self._up, self._keys_at, self._log = False, 0, Tail(link.log)
 
     def serve(self) -> Standing:
         """Play the rounds to their end. Returns where the federation stands then, or when it was asked to stop.
@@ -259,7 +261,7 @@ class Supervisor:
                     alone = 0 if self.link.playing() else alone + 1
                     if alone >= self._pace.unanswered:
                         self._stop_run(run)
-                        raise Lost("the ServerApp was killed: its process is gone, and it said nothing")
+                        raise Lost("the ServerApp's process is gone, and said nothing: it was killed, or crashed")
                 elif facts is not None and not seen and now - began > self._pace.pending:
                     self._stop_run(run)
                     self._down()
@@ -315,8 +317,11 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- looking
 
     def _follow(self) -> None:
-        """New events; a new round is a success, whatever failed before it."""
+        """New events, and what the SuperLink refused; a new round is a success, whatever failed before it."""
         self.telling.events()
+        for line in self._log.new():
+            if line.startswith(SAYS):
+                self.telling.say_of_sites(line.removeprefix(SAYS))
         if self.telling.progress.round > self._done:
             self._done = self.telling.progress.round
             self._failures = self._thin = 0

@@ -63,7 +63,9 @@ class Telling:
         if line != self._there:
             self._there = line
             self._said_at[line] = time.monotonic()
-            self.say_of_sites(line)
+            seen = [node.seen for node in self.nodes if node.status == "online" and node.seen is not None]
+            heard = time.time() - min(seen) if seen else None
+            self.say_of_sites(nodes_line(self.online, now.clients, now.needs, heard))
 
     def say_of_sites(self, line: str) -> None:
         """What names single sites: of a private federation it goes to the log that is secret."""

@@ -65,9 +65,9 @@ def checked_folder(folder: Path) -> list[Row]:
 def _place(there: FederationFolder) -> list[Row]:
     """Absolute paths are in several files: a folder that was moved is found out."""
     home = str(there.path)
-    text = (there.app / "pyproject.toml").read_text(encoding="utf-8")
-    if home not in text:
-        found = re.search(r'^folder = "(.*)"', text, re.MULTILINE)
+    text = (there.flower_home / "config.toml").read_text(encoding="utf-8")
+    if f'"{there.certificates}/ca.crt"' not in text:
+        found = re.search(r'^root-certificates = "(.*)/certs/ca.crt"', text, re.MULTILINE)
         return [("place", f"was made at {found[1] if found else '?'}: fedlora flower renew {home}", False)]
     return [("place", home, True)]
 

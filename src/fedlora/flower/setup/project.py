@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from fedlora.adapters.io import write_adapter
 from fedlora.core.folders import replacing_folder
 from fedlora.errors import ConfigError
+from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.setup import containers
-from fedlora.flower.setup.app_files import write_app, write_connection
 from fedlora.flower.setup.policy_file import Rank, policy_text
 from fedlora.flower.setup.proxy import nginx_configuration
 from fedlora.flower.setup.start import Start
@@ -26,6 +28,7 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.sampling import sample_clients
 
 LOOPBACK = "127.0.0.1"
+CONNECTION = "fedlora"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +74,7 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
 
 
 def write_derived(building: Path, home: Path, made: Federation, authority: FederationFolder) -> None:
-    """The files that follow from the others: app, connection, proxy, containers, join files.
+    """The files that follow from the others: connection, proxy, containers, join files.
 
     Args:
         building: an empty folder. home: where they will lie. authority: has the certificates that sites are to trust.
@@ -80,7 +83,6 @@ def write_derived(building: Path, home: Path, made: Federation, authority: Feder
         ConfigError: a path that a container or the proxy's configuration cannot name.
     """
     there, network = FederationFolder(building), made.settings.network
-    write_app(there.app, home)
     write_connection(there.connection.parent, home, network.superlink_port)
     if network.name is not None:
         for place in (there.proxy.parent, there.proxy_state):
@@ -115,7 +117,19 @@ def join_file(
     ca = (authority / "ca.crt").read_text(encoding="ascii")
     server, port = (LOOPBACK, network.superlink_port) if network.name is None else (network.name, network.port)
     largest = rank if isinstance(rank, int) else max(rank.values())
-    return JoinFile(settings.id, name, largest, server, port, ca, settings.travelling(), dict(facts))
+    agreed = settings.travelling()
+    return JoinFile(settings.id, name, largest, server, port, ca, agreed, dict(facts), digest(bundle()))
 
 
-__all__ = ["Federation", "check_quorum", "join_file", "make_federation", "write_derived", "write_federation"]
+def write_connection(folder: Path, home: Path, port: int) -> None:
+    """$FLWR_HOME of the federation in `home`: its SuperLink, on loopback."""
+    folder.mkdir(mode=0o700)
+    link = {"address": f"{LOOPBACK}:{port}", "root-certificates": f"{home}/certs/ca.crt"}
+    connection = {"default": CONNECTION, CONNECTION: link}
+    (folder / "config.toml").write_text(tomli_w.dumps({"superlink": connection}), encoding="utf-8")
+
+
+__all__ = [
+    "Federation", "check_quorum", "join_file", "make_federation", "write_connection", "write_derived",
+    "write_federation",
+]  # fmt: skip

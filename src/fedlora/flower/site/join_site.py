@@ -36,7 +36,7 @@ def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -
         place.mkdir(mode=0o700, exist_ok=True)
     files.write(here.join, join)
     said = JoinFile.read(here.join)
-    files.write(here.site, site.toml())
+    files.write(here.site, site.model_copy(update={"app": said.app}).toml())
     files.write(here.ca, said.ca)
     private, public = certificates.new_key()
     certificates.write_private(here.key, private)

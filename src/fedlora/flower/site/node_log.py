@@ -6,18 +6,21 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["online", "round", "sent", "not sent", "not received", "lost", "back", "exit", "code", "broken off"]
+Kind = Literal[
+    "online", "round", "came through", "not sent", "not received", "lost", "back", "exit", "code", "app", "broken off"
+]
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LINES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("online", re.compile(r"SuperNode ID: (\d+)")),
     ("round", re.compile(r"\[RUN \d+, ROUND ([^\]]+)\]")),
-    ("sent", re.compile(r"(Sent successfully)")),
+    ("came through", re.compile(r"((?:Sent|Received) successfully)")),
     ("not sent", re.compile(r"Failed to send message \S+: (.*)")),
     ("not received", re.compile(r"Failed to receive message \S+: (.*)")),
     ("lost", re.compile(r"Connection attempt failed, retrying in ([\d.]+) seconds")),
     ("back", re.compile(r"Connection successful after ([\d.]+) seconds")),
     ("exit", re.compile(r"Exit Code: (\d+)")),
     ("code", re.compile(r"\[code: (\d+)\]")),
+    ("app", re.compile(r"fedlora: app refused: (.*)")),
     ("broken off", re.compile(r"fedlora: (.*)")),
 )
 

@@ -134,19 +134,25 @@ class NodeProcess:
                 self._say(f"round {round_of(seen.round) or '?'}: {what}: {event.what}")
             case "lost":
                 seen.lost = seen.lost or (time.monotonic(), 0.0)
-            case "back":
-                if seen.lost is not None:
-                    gone = time.monotonic() - seen.lost[0]
-                    seen.lost = None
-                    self._well(f"the server is back after {gone:.0f} s.")
+            case "back" | "came through":
+                self._came_through(seen)
             case "exit":
                 seen.exit = int(event.what)
             case "code":
                 seen.code = int(event.what)
+            case "app":
+                self._trouble(event.what, event.what)
             case "broken off":
                 seen.why = event.what
             case _:
                 pass
+
+    def _came_through(self, seen: _Seen) -> None:
+        """Any call that the server answers ends what was said of its absence: Flower's threads try each for itself, and
+        one may go on trying, or never say that it came through, while others work."""
+        if seen.lost is not None:
+            gone, seen.lost = time.monotonic() - seen.lost[0], None
+            self._well(f"the server is back: it answers {gone:.0f} s after the first call that failed.")
 
     def _look_again(self, seen: _Seen, age: float) -> None:
         """Ask why, where a SuperNode says that the server is gone, or takes too long to be online."""
@@ -175,7 +181,7 @@ class NodeProcess:
         if seen.why:
             why = seen.why
         elif code == 0:
-            why = "the server refused it (401), so its clock, or its key there, is another one than before"
+            why = "it ended by itself with code 0, as when the server refuses its clock or its key (401)"
         else:
             why = children.last_words(children.tail(self._log))
             number = seen.exit or code

@@ -139,8 +139,8 @@ def _died(site: SiteFolder, began: int) -> TrainerFailed:
     words = _words(_log(site), began)
     fatal = [line for line in words if line.startswith("Fatal Python error")]
     why = fatal[-1] if fatal else (
-        "it was killed, or crashed without a word: most likely for want of memory (the machine's, or MemoryMax of its "
-        "unit; train.batch_size makes it need less)"
+        "its process ended without a word: somebody killed it, it crashed, or the system did for want of memory "
+        "(journalctl -k says so then; MemoryMax of its unit is a limit too, and a smaller train.batch_size needs less)"
     )  # fmt: skip
     told = f"its trainer died in the middle of the work: {why}"
     return TrainerFailed(told, f"{told}. Its last line: {words[-1]}" if words else told)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.reach import NOTICED, Found, Server, look, private_key
 from fedlora.flower.site.rotation import asked
@@ -62,11 +63,23 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
     if not here.ca.is_file() or here.ca.read_text(encoding="utf-8").strip() != join.ca.strip():
         rows.append(("ca.crt", f"{here.ca} is not what the join file has; copy it from there, or run `fedlora flower "
                                f"site` anew with a new join file", False))  # fmt: skip
+    rows.append(app_row(join, site.app))
     if here.next_key.exists():
         rows.append(("new key", "waits for the server: fedlora flower admit FED request.toml --rotate there", True))
     free = shutil.disk_usage(here.path).free
     rows.append(("disk", f"{free / 1e9:.2f} GB free" + ("" if free > _LITTLE else ": little"), free > _LITTLE / 10))
     return rows, (join, site)
+
+
+def app_row(join: JoinFile, approved: str | None) -> Row:
+    """Which Flower app may run here; whether the join file names it, and the fedlora here would send it, too."""
+    if approved is None:
+        return ("app", f'none may run here: app = "{join.app}" in site.toml approves the server\'s', False)
+    ours = digest(bundle())
+    note = ", as the fedlora here would send it" if approved == ours else f"; the fedlora here would send {ours}"
+    if approved != join.app:
+        note += f"; by its join file the server sends {join.app}: if it does, nothing of it runs here"
+    return ("app", f"{approved} alone may run here{note}", True)
 
 
 def checked_work(join: JoinFile, site: Site, cache: Path | None = None) -> tuple[list[Row], Facts]:
@@ -218,5 +231,6 @@ if __name__ == "__main__":
 
 
 __all__ = [
-    "Row", "checked_files", "checked_server", "checked_site", "checked_work", "clock_row", "is_site", "server_of",
+    "Row", "app_row", "checked_files", "checked_server", "checked_site", "checked_work", "clock_row", "is_site",
+    "server_of",
 ]  # fmt: skip

@@ -4,6 +4,9 @@
 main function returns, and where its heartbeat fails, that thread ends; the process lives on and the site is offline for
 ever. Here both end the process, so that `fedlora flower node` sees it and starts another.
 
+A server sends the Flower app that is to run here, and its code could do all that this user may. So the app's bytes are
+hashed as they come, before Flower opens them: what site.toml does not approve is refused, and the server is told.
+
 And its loop pulls one message and sends one reply. Where a SuperLink dies between the two, a reply is left over, and
 from then on each reply waits for the next message: every round sees that site late. An idle loop sends what is left.
 
@@ -17,10 +20,13 @@ import os
 import signal
 import sys
 import threading
+import tomllib
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.site.owner import OWNER
 
 BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not try again
@@ -33,10 +39,63 @@ def main() -> None:
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    loop._pull_and_store_message = with_replies_left(loop._pull_and_store_message)
+    loop._pull_and_store_message = with_replies_left(with_approved_app(loop._pull_and_store_message))
     sys.argv[0] = "flower-supernode"
     flower_supernode()  # leaves by an exception of its own where it ends on purpose
     _leave("the connection broke off, and Flower does not try again")
+
+
+class NotApproved(Exception):
+    """The server's app is not the one that this site approves; says both digests, and how to approve it."""
+
+
+def with_approved_app(pull: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Flower's pull, which asks for the app of each run that is new to it. An app that the site's operator has not
+    approved never gets as far as Flower; the server's message is answered with an error that says so."""
+
+    def pulled(*, receive: Any, get_fab: Any, state: Any, object_store: Any, node_config: Any, **more: Any) -> Any:
+        came: list[Any] = []
+
+        def received() -> Any:
+            found = receive()
+            came.extend(found[:1] if found is not None else ())
+            return found
+
+        def fetched(*asked: Any) -> Any:
+            app = get_fab(*asked)
+            require_approved(app.content, Path(str(node_config["site"])))
+            return app
+
+        more |= {"state": state, "object_store": object_store, "node_config": node_config}
+        try:
+            return pull(receive=received, get_fab=fetched, **more)
+        except NotApproved as refused:
+            from flwr.app import Error, Message
+            from flwr.common.constant import ErrorCode
+            from flwr.supernode import start_client_internal as loop
+
+            print(f"fedlora: app refused: {refused}", file=sys.stderr, flush=True)
+            reply = Message(Error(ErrorCode.INVALID_FAB, f"this site runs no such app: {refused}"), reply_to=came[0])
+            loop._insert_message(reply, state, object_store)
+            return int(reply.metadata.run_id)
+
+    return pulled
+
+
+def require_approved(app: bytes, site_file: Path) -> None:
+    """Raises `NotApproved` where site.toml, as it is now, does not name the digest of these bytes."""
+    try:
+        approved = tomllib.loads(site_file.read_text(encoding="utf-8")).get("app")
+    except (OSError, ValueError) as error:
+        raise NotApproved(f"site.toml cannot be read: {error}.") from error
+    found = digest(app)
+    if found == approved:
+        return
+    ours = "what" if found == digest(bundle()) else "not what"
+    raise NotApproved(
+        f"the server's Flower app has the SHA-256 {found}, and site.toml approves {approved or 'none'}. Nothing of it "
+        f'was unpacked or run. It is {ours} the fedlora here would send. To approve it: app = "{found}" in site.toml.'
+    )
 
 
 def with_replies_left(pull: Callable[..., int | None]) -> Callable[..., int | None]:

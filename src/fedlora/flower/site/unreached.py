@@ -111,7 +111,9 @@ def _greeted(server: Server, connection: socket.socket) -> Found | None:
             )
         if isinstance(error, TimeoutError):
             return Found(
-                "silent", f"{server.address} takes the connection and then says nothing. Is it the right port?"
+                "silent",
+                f"{server.address} takes the connection, and did not answer the TLS handshake within {_PATIENCE:.0f} "
+                f"seconds: it is overloaded, or this is not the port of the proxy.",
             )
         return Found(
             "plain",
@@ -188,11 +190,14 @@ def _names(certificate: x509.Certificate) -> list[str]:
 
 
 def _speaks_plainly(server: Server) -> bool:
-    """Whether http without TLS is answered there."""
+    """Whether http without TLS is spoken there. A port of TLS may answer plain words too, to say that it is one."""
     try:
         with socket.create_connection((server.name, server.port), _PATIENCE) as connection:
             connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            return connection.recv(5) == b"HTTP/"
+            said = connection.recv(4096)
+            while said.startswith(b"HTTP/") and (more := connection.recv(4096)) and len(said) < 2**16:
+                said += more
+            return said.startswith(b"HTTP/") and b"HTTPS" not in said and b"SSL" not in said
     except OSError:
         return False
 

@@ -23,7 +23,9 @@ _LONGEST = 2_000  # letters of an error
 
 @dataclass(frozen=True)
 class Work:
-    """One message's work. did: "train" or "evaluate". loss: None where there is none. error: "" where all went well."""
+    """One message's work. did: "train" or "evaluate"; "told": `error` is why earlier work did not count.
+
+    loss: None where there is none. error: "" where all went well."""
 
     did: str
     round: int
@@ -39,6 +41,8 @@ class Work:
             >>> Work("train", 3, 120, 14.21, 0.412).line()
             'round 3: trained 120 examples in 14.2 s, loss 0.4120'
         """
+        if self.did == "told":
+            return f"the server says: {self.error}"
         if self.error:
             return f"round {self.round}: {self.did} failed after {self.seconds:.1f} s: {self.error}"
         did = {"train": "trained", "evaluate": "measured"}.get(self.did, self.did)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class JoinFile:
 
     federation: its id. rank: of the site (the largest, where its modules differ). server, port: what to dial. ca: the
     certificate that vouches for it, PEM. settings: what is agreed on, as `FederationSettings.travelling` has it. facts:
-    what the server knows of the base model, and its versions.
+    what the server knows of the base model, and its versions. app: SHA-256 of the Flower app that the server sends.
     """
 
     federation: str
@@ -51,7 +52,8 @@ class JoinFile:
     port: int
     ca: str
     settings: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any]
+    app: str
 
     @property
     def address(self) -> str:
@@ -61,7 +63,7 @@ class JoinFile:
     def text(self) -> str:
         """The file."""
         said: dict[str, Any] = {
-            "format": JOIN, "federation": self.federation, "site": self.site, "rank": self.rank,
+            "format": JOIN, "federation": self.federation, "site": self.site, "rank": self.rank, "app": self.app,
             "server": {"name": self.server, "port": self.port, "ca": self.ca},
             "agreed": _without_none(json.loads(self.settings)), "facts": _without_none(self.facts),
         }  # fmt: skip
@@ -91,9 +93,11 @@ class JoinFile:
             server = raw["server"]
             found = cls(
                 str(raw["federation"]), str(raw["site"]), int(raw["rank"]), str(server["name"]), int(server["port"]),
-                str(server["ca"]), json.dumps(raw["agreed"], sort_keys=True), ReadOnly(raw["facts"]),
+                str(server["ca"]), json.dumps(raw["agreed"], sort_keys=True), ReadOnly(raw["facts"]), str(raw["app"]),
             )  # fmt: skip
             x509.load_pem_x509_certificates(found.ca.encode())
+            if not re.fullmatch(r"[0-9a-f]{64}", found.app):
+                raise ValueError("app is no SHA-256")
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{what} is of another fedlora: {type(error).__name__}: {error}. Take one version."

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
-
-_NAME = 100  # letters of a client's name
+from fedlora.flower.terms.names import check_site
 
 
 def held_to_share(counts: Mapping[str, float], share: float) -> dict[str, float]:
@@ -71,10 +70,7 @@ class Policy:
         if not self.clients:
             raise ConfigError("the policy names no clients, so nobody could take part.")
         for client in self.clients:
-            if not isinstance(client, str) or not client.strip() or not client.isprintable() or len(client) > _NAME:
-                raise ConfigError(
-                    f"the policy's client {quoted(client, 60)} is no name: 1 to {_NAME} letters that print are one."
-                )
+            check_site(client)
         for name in ("max_weight_share", "max_examples", "max_upload_mb", "deadline"):
             value = getattr(self, name)
             if value is None and name in ("max_weight_share", "max_upload_mb"):

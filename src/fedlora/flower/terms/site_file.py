@@ -5,11 +5,11 @@ data = "notes.csv"          # CSV, JSONL or Parquet; relative paths start at the
 model = "/models/bert"      # a directory, a GGUF file, a hub id, or a packaged model
 text = "note"               # columns of its own file, where the federation calls them otherwise
 device = "cuda"             # and which device, and how many threads
+app = "3f5a..."             # SHA-256 of the server's Flower app that may run here; no other one does
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,21 +19,11 @@ from pydantic import Field, field_validator
 from fedlora.data.demo import PACKAGED
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
+from fedlora.flower.terms.names import check_site
 from fedlora.runs.reading import checked, read_tables
 from fedlora.runs.sections import Section
 
 COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-
-
-def check_name(name: str) -> str:
-    """A site's name. Raises `ValueError` for one that could not name a folder on any machine."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"a site's name is up to 64 letters, digits, '_', '-' and '.', and begins with a letter, a digit or '_', "
-            f"for it names files; got {name[:80]!r}"
-        )
-    return name
 
 
 class Site(Section):
@@ -41,7 +31,8 @@ class Site(Section):
 
     data: its file, or a data set "hf://..."; model: the base model, as model.path of a run. text to messages: columns
     of its file, where they are not called as the federation's settings say. device, threads: as model.device and
-    run.threads; without, the best device that there is, and the settings' threads.
+    run.threads; without, the best device that there is, and the settings' threads. app: SHA-256 of the one Flower app
+    that its operator lets run here; without, none.
 
     Example:
         >>> Site(name="acme", data="notes.csv", model="demo", text="note").columns
@@ -59,11 +50,13 @@ class Site(Section):
     messages: str | None = None
     device: str | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
+    app: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
 
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        return check_name(name)
+        check_site(name)
+        return name
 
     @property
     def columns(self) -> dict[str, str]:
@@ -86,8 +79,8 @@ class Site(Section):
         if foreign:
             raise ConfigError(
                 f"the site file {path}: {foreign[0]!r} does not stand here. It holds name, data, model, the columns of "
-                f"the site's own file ({', '.join(COLUMNS)}), device and threads; classes, scaling, lengths, ranks and "
-                f"how to train come from the server, with every message. Leave it out."
+                f"the site's own file ({', '.join(COLUMNS)}), device, threads and app; classes, scaling, lengths, "
+                f"ranks and how to train come from the server, with every message. Leave it out."
             )
         try:
             return checked(cls, raw).located(path.parent)
@@ -104,4 +97,4 @@ class Site(Section):
         return self.model_copy(update=changes)
 
 
-__all__ = ["COLUMNS", "Site", "check_name"]
+__all__ = ["COLUMNS", "Site"]

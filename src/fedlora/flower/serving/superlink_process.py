@@ -1,0 +1,49 @@
+"""Flower's SuperLink as a process that takes an answer only under the name of the key that signed it.
+
+Flower knows who sends (each request is signed with the node's key), and believes what the message in it says of its
+sender: a site that has learned the id of another one's message could answer it in that one's name, and the real answer
+would be dropped without a word. Here both must be the same node. Who tries is refused with HTTP 409, which its own log
+shows, and `serve` says who it was; nothing was stored, so that the real answer still counts.
+
+    python -m fedlora.flower.serving.superlink_process ARGUMENTS OF flower-superlink
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+SAYS = "fedlora: "  # begins each line of the SuperLink's log that `serve` repeats
+
+
+def main() -> None:
+    from flwr.superlink.cli import flower_superlink
+    from flwr.superlink.servicer.fleet import fleet_handlers
+
+    fleet_handlers.push_messages = under_own_name(fleet_handlers.push_messages)
+    sys.argv[0] = "flower-superlink"
+    sys.exit(flower_superlink())  # type: ignore[func-returns-value]
+
+
+def under_own_name(push: Callable[..., Any]) -> Callable[..., Any]:
+    """Flower's handler of answers, for those whose sender is the node that signed the request."""
+
+    def pushed(request: Any, state: Any) -> Any:
+        signer = request.node.node_id
+        others = sorted({message.metadata.src_node_id for message in request.messages_list} - {signer})
+        if others:
+            from fastapi import HTTPException
+
+            who = {node.node_id: node.name for node in state.get_node_info(node_ids=[signer, *others])}
+            names = [who.get(node) or f"node {node}" for node in (signer, others[0])]
+            said = f"{names[0]} sent an answer in the name of {names[1]}: refused; the answer of {names[1]} counts"
+            print(f"{SAYS}{said}", file=sys.stderr, flush=True)
+            raise HTTPException(409, "an answer in another node's name is refused")
+        return push(request=request, state=state)
+
+    return pushed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A Flower app of two shims without fedlora in it, and a server's folder to run it: rounds that take seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedlora.flower.serving.superlink import SuperLink
+from fedlora.flower.setup.project import write_connection
+from fedlora.flower.site.node_process import free_port
+from fedlora.flower.terms import certificates
+
+APP = {
+    "pyproject.toml": """\
+[project]
+name = "changed-app"
+version = "1.0.0"
+description = "test"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41.0"]
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[tool.flwr.app]
+publisher = "fedlora"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+[tool.flwr.app.components]
+serverapp = "changed.server:app"
+clientapp = "changed.client:app"
+[tool.flwr.app.config]
+folder = ""
+""",
+    "LICENSE": "none\n",
+    "changed/__init__.py": "",
+    "changed/server.py": """\
+from pathlib import Path
+from flwr.app import Message, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    folder = Path(str(context.run_config["folder"]))
+    while not (folder / "enough").exists():
+        asked = [Message(RecordDict(), node, "train", group_id="fed-1-1-0") for node in grid.get_node_ids()]
+        for reply in grid.send_and_receive(asked, timeout=60):
+            with (folder / "replies").open("a") as file:
+                file.write((reply.error.reason if reply.has_error() else "done") + "\\n")
+""",
+    "changed/client.py": """\
+from pathlib import Path
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    (Path(str(context.node_config["site"])).parent / "ran").open("a").write("VERSION\\n")
+    return Message(RecordDict(), reply_to=message)
+""",
+}
+
+
+def packed(version: str) -> bytes:
+    """An app of two shims, which leaves a word at the site where it runs."""
+    from flwr.cli.build import build_fab_from_files
+
+    files = {name: text.replace("VERSION", version).encode() for name, text in APP.items()}
+    return build_fab_from_files(files)[0]
+
+
+def small_link(home: Path) -> SuperLink:
+    """A server's folder, as far as its SuperLink needs one."""
+    home.mkdir()
+    write_connection(home / "flwr", home, free_port())
+    certificates.write_loopback(home / "certs")
+    return SuperLink(home)
