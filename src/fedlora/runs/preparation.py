@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from fedlora.runs.private_checks import check_private, planned_privacy
 from fedlora.runs.private_outputs import public_manifest
 from fedlora.runs.samples import draw_samples
 from fedlora.runs.tracking import check_trackers
+from fedlora.server.closing import largest_shares
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -37,6 +39,8 @@ from fedlora.training.local import LocalTrainer
 from fedlora.training.metrics import METRICS, generates, score_name
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import end_tokens, find_template
+
+log = logging.getLogger("fedlora.runs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +138,7 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     target = config.evaluate.target
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
-    _check_fit(config, server, initial, target, clients)
+    _check_fit(config, server, initial, target, clients, {name: len(part) for name, part in parts.items()})
     bf16, max_length = config.model.bf16, config.data.max_length
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     settings = config.train.settings(
@@ -236,9 +240,10 @@ def _samples(config: RunConfig, data: Dealt) -> TextData | None:
 
 
 def _check_fit(
-    config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
-) -> None:
-    """Raises `ConfigError` for options that can never work with this method or these clients."""
+    config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client],
+    examples: Mapping[str, int],
+) -> None:  # fmt: skip
+    """Raises `ConfigError` for options that can never work with this method or these clients. examples: of each."""
     name, roles = server.method.name, server.roles(initial)
     if config.model.task not in METRICS[config.evaluate.metric].tasks:
         wanted = "classes" if config.model.task == "causal-lm" else "generated text"
@@ -291,7 +296,10 @@ def _check_fit(
     a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
     if server.rule is not None:
         ranks = [client.ranks(initial.modules) for client in clients]
-        check_rule(server.rule, server.method, ranks, a_round, config.server.upload)
+        sizes = {name: 1.0 if server.weighs_by == "uniform" else float(n) for name, n in examples.items()}
+        p = largest_shares(sizes, a_round)
+        if near := check_rule(server.rule, server.method, ranks, p, config.server.upload):
+            log.warning("%s", near)
     if server.quorum is not None and server.quorum > a_round:
         raise ConfigError(
             f"server.quorum = {server.quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
