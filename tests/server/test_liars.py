@@ -11,6 +11,7 @@ The expected values: geometry by hand, below, in dense float64; weights from the
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,6 +219,20 @@ def alone(cell: Cell, size: float, r: float, q: float, t: float) -> float:
         return size + bound(cell, r, q, t)
     C = (1 - q) / math.sqrt(1 - 2 * q)
     return size + r * (C + (1 + C) / (1 - q))
+
+
+FORMULAS = (
+    "`q t`", "`q_v t`", "`q t L`", "`q_v t L (L + 1) / 2`", "`C r`", "`C = (1 - q) / sqrt(1 - 2 q)`",
+    "`s + r (C + (1 + C) / (1 - q))`", "`K r`", "`K = 1 + 2 sqrt((n - f - 1) / (n - 2 f))`", "`s + K r`", "`3 C r`",
+    "`3 K r`",
+)  # fmt: skip
+
+
+def test_the_page_has_these_bounds_and_no_others() -> None:
+    """As `bound` and `alone` above compute them."""
+    table = PAGE.split("## What a liar gets, at most")[1].split("\n\n")[3]
+    said = [word for word in re.findall("`[^`]*`", table) if word[1:-1] not in "/".join(RULES)]
+    assert said == list(FORMULAS)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -46,11 +46,14 @@ class Mixing(Rule):
 
     def liars_hold(self, p: Sequence[float]) -> float:
         """The larger of its own and its rule's: mixing counts clients, and hands each its weight on."""
-        return max(super().liars_hold(p), self.rule.liars_hold(p))
+        return max(super().liars_hold(p), self._inner(self.declared(len(p))).liars_hold(p))
 
     def bearing(self, liars: int) -> Self:
-        inner = self.rule if getattr(self.rule, "liars", None) is None else self.rule.bearing(liars)
-        return replace(self, rule=inner, liars=liars)
+        return replace(self, rule=self._inner(liars), liars=liars)
+
+    def _inner(self, liars: int) -> Rule:
+        """Its rule, for so many liars where it knows any."""
+        return self.rule.bearing(liars) if hasattr(self.rule, "liars") else self.rule
 
     def too_few(self, clients: int) -> str | None:
         return self.rule.too_few(clients) or super().too_few(clients)

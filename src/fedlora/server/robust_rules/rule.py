@@ -69,8 +69,7 @@ class Rule(ABC):
 
     def declared(self, clients: int) -> int:
         """f, of so many clients; one where `liars` is not given."""
-        liars = getattr(self, "liars", None)
-        return 1 if liars is None else number_of(liars, clients)
+        return 1 if self._liars is None else number_of(self._liars, clients)
 
     def without(self, refused: int, p: Sequence[float]) -> Self:
         """The rule for clients of these weights, where so many more were refused for what they sent: each of these is
@@ -83,7 +82,7 @@ class Rule(ABC):
             >>> [rule.liars for rule in rules], Krum(liars=1).without(2, [1 / 3] * 3).liars
             ([0, 1], 1)
         """
-        if getattr(self, "liars", None) is None or not refused:
+        if self._liars is None or not refused:
             return self
         f = self.declared(len(p) + refused)
         fewer = [self.bearing(k) for k in range(f, f - refused - 1, -1)] if refused <= f else []
@@ -92,6 +91,10 @@ class Rule(ABC):
     def bearing(self, liars: int) -> Self:
         """The same rule for so many liars."""
         return replace(self, liars=liars)  # type: ignore[call-arg]
+
+    @property
+    def _liars(self) -> Liars | None:
+        return getattr(self, "liars", None)
 
     @property
     def said(self) -> str:
@@ -106,7 +109,7 @@ class Rule(ABC):
         needed = self.least(clients)
         if clients >= needed:
             return None
-        f = number_of(getattr(self, "liars", None) or 0, clients)
+        f = number_of(self._liars or 0, clients)
         with_liars = f" with {f} liar{'s' * (f != 1)} among {clients} clients" if f else f" of {clients} clients"
         return f"{self.name}{with_liars} needs {needed} of them"
 
@@ -115,9 +118,10 @@ class Rule(ABC):
         held, f = self.liars_hold(p), self.declared(len(p))
         if (few := self.too_few(len(p))) or held < 0.5 - 1e-9:
             return few
+        unsaid = "; liars is not given, which is one: liars = 0 says that nobody lies" * (self._liars is None)
         return (
             f"{self.name} bears liars that hold less than half, and {f} of {len(p)} clients can hold {held:.0%} (one "
-            f"can have {max(p):.0%} of the weight)"
+            f"can have {max(p):.0%} of the weight{unsaid})"
         )
 
 
