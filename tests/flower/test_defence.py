@@ -70,13 +70,16 @@ def test_too_few_clients_are_refused_before_and_in_a_round(tmp_path: Path) -> No
 def test_a_site_refused_for_what_it_sent_is_one_of_the_liars(tmp_path: Path, rubbish: Any) -> None:
     """One of 2 f + 3 cannot end the rounds: Krum for one liar needs 5 clients, for none 3. An absent one is no liar
     (above), and two refused are more than f, of whom nobody knows how many are left."""
-    strategy, grid = federation(tmp_path, Server(build("glora"), rule=Krum(liars=1), quorum=2), FIVE)
+    policy = Policy(FIVE, retries=0, quarantine=1)
+    strategy, grid = federation(tmp_path, Server(build("glora"), rule=Krum(liars=1), quorum=2), FIVE, policy=policy)
     grid.meddle = {"c": rubbish}
-    strategy.start(grid, num_rounds=1)
-    tally = strategy.memory.state.server.tally
-    assert tally is not None and tally.judged is not None
-    assert list(tally.refused) == ["c"] and set(tally.weights) == set("abde")
-    assert tally.judged.rule == "krum (liars = 0)"
+    for done in (1, 2):  # in the second it is in quarantine
+        strategy.start(grid, num_rounds=done)
+        tally = strategy.memory.state.server.tally
+        assert tally is not None and tally.judged is not None
+        assert list(tally.refused) == ["c"] and set(tally.weights) == set("abde")
+        assert tally.judged.rule == "krum (liars = 0)"
+    assert strategy.fates["c"].fate == "quarantined"
     two, grid = federation(tmp_path / "two", Server(build("glora"), rule=Krum(liars=1), quorum=2), FIVE)
     grid.meddle = {"c": rubbish, "d": rubbish}
     with pytest.raises(QuorumNotMet, match=r"krum with 1 liar among 3 .* \(2 more were refused for what they sent\)"):
@@ -99,7 +102,7 @@ def test_the_share_cap_is_of_those_who_count(tmp_path: Path, caplog: pytest.LogC
     assert strategy.memory.state.server.tally.weights == pytest.approx(dict.fromkeys("abe", 1 / 3))
     lines = [json.loads(line) for line in (tmp_path / "o" / "rounds.jsonl").read_text().splitlines()]
     assert [bool(line["alike"]) for line in lines] == [False, True] and set(lines[1]["alike"]) == set(SHAPES)
-    assert "so few sites counted that max_weight_share = 0.25 could not hold" in caplog.text
+    assert "max_weight_share = 0.25 cannot hold among fewer than 4 clients: those who count are alike in" in caplog.text
 
 
 def test_half_of_the_weight_is_refused_at_the_start_and_more_than_a_third_is_warned_of(

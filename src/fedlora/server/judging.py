@@ -122,13 +122,14 @@ def look(terms: Terms, uploads: Sequence[Upload], each: Each) -> Look:
     return Look(uploads, begun, changes(sent, uploads, heads, each))
 
 
-def judge(rule: Rule, terms: Terms, seen: Look, weights: Mapping[str, float]) -> Round:
-    """What a rule makes of a round's uploads. weights: client -> p_i, which sum to 1.
+def judge(rule: Rule, terms: Terms, seen: Look, counts: Mapping[str, float]) -> Round:
+    """What a rule makes of a round's uploads. counts: client -> what it counts for, of these at least.
 
     Raises:
         HyperparameterError: a rule that gives no coefficients.
     """
     names = [u.client.id for u in seen.uploads]
+    weights = shares({name: counts[name] for name in names}, terms.max_weight_share)
     p = torch.tensor([weights[name] for name in names], dtype=torch.float64)
     multipliers, judged = weigh(rule, seen.found, p, names)
     if judged.facts.get("left", 0.0) > 1e-6:

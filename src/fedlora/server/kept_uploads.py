@@ -84,27 +84,25 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
                 attendance.refuse(UploadRefused(client, reason))
             attendance.require_quorum()
             uploads = [u for u in uploads if u.client.id not in found.refused]
-        seen, rule = None, terms.rule
-        if rule is not None:
-            require_enough(rule, attendance, verdict.counts)
+        judged = None
+        if terms.rule is not None:
             seen = look(terms, uploads, each)
             for client, reason in seen.unmeasured().items():
                 attendance.refuse(UploadRefused(client, reason))
             attendance.require_quorum()
             seen = seen.of(attendance.counts)
             uploads = list(seen.uploads)
-            rule = require_enough(rule, attendance, verdict.counts)
+            judged = judge(require_enough(terms.rule, attendance, verdict.counts), terms, seen, verdict.counts)
         counts = {u.client.id: verdict.counts[u.client.id] for u in uploads}
         weights = shares(counts, most)
-        judged = None if seen is None or rule is None else judge(rule, terms, seen, weights)
         updates: dict[str, list[Update]] = {}
-        alike: list[str] = []
+        alike: dict[str, int] = {}
         for name in terms.state.modules:
             holders = [u for u in uploads if name in u.adapter.modules]
             over = holders if terms.missing == "renormalise" else uploads
             if holders:
                 plain = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}, most), found)
-                alike += [name] if len(over) * most < 1 else []
+                alike |= {name: len(over)} if len(over) * most < 1 else {}
                 updates[name] = plain if judged is None else judged.updates(name, plain)
         with blamed_on(terms.method, "aggregate"):
             before = [terms.state.modules[name] for name in updates]
@@ -113,14 +111,13 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
                 raise TypeError(f"{len(after)} states came back for {len(before)} matrices")
     held_to = uploads if judged is None else judged.heads(uploads)
     heads = mean_heads(terms.state.heads, held_to, list(weights.values())) if terms.roles.heads == "shared" else {}
-    tally = replace(attendance.tally(weights), alike=tuple(alike))
     if alike:
         log.warning(
-            "round %d: max_weight_share = %.3g cannot hold among fewer than %d clients: all who count are alike in %d "
-            "of %d modules (%s for one)", terms.number, most, math.ceil(1 / most), len(alike), len(updates), alike[0],
+            "round %d: max_weight_share = %.3g cannot hold among fewer than %d clients: those who count are alike in "
+            "%s%s", terms.number, most, math.ceil(1 / most), ", ".join([*alike][:3]), ", ..." if len(alike) > 3 else "",
         )  # fmt: skip
-    if judged is not None:
-        tally = replace(tally, judged=judged.judged)
+    told = None if judged is None else judged.judged
+    tally = replace(attendance.tally(weights), judged=told, alike=alike)
     return closed(terms, dict(zip(updates, after, strict=True)), heads, tally)
 
 

@@ -206,10 +206,13 @@ class Attempt:
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _opened(self) -> Intake:
-        """The round, with the policy's share cap, and with those whose answers were refused before they were uploads:
-        not who did not answer, and not whom the method could not serve."""
-        fates = self._fates
-        refused = {name: fates[name].why for name in self._sent if name in fates and fates[name].fate == "refused"}
+        """The round, with the policy's share cap, and with those whose answers were refused before they were uploads,
+        now or so often that they are in quarantine, unless others were drawn for these: not who did not answer, and not
+        whom the method could not serve."""
+        others = {name: fate for name, (fate, _) in self.drawn.not_asked.items()}
+        refused = {n: f.why for n, f in self._fates.items() if f.fate == "refused" and n in self._sent}
+        if "not drawn" not in others.values():
+            refused |= {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
         share = self.policy.share if self.server.memory is None and not self.private else 1.0
         return replace(self.server, max_weight_share=share).open(self.memory.state.server, refused)
 
@@ -257,7 +260,7 @@ class Attempt:
             "norms": norms,
             "far": far_ones(norms),
             "capped": {name: dict(shares) for name, shares in capped.items()},
-            "alike": list(tally.alike),
+            "alike": dict(tally.alike),
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
 

@@ -40,11 +40,6 @@ def done(line: Mapping[str, Any], rounds: int, policy: Policy) -> None:
             "round %d: %s counts %.0f %% instead of %.0f %% (max_weight_share = %.2g, max_examples = %g)",
             number, name, 100 * shares["counted"], 100 * shares["claimed"], policy.share, policy.max_examples,
         )  # fmt: skip
-    if line["alike"]:
-        log.warning(
-            "round %d: so few sites counted that max_weight_share = %.2g could not hold: all count alike in %s%s",
-            number, policy.share, ", ".join(line["alike"][:3]), ", ..." if len(line["alike"]) > 3 else "",
-        )  # fmt: skip
     for name, times in line["far"].items():
         log.warning(
             "round %d: the update of %s has norm %.4g, %.4g times the round's median: look at its data and at train.lr",

@@ -99,9 +99,9 @@ class Rule(ABC):
     @property
     def said(self) -> str:
         """The rule and its keys on one line."""
-        shown = ", ".join(
-            f"{name} = {value}" for name, value in vars(self).items() if value is not None and value is not False
-        )
+        keys = {name: value for name, value in vars(self).items() if value is not None and name != "factor_averages"}
+        keys |= {"factor_averages": True} if self.factor_averages else {}
+        shown = ", ".join(f"{name} = {value}" for name, value in keys.items())
         return f"{self.name} ({shown})" if shown else self.name
 
     def too_few(self, clients: int) -> str | None:
