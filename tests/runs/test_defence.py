@@ -72,7 +72,10 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
     ("sets", "why"),
     [
         (("defence.rule=krum", "defence.liars=1"), "krum with 1 liar among 3 clients needs 5"),
-        (("defence.rule=geometric-median", "clients.count=2"), "1 of 2 clients can hold 50%.*liars = 0 says that"),
+        (
+            ("defence.rule=geometric-median", "clients.count=2", "clients.ranks=[4]"),
+            "1 of 2 clients can hold 50%.*liars = 0 says that",
+        ),
         (("defence.rule=clip", "method.name=fedit"), "averages the factors B and A"),
         (("defence.rule=clip", "defence.factor_averages=true"), "averages no factors"),
         (("defence.rule=clip", "server.memory=50"), "leave out memory"),

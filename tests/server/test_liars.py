@@ -40,7 +40,7 @@ RULES: dict[str, Callable[[int], Rule]] = {
     "mixing, geometric-median": lambda f: Mixing(GeometricMedian(liars=f), f),
     "mixing, multi-krum": lambda f: Mixing(MultiKrum(liars=f), f),
 }
-CAPS = {1: (None, 0.2, 0.5, 1.0), 2: (None, 0.2, 0.25)}  # f -> None: the default weighting; else of "examples"
+CAPS = {1: (None, 0.2, 0.5, 1.0), 2: (None, 0.25)}  # f -> None: the default weighting; else of "examples"
 ATTACKS = ("far", "inside", "nothing", "one cancels", "no numbers")
 
 
@@ -69,7 +69,7 @@ class Cell:
 
 
 def cells(rule: str) -> Iterator[Cell]:
-    yield from (Cell(rule, cap, f, v) for f in CAPS for cap in CAPS[f] for v in (None, 1, 0))
+    yield from (Cell(rule, cap, f, v) for f in CAPS for cap in CAPS[f] for v in (None, 1, 0)[: 4 - f])
 
 
 def the_server(cell: Cell) -> Server:
@@ -237,6 +237,6 @@ def test_the_page_has_these_bounds_and_no_others() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_liar_gets_no_more_than_the_page_says(rule: str) -> None:
-    """21 cells of each rule, 189 in all."""
+    """16 cells of each rule, 144 in all."""
     found = [f"{cell}: {fault}" for cell in cells(rule) for fault in faults(cell)]
     assert not found, "\n".join(found[:12]) + f"\n{len(found)} in all"

@@ -138,7 +138,8 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     target = config.evaluate.target
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
-    _check_fit(config, server, initial, target, clients, {name: len(part) for name, part in parts.items()})
+    _check_fit(config, server, initial, target, clients)
+    _check_liars(config, server, initial, clients, {name: float(len(part)) for name, part in parts.items()})
     bf16, max_length = config.model.bf16, config.data.max_length
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     settings = config.train.settings(
@@ -240,10 +241,9 @@ def _samples(config: RunConfig, data: Dealt) -> TextData | None:
 
 
 def _check_fit(
-    config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client],
-    examples: Mapping[str, int],
-) -> None:  # fmt: skip
-    """Raises `ConfigError` for options that can never work with this method or these clients. examples: of each."""
+    config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
+) -> None:
+    """Raises `ConfigError` for options that can never work with this method or these clients."""
     name, roles = server.method.name, server.roles(initial)
     if config.model.task not in METRICS[config.evaluate.metric].tasks:
         wanted = "classes" if config.model.task == "causal-lm" else "generated text"
@@ -294,16 +294,23 @@ def _check_fit(
     server.open(initial)  # says so if its memory is too small
     names = [client.id for client in clients]
     a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
-    if server.rule is not None:
-        ranks = [client.ranks(initial.modules) for client in clients]
-        sizes = {name: 1.0 if server.weighs_by == "uniform" else float(n) for name, n in examples.items()}
-        p = largest_shares(sizes, a_round)
-        if near := check_rule(server.rule, server.method, ranks, p, config.server.upload):
-            log.warning("%s", near)
     if server.quorum is not None and server.quorum > a_round:
         raise ConfigError(
             f"server.quorum = {server.quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
         )
+
+
+def _check_liars(
+    config: RunConfig, server: Server, initial: ServerState, clients: Sequence[Client], examples: Mapping[str, float]
+) -> None:
+    """Raises `ConfigError` where a robust rule cannot bear its liars in any round. examples: of each client."""
+    if server.rule is None:
+        return
+    a_round = len(sample_clients(list(examples), config.run.participation, seed=0, round=0))
+    p = largest_shares(examples if server.weighs_by == "examples" else dict.fromkeys(examples, 1.0), a_round)
+    ranks = [client.ranks(initial.modules) for client in clients]
+    if near := check_rule(server.rule, server.method, ranks, p, config.server.upload):
+        log.warning("%s", near)
 
 
 def _cut(seed_adapter: Adapter, clients: Sequence[Client]) -> Adapter:
