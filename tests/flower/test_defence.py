@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,11 @@ pytest.importorskip("flwr")
 
 from fedlora import Server, build
 from fedlora.errors import ConfigError, QuorumNotMet
+from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
-from fedlora.server.robust_rules import Krum, Mixing, MultiKrum
-from support.flower_grid import federation
+from fedlora.server.robust_rules import GeometricMedian, Krum, Mixing, MultiKrum
+from support.flower_grid import SHAPES, changed, federation, nan
 
 SAID = 'id = "f"\n[data]\nlabels = ["no", "yes"]\n[lora]\ntargets = ["q"]\n'
 FIVE = dict.fromkeys("abcde", 4)
@@ -62,3 +64,61 @@ def test_too_few_clients_are_refused_before_and_in_a_round(tmp_path: Path) -> No
     with pytest.raises(QuorumNotMet, match="krum with 1 liar among 4 clients needs 5"):
         strategy.start(grid, num_rounds=1)
     assert strategy.round == 0
+
+
+@pytest.mark.parametrize("rubbish", [changed(loss=-1.0), nan], ids=["loss", "nan"])
+def test_a_site_refused_for_what_it_sent_is_one_of_the_liars(tmp_path: Path, rubbish: Any) -> None:
+    """One of 2 f + 3 cannot end the rounds: Krum for one liar needs 5 clients, for none 3. An absent one is no liar
+    (above), and two refused are more than f, of whom nobody knows how many are left."""
+    policy = Policy(FIVE, retries=0, quarantine=1)
+    strategy, grid = federation(tmp_path, Server(build("glora"), rule=Krum(liars=1), quorum=2), FIVE, policy=policy)
+    grid.meddle = {"c": rubbish}
+    for done in (1, 2):  # in the second it is in quarantine
+        strategy.start(grid, num_rounds=done)
+        tally = strategy.memory.state.server.tally
+        assert tally is not None and tally.judged is not None
+        assert list(tally.refused) == ["c"] and set(tally.weights) == set("abde")
+        assert tally.judged.rule == "krum (liars = 0)"
+    assert strategy.fates["c"].fate == "quarantined"
+    two, grid = federation(tmp_path / "two", Server(build("glora"), rule=Krum(liars=1), quorum=2), FIVE)
+    grid.meddle = {"c": rubbish, "d": rubbish}
+    with pytest.raises(QuorumNotMet, match=r"krum with 1 liar among 3 .* \(2 more were refused for what they sent\)"):
+        two.start(grid, num_rounds=1)
+
+
+def test_the_share_cap_is_of_those_who_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A claim of a billion among five, with a cap of 0.25, and one of them refused: 0.25 of the four who are left, in
+    every module. Of three, whom 0.25 cannot hold, each has a third, and log and line say so."""
+    server = Server(build("glora"), quorum=2)
+    policy = Policy(FIVE, max_weight_share=0.25, retries=0)
+    strategy, grid = federation(tmp_path, server, FIVE, policy=policy, record=tmp_path / "o")
+    grid.meddle = {"a": changed(num_examples=1e9), "c": nan}
+    with caplog.at_level(logging.INFO, "fedlora"):
+        strategy.start(grid, num_rounds=1)
+        assert strategy.memory.state.server.tally.weights == pytest.approx(dict.fromkeys("abde", 0.25))
+        assert "max_weight_share" not in caplog.text.replace("(max_weight_share = 0.25, max_examples", "")
+        grid.meddle |= {"d": nan}
+        strategy.start(grid, num_rounds=2)
+    assert strategy.memory.state.server.tally.weights == pytest.approx(dict.fromkeys("abe", 1 / 3))
+    lines = [json.loads(line) for line in (tmp_path / "o" / "rounds.jsonl").read_text().splitlines()]
+    assert [bool(line["alike"]) for line in lines] == [False, True] and set(lines[1]["alike"]) == set(SHAPES)
+    assert "max_weight_share = 0.25 cannot hold among fewer than 4 clients: those who count are alike in" in caplog.text
+
+
+def test_half_of_the_weight_is_refused_at_the_start_and_more_than_a_third_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """cap x liars against 1/2 and 1/3; uniform by default, where one of five has a fifth."""
+    rule = GeometricMedian(liars=1)
+    asked = Server(build("glora"), rule=rule, weighting="examples")
+    for share, said in ((None, "can hold 50%"), (0.4, ""), (0.3, "")):
+        caplog.clear()
+        policy = Policy(FIVE, max_weight_share=share)
+        if said:
+            with pytest.raises(ConfigError, match=said):
+                federation(tmp_path, asked, FIVE, policy=policy)
+        else:
+            federation(tmp_path, asked, FIVE, policy=policy)
+            assert ("1 of 5 clients can hold 40%" in caplog.text) is (share == 0.4)
+    federation(tmp_path, Server(build("glora"), rule=rule), FIVE)
+    assert not caplog.text

@@ -446,9 +446,11 @@ def test_a_round_needs_more_than_half_unless_the_file_says_otherwise(
 @pytest.mark.parametrize(
     ("table", "said", "sound"),
     [
+        ('rule = "geometric-median"\nweighting = "examples"', "1 of 3 clients can hold 67%", False),
         ('rule = "krum"\nliars = 1', "krum with 1 liar among 3 clients needs 5 of them, and a round has 3", False),
         ('rule = "clip"\nliars = 1', "needs 3 of them, so a round that just meets the quorum (2) will not count", True),
-        ('rule = "geometric-median"', "of 3 sites in a round", True),
+        ('rule = "geometric-median"', "1 of 2 clients can hold 50%", True),
+        ('rule = "geometric-median"\nliars = 0', "of 3 sites in a round", True),
     ],
 )
 def test_the_doctor_knows_what_a_rule_needs(
@@ -457,8 +459,10 @@ def test_the_doctor_knows_what_a_rule_needs(
     """Before anything starts, by the check that the rounds begin with; and no word in square brackets is lost."""
     renew(fed.path)
     assert "robust rule" not in rows(fed)
-    rule = DefenceSection.model_validate(tomllib.loads(table))
-    FederationSettings.load(fed.settings).model_copy(update={"defence": rule}).write(fed.settings)
+    keys, settings = tomllib.loads(table), FederationSettings.load(fed.settings)
+    server = settings.server.model_copy(update={"weighting": keys.pop("weighting", None)})
+    rule = DefenceSection.model_validate(keys)
+    settings.model_copy(update={"defence": rule, "server": server}).write(fed.settings)
     found = rows(fed)["robust rule"]
     assert said in found[0] and found[1] is sound
     if not sound:

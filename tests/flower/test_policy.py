@@ -10,6 +10,7 @@ pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.policy import Policy
+from fedlora.server.closing import held_to_share
 
 
 @pytest.mark.parametrize("share", [0.2, 0.34, 0.5, 0.9, 1.0])
@@ -18,9 +19,7 @@ from fedlora.flower.terms.policy import Policy
 )
 def test_no_share_is_larger_than_allowed(share: float, claimed: list[float]) -> None:
     """Property; and counts that are within bounds are left alone, the order of counts is kept."""
-    counts = Policy({"x": 1}, max_weight_share=share, max_examples=1e15).examples(
-        {str(k): n for k, n in enumerate(claimed)}
-    )
+    counts = held_to_share({str(k): n for k, n in enumerate(claimed)}, share)
     total = sum(counts.values())
     assert max(counts.values()) <= share * total * (1 + 1e-12)
     assert all(counts[str(k)] <= n for k, n in enumerate(claimed))
@@ -30,7 +29,7 @@ def test_no_share_is_larger_than_allowed(share: float, claimed: list[float]) -> 
 
 
 def test_a_share_that_so_few_cannot_keep_makes_all_alike() -> None:
-    assert Policy({"x": 1}, max_weight_share=0.3).examples({"a": 5, "b": 9, "c": 0}) == {"a": 1, "b": 1, "c": 0}
+    assert held_to_share({"a": 5, "b": 9, "c": 0}, 0.3) == {"a": 1, "b": 1, "c": 0}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_without_a_word_nobody_of_four_or_more_has_more_than_half(sites: int, sh
     """max(0.5, 2 / sites): two honest sites of three outweigh a third one, whatever it claims."""
     policy = Policy({f"s{k}": 1 for k in range(sites)})
     assert policy.share == pytest.approx(share)
-    counts = policy.examples({f"s{k}": 1e8 if k == 0 else 10.0 for k in range(sites)})
+    counts = held_to_share({f"s{k}": 1e8 if k == 0 else 10.0 for k in range(sites)}, policy.share)
     assert counts["s0"] / sum(counts.values()) <= share * (1 + 1e-9)
 
 

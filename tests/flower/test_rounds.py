@@ -12,7 +12,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import ArrayRecord, Error, Message, MetricRecord
+from flwr.app import ArrayRecord, Error, Message
 
 from fedlora import Adapter, LoRA, Server, build
 from fedlora.core.messages import Client, Upload
@@ -36,29 +36,7 @@ from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
 from support.federations import noise
-from support.flower_grid import RANKS, FastClock, LocalGrid, bits, federation, seed_adapter
-
-Meddle = Callable[[Message, Message], Any]
-
-
-def changed(**numbers: Any) -> Meddle:
-    """A reply with other numbers."""
-
-    def meddle(asked: Message, reply: Message) -> Message:
-        record = reply.content
-        record["metrics"] = MetricRecord(
-            {**dict(record["metrics"]), **{k.replace("_", "-"): v for k, v in numbers.items()}}
-        )
-        return reply
-
-    return meddle
-
-
-def nan(asked: Message, reply: Message) -> Message:
-    found = dict(reply.content["arrays"])
-    found["B/a.q"] = to_array(torch.full(tuple(found["B/a.q"].shape), float("nan")))
-    reply.content["arrays"] = ArrayRecord(found)
-    return reply
+from support.flower_grid import RANKS, FastClock, LocalGrid, bits, changed, federation, nan, seed_adapter
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

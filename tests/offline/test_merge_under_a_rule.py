@@ -52,7 +52,11 @@ def test_the_error_and_the_weights_are_those_of_what_the_rule_made(
     tmp_path: Path, sites: list[str], main: Callable[..., Said], method: str, rank: str
 ) -> None:
     out = tmp_path / "merged"
-    words = ["merge", *sites, "-o", str(out), "--defence", "multi-krum liars=1", "--method", method, "--rank", rank]
+    rule = "multi-krum liars=1" + " factor_averages=true" * (method == "fedit")
+    words = ["merge", *sites, "-o", str(out), "--defence", rule, "--method", method, "--rank", rank]
+    if method == "fedit":
+        refused = main(*(word.removesuffix(" factor_averages=true") for word in words))
+        assert refused.code == 2 and "averages the factors B and A" in refused.err
     said = main(*words)
     assert said.code == 0, said.err
     report = json.loads(main(*words, "--json", "--force").out)
@@ -63,7 +67,8 @@ def test_the_error_and_the_weights_are_those_of_what_the_rule_made(
     assert report["error"] == pytest.approx(off(updates(out), robust), rel=1e-3, abs=1e-6)
     assert report["weighed"]["apart"] == pytest.approx(off(robust, plain), rel=1e-4)
     assert report["weighed"]["apart"] > 1 and report["error"] < 0.7
-    assert "multi-krum (liars = 1) their changes count 0.2, 0.2, 0.2, 0.2, 0, 0.2 (1 left out)" in said.out
+    named = "multi-krum (liars = 1, factor_averages = True)" if method == "fedit" else "multi-krum (liars = 1)"
+    assert f"{named} their changes count 0.2, 0.2, 0.2, 0.2, 0, 0.2 (1 left out)" in said.out
     assert "the mean that the rule weighs" in said.out and "off the plain mean of all adapters by 1." in said.out
     card = (out / "README.md").read_text()
     assert "| site-4 | 0.166667 | 0 | `the distance to its 5 nearest is" in card

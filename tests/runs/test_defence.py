@@ -72,11 +72,25 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
     ("sets", "why"),
     [
         (("defence.rule=krum", "defence.liars=1"), "krum with 1 liar among 3 clients needs 5"),
+        (
+            ("defence.rule=geometric-median", "clients.count=2", "clients.ranks=[4]"),
+            "1 of 2 clients can hold 50%.*liars = 0 says that",
+        ),
+        (("defence.rule=clip", "method.name=fedit"), "averages the factors B and A"),
+        (("defence.rule=clip", "defence.factor_averages=true"), "averages no factors"),
         (("defence.rule=clip", "server.memory=50"), "leave out memory"),
         (("defence.rule=clip", "server.sketch_rank=4"), "leave out sketch"),
         (("defence.rule=clip", "method.rho=0.5"), "buy directions"),
         (("defence.rule=clip", "method.rank=12"), "rank = 12 cuts 20 directions"),
-        (("defence.rule=clip", "method.name=padded-average", "server.upload=subspace"), "coordinates of its own"),
+        (
+            (
+                "defence.rule=clip",
+                "defence.factor_averages=true",
+                "method.name=padded-average",
+                "server.upload=subspace",
+            ),
+            "coordinates of its own",
+        ),
         (("defence.rule=clip", "method.name=hetlora"), "sends more counts more"),
     ],
 )

@@ -492,7 +492,7 @@ def test_a_config_without_the_table_is_as_before(place: Path) -> None:
     del raw["privacy"]
     config = parse_config(raw)
     assert config.privacy is None and "privacy" not in config.model_dump(exclude_defaults=True)
-    assert (config.server.missing, config.server.weighting) == ("renormalise", "examples")
+    assert (config.server.missing, config.server.weighting) == ("renormalise", None)
     check_private(config, config.server.build(config.method.build(), 0))
 
 

@@ -63,6 +63,7 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "defence.tau": (0.5, [changed(FILE, defence__rule="centred-clipping")], [FILE, MEDIAN]),
     "defence.tolerance": (1e-6, [MEDIAN], [FILE, changed(FILE, defence__rule="clip")]),
     "defence.iterations": (9, [MEDIAN, changed(FILE, defence__rule="centred-clipping")], [FILE]),
+    "defence.factor_averages": (True, [MEDIAN], [FILE]),
     "train.epochs": (3.0, [changed(FILE, train__steps=0)], [FILE, changed(FILE, train__steps=5)]),
     "evaluate.max_new_tokens": (8, [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
     "evaluate.clients_at_end": (True, [FILE, NI], [changed(FILE, data__test=0), changed(NI, data__test=0)]),

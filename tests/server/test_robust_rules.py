@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +340,9 @@ def test_uploads_that_are_all_equal_or_all_unchanged(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [Clip(), GeometricMedian(), CentredClipping(), Mixing(Clip(), liars=0)], ids=lambda r: r.said
+    "rule",
+    [Clip(liars=0), GeometricMedian(liars=0), CentredClipping(liars=0), Mixing(Clip(), liars=0)],
+    ids=lambda r: r.said,
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_client_or_two(rule: Rule, count: int) -> None:
@@ -373,13 +376,13 @@ def test_a_twin_in_other_coordinates_is_the_same_point() -> None:
 def test_a_count_of_examples_that_no_rule_could_weigh_is_refused_and_named() -> None:
     """A multiplier divides by p_i: a claim of 1e30 examples would leave all others with none."""
     state, uploads = a_round(Server(build("glora")))
-    server = Server(build("glora"), rule=MultiKrum(liars=1), quorum=5)
+    server = Server(build("glora"), rule=MultiKrum(liars=1), quorum=5, weighting="examples")
     claims = [Upload(uploads[0].client, 1e30, uploads[0].adapter), *uploads[1:]]
     after = server.aggregate(state, claims)
     assert after.tally is not None and list(after.tally.refused) == ["c0"]
     assert "1e+30 examples" in after.tally.refused["c0"]
     with pytest.raises(QuorumNotMet, match=r"5 usable uploads, the quorum is 6"):
-        Server(build("glora"), rule=MultiKrum(liars=1), quorum=6).aggregate(state, claims)
+        replace(server, quorum=6).aggregate(state, claims)
 
 
 def test_a_rule_of_ones_own_that_gives_no_coefficients_is_named() -> None:

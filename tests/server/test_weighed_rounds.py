@@ -61,7 +61,7 @@ def products(server: Server, before: ServerState, upload: Upload, module: str) -
 def test_exact_methods_keep_the_reweighted_sum_exactly(name: str) -> None:
     """sum_i p_i (R_i + m_i (D_i - R_i)) in dense float64, with multipliers 0, below 1, 1 and above; heads alike."""
     given = (0.0, 0.3, 1.0, 2.5)
-    server = Server(method(name), rule=Given(given))
+    server = Server(method(name), rule=Given(given), weighting="examples")
     ranks = EQUAL if name == "fedex-lora" else MIXED
     for played in rounds(Server(method(name)), ranks, FOUR):
         after = server.aggregate(played.before, played.uploads)
@@ -83,7 +83,8 @@ def test_methods_that_average_factors_get_them_moved(name: str) -> None:
     given = (0.0, 0.3, 1.0, 2.5)
     plain = Server(method(name))
     played = list(rounds(plain, EQUAL, FOUR))[1]
-    got = Server(method(name), rule=Given(given)).aggregate(played.before, played.uploads)
+    rule = Given(given, factor_averages=name in FACTORS)
+    got = Server(method(name), rule=rule, weighting="examples").aggregate(played.before, played.uploads)
     moved = []
     for m, u in zip(given, played.uploads, strict=True):
         came = plain.download(played.before, u.client).adapter
@@ -105,9 +106,9 @@ def test_methods_that_average_factors_get_them_moved(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_rule_that_leaves_all_as_it_came_changes_no_bit(name: str, dtype: torch.dtype) -> None:
-    rule = Clip(threshold=1e9)
+    rule = Clip(threshold=1e9, factor_averages=name in FACTORS)
     played = list(rounds(Server(method(name)), EQUAL, FOUR, dtype))[-1]
-    got = Server(method(name), rule=rule).aggregate(played.before, played.uploads)
+    got = Server(method(name), rule=rule, weighting="examples").aggregate(played.before, played.uploads)
     want = Server(method(name)).aggregate(played.before, played.uploads)
     assert got.tally is not None and got.tally.judged is not None and want.tally is not None
     assert {one.after / one.before for one in got.tally.judged.clients.values()} == {1.0}
@@ -133,7 +134,7 @@ def test_the_base_is_what_the_client_itself_was_sent() -> None:
 
 def test_what_is_told_of_a_round() -> None:
     """Norms and distances against dense changes; weights before and after; who was left out, and why; a checkpoint."""
-    server = Server(build("svd", energy=1.0), rule=Krum(liars=0))
+    server = Server(build("svd", energy=1.0), rule=Krum(liars=0), weighting="examples")
     played = list(rounds(Server(build("svd", energy=1.0)), MIXED, FOUR))[1]
     after = server.aggregate(played.before, played.uploads)
     assert after.tally is not None and after.tally.judged is not None
@@ -205,7 +206,16 @@ def test_a_module_that_few_hold_is_not_moved_further_than_they_moved_it() -> Non
 )
 def test_methods_whose_options_undo_a_rule_are_refused(name: str, hparams: dict[str, Any], why: str) -> None:
     with pytest.raises(HyperparameterError, match=why):
-        Server(build(name, **hparams), rule=Clip())
+        Server(build(name, **hparams), rule=Clip(factor_averages=name == "hetlora"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_average_of_factors_is_refused_under_a_rule_but_by_name(name: str) -> None:
+    """All methods there are: refused where both factors travel and no product is taken; said where it says nothing."""
+    refused = name in FACTORS
+    with pytest.raises(HyperparameterError, match="averages the factors B and A" if refused else "has no effect"):
+        Server(method(name), rule=Clip(factor_averages=not refused))
+    Server(method(name), rule=Clip(factor_averages=refused))
 
 
 @pytest.mark.parametrize(("options", "why"), [({"memory": 10.0}, "forgets them"), ({"sketch": Sketch(4)}, "sums only")])
@@ -242,7 +252,7 @@ def test_a_subspace_form_has_no_place_between_factors() -> None:
     from fedlora.client import send
 
     played = next(rounds(Server(build("padded-average")), MIXED, FOUR))
-    server = Server(build("padded-average"), rule=Clip())
+    server = Server(build("padded-average"), rule=Clip(factor_averages=True))
     first = played.uploads[0]
     subspace = Upload(first.client, 10, send(first.adapter, server.roles(played.before), "subspace"), "subspace")
     with pytest.raises(UploadRefused, match="coordinates of its own"):

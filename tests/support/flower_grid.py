@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("flwr")  # a test file that imports this is skipped with it
 
-from flwr.app import Error, Message, MessageType
+from flwr.app import ArrayRecord, Error, Message, MessageType, MetricRecord
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
@@ -21,6 +21,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedlora import Adapter, LoRA, Server
 from fedlora.core.trainer import Trained
+from fedlora.flower.messages.records import to_array
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
@@ -32,6 +33,7 @@ TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 1, 1, 1  # 
 SHAPES = {"a.q": (12, 9), "b.v": (7, 10)}
 RANKS: dict[str, Any] = {"one": 2, "two": 4, "three": 3}
 RUN = "test"
+Meddle = Callable[[Message, Message], Any]
 
 
 class Toy:
@@ -143,6 +145,26 @@ def seed_adapter(rank: int = 4) -> Adapter:
         for m, (d_out, d_in) in SHAPES.items()
     }
     return Adapter(modules, {"head.weight": noise((3, 5), "head", dtype=torch.float32)})
+
+
+def changed(**numbers: Any) -> Meddle:
+    """A reply with other numbers."""
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        record = reply.content
+        record["metrics"] = MetricRecord(
+            {**dict(record["metrics"]), **{k.replace("_", "-"): v for k, v in numbers.items()}}
+        )
+        return reply
+
+    return meddle
+
+
+def nan(asked: Message, reply: Message) -> Message:
+    found = dict(reply.content["arrays"])
+    found["B/a.q"] = to_array(torch.full(tuple(found["B/a.q"].shape), float("nan")))
+    reply.content["arrays"] = ArrayRecord(found)
+    return reply
 
 
 def federation(

@@ -111,7 +111,9 @@ def _measure(
         return "the mean of the adapters", plain, weighed
     robust, exact = updates, build("svd", energy=1.0)
     if method != exact:
-        beside = ByHand(exact, "exact", None, base=given.files[0].base, missing=missing, rule=rule)
+        beside = ByHand(
+            exact, "exact", None, base=given.files[0].base, missing=missing, rule=replace(rule, factor_averages=False)
+        )
         beside.aggregate(given, clients, given.weights, [None for _ in clients])
         robust = beside.whole()
     of = f"the mean that {weighed.rule} weighs"

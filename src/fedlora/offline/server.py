@@ -77,7 +77,7 @@ class ByHand:
         rule: Rule | None = None,
         also_called: Sequence[str] = (),
     ) -> None:
-        self._server = Server(method, heads="frozen", missing=missing, rule=rule)
+        self._server = Server(method, weighting="examples", heads="frozen", missing=missing, rule=rule)  # as given
         self._label, self._folder, self._base = label, folder, base
         self._bases = {base, *also_called}
         self._newest: int | None = None  # round in the folder, as this server knows it

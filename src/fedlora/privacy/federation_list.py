@@ -41,7 +41,7 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("rounds.jsonl", "if-public", TESTED, "metrics"),
     *as_items("rounds.jsonl", "dropped", LOSS, "losses", "norms", "far", *_SITES),
     *as_items("rounds.jsonl", "dropped", WHO, "weights", "refused", "fates", "attempt"),
-    *as_items("rounds.jsonl", "dropped", COUNT, "capped"),
+    *as_items("rounds.jsonl", "dropped", COUNT, "capped", "alike"),
     *as_items("rounds.jsonl", "dropped", TRAFFIC, "seconds", "measure_seconds", "bytes"),
     *as_items("rounds.jsonl", "dropped", REFUSED, "defence"),
     # FED/server/events.jsonl: KIND.FIELD. `asked` names all members, online or not; a line of `done` is that of

@@ -35,10 +35,11 @@ from fedlora.runs.sections import (
     TrainSection,
 )
 from fedlora.runs.unused import unused
+from fedlora.server.terms import weighs_by
 from fedlora.training.prompting import RAW
 
 # Defaults as they were when the first runs were stored, where they have changed since: digests are told against these.
-_FORMER_DEFAULTS = {("train", "lr"): 1e-3, ("train", "accumulation"): 1}
+_FORMER_DEFAULTS = {("train", "lr"): 1e-3, ("train", "accumulation"): 1, ("server", "weighting"): "examples"}
 
 
 class RunConfig(Section):
@@ -91,7 +92,10 @@ class RunConfig(Section):
         fields.get("model", {}).pop("remember_prefix", None)
         for (table, key), former in _FORMER_DEFAULTS.items():
             section: BaseModel = getattr(self, table)
-            told = {**fields.pop(table, {}), key: getattr(section, key)}
+            value = getattr(section, key)
+            if key == "weighting":  # what counts, said or not
+                value = weighs_by(value, self.defence.rule != "none")
+            told = {**fields.pop(table, {}), key: value}
             if told[key] == former:
                 del told[key]
             if told:

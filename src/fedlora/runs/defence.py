@@ -37,7 +37,8 @@ class DefenceSection(Section):
     krum, multi-krum and mixing need it, the others refuse rounds of too few clients where it is given. mixing: first
     replace each change by the mean of its nearest ones. threshold: of clip, a norm or "median" (the default). tau: of
     centred-clipping, likewise. iterations: of centred-clipping (default 3), and at most of geometric-median (default
-    1000). tolerance: of geometric-median (default 1e-10).
+    1000). tolerance: of geometric-median (default 1e-10). factor_averages: use the rule with a method that averages
+    factors, where it bounds nothing; else that is refused.
     """
 
     rule: RuleName = "none"
@@ -47,6 +48,7 @@ class DefenceSection(Section):
     tau: Norm | None = None
     tolerance: Annotated[float, Field(gt=0, lt=1)] | None = None
     iterations: Annotated[int, Field(ge=1)] | None = None
+    factor_averages: bool = False
 
     @field_validator("liars", "threshold", "tau", mode="before")
     @classmethod
@@ -91,29 +93,52 @@ class DefenceSection(Section):
             return None
         own = {key: value for key in _OWN[self.rule] if (value := getattr(self, key)) is not None}
         made: Rule = _RULES[self.rule](**own, **({} if self.liars is None else {"liars": self.liars}))
-        return Mixing(made, self.liars) if self.mixing and self.liars is not None else made
+        if not self.mixing or self.liars is None:
+            return made
+        return Mixing(made, self.liars, factor_averages=self.factor_averages)
 
 
 def check_rule(
-    rule: Rule, method: Method[Any], ranks: Sequence[Mapping[str, int]], clients: int, form: str = "factors"
-) -> None:
-    """Whether a round of so many clients can be weighed.
+    rule: Rule,
+    method: Method[Any],
+    ranks: Sequence[Mapping[str, int]],
+    p: Sequence[float],
+    form: str = "factors",
+) -> str | None:
+    """Whether a round of clients of these weights can be weighed.
 
     Args:
-        ranks: module -> r, of every client there is. clients: of them in a round. form: in which uploads come.
+        ranks: module -> r, of every client there is. p: of each client of a round, the largest weight that it can have.
+            form: in which uploads come.
+
+    Returns:
+        in words, where the liars hold more than a third of what the rule counts, so that a little more is too much.
 
     Raises:
         ConfigError: no round ever could.
     """
-    if few := rule.too_few(clients):
+    clients = len(p)
+    if few := rule.overcome(p):
         raise ConfigError(
-            f"defence.rule: {few}, and a round has {clients}: more clients, fewer liars, or another rule."
+            f"defence.rule: {few}, and a round has {clients}: more clients, fewer liars, a smaller max_weight_share, "
+            f'server.weighting = "uniform", or another rule.'
         )
     if form == "subspace" and multiplied_how(method) == "factors":
         raise ConfigError(
             f"defence.rule: {rule.name} moves the factors of {method.name} towards those that were sent, and "
             f"server.upload = 'subspace' has coordinates of its own: leave one of them out."
         )
+    _check_ranks(method, ranks, clients)
+    if (held := rule.liars_hold(p)) <= 1 / 3 + 1e-9:
+        return None
+    return (
+        f"{rule.name}: {rule.declared(clients)} of {clients} clients can hold {held:.0%} of what it counts. Above one "
+        f"third what they can do grows fast, and at one half they decide"
+    )
+
+
+def _check_ranks(method: Method[Any], ranks: Sequence[Mapping[str, int]], clients: int) -> None:
+    """Raises `ConfigError` where a round's columns are more than the method's options let through."""
     if isinstance(method, TakesMultipliers):
         held = [
             sorted((2 * r[name] for r in ranks if name in r), reverse=True) for name in {m for r in ranks for m in r}

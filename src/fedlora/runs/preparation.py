@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from fedlora.runs.private_checks import check_private, planned_privacy
 from fedlora.runs.private_outputs import public_manifest
 from fedlora.runs.samples import draw_samples
 from fedlora.runs.tracking import check_trackers
+from fedlora.server.closing import largest_shares
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -37,6 +39,8 @@ from fedlora.training.local import LocalTrainer
 from fedlora.training.metrics import METRICS, generates, score_name
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import end_tokens, find_template
+
+log = logging.getLogger("fedlora.runs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +139,7 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
     _check_fit(config, server, initial, target, clients)
+    _check_liars(config, server, initial, clients, {name: float(len(part)) for name, part in parts.items()})
     bf16, max_length = config.model.bf16, config.data.max_length
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     settings = config.train.settings(
@@ -289,13 +294,23 @@ def _check_fit(
     server.open(initial)  # says so if its memory is too small
     names = [client.id for client in clients]
     a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
-    if server.rule is not None:
-        ranks = [client.ranks(initial.modules) for client in clients]
-        check_rule(server.rule, server.method, ranks, a_round, config.server.upload)
     if server.quorum is not None and server.quorum > a_round:
         raise ConfigError(
             f"server.quorum = {server.quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
         )
+
+
+def _check_liars(
+    config: RunConfig, server: Server, initial: ServerState, clients: Sequence[Client], examples: Mapping[str, float]
+) -> None:
+    """Raises `ConfigError` where a robust rule cannot bear its liars in any round. examples: of each client."""
+    if server.rule is None:
+        return
+    a_round = len(sample_clients(list(examples), config.run.participation, seed=0, round=0))
+    p = largest_shares(examples if server.weighs_by == "examples" else dict.fromkeys(examples, 1.0), a_round)
+    ranks = [client.ranks(initial.modules) for client in clients]
+    if near := check_rule(server.rule, server.method, ranks, p, config.server.upload):
+        log.warning("%s", near)
 
 
 def _cut(seed_adapter: Adapter, clients: Sequence[Client]) -> Adapter:

@@ -241,18 +241,19 @@ class MethodSection(Section):
 class ServerSection(Section):
     """As the arguments of `fedlora.Server`, rounds by a sketch, and two experiments with uploads.
 
-    weighting: p_i by the number of "examples", or "uniform". heads: "average" the fully trained parts, keep them
-    "local", or "frozen"; not set: as the method has it. quorum: bad uploads and failed clients are left out as long as
-    so many good ones remain; not set: the first one stops the run. missing: a module that some clients lack is averaged
-    over those who have it ("renormalise"), or the others count as a "zero" update. memory: megabytes for a round's
-    uploads; once they fill half of it, they are merged into a summary of fixed size. workers: matrices aggregated at a
-    time; not set: torch's threads. sketch_rank: play rounds by two exchanges of sums, keeping so many directions of
-    each module; in the simulation only. sketch_oversample: directions beyond these that are sketched
+    weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [defence], else "examples". heads:
+    "average" the fully trained parts, keep them "local", or "frozen"; not set: as the method has it. quorum: bad
+    uploads and failed clients are left out as long as so many good ones remain; not set: the first one stops the run.
+    missing: a module that some clients lack is averaged over those who have it ("renormalise"), or the others count as
+    a "zero" update. memory: megabytes for a round's uploads; once they fill half of it, they are merged into a summary
+    of fixed size. workers: matrices aggregated at a time; not set: torch's threads. sketch_rank: play rounds by two
+    exchanges of sums, keeping so many directions of each module; in the simulation only. sketch_oversample: directions
+    beyond these that are sketched
     along. upload: the form they come in. gauge_stress: re-express each in fresh random coordinates of this condition
     number before it is aggregated, every round.
     """
 
-    weighting: Weighting = "examples"
+    weighting: Weighting | None = None
     heads: Heads | None = None
     quorum: Positive | None = None
     missing: Missing = "renormalise"

@@ -45,11 +45,52 @@ def closed(terms: Terms, modules: Mapping[str, Any], heads: Mapping[str, Tensor]
     )
 
 
-def shares(counts: Mapping[str, float]) -> dict[str, float]:
-    """Client -> its share of the counts; also where they have no finite sum."""
+def shares(counts: Mapping[str, float], most: float = 1.0) -> dict[str, float]:
+    """Client -> its share of the counts, at most `most` where so many can keep it (`held_to_share`); also where they
+    have no finite sum."""
     top = 1.0 if math.isfinite(sum(counts.values())) else max(counts.values())
-    total = math.fsum(n / top for n in counts.values())
-    return {client: n / top / total for client, n in counts.items()}
+    held = held_to_share({client: n / top for client, n in counts.items()}, most)
+    total = math.fsum(held.values())
+    return {client: n / total for client, n in held.items()}
+
+
+def held_to_share(counts: Mapping[str, float], share: float) -> dict[str, float]:
+    """These counts, the largest of them cut to one level so that none is more than `share` of all.
+
+    With fewer than 1 / share counts above 0 that is impossible, and all of these count alike.
+
+    Example:
+        >>> held_to_share({"acme": 4, "berlin": 8, "cork": 1e12}, 0.5)
+        {'acme': 4, 'berlin': 8, 'cork': 12.0}
+    """
+    positive = sorted(n for n in counts.values() if n > 0)
+    if share >= 1 or not positive:
+        return dict(counts)
+    if share * len(positive) <= 1:
+        return {name: float(n > 0) for name, n in counts.items()}
+    for large in range(1, len(positive) + 1):  # the `large` largest are cut to one level
+        rest = math.fsum(positive[: len(positive) - large])
+        if share * large >= 1:
+            break
+        level = share * rest / (1 - share * large)
+        if large == len(positive) or positive[-large - 1] <= level:
+            return {name: min(n, level) for name, n in counts.items()} if positive[-large] > level else dict(counts)
+    return {name: float(n > 0) for name, n in counts.items()}
+
+
+def largest_shares(counts: Mapping[str, float], clients: int) -> list[float]:
+    """The largest share that each of the largest `clients` can have of so many clients, the others being the smallest.
+
+    Example:
+        >>> largest_shares({"acme": 6, "berlin": 2, "cork": 1, "delft": 1}, 3)
+        [0.75, 0.5, 0.25]
+    """
+    sizes = sorted(counts.values(), reverse=True)
+    found = []
+    for k, size in enumerate(sizes[:clients]):
+        others = (sizes[:k] + sizes[k + 1 :])[len(sizes) - clients :]
+        found.append(size / (size + math.fsum(others)) if size else 0.0)
+    return found
 
 
 def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:

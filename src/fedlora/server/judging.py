@@ -9,18 +9,21 @@ import logging
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Upload
-from fedlora.core.method import Update
+from fedlora.core.method import Method, Roles, Update
 from fedlora.core.multiplied import multiplied, multiplied_how
 from fedlora.errors import HyperparameterError, QuorumNotMet
 from fedlora.linalg import eigh
 from fedlora.linalg.parallel import Each
 from fedlora.server.changes import Changes, Sent, changes
+from fedlora.server.closing import shares
+from fedlora.server.intake import Attendance
 from fedlora.server.judged import Judged, Standing
 from fedlora.server.method_faults import blamed_on, checked_readout
 from fedlora.server.robust_rules import Geometry, Rule, Weighed, geometry_of
@@ -58,21 +61,20 @@ class Round:
         Raises:
             HyperparameterError: the method's options keep too little of them.
         """
-        less = self._among([u.client for u in updates])
         begun = [self.begun[u.client][module] for u in updates]
-        m = [self.multipliers[u.client] * less for u in updates]
+        m = self._among(updates)
         made = multiplied(multiplied_how(self.terms.method), updates, begun, m)
         self.terms.require_multipliers(sum(u.rank for u in made))
         return made
 
-    def _among(self, holders: Sequence[str]) -> float:
-        """A factor for a module that not all hold, where its weights are renormalised over those who do: below 1 where
-        a rule puts more weight on the holders than they have, so that no change counts for more than itself there."""
-        if self.terms.missing != "renormalise" or len(holders) == len(self.multipliers):
-            return 1.0
-        before = math.fsum(self.judged.clients[name].before for name in holders)
-        after = math.fsum(self.judged.clients[name].after for name in holders)
-        return before / after if after > before * (1 + 1e-9) else 1.0
+    def _among(self, updates: Sequence[Update]) -> list[float]:
+        """m of each. Less in a module that not all hold, where its weights are renormalised over those who do and a
+        rule puts more weight on the holders than they have: no change counts for more than itself there."""
+        m = [self.multipliers[u.client] for u in updates]
+        if self.terms.missing != "renormalise" or len(m) == len(self.multipliers):
+            return m
+        after = math.fsum(u.weight * k for u, k in zip(updates, m, strict=True))
+        return [k / after for k in m] if after > 1 + 1e-9 else m
 
     def heads(self, uploads: Sequence[Upload]) -> list[Upload]:
         """The uploads with heads whose changes count m times."""
@@ -120,13 +122,14 @@ def look(terms: Terms, uploads: Sequence[Upload], each: Each) -> Look:
     return Look(uploads, begun, changes(sent, uploads, heads, each))
 
 
-def judge(rule: Rule, terms: Terms, seen: Look, weights: Mapping[str, float]) -> Round:
-    """What a rule makes of a round's uploads. weights: client -> p_i, which sum to 1.
+def judge(rule: Rule, terms: Terms, seen: Look, counts: Mapping[str, float]) -> Round:
+    """What a rule makes of a round's uploads. counts: client -> what it counts for, of these at least.
 
     Raises:
         HyperparameterError: a rule that gives no coefficients.
     """
     names = [u.client.id for u in seen.uploads]
+    weights = shares({name: counts[name] for name in names}, terms.max_weight_share)
     p = torch.tensor([weights[name] for name in names], dtype=torch.float64)
     multipliers, judged = weigh(rule, seen.found, p, names)
     if judged.facts.get("left", 0.0) > 1e-6:
@@ -137,10 +140,38 @@ def judge(rule: Rule, terms: Terms, seen: Look, weights: Mapping[str, float]) ->
     return Round(terms, multipliers, seen.begun, judged)
 
 
-def require_enough(rule: Rule, terms: Terms, count: int) -> None:
-    """Raises `QuorumNotMet` where a rule cannot bear its liars among so many clients."""
-    if few := rule.too_few(count):
-        raise QuorumNotMet(f"round {terms.number}: {few}. The state is unchanged.")
+def require_products(rule: Rule, method: Method[Any], roles: Roles) -> None:
+    """Raises `HyperparameterError` where both factors travel to a method that takes no products: a rule sees how far
+    B A moved, and an honest-looking B A in bad coordinates carries an average of factors anywhere."""
+    averages = roles.both_shared and multiplied_how(method) == "factors"
+    if averages and not rule.factor_averages:
+        raise HyperparameterError(
+            f"{rule.name} compares how far the updates B A moved, and {method.name} averages the factors B and A: one "
+            f"client that sends an honest update in bad coordinates, (B Q, Q^-1 A), moves that average anywhere, and "
+            f"no rule sees it. Take a method that averages updates (glora, svd, flexlora, flora), or say "
+            f"factor_averages = true beside the rule to have it all the same."
+        )
+    if rule.factor_averages and not averages:
+        raise HyperparameterError(
+            f"factor_averages = true has no effect: {method.name} averages no factors that {rule.name} cannot see. "
+            f"Leave it out."
+        )
+
+
+def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, float]) -> Rule:
+    """The rule for those who still count, of whose liars the refused are some. counts: client -> what it counts for.
+
+    Raises:
+        QuorumNotMet: it cannot bear its liars among them.
+    """
+    terms = attendance.terms
+    refused = len(attendance.refused.keys() - attendance.counts.keys())  # a second upload's first one stands
+    p = list(shares({name: counts[name] for name in attendance.counts}, terms.max_weight_share).values())
+    rule = rule.without(refused, p)
+    if few := rule.overcome(p):
+        also = f" ({refused} more were refused for what they sent)" if refused else ""
+        raise QuorumNotMet(f"round {terms.number}: {few}{also}. The state is unchanged.")
+    return rule
 
 
 def weigh(rule: Rule, found: Changes, p: Tensor, names: Sequence[str]) -> tuple[dict[str, float], Judged]:
@@ -211,4 +242,4 @@ def _point(at: Tensor) -> tuple[float, float]:
     return x, y
 
 
-__all__ = ["Look", "Round", "far_counts", "judge", "look", "require_enough", "weigh"]
+__all__ = ["Look", "Round", "far_counts", "judge", "look", "require_enough", "require_products", "weigh"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -14,7 +16,7 @@ from fedlora.core.method import Update, aggregate_all
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.linalg.parallel import workers
 from fedlora.server.cancelling import Cancelling, cancelling
-from fedlora.server.closing import closed, shares
+from fedlora.server.closing import closed, held_to_share, shares
 from fedlora.server.defences import defended
 from fedlora.server.heads import mean_heads
 from fedlora.server.intake import Attendance, WholeUpload
@@ -22,6 +24,8 @@ from fedlora.server.judging import far_counts, judge, look, require_enough
 from fedlora.server.method_faults import blamed_on
 from fedlora.server.state import ServerState
 from fedlora.server.terms import Terms
+
+log = logging.getLogger("fedlora.server")
 
 
 class KeptUploads:
@@ -31,8 +35,8 @@ class KeptUploads:
     asked = None
     keeps = True
 
-    def __init__(self, terms: Terms) -> None:
-        self._attendance = Attendance(terms)
+    def __init__(self, terms: Terms, refused: Mapping[str, str]) -> None:
+        self._attendance = Attendance(terms, refused=dict(refused))
         self._held: dict[str, Upload] = {}
 
     def ask(self) -> WholeUpload:
@@ -68,7 +72,8 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
             raise HyperparameterError(f"a defence changed an upload to one that cannot be used: {refusal}") from refusal
     for client, reason in verdict.refused.items():
         attendance.refuse(UploadRefused(client, reason))
-    for client, reason in far_counts(verdict.counts).items() if terms.rule is not None else ():
+    most = terms.max_weight_share
+    for client, reason in far_counts(held_to_share(verdict.counts, most)).items() if terms.rule is not None else ():
         attendance.refuse(UploadRefused(client, reason))
     attendance.require_quorum()
     uploads = sorted((u for u in verdict.uploads if u.client.id in attendance.counts), key=lambda u: u.client.id)
@@ -79,25 +84,25 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
                 attendance.refuse(UploadRefused(client, reason))
             attendance.require_quorum()
             uploads = [u for u in uploads if u.client.id not in found.refused]
-        seen = None
+        judged = None
         if terms.rule is not None:
-            require_enough(terms.rule, terms, len(uploads))
             seen = look(terms, uploads, each)
             for client, reason in seen.unmeasured().items():
                 attendance.refuse(UploadRefused(client, reason))
             attendance.require_quorum()
             seen = seen.of(attendance.counts)
             uploads = list(seen.uploads)
-            require_enough(terms.rule, terms, len(uploads))
+            judged = judge(require_enough(terms.rule, attendance, verdict.counts), terms, seen, verdict.counts)
         counts = {u.client.id: verdict.counts[u.client.id] for u in uploads}
-        weights = shares(counts)
-        judged = None if seen is None or terms.rule is None else judge(terms.rule, terms, seen, weights)
+        weights = shares(counts, most)
         updates: dict[str, list[Update]] = {}
+        alike: dict[str, int] = {}
         for name in terms.state.modules:
             holders = [u for u in uploads if name in u.adapter.modules]
             over = holders if terms.missing == "renormalise" else uploads
             if holders:
-                plain = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}), found)
+                plain = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}, most), found)
+                alike |= {name: len(over)} if len(over) * most < 1 else {}
                 updates[name] = plain if judged is None else judged.updates(name, plain)
         with blamed_on(terms.method, "aggregate"):
             before = [terms.state.modules[name] for name in updates]
@@ -106,9 +111,13 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
                 raise TypeError(f"{len(after)} states came back for {len(before)} matrices")
     held_to = uploads if judged is None else judged.heads(uploads)
     heads = mean_heads(terms.state.heads, held_to, list(weights.values())) if terms.roles.heads == "shared" else {}
-    tally = attendance.tally(weights)
-    if judged is not None:
-        tally = replace(tally, judged=judged.judged)
+    if alike:
+        log.warning(
+            "round %d: max_weight_share = %.3g cannot hold among fewer than %d clients: those who count are alike in "
+            "%s%s", terms.number, most, math.ceil(1 / most), ", ".join([*alike][:3]), ", ..." if len(alike) > 3 else "",
+        )  # fmt: skip
+    told = None if judged is None else judged.judged
+    tally = replace(attendance.tally(weights), judged=told, alike=alike)
     return closed(terms, dict(zip(updates, after, strict=True)), heads, tally)
 
 

@@ -166,12 +166,12 @@ def require_private(server: Server, privacy: Privacy) -> Accumulating[Any]:
             f"Server: privacy counts a client that lacks a module as a zero change, and missing = {server.missing!r} "
             f"divides by those who hold it: one client would change everybody's weight. Set missing = 'zero'."
         )
-    if server.weighting == "examples" and privacy.most_examples is None:
+    if server.weighs_by == "examples" and privacy.most_examples is None:
         raise HyperparameterError(
             "Server: weighting = 'examples' needs privacy.most_examples: without a public largest number, one client's "
             "count of examples has no bound. Give it, or set weighting = 'uniform'."
         )
-    if server.weighting == "uniform" and privacy.most_examples is not None:
+    if server.weighs_by == "uniform" and privacy.most_examples is not None:
         raise HyperparameterError(
             f"Server: privacy.most_examples = {privacy.most_examples:g} weighs clients by their examples, and "
             f"weighting = 'uniform' does not. Leave one of them out."

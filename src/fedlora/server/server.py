@@ -29,6 +29,7 @@ from fedlora.seeds import derive_seed
 from fedlora.server.bounded_memory import BoundedMemory
 from fedlora.server.defences import Defence
 from fedlora.server.intake import Intake, take_in
+from fedlora.server.judging import require_products
 from fedlora.server.kept_uploads import KeptUploads, promoted
 from fedlora.server.method_faults import (
     blamed_on,
@@ -43,7 +44,7 @@ from fedlora.server.private_round import PrivateRound
 from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
 from fedlora.server.state import RunState, ServerState
-from fedlora.server.terms import Terms, Weighting, ranks_of
+from fedlora.server.terms import Terms, Weighting, ranks_of, weighs_by
 
 Heads = Literal["average", "local", "frozen"]
 
@@ -58,7 +59,8 @@ class Server:
 
     Args:
         method: from `fedlora.build(...)`, or any object of the `Method` protocol.
-        weighting: p_i by "examples" or "uniform", normalised over the round's participants.
+        weighting: p_i by "examples" or "uniform", normalised over the round's participants; None: "uniform" with a
+            rule, for a liar says how many examples it has, else "examples".
         heads: "average" them by p_i, keep them "local" or "frozen"; None: as the method's roles say.
         quorum: None raises at the first bad upload. An integer refuses bad uploads one by one (`Tally.refused`) and
             raises `QuorumNotMet` only if fewer good ones are left. So does `aggregate`; `add` of an open round raises
@@ -78,6 +80,8 @@ class Server:
         rule: one robust rule (`robust_rules`), what [defence] of a run or federation is: it gives each client's change
             a weight of its own. It comes after `defences`: whom they refuse it does not see, and it judges uploads and
             counts as they leave them. `Tally.judged` tells what it did; what defences did is `Tally.refused`.
+        max_weight_share: the largest p_i, of those who count in a round and again of those who count in each module.
+            Where they are fewer than 1 / max_weight_share, all of them count alike, and the tally names the modules.
         workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
             None: as many as torch has threads.
 
@@ -93,7 +97,7 @@ class Server:
     """
 
     method: Method[Any]
-    weighting: Weighting = "examples"
+    weighting: Weighting | None = None
     heads: Heads | None = None
     quorum: int | None = None
     missing: Missing = "renormalise"
@@ -104,6 +108,7 @@ class Server:
     defences: tuple[Defence, ...] = ()
     privacy: Privacy | None = None
     rule: Rule | None = None
+    max_weight_share: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.method, str | type):
@@ -112,7 +117,7 @@ class Server:
             raise HyperparameterError(f"Server: defences is a tuple of functions; got {self.defences!r}.")
         for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
             value = getattr(self, name)
-            if value not in get_args(options) and not (name == "heads" and value is None):
+            if value not in get_args(options) and not (name in ("heads", "weighting") and value is None):
                 raise HyperparameterError(f"Server: {name} is one of {get_args(options)}; got {value!r}.")
         for name in ("quorum", "workers"):
             value = getattr(self, name)
@@ -122,6 +127,14 @@ class Server:
             raise HyperparameterError(f"Server: quorum is at least 1 accepted upload, or None; got {self.quorum}.")
         if self.workers is not None and self.workers < 1:
             raise HyperparameterError(f"Server: workers is a number of threads >= 1, or None; got {self.workers}.")
+        share = self.max_weight_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise HyperparameterError(f"Server: max_weight_share is a share in (0, 1]; got {share!r}.")
+        if share < 1 and any(option is not None for option in (self.memory, self.sketch, self.privacy)):
+            raise HyperparameterError(
+                f"Server: max_weight_share = {share:g} weighs a round's clients beside each other when all are in, and "
+                f"memory, sketch and privacy count each as it comes: leave one of them out."
+            )
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
         if self.memory is not None:
@@ -161,6 +174,12 @@ class Server:
                 )
         if isinstance(self.method, TakesMultipliers):
             self.method.require_multipliers()
+        require_products(rule, self.method, self._roles(0))
+
+    @property
+    def weighs_by(self) -> Weighting:
+        """`weighting`, or the one that stands for None."""
+        return weighs_by(self.weighting, self.rule is not None)
 
     def _pairing(self, what: str, size: str, advice: str) -> FromPair[Any]:
         """The method as one that can go on without the list of uploads."""
@@ -211,8 +230,11 @@ class Server:
 
     def roles(self, state: ServerState) -> Roles:
         """Who owns what in the round that starts from `state`."""
+        return self._roles(state.round)
+
+    def _roles(self, round: int) -> Roles:
         with blamed_on(self.method, "roles"):
-            roles = checked_roles(self.method, self.method.roles(state.round))
+            roles = checked_roles(self.method, self.method.roles(round))
         return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
 
     def download(self, state: ServerState, client: Client) -> Download:
@@ -252,21 +274,29 @@ class Server:
 
     def terms(self, state: ServerState) -> Terms:
         """The terms of the round that starts from `state`: what an upload must be, and how it counts."""
+        roles = self.roles(state)
+        if self.rule is not None:
+            require_products(self.rule, self.method, roles)
         return Terms(
             self.method,
             state,
-            self.roles(state),
-            self.weighting,
+            roles,
+            self.weighs_by,
             self.missing,
             self.quorum,
             self.seed,
             self.workers,
             self.defences,
             self.rule,
+            self.max_weight_share,
         )
 
-    def open(self, state: ServerState) -> Intake:
+    def open(self, state: ServerState, refused: Mapping[str, str] | None = None) -> Intake:
         """A round to `add` uploads to, in any order, and to `close`: an `Intake`, as the server's options say.
+
+        Args:
+            refused: client -> why its answer could not be made an upload of. A robust rule counts it with the liars,
+                as it does whom the round itself refuses; not who did not answer.
 
         Raises:
             HyperparameterError: a memory limit that has no room for one client, or options that a sketch cannot keep.
@@ -278,7 +308,7 @@ class Server:
             return SketchedRound(terms, self._pairing("a sketch", "", ""), self.sketch)
         if self.memory is not None:
             return BoundedMemory(terms, self._pairing("a memory limit", "", ""), self.memory * 2**20)
-        return KeptUploads(terms)
+        return KeptUploads(terms, refused or {})
 
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
         """The next state from one round's uploads; the same bits whatever their order (with a memory limit that was

@@ -16,7 +16,8 @@ from fedlora.server.judged import Judged
 @dataclass(frozen=True)
 class Tally:
     """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason.
-    judged: what a robust rule made of those who counted; None without one.
+    judged: what a robust rule made of those who counted; None without one. alike: module -> how many clients
+    counted, where these were too few for the server's `max_weight_share`, so that all of them count alike there.
 
     Example:
         >>> server.aggregate(server.init(seed_adapter), uploads).tally.weights
@@ -29,6 +30,7 @@ class Tally:
     abstained: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     judged: Judged | None = None
+    alike: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

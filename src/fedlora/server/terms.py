@@ -18,6 +18,11 @@ from fedlora.server.state import ServerState
 Weighting = Literal["examples", "uniform"]
 
 
+def weighs_by(weighting: Weighting | None, rule: bool) -> Weighting:
+    """What stands for None: "uniform" with a robust rule, for a liar says how many examples it has; else "examples"."""
+    return weighting or ("uniform" if rule else "examples")
+
+
 @dataclass(frozen=True, eq=False)
 class Terms:
     """One round as `Server.open` sets it: its method, the state before it, its roles, and the options of `Server`."""
@@ -32,6 +37,7 @@ class Terms:
     workers: int | None
     defences: tuple[Defence, ...] = ()
     rule: Rule | None = None
+    max_weight_share: float = 1.0
 
     @property
     def number(self) -> int:

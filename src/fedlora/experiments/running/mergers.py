@@ -40,7 +40,7 @@ def merge_all(
     mergers: as `resolved` gives them.
     """
     uploads = _uploads(prepared, folder)
-    alike = prepared.server.weighting == "uniform"
+    alike = prepared.server.weighs_by == "uniform"
     weights = {u.client.id: 1.0 if alike else float(u.num_examples) for u in uploads}
     mean = mean_update(uploads, weights)
     sets = {"test": prepared.test, **({"validation": prepared.validation} if validate else {})}
@@ -99,7 +99,7 @@ def _update(server: Server, seed: Adapter, uploads: Sequence[Upload], mean: Upda
         return shrunk
     if control == LEAST_ERROR:
         merger = {**merger["like"], "basis": "energy"}
-    chosen = Server(method_of("", merger), weighting=server.weighting, heads="frozen", seed=server.seed)
+    chosen = Server(method_of("", merger), weighting=server.weighs_by, heads="frozen", seed=server.seed)
     state = chosen.aggregate(chosen.init(seed), uploads)
     return dict(chosen.global_update(state))
 

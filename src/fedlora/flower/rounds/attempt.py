@@ -26,6 +26,7 @@ from fedlora.flower.rounds.events import Fate, Fated
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.norms import far_ones, update_norm
 from fedlora.flower.terms.policy import Policy, shares_lost
+from fedlora.server.closing import held_to_share
 from fedlora.server.intake import Intake
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState, Tally
@@ -163,10 +164,12 @@ class Attempt:
         Raises:
             QuorumNotMet: too few usable uploads, or some that do not fit together. The state is unchanged.
         """
-        state, opened = self.memory.state, self._intake or self.server.open(self.memory.state.server)
+        state, opened = self.memory.state, self._intake or self._opened()
         taken = {name: self._taken[name] for name in self.policy.clients if name in self._taken}  # not as they came
         claimed = {name: float(reply.upload.num_examples) for name, reply in taken.items()}
-        counts = self._counts(claimed)
+        counts = {name: min(n, self.policy.max_examples) for name, n in claimed.items()}
+        if self.server.memory is not None:  # it counts each as it comes
+            counts = held_to_share(counts, self.policy.share)
         for name, count in counts.items():
             try:
                 opened.add(replace(taken[name].upload, num_examples=count))
@@ -200,20 +203,23 @@ class Attempt:
         losses = {name: reply.loss for name, reply in taken.items() if name in trained and reply.loss is not None}
         mean = sum(losses.values()) / len(losses) if losses else math.nan
         overturned = tuple(self._fates[name] for name in taken if name not in trained)
-        by_examples = self.server.weighting == "examples"
-        capped = (
-            shares_lost({name: claimed[name] for name in trained}, counts) if by_examples and not self.private else {}
-        )
+        by_examples = self.server.weighs_by == "examples"
+        counted = {name: claimed[name] for name in trained if name in tally.weights}
+        capped = shares_lost(counted, tally.weights) if by_examples and not self.private else {}
         return Closed(memory, self._line(after, losses, trained, capped), overturned, len(trained), mean)
 
     # -------------------------------------------------------------------------------------------------------- inside
 
-    def _counts(self, claimed: Mapping[str, float]) -> dict[str, float]:
-        """What each one's examples count for. In a private round nobody's depend on the others: there is no share cap
-        over those who came."""
-        if self.private:
-            return {name: min(n, self.policy.max_examples) for name, n in claimed.items()}
-        return self.policy.examples(claimed)
+    def _opened(self) -> Intake:
+        """The round, with the policy's share cap, and with those whose answers were refused before they were uploads,
+        now or so often that they are in quarantine, unless others were drawn for these: not who did not answer, and not
+        whom the method could not serve."""
+        others = {name: fate for name, (fate, _) in self.drawn.not_asked.items()}
+        refused = {n: f.why for n, f in self._fates.items() if f.fate == "refused" and n in self._sent}
+        if "not drawn" not in others.values():
+            refused |= {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
+        share = self.policy.share if self.server.memory is None and not self.private else 1.0
+        return replace(self.server, max_weight_share=share).open(self.memory.state.server, refused)
 
     def _judged(self, name: str, message: Message) -> Reply | str:
         """What a client sent, checked against the round's terms; or why that is not used."""
@@ -259,6 +265,7 @@ class Attempt:
             "norms": norms,
             "far": far_ones(norms),
             "capped": {name: dict(shares) for name, shares in capped.items()},
+            "alike": dict(tally.alike),
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedlora.flower.terms.policy import held_to_share
 from fedlora.runs.stopping import Patience
+from fedlora.server.closing import held_to_share
 from fedlora.training.metrics import is_better
 
 Line = Mapping[str, Any]

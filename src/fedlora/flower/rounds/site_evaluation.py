@@ -17,7 +17,8 @@ from fedlora.flower.messages.measuring import HeldOut, SiteScores, as_question, 
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.drawing import is_quarantined
-from fedlora.flower.terms.policy import Policy, held_to_share, shares_lost
+from fedlora.flower.terms.policy import Policy, shares_lost
+from fedlora.server.closing import held_to_share
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 

@@ -348,7 +348,9 @@ class FedLoRA(Strategy):
                 ranks_of(Client(n, r if isinstance(r, int) else dict(r)), state) for n, r in policy.clients.items()
             ]
             drawn = len(sample_clients(names, self._participation, seed=0, round=0))
-            check_rule(self.server.rule, self.server.method, ranks, drawn)
+            p = policy.largest_shares(self.server.weighs_by, drawn)
+            if near := check_rule(self.server.rule, self.server.method, ranks, p):
+                log.warning("%s", near)
         if self.server.quorum is not None and self.server.quorum > len(policy.clients):
             raise ConfigError(
                 f"the policy names {len(policy.clients)} clients, and the server's quorum is {self.server.quorum}: no "

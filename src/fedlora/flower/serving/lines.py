@@ -136,6 +136,11 @@ def _beside(event: Done) -> list[str]:
         f"be {100 * share['claimed']:.0f}% (max_weight_share)"
         for name, share in (event.line.get("capped") or {}).items()
     ]
+    if alike := event.line.get("alike"):
+        found.append(
+            f"round {event.round}: too few counted to hold each to max_weight_share: those who did are alike in "
+            f"{', '.join(list(alike)[:3])}{', ...' if len(alike) > 3 else ''}"
+        )
     fates = fates_of(event.line)
     silent = {k: why for k, why in (event.line.get("site_unmeasured") or {}).items() if fates.get(k) == "trained"}
     return found + [f"round {event.round}: {name}: not measured: {why}" for name, why in silent.items()]

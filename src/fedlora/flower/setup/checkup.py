@@ -140,11 +140,12 @@ def _rule(there: FederationFolder, settings: FederationSettings, policy: Policy)
         for n, r in policy.clients.items()
     ]
     try:
-        check_rule(rule, settings.method.build(), ranks, a_round)
+        server = settings.server.build(settings.method.build(), settings.run.seed, rule)
+        near = check_rule(rule, server.method, ranks, policy.largest_shares(server.weighs_by, a_round))
     except FedLoRAError as error:
         return [("robust rule", f"[defence] {error}", False)]
     quorum = settings.server.quorum or 1
-    if few := rule.too_few(quorum):
+    if few := rule.overcome(policy.largest_shares(server.weighs_by, quorum)):
         return [
             (
                 "robust rule",
@@ -152,7 +153,7 @@ def _rule(there: FederationFolder, settings: FederationSettings, policy: Policy)
                 True,
             )
         ]
-    return [("robust rule", f"{rule.said}, of {a_round} sites in a round", True)]
+    return [("robust rule", near or f"{rule.said}, of {a_round} sites in a round", True)]
 
 
 def _wrong(there: FederationFolder, settings: FederationSettings, agreement: Agreement, name: str) -> list[str]:

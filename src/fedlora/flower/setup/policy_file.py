@@ -19,7 +19,7 @@ Rank = int | Mapping[str, int]
 _HEAD = """\
 # Who may take part, and how much they can count for: the server's word, whatever a client claims.
 # Read anew at the beginning of each round. Sites come and go by `fedlora flower admit` and `fedlora flower remove`.
-# max_weight_share = 0.5   # no site counts for more than this share of a round; left out: max(0.5, 2 / sites)
+# max_weight_share = 0.5   # no site counts for more than this share of those who count; left out: max(0.5, 2 / sites)
 deadline = 600.0    # seconds; a round waits no longer
 retries = 1         # of a round with too few usable replies; then the run stops, its state stored
 quarantine = 3      # refused uploads in a row after which a site is no longer asked; 0 asks for ever

@@ -11,30 +11,7 @@ from pathlib import Path
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site
-
-
-def held_to_share(counts: Mapping[str, float], share: float) -> dict[str, float]:
-    """These counts, the largest of them cut to one level so that none is more than `share` of all.
-
-    With fewer than 1 / share counts above 0 that is impossible, and all of these count alike.
-
-    Example:
-        >>> held_to_share({"acme": 4, "berlin": 8, "cork": 1e12}, 0.5)
-        {'acme': 4, 'berlin': 8, 'cork': 12.0}
-    """
-    positive = sorted(n for n in counts.values() if n > 0)
-    if share >= 1 or not positive:
-        return dict(counts)
-    if share * len(positive) <= 1:
-        return {name: float(n > 0) for name, n in counts.items()}
-    for large in range(1, len(positive) + 1):  # the `large` largest are cut to one level
-        rest = math.fsum(positive[: len(positive) - large])
-        if share * large >= 1:
-            break
-        level = share * rest / (1 - share * large)
-        if large == len(positive) or positive[-large - 1] <= level:
-            return {name: min(n, level) for name, n in counts.items()} if positive[-large] > level else dict(counts)
-    return {name: float(n > 0) for name, n in counts.items()}
+from fedlora.server.terms import Weighting
 
 
 def shares_lost(claimed: Mapping[str, float], counted: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -96,9 +73,14 @@ class Policy:
             return self.max_weight_share
         return min(1.0, max(0.5, 2 / len(self.clients)))
 
-    def examples(self, claimed: Mapping[str, float]) -> dict[str, float]:
-        """What each client's examples count for: at most `max_examples`, and so that no share exceeds `share`."""
-        return held_to_share({name: min(n, self.max_examples) for name, n in claimed.items()}, self.share)
+    def largest_shares(self, weighting: Weighting, clients: int) -> list[float]:
+        """Of each of so many clients of a round, the largest weight that it can have, whatever it claims.
+
+        Example:
+            >>> Policy(dict.fromkeys("abcd", 4), max_weight_share=0.3).largest_shares("examples", 3)
+            [0.3333333333333333, 0.3333333333333333, 0.3333333333333333]
+        """
+        return [max(1 / clients, self.share if weighting == "examples" else 0.0)] * clients
 
     @classmethod
     def read(cls, path: Path) -> Policy:

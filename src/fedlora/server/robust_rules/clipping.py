@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -43,6 +44,10 @@ class Clip(Rule):
     def least(self, clients: int) -> int:
         return 2 * number_of(self.liars or 0, clients) + 1
 
+    def liars_hold(self, p: Sequence[float]) -> float:
+        """A norm of the configuration's own bears any number; half of the clients set the median of the round's."""
+        return super().liars_hold(p) if isinstance(self.threshold, str) else 0.0
+
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
         norms = geometry.norms
         most = bound_of(self.threshold, norms, geometry.unit)
@@ -82,6 +87,10 @@ class CentredClipping(Rule):
 
     def least(self, clients: int) -> int:
         return 2 * number_of(self.liars or 0, clients) + 1
+
+    def liars_hold(self, p: Sequence[float]) -> float:
+        """A norm of the configuration's own bears any number; half of the clients set the median of the round's."""
+        return super().liars_hold(p) if isinstance(self.tau, str) else 0.0
 
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
         most = bound_of(self.tau, geometry.norms, geometry.unit)

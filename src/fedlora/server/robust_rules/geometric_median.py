@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -54,6 +55,10 @@ class GeometricMedian(Rule):
 
     def least(self, clients: int) -> int:
         return 2 * number_of(self.liars or 0, clients) + 1
+
+    def liars_hold(self, p: Sequence[float]) -> float:
+        """It counts weights: those of the largest, as many as may lie."""
+        return min(1.0, sum(sorted(p)[len(p) - self.declared(len(p)) :]))
 
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
         p = p / p.sum()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +43,17 @@ class Mixing(Rule):
 
     def least(self, clients: int) -> int:
         return max(2 * number_of(self.liars, clients) + 1, self.rule.least(clients))
+
+    def liars_hold(self, p: Sequence[float]) -> float:
+        """The larger of its own and its rule's: mixing counts clients, and hands each its weight on."""
+        return max(super().liars_hold(p), self._inner(self.declared(len(p))).liars_hold(p))
+
+    def bearing(self, liars: int) -> Self:
+        return replace(self, rule=self._inner(liars), liars=liars)
+
+    def _inner(self, liars: int) -> Rule:
+        """Its rule, for so many liars where it knows any."""
+        return self.rule.bearing(liars) if hasattr(self.rule, "liars") else self.rule
 
     def too_few(self, clients: int) -> str | None:
         return self.rule.too_few(clients) or super().too_few(clients)

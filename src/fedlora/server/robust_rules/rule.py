@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -32,8 +32,11 @@ class Weighed:
     why: Mapping[int, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
 class Rule(ABC):
     """A robust rule. Implementations are frozen dataclasses: their fields are their keys in `[defence]`.
+
+    factor_averages: use it with a method that averages factors, where it bounds nothing. Else that is refused.
 
     Example:
         >>> from fedlora.server.robust_rules import Krum
@@ -43,6 +46,8 @@ class Rule(ABC):
 
     name: ClassVar[str]
 
+    factor_averages: bool = field(default=False, kw_only=True, repr=False)
+
     @abstractmethod
     def least(self, clients: int) -> int:
         """How many clients a round needs at least, where it has so many: a share of them can be liars."""
@@ -51,10 +56,52 @@ class Rule(ABC):
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
         """The coefficients of the robust change. p (n,): the clients' weights, which sum to 1."""
 
+    def liars_hold(self, p: Sequence[float]) -> float:
+        """The share of what this rule counts that its liars can hold: from one half on they decide. Here it counts
+        clients. p: the clients' weights, or the most that each can have. liars not given: one.
+
+        Example:
+            >>> from fedlora.server.robust_rules import Clip, GeometricMedian
+            >>> Clip(liars=1).liars_hold([0.5, 0.25, 0.25]), GeometricMedian().liars_hold([0.5, 0.25, 0.25])
+            (0.3333333333333333, 0.5)
+        """
+        return min(1.0, self.declared(len(p)) / len(p))
+
+    def declared(self, clients: int) -> int:
+        """f, of so many clients; one where `liars` is not given."""
+        return 1 if self._liars is None else number_of(self._liars, clients)
+
+    def without(self, refused: int, p: Sequence[float]) -> Self:
+        """The rule for clients of these weights, where so many more were refused for what they sent: each of these is
+        one of the f. It bears as many of the f among the others as it can, and f - `refused` at the least. Where more
+        were refused than f, nobody knows how many are left: f stays.
+
+        Example:
+            >>> from fedlora.server.robust_rules import Krum
+            >>> rules = [Krum(liars=1).without(1, [1 / n] * n) for n in (4, 5)]
+            >>> [rule.liars for rule in rules], Krum(liars=1).without(2, [1 / 3] * 3).liars
+            ([0, 1], 1)
+        """
+        if self._liars is None or not refused:
+            return self
+        f = self.declared(len(p) + refused)
+        fewer = [self.bearing(k) for k in range(f, f - refused - 1, -1)] if refused <= f else []
+        return next((rule for rule in fewer if rule.overcome(p) is None), self.bearing(f))
+
+    def bearing(self, liars: int) -> Self:
+        """The same rule for so many liars."""
+        return replace(self, liars=liars)  # type: ignore[call-arg]
+
+    @property
+    def _liars(self) -> Liars | None:
+        return getattr(self, "liars", None)
+
     @property
     def said(self) -> str:
         """The rule and its keys on one line."""
-        shown = ", ".join(f"{name} = {value}" for name, value in vars(self).items() if value is not None)
+        keys = {name: value for name, value in vars(self).items() if value is not None and name != "factor_averages"}
+        keys |= {"factor_averages": True} if self.factor_averages else {}
+        shown = ", ".join(f"{name} = {value}" for name, value in keys.items())
         return f"{self.name} ({shown})" if shown else self.name
 
     def too_few(self, clients: int) -> str | None:
@@ -62,9 +109,20 @@ class Rule(ABC):
         needed = self.least(clients)
         if clients >= needed:
             return None
-        f = number_of(getattr(self, "liars", None) or 0, clients)
+        f = number_of(self._liars or 0, clients)
         with_liars = f" with {f} liar{'s' * (f != 1)} among {clients} clients" if f else f" of {clients} clients"
         return f"{self.name}{with_liars} needs {needed} of them"
+
+    def overcome(self, p: Sequence[float]) -> str | None:
+        """Why clients of these weights are too few, or too unequal, for this rule; None where it bears its liars."""
+        held, f = self.liars_hold(p), self.declared(len(p))
+        if (few := self.too_few(len(p))) or held < 0.5 - 1e-9:
+            return few
+        unsaid = "; liars is not given, which is one: liars = 0 says that nobody lies" * (self._liars is None)
+        return (
+            f"{self.name} bears liars that hold less than half, and {f} of {len(p)} clients can hold {held:.0%} (one "
+            f"can have {max(p):.0%} of the weight{unsaid})"
+        )
 
 
 def number_of(liars: Liars, clients: int) -> int:
