@@ -9,6 +9,9 @@
 A changed, missing or exchanged line breaks the chain. Lines cut off at the end do not: the tip, a small file beside the
 ledger with the newest number and digest, tells that. Whoever rewrites ledger and tip together is told by nobody but an
 outsider who kept an earlier tip (it is on the cards of runs): a ledger is kept honestly by those who own it, or not.
+
+No line has a time. When a round ended tells how long it took, and that tells who was drawn for it; and times of one run
+would tell those of another one beside it in the file.
 """
 
 from __future__ import annotations
@@ -74,26 +77,26 @@ def digest_of(line: bytes) -> str:
     return hashlib.sha256(line.rstrip(b"\n")).hexdigest()
 
 
-def header(population: str, id: str, inode: int, time: str) -> bytes:
-    found = {"kind": "ledger", "version": VERSION, "population": population, "id": id, "inode": inode, "time": time}
+def header(population: str, id: str, inode: int) -> bytes:
+    found = {"kind": "ledger", "version": VERSION, "population": population, "id": id, "inode": inode}
     return line_of(found | {"meaning": MEANING})
 
 
-def event_line(event: Event, after: Tip, time: str) -> bytes:
-    return line_of({"kind": "event", "number": after[0] + 1, "before": after[1], "time": time, **event.plain()})
+def event_line(event: Event, after: Tip) -> bytes:
+    return line_of({"kind": "event", "number": after[0] + 1, "before": after[1], **event.plain()})
 
 
-def earlier_line(earlier: Earlier, after: Tip, time: str) -> bytes:
-    return line_of({"kind": "earlier", "number": after[0] + 1, "before": after[1], "time": time, **asdict(earlier)})
+def earlier_line(earlier: Earlier, after: Tip) -> bytes:
+    return line_of({"kind": "earlier", "number": after[0] + 1, "before": after[1], **asdict(earlier)})
 
 
-def budget_line(budget: Budget, reason: str, after: Tip, time: str) -> bytes:
-    found = {"kind": "budget", "number": after[0] + 1, "before": after[1], "time": time}
+def budget_line(budget: Budget, reason: str, after: Tip) -> bytes:
+    found = {"kind": "budget", "number": after[0] + 1, "before": after[1]}
     return line_of(found | {**asdict(budget), "reason": reason})
 
 
-def moved_line(inode: int, reason: str, after: Tip, time: str) -> bytes:
-    found = {"kind": "moved", "number": after[0] + 1, "before": after[1], "time": time}
+def moved_line(inode: int, reason: str, after: Tip) -> bytes:
+    found = {"kind": "moved", "number": after[0] + 1, "before": after[1]}
     return line_of(found | {"inode": inode, "reason": reason})
 
 
@@ -123,16 +126,15 @@ def read(raw: bytes, name: str) -> Book | None:
                 f"{name} was changed: line {number} does not follow from line {number - 1} (each line repeats the "
                 f"digest of the one before). Restore the ledger as it was; what was spent cannot be told from it."
             )
-        kind, time, digest = found.pop("kind", None), _of(found, "time", str, name, number), digest_of(line)
-        del found["time"]
+        kind, digest = found.pop("kind", None), digest_of(line)
         try:
             if kind == "event":
-                charged.append(Charged(number, time, digest, Event.from_plain(found)))
+                charged.append(Charged(number, digest, Event.from_plain(found)))
             elif kind == "earlier":
                 earlier.append(Earlier(**found))
             elif kind == "budget":
                 check_reason(reason := found.pop("reason", ""))
-                budgets.append(BudgetSet(number, time, Budget(**found), reason))
+                budgets.append(BudgetSet(number, Budget(**found), reason))
             elif kind == "moved":
                 inode = _of(found, "inode", int, name, number)
                 moves.append(str(found.get("reason", "")))

@@ -14,7 +14,7 @@ What is decided, and why:
 * The budget is the population's and stands in the file, from the first charge that names one. Another one is a decision
   of people: `set_budget` writes a line with the reason, and cards tell of it.
 * Each line repeats the digest of the one before (`chain`); what the file itself keeps safe: `ledger_file`.
-* A clock that goes back changes nothing: order is by number, times are for people.
+* It has no clock: order is by number (`chain`). A date that people want stands in their reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ class Ledger:
         """
         if not event.released:
             raise LedgerError("an event is charged with the digest of what is released: `Journal.store` does both.")
-        with self._file.opened(_now()) as (descriptor, book):
+        with self._file.opened() as (descriptor, book):
             for other in book.charged:
                 if _same(other.event, event):
                     self._file.flush(descriptor, book)  # its own writer may have been killed before it did
@@ -98,12 +97,11 @@ class Ledger:
             if not left:
                 self._require(book, event, budget, 1)
             if budget is not None and not book.budgets:
-                first = chain.budget_line(budget, f"named by the run {event.run}", book.tip, _now())
+                first = chain.budget_line(budget, f"named by the run {event.run}", book.tip)
                 book = self._file.append(descriptor, book, first)
-            now = _now()
-            line = chain.event_line(event, book.tip, now)
+            line = chain.event_line(event, book.tip)
             self._file.append(descriptor, book, line)
-            return Charged(book.tip[0] + 1, now, chain.digest_of(line), event)
+            return Charged(book.tip[0] + 1, chain.digest_of(line), event)
 
     def charge_earlier(self, earlier: Earlier) -> int:
         """Write down what these clients' data were used for outside this ledger, whatever the budget: it has happened.
@@ -112,7 +110,7 @@ class Ledger:
         Raises:
             LedgerError: the same is charged already, no finite epsilon would be left, or the file cannot be used.
         """
-        with self._file.opened(_now()) as (descriptor, book):
+        with self._file.opened() as (descriptor, book):
             if earlier in book.earlier:
                 raise LedgerError(
                     f"the ledger {self.path} was charged with {quoted(earlier.reason)} and these numbers already. If "
@@ -127,7 +125,7 @@ class Ledger:
                     f"{self.path} could never pay for another round; nothing was written. Check the noise multiplier "
                     f"({earlier.noise_multiplier:g}), rounds ({earlier.rounds:,}) and sampling ({earlier.sampling:g})."
                 )
-            return self._file.append(descriptor, book, chain.earlier_line(earlier, book.tip, _now())).tip[0]
+            return self._file.append(descriptor, book, chain.earlier_line(earlier, book.tip)).tip[0]
 
     def set_budget(self, budget: Budget, reason: str) -> int:
         """From now on the population may spend so much in all: more than before, or less. Returns the line's number.
@@ -136,10 +134,10 @@ class Ledger:
             LedgerError: no reason, the same budget as now, or the file cannot be used.
         """
         check_reason(reason)
-        with self._file.opened(_now()) as (descriptor, book):
+        with self._file.opened() as (descriptor, book):
             if book.budget == budget:
                 raise LedgerError(f"the budget of {self.path} is epsilon {budget.epsilon:g} already.")
-            return self._file.append(descriptor, book, chain.budget_line(budget, reason, book.tip, _now())).tip[0]
+            return self._file.append(descriptor, book, chain.budget_line(budget, reason, book.tip)).tip[0]
 
     def adopt(self, reason: str) -> None:
         """Go on with a file that was moved to another disk or restored from a backup. Only where the original will
@@ -149,7 +147,7 @@ class Ledger:
             LedgerError: no reason, or the file is not there, is no copy, or was damaged or cut off.
         """
         check_reason(reason)
-        self._file.adopt(reason, _now())
+        self._file.adopt(reason)
 
     def check(self, event: Event, budget: Budget | None, rounds: int = 1) -> None:
         """Ask before a round, or before a run: nothing is written. budget: as for `charge`.
@@ -230,12 +228,8 @@ class Ledger:
 
 def budget_facts(found: BudgetSet) -> dict[str, Any]:
     """Plain values."""
-    return {"line": found.number, "time": found.time, **asdict(found.budget), "reason": found.reason}
+    return {"line": found.number, **asdict(found.budget), "reason": found.reason}
 
 
 def _same(one: Event, other: Event) -> bool:
     return (one.run, one.round, one.released) == (other.run, other.round, other.released)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

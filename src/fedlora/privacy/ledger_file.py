@@ -6,6 +6,7 @@ What is decided, and why:
 * A ledger that was edited, or cut off behind its tip, is refused, and so is a tip without its ledger.
 * The file knows itself by its inode. A copy is refused: both would spend the same budget.
 * No locks in the file system: refused.
+* Its time of change says the number of its newest line, not when that was written (`chain`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fedlora.errors import LedgerError
 from fedlora.privacy import chain
 from fedlora.privacy.chain import Book
 from fedlora.privacy.locked_file import content, held, put
+from fedlora.privacy.released import TIMELESS
 
 _Tip = tuple[Any, Any, Any]  # id, number, digest
 
@@ -57,10 +59,10 @@ class LedgerFile:
         return book
 
     @contextmanager
-    def opened(self, now: str) -> Iterator[tuple[int, Book]]:
+    def opened(self) -> Iterator[tuple[int, Book]]:
         """The locked file and its book, begun where it is new. Raises `LedgerError`, also for a copy."""
         with held(self.path) as descriptor:
-            yield descriptor, self._begun(descriptor, now)
+            yield descriptor, self._begun(descriptor)
 
     def append(self, descriptor: int, book: Book, line: bytes) -> Book:
         """One more line, whole and lasting; after an error the file is as it was. Returns the book with it."""
@@ -83,7 +85,7 @@ class LedgerFile:
         files.sync_folder(self.path.parent)
         self._write_tip(book)
 
-    def adopt(self, reason: str, now: str) -> None:
+    def adopt(self, reason: str) -> None:
         """A line that says that the file is this one from now on. Raises `LedgerError`: none is there, or damaged."""
         if not self.path.is_file():
             raise LedgerError(f"{self.path} does not exist: there is nothing to adopt.")
@@ -95,19 +97,19 @@ class LedgerFile:
             self._check(book, tip)
             if inode == book.inode and tip is not None:
                 raise LedgerError(f"{self.path} is the ledger itself, no copy of it: it goes on as it is.")
-            self.append(descriptor, book, chain.moved_line(inode, reason, book.tip, now))
+            self.append(descriptor, book, chain.moved_line(inode, reason, book.tip))
 
     @property
     def tip_path(self) -> Path:
         return self.path.with_name(f"{self.path.name}.tip")
 
-    def _begun(self, descriptor: int, now: str) -> Book:
+    def _begun(self, descriptor: int) -> Book:
         tip, inode = self._tip(), os.fstat(descriptor).st_ino
         book = chain.read(content(descriptor), str(self.path))
         if book is None:
             self._require_none(tip)
             os.ftruncate(descriptor, 0)
-            put(descriptor, chain.header(self.population, secrets.token_hex(8), inode, now), 0)
+            put(descriptor, chain.header(self.population, secrets.token_hex(8), inode), 0)
             files.sync_folder(self.path.parent)
             book = chain.read(content(descriptor), str(self.path))
             if book is None:
@@ -165,3 +167,6 @@ class LedgerFile:
     def _write_tip(self, book: Book) -> None:
         number, digest = book.tip
         files.write(self.tip_path, chain.line_of({"number": number, "digest": digest, "id": book.id}))
+        for path in (self.path, self.tip_path):
+            with suppress(PermissionError):  # another user's file
+                os.utime(path, (TIMELESS + number,) * 2)

@@ -102,7 +102,7 @@ def of_people(ledger: Mapping[str, Any]) -> Iterator[str]:
     for before, after in pairwise(ledger.get("budgets", [])):
         raised = "raised" if after["epsilon"] > before["epsilon"] and after["delta"] >= before["delta"] else "set"
         yield (
-            f"budget {raised} on {after['time'][:10]} from epsilon {before['epsilon']:g} at delta {before['delta']:g} "
+            f"budget {raised} in line {after['line']} from epsilon {before['epsilon']:g} at delta {before['delta']:g} "
             f"to {after['epsilon']:g} at {after['delta']:g}: {after['reason']}"
         )
     for earlier in ledger.get("earlier", []):
