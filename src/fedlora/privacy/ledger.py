@@ -55,8 +55,9 @@ class Ledger:
         (1, 23.06)
     """
 
-    def __init__(self, path: Path, population: str) -> None:
-        """path: of the file, which the first charge makes. population: its name, chosen by the user, for good.
+    def __init__(self, path: Path, population: str, *, state: Path | None = None) -> None:
+        """path: of the file, which the first charge makes. population: its name, chosen by the user, for good. state:
+        where to keep what is known of it outside of its folder; None: as `outside.state_folder`.
 
         Raises:
             LedgerError: no name.
@@ -65,7 +66,7 @@ class Ledger:
             raise LedgerError(
                 f"the population's name is 1 to 200 letters that print (whose data is it?); got {quoted(population)}."
             )
-        self._file = LedgerFile(Path(os.path.realpath(path)), population)
+        self._file = LedgerFile(Path(os.path.realpath(path)), population, state)
 
     @property
     def path(self) -> Path:
@@ -74,6 +75,10 @@ class Ledger:
     @property
     def population(self) -> str:
         return self._file.population
+
+    @property
+    def state(self) -> Path | None:
+        return self._file.state
 
     def charge(self, event: Event, budget: Budget | None = None, *, left: bool = False) -> Charged:
         """Write the event: whole, and on the disk when this returns. Only then may its release leave.
@@ -140,11 +145,13 @@ class Ledger:
             return self._file.append(descriptor, book, chain.budget_line(budget, reason, book.tip)).tip[0]
 
     def adopt(self, reason: str) -> None:
-        """Go on with a file that was moved to another disk or restored from a backup. Only where the original will
-        never be used again: else both spend one budget. A line in the file says so for ever.
+        """Go on with a file that was moved to another disk or machine, or restored from a backup. A line in it says so
+        for ever. From then on this user's other copies on this machine are refused. Of a copy elsewhere nothing here
+        knows: it must never be used again, else both spend one budget.
 
         Raises:
-            LedgerError: no reason, or the file is not there, is no copy, or was damaged or cut off.
+            LedgerError: no reason, or the file is not there, is no copy, or was damaged or cut off, or is
+                older than what was written.
         """
         check_reason(reason)
         self._file.adopt(reason)
@@ -156,7 +163,7 @@ class Ledger:
             BudgetSpent: with `rounds` such events more the population would have spent more than a budget.
             LedgerError: the file cannot be used.
         """
-        self._require(self._file.read(), event, budget, rounds)
+        self._require(self._file.read_own(), event, budget, rounds)
 
     def events(self) -> tuple[Charged, ...]:
         """All that was charged; () where the file does not exist. Raises `LedgerError`."""

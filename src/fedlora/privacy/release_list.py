@@ -167,7 +167,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("card", "dropped", REFUSED, "attack", "attack_row", "attack_tag", "defence"),
     # the ledger: of lines of every kind; and NAME.tip
     *_items("ledger", "released", PUBLIC, "kind", "version", "population", "meaning", "id", "number", "before"),
-    *_items("ledger", "released", PUBLIC, "inode", "reason", "epsilon", "delta", "run", "round", "rounds", "sampling"),
+    *_items("ledger", "released", PUBLIC, "mark", "reason", "epsilon", "delta", "run", "round", "rounds", "sampling"),
     *_items("ledger", "released", PUBLIC, "noise_multiplier", "clip", "grid", "size", "sensitivity", "digest"),
     *_items("ledger", "privatised", PAID, "released"),
     *_items("ledger", "dropped", TRAFFIC, "time"),
