@@ -24,6 +24,7 @@ import support
 from fedlora.errors import BudgetSpent, HyperparameterError, LedgerError
 from fedlora.privacy import Budget, Event, Ledger, Mechanism, epsilon, ledger, locked_file, recompute
 from fedlora.privacy.decisions import Earlier
+from fedlora.privacy.outside import Outside
 from fedlora.privacy.released import fate_of, filtered, unlisted
 
 PROGRAM = Path(support.__file__).parent / "privacy_rounds.py"
@@ -140,13 +141,15 @@ def test_a_torn_line_was_never_a_charge(path: Path) -> None:
     """A writer killed in the middle of its line had released nothing. Every cut of the last line."""
     for round in (1, 2):
         of(path).charge(an_event(round))
-    whole, tip = path.read_bytes(), path.with_name("ledger.jsonl.tip").read_bytes()
+    outside = Outside("ledgers", lines(path)[0]["id"]).path
+    whole, tip, known = path.read_bytes(), path.with_name("ledger.jsonl.tip").read_bytes(), outside.read_bytes()
     of(path).charge(an_event(3))
     added = path.read_bytes()[len(whole) :]
     for cut in (1, 2, len(added) // 2, len(added) - 1):
-        with path.open("r+b") as file:  # the same file: its inode is what it is known by
+        with path.open("r+b") as file:  # the same file: its inode is a part of what is known
             file.truncate(len(whole) + cut) or file.seek(0) or file.write(whole + added[:cut])
         path.with_name("ledger.jsonl.tip").write_bytes(tip)
+        outside.write_bytes(known)
         assert len(of(path).events()) == 2 and len(recompute_events(path)) == 2
         assert of(path).charge(an_event(4)).number == 3
         assert [charged.event.round for charged in of(path).events()] == [1, 2, 4]
