@@ -7,9 +7,12 @@ jaxtyping has put its hook in.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from support.stand_in_hub import Hub
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["FEDLORA_STATE_DIR"] = _STATE = tempfile.mkdtemp(prefix="fedlora-state-")  # nothing into this user's home
+atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 pytest.register_assert_rewrite("support")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background; tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)

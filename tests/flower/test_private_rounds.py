@@ -249,7 +249,7 @@ def everything(folder: Path, grid: LocalGrid, log: str) -> dict[str, Any]:
         "events": without_times((out / "events.jsonl").read_text()),
         "log": log,
         "ledger": [
-            {k: v for k, v in line.items() if k not in ("time", "before", "released")}
+            {k: v for k, v in line.items() if k not in ("before", "released")}
             for line in without_times((folder / "ledger.jsonl").read_text())[1:]  # the first is of the file
         ],
         "sent": sent["one"],

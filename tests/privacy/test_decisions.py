@@ -154,7 +154,7 @@ def test_lines_that_cannot_have_been_are_refused(path: Path, line: dict[str, Any
     book = chain.read(path.read_bytes(), "")
     assert book is not None
     with path.open("ab") as file:
-        file.write(chain.line_of({"number": 2, "before": book.tip[1], "time": "now", **line}))
+        file.write(chain.line_of({"number": 2, "before": book.tip[1], **line}))
     for ask in (lambda: of(path).events(), lambda: recompute(path), lambda: of(path).charge(an_event(2))):
         with pytest.raises(LedgerError, match="line 2"):
             ask()
@@ -205,7 +205,7 @@ def test_the_command_begins_charges_raises_and_adopts(path: Path) -> None:
     assert "already" in said(path, *charge, code=2)
     assert "--delta is missing" in said(path, "--budget", 9, "--because", "x", code=2)
     assert "budget: epsilon 9 at delta 0.001" in said(path, "--budget", 9, "--delta", 1e-3, "--because", "x")
-    assert "raised on" in said(path, "--budget", 12, "--because", "the board | agreed")
+    assert "raised in line 3" in said(path, "--budget", 12, "--because", "the board | agreed")
     told = json.loads(said(path, "--json"))
     assert [b["epsilon"] for b in told["budgets"]] == [9.0, 12.0] and told["earlier"][0]["rounds"] == 5
     moved = path.with_name("moved.jsonl")

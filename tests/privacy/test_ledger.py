@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ import fedlora
 import support
 from fedlora.errors import BudgetSpent, HyperparameterError, LedgerError
 from fedlora.privacy import Budget, Event, Ledger, Mechanism, epsilon, ledger, locked_file, recompute
+from fedlora.privacy.decisions import Earlier
+from fedlora.privacy.outside import Outside
+from fedlora.privacy.released import fate_of, filtered, unlisted
 
 PROGRAM = Path(support.__file__).parent / "privacy_rounds.py"
 ROOTS = [str(Path(str(package.__file__)).parents[1]) for package in (fedlora, support)]
@@ -68,7 +72,7 @@ def test_each_charge_is_a_line_that_follows_from_the_one_before(path: Path) -> N
     assert [event["number"] for event in events] == [1, 2, 3]
     assert [charged.event for charged in of(path).events()] == [an_event(round) for round in (1, 2, 3)]
     assert {"sampling", "noise_multiplier", "clip", "size", "grid", "sensitivity", "rounds", "delta", "released", "run",
-            "round", "time"} <= set(events[0])  # fmt: skip
+            "round"} <= set(events[0])  # fmt: skip
 
 
 def test_the_same_release_is_charged_once_and_any_other_again(path: Path) -> None:
@@ -137,13 +141,15 @@ def test_a_torn_line_was_never_a_charge(path: Path) -> None:
     """A writer killed in the middle of its line had released nothing. Every cut of the last line."""
     for round in (1, 2):
         of(path).charge(an_event(round))
-    whole, tip = path.read_bytes(), path.with_name("ledger.jsonl.tip").read_bytes()
+    outside = Outside("ledgers", lines(path)[0]["id"]).path
+    whole, tip, known = path.read_bytes(), path.with_name("ledger.jsonl.tip").read_bytes(), outside.read_bytes()
     of(path).charge(an_event(3))
     added = path.read_bytes()[len(whole) :]
     for cut in (1, 2, len(added) // 2, len(added) - 1):
-        with path.open("r+b") as file:  # the same file: its inode is what it is known by
+        with path.open("r+b") as file:  # the same file: its inode is a part of what is known
             file.truncate(len(whole) + cut) or file.seek(0) or file.write(whole + added[:cut])
         path.with_name("ledger.jsonl.tip").write_bytes(tip)
+        outside.write_bytes(known)
         assert len(of(path).events()) == 2 and len(recompute_events(path)) == 2
         assert of(path).charge(an_event(4)).number == 3
         assert [charged.event.round for charged in of(path).events()] == [1, 2, 4]
@@ -278,12 +284,26 @@ def test_another_population_has_another_ledger(path: Path) -> None:
             Ledger(path, name)  # type: ignore[arg-type]
 
 
-def test_a_clock_that_goes_back_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for round, now in ((1, "2030-01-01T00:00:00+00:00"), (2, "1999-01-01T00:00:00+00:00")):
-        monkeypatch.setattr(ledger, "_now", lambda now=now: now)
+def test_no_line_has_a_time_and_each_field_was_decided_on(path: Path) -> None:
+    """A line of every kind. Of one run's times another one's would follow, so that it is all kinds and every q."""
+    of(path).charge(an_event(1), Budget(50.0, 1e-3))
+    of(path).charge(an_event(2, q=0.5))
+    of(path).charge_earlier(Earlier("the adapter of 2025", 5.0, rounds=2))
+    tip = path.with_name("ledger.jsonl.tip")
+    tip.unlink()
+    of(path).adopt("a new disk")
+    assert {line["kind"] for line in lines(path)} == {"ledger", "event", "budget", "earlier", "moved"}
+    for line in [*lines(path), json.loads(tip.read_text())]:
+        assert unlisted("ledger", line) == [] and filtered("ledger", line) == line
+    assert fate_of("ledger", "time") == "dropped"
+
+
+def test_its_time_of_change_is_the_number_of_its_newest_line(path: Path) -> None:
+    """A backup that goes by times of change takes each line; nobody learns when a round ended."""
+    for round in (1, 2, 3):
         of(path).charge(an_event(round))
-    assert [charged.number for charged in of(path).events()] == [1, 2]
-    assert [charged.time[:4] for charged in of(path).events()] == ["2030", "1999"]
+        for file in (path, path.with_name("ledger.jsonl.tip")):
+            assert file.stat().st_mtime == datetime(1980, 1, 1, 12, 0, round, tzinfo=UTC).timestamp()
 
 
 def test_a_link_to_the_ledger_is_the_ledger(path: Path, tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_it_stops_before_the_budget_is_passed_and_leaves_what_it_has(place: Path
     Ledger(ledger, "three toy sites").set_budget(Budget(60.0, 1e-3), "the board | agreed")
     assert [record.round for record in execute(prepare(config), folder, resume=True)] == [2, 3]
     card, told = (folder.path / "adapter" / "README.md").read_text(), folder.read_json("summary.json")["privacy"]
-    assert "budget raised on" in card and "the board \\x7c agreed" in card
+    assert "budget raised in line 4 from" in card and "the board \\x7c agreed" in card
     assert [b["epsilon"] for b in told["ledger"]["budgets"]][1:] == [60.0]
     own = configured(place, f"privacy.ledger={ledger}", "evaluate.every=3", "privacy.budget=50")
     assert not list(execute(prepare(own), folder, resume=True)), "privacy.budget is free to differ"

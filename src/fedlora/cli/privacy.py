@@ -31,7 +31,13 @@ def privacy(
     noise_multiplier: Annotated[float | None, typer.Option(help="z of that training")] = None,
     rounds: Annotated[int | None, typer.Option(help="releases of that training")] = None,
     sampling: Annotated[float | None, typer.Option(help="q of that training (default: 1, all clients)")] = None,
-    adopt: Annotated[bool, typer.Option("--adopt", help="go on with a ledger that was moved or restored")] = False,
+    adopt: Annotated[
+        bool,
+        typer.Option(
+            "--adopt",
+            help="go on with a ledger that was copied, moved or restored; the original may never be used again",
+        ),
+    ] = False,
     because: Annotated[str | None, typer.Option(help="why: it stays in the ledger, for all to read")] = None,
     population: Annotated[str | None, typer.Option(help="begin the ledger of these clients, where none is")] = None,
     data_root: DataRoot = None,
@@ -39,7 +45,12 @@ def privacy(
 ) -> None:
     """What a private run will cost and what is left of its signal, or what a ledger has spent.
 
-    With --budget, --charge or --adopt: a decision about a ledger, which writes one line with the reason."""
+    With --budget, --charge or --adopt: a decision about a ledger, which writes one line with the reason.
+
+    A copy of a ledger is recognised by what is known of it in FEDLORA_STATE_DIR (default: ~/.local/state/fedlora), and
+    --adopt writes that anew: this user's other copies on this machine are refused from then on. A ledger that was set
+    back together with that folder, as by a snapshot of a whole virtual machine, is not recognised, nor is an original
+    on another machine."""
     from fedlora.cli.privacy_ledger import decide, show_ledger
 
     if sum((planned, budget is not None, charge, adopt)) > 1:

@@ -84,6 +84,7 @@ def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson
 
 
 def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
+    from fedlora.runs.private_outputs import without_times
     from fedlora.runs.resuming import changes
 
     if not (resume and folder.exists() and folder.finished()) or changes(folder, config):
@@ -95,6 +96,7 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
         notes.print(_nothing_left(folder, config), style="yellow", markup=False, soft_wrap=True)
     if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
+    without_times(folder, config)
     if as_json:
         print_json(folder.read_json("summary.json"))
     else:
@@ -159,7 +161,8 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     if config.privacy is not None:
         if not folder.exists():
             check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
-        notes.print(where_to_look(folder.path / "private" / "log"), style="yellow", markup=False, soft_wrap=True)
+        words = where_to_look(folder.path / "private" / "log", drawn=config.privacy.sampling == "poisson")
+        notes.print(words, style="yellow", markup=False, soft_wrap=True)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
     with _progress(label, config.run.rounds, per_round, prepared.metric, done) as watch:

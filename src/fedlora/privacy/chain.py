@@ -1,14 +1,17 @@
 """The ledger's bytes: lines of JSON, each with the digest of the one before. Pure: no file is touched here.
 
-    {"kind": "ledger", "population": ..., "id": ..., "inode": ..., ...}      line 0
+    {"kind": "ledger", "population": ..., "id": ..., "mark": ..., ...}       line 0
     {"kind": "event", "number": 1, "before": SHA-256 of line 0, ...}
     {"kind": "earlier", "number": 2, "before": SHA-256 of line 1, "noise_multiplier": ..., "rounds": ..., ...}
     {"kind": "budget", "number": 3, ..., "epsilon": ..., "delta": ..., "reason": ...}
-    {"kind": "moved", "number": 4, ..., "inode": ..., "reason": ...}
+    {"kind": "moved", "number": 4, ..., "mark": ..., "reason": ...}
 
 A changed, missing or exchanged line breaks the chain. Lines cut off at the end do not: the tip, a small file beside the
 ledger with the newest number and digest, tells that. Whoever rewrites ledger and tip together is told by nobody but an
 outsider who kept an earlier tip (it is on the cards of runs): a ledger is kept honestly by those who own it, or not.
+
+No line has a time. When a round ended tells how long it took, and that tells who was drawn for it; and times of one run
+would tell those of another one beside it in the file.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ Tip = tuple[int, str]
 class Book:
     """A ledger as it was read. length: of its whole lines, in bytes; torn: what stands after them, of a write that was
     cut short. tips: (number, digest) of each line. budgets: as they were set, the newest last. moves: why the file is
-    another one than it was."""
+    another one than it was. mark: of the one file that goes on (`outside`)."""
 
     population: str
     id: str
-    inode: int
+    mark: str
     charged: tuple[Charged, ...]
     earlier: tuple[Earlier, ...]
     budgets: tuple[BudgetSet, ...]
@@ -74,27 +77,27 @@ def digest_of(line: bytes) -> str:
     return hashlib.sha256(line.rstrip(b"\n")).hexdigest()
 
 
-def header(population: str, id: str, inode: int, time: str) -> bytes:
-    found = {"kind": "ledger", "version": VERSION, "population": population, "id": id, "inode": inode, "time": time}
+def header(population: str, id: str, mark: str) -> bytes:
+    found = {"kind": "ledger", "version": VERSION, "population": population, "id": id, "mark": mark}
     return line_of(found | {"meaning": MEANING})
 
 
-def event_line(event: Event, after: Tip, time: str) -> bytes:
-    return line_of({"kind": "event", "number": after[0] + 1, "before": after[1], "time": time, **event.plain()})
+def event_line(event: Event, after: Tip) -> bytes:
+    return line_of({"kind": "event", "number": after[0] + 1, "before": after[1], **event.plain()})
 
 
-def earlier_line(earlier: Earlier, after: Tip, time: str) -> bytes:
-    return line_of({"kind": "earlier", "number": after[0] + 1, "before": after[1], "time": time, **asdict(earlier)})
+def earlier_line(earlier: Earlier, after: Tip) -> bytes:
+    return line_of({"kind": "earlier", "number": after[0] + 1, "before": after[1], **asdict(earlier)})
 
 
-def budget_line(budget: Budget, reason: str, after: Tip, time: str) -> bytes:
-    found = {"kind": "budget", "number": after[0] + 1, "before": after[1], "time": time}
+def budget_line(budget: Budget, reason: str, after: Tip) -> bytes:
+    found = {"kind": "budget", "number": after[0] + 1, "before": after[1]}
     return line_of(found | {**asdict(budget), "reason": reason})
 
 
-def moved_line(inode: int, reason: str, after: Tip, time: str) -> bytes:
-    found = {"kind": "moved", "number": after[0] + 1, "before": after[1], "time": time}
-    return line_of(found | {"inode": inode, "reason": reason})
+def moved_line(mark: str, reason: str, after: Tip) -> bytes:
+    found = {"kind": "moved", "number": after[0] + 1, "before": after[1]}
+    return line_of(found | {"mark": mark, "reason": reason})
 
 
 def read(raw: bytes, name: str) -> Book | None:
@@ -113,7 +116,7 @@ def read(raw: bytes, name: str) -> Book | None:
             f"{name} is no ledger of this version: its first line is of kind {quoted(first.get('kind'))}, version "
             f"{quoted(first.get('version'))}. Name the population's own ledger."
         )
-    population, id, inode = (_of(first, key, kind, name, 0) for key, kind in _HEADER)
+    population, id, mark = (_of(first, key, kind, name, 0) for key, kind in _HEADER)
     tips, charged = [(0, digest_of(lines[0]))], list[Charged]()
     earlier, budgets, moves = list[Earlier](), list[BudgetSet](), list[str]()
     for number, line in enumerate(lines[1:], start=1):
@@ -123,18 +126,17 @@ def read(raw: bytes, name: str) -> Book | None:
                 f"{name} was changed: line {number} does not follow from line {number - 1} (each line repeats the "
                 f"digest of the one before). Restore the ledger as it was; what was spent cannot be told from it."
             )
-        kind, time, digest = found.pop("kind", None), _of(found, "time", str, name, number), digest_of(line)
-        del found["time"]
+        kind, digest = found.pop("kind", None), digest_of(line)
         try:
             if kind == "event":
-                charged.append(Charged(number, time, digest, Event.from_plain(found)))
+                charged.append(Charged(number, digest, Event.from_plain(found)))
             elif kind == "earlier":
                 earlier.append(Earlier(**found))
             elif kind == "budget":
                 check_reason(reason := found.pop("reason", ""))
-                budgets.append(BudgetSet(number, time, Budget(**found), reason))
+                budgets.append(BudgetSet(number, Budget(**found), reason))
             elif kind == "moved":
-                inode = _of(found, "inode", int, name, number)
+                mark = _of(found, "mark", str, name, number)
                 moves.append(str(found.get("reason", "")))
             else:
                 raise LedgerError(f"it is of an unknown kind {quoted(kind)}.")
@@ -142,10 +144,10 @@ def read(raw: bytes, name: str) -> Book | None:
             raise LedgerError(f"{name}, line {number}: {error}") from error
         tips.append((number, digest))
     told = tuple(charged), tuple(earlier), tuple(budgets), tuple(moves), tuple(tips)
-    return Book(population, id, inode, *told, len(whole) + 1, len(torn))
+    return Book(population, id, mark, *told, len(whole) + 1, len(torn))
 
 
-_HEADER: tuple[tuple[str, Any], ...] = (("population", str), ("id", str), ("inode", int))
+_HEADER: tuple[tuple[str, Any], ...] = (("population", str), ("id", str), ("mark", str))
 
 
 def _object(line: bytes, name: str, number: int) -> dict[str, Any]:

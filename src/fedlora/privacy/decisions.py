@@ -54,10 +54,9 @@ class Earlier:
 
 @dataclass(frozen=True)
 class BudgetSet:
-    """A budget of the population, from line `number` on. time: UTC, for people."""
+    """A budget of the population, from line `number` on."""
 
     number: int
-    time: str
     budget: Budget
     reason: str
 

@@ -126,11 +126,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Charged:
-    """An event in its ledger. number: of its line, from 1. time: UTC, for people only: nothing is decided by it.
-    digest: of its line, which the next line repeats."""
+    """An event in its ledger. number: of its line, from 1. digest: of its line, which the next line repeats."""
 
     number: int
-    time: str
     digest: str
     event: Event
 

@@ -14,7 +14,7 @@ What is decided, and why:
 * The budget is the population's and stands in the file, from the first charge that names one. Another one is a decision
   of people: `set_budget` writes a line with the reason, and cards tell of it.
 * Each line repeats the digest of the one before (`chain`); what the file itself keeps safe: `ledger_file`.
-* A clock that goes back changes nothing: order is by number, times are for people.
+* It has no clock: order is by number (`chain`). A date that people want stands in their reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,9 @@ class Ledger:
         (1, 23.06)
     """
 
-    def __init__(self, path: Path, population: str) -> None:
-        """path: of the file, which the first charge makes. population: its name, chosen by the user, for good.
+    def __init__(self, path: Path, population: str, *, state: Path | None = None) -> None:
+        """path: of the file, which the first charge makes. population: its name, chosen by the user, for good. state:
+        where to keep what is known of it outside of its folder; None: as `outside.state_folder`.
 
         Raises:
             LedgerError: no name.
@@ -66,7 +66,7 @@ class Ledger:
             raise LedgerError(
                 f"the population's name is 1 to 200 letters that print (whose data is it?); got {quoted(population)}."
             )
-        self._file = LedgerFile(Path(os.path.realpath(path)), population)
+        self._file = LedgerFile(Path(os.path.realpath(path)), population, state)
 
     @property
     def path(self) -> Path:
@@ -75,6 +75,10 @@ class Ledger:
     @property
     def population(self) -> str:
         return self._file.population
+
+    @property
+    def state(self) -> Path | None:
+        return self._file.state
 
     def charge(self, event: Event, budget: Budget | None = None, *, left: bool = False) -> Charged:
         """Write the event: whole, and on the disk when this returns. Only then may its release leave.
@@ -90,7 +94,7 @@ class Ledger:
         """
         if not event.released:
             raise LedgerError("an event is charged with the digest of what is released: `Journal.store` does both.")
-        with self._file.opened(_now()) as (descriptor, book):
+        with self._file.opened() as (descriptor, book):
             for other in book.charged:
                 if _same(other.event, event):
                     self._file.flush(descriptor, book)  # its own writer may have been killed before it did
@@ -98,12 +102,11 @@ class Ledger:
             if not left:
                 self._require(book, event, budget, 1)
             if budget is not None and not book.budgets:
-                first = chain.budget_line(budget, f"named by the run {event.run}", book.tip, _now())
+                first = chain.budget_line(budget, f"named by the run {event.run}", book.tip)
                 book = self._file.append(descriptor, book, first)
-            now = _now()
-            line = chain.event_line(event, book.tip, now)
+            line = chain.event_line(event, book.tip)
             self._file.append(descriptor, book, line)
-            return Charged(book.tip[0] + 1, now, chain.digest_of(line), event)
+            return Charged(book.tip[0] + 1, chain.digest_of(line), event)
 
     def charge_earlier(self, earlier: Earlier) -> int:
         """Write down what these clients' data were used for outside this ledger, whatever the budget: it has happened.
@@ -112,7 +115,7 @@ class Ledger:
         Raises:
             LedgerError: the same is charged already, no finite epsilon would be left, or the file cannot be used.
         """
-        with self._file.opened(_now()) as (descriptor, book):
+        with self._file.opened() as (descriptor, book):
             if earlier in book.earlier:
                 raise LedgerError(
                     f"the ledger {self.path} was charged with {quoted(earlier.reason)} and these numbers already. If "
@@ -127,7 +130,7 @@ class Ledger:
                     f"{self.path} could never pay for another round; nothing was written. Check the noise multiplier "
                     f"({earlier.noise_multiplier:g}), rounds ({earlier.rounds:,}) and sampling ({earlier.sampling:g})."
                 )
-            return self._file.append(descriptor, book, chain.earlier_line(earlier, book.tip, _now())).tip[0]
+            return self._file.append(descriptor, book, chain.earlier_line(earlier, book.tip)).tip[0]
 
     def set_budget(self, budget: Budget, reason: str) -> int:
         """From now on the population may spend so much in all: more than before, or less. Returns the line's number.
@@ -136,20 +139,22 @@ class Ledger:
             LedgerError: no reason, the same budget as now, or the file cannot be used.
         """
         check_reason(reason)
-        with self._file.opened(_now()) as (descriptor, book):
+        with self._file.opened() as (descriptor, book):
             if book.budget == budget:
                 raise LedgerError(f"the budget of {self.path} is epsilon {budget.epsilon:g} already.")
-            return self._file.append(descriptor, book, chain.budget_line(budget, reason, book.tip, _now())).tip[0]
+            return self._file.append(descriptor, book, chain.budget_line(budget, reason, book.tip)).tip[0]
 
     def adopt(self, reason: str) -> None:
-        """Go on with a file that was moved to another disk or restored from a backup. Only where the original will
-        never be used again: else both spend one budget. A line in the file says so for ever.
+        """Go on with a file that was moved to another disk or machine, or restored from a backup. A line in it says so
+        for ever. From then on this user's other copies on this machine are refused. Of a copy elsewhere nothing here
+        knows: it must never be used again, else both spend one budget.
 
         Raises:
-            LedgerError: no reason, or the file is not there, is no copy, or was damaged or cut off.
+            LedgerError: no reason, or the file is not there, is no copy, or was damaged or cut off, or is
+                older than what was written.
         """
         check_reason(reason)
-        self._file.adopt(reason, _now())
+        self._file.adopt(reason)
 
     def check(self, event: Event, budget: Budget | None, rounds: int = 1) -> None:
         """Ask before a round, or before a run: nothing is written. budget: as for `charge`.
@@ -158,7 +163,7 @@ class Ledger:
             BudgetSpent: with `rounds` such events more the population would have spent more than a budget.
             LedgerError: the file cannot be used.
         """
-        self._require(self._file.read(), event, budget, rounds)
+        self._require(self._file.read_own(), event, budget, rounds)
 
     def events(self) -> tuple[Charged, ...]:
         """All that was charged; () where the file does not exist. Raises `LedgerError`."""
@@ -230,12 +235,8 @@ class Ledger:
 
 def budget_facts(found: BudgetSet) -> dict[str, Any]:
     """Plain values."""
-    return {"line": found.number, "time": found.time, **asdict(found.budget), "reason": found.reason}
+    return {"line": found.number, **asdict(found.budget), "reason": found.reason}
 
 
 def _same(one: Event, other: Event) -> bool:
     return (one.run, one.round, one.released) == (other.run, other.round, other.released)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,11 +1,16 @@
 """The ledger's two files: the lines, and NAME.tip beside them, which holds the newest line's number and digest.
 
+A third one lies elsewhere: what is known of it `outside`.
+
 What is decided, and why:
 * A line is appended under a lock (flock) and flushed (fsync of file and folder) before anything may leave for it.
 * A last line without its end was never finished: nothing left for it. The next line cuts it off.
 * A ledger that was edited, or cut off behind its tip, is refused, and so is a tip without its ledger.
-* The file knows itself by its inode. A copy is refused: both would spend the same budget.
+* One file has the mark that is known outside, lies where that says, and holds the newest line that was written. A copy
+  or an older one is refused: both would spend the same budget. Written last, before anything may leave for the line:
+  a writer that is killed before left nothing, and its line counts.
 * No locks in the file system: refused.
+* Its time of change says the number of its newest line, not when that was written (`chain`).
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,8 @@ from fedlora.errors import LedgerError
 from fedlora.privacy import chain
 from fedlora.privacy.chain import Book
 from fedlora.privacy.locked_file import content, held, put
+from fedlora.privacy.outside import Outside, elsewhere
+from fedlora.privacy.released import TIMELESS
 
 _Tip = tuple[Any, Any, Any]  # id, number, digest
 
@@ -35,6 +42,7 @@ class LedgerFile:
 
     path: Path
     population: str
+    state: Path | None = None  # where what is known outside lies; None: as `outside.state_folder`
 
     def read(self) -> Book | None:
         """What it holds, without the lock: whole lines only grow, and the tip is read first. None: no such file.
@@ -57,10 +65,27 @@ class LedgerFile:
         return book
 
     @contextmanager
-    def opened(self, now: str) -> Iterator[tuple[int, Book]]:
+    def opened(self) -> Iterator[tuple[int, Book]]:
         """The locked file and its book, begun where it is new. Raises `LedgerError`, also for a copy."""
         with held(self.path) as descriptor:
-            yield descriptor, self._begun(descriptor, now)
+            book, outside = self._begun(descriptor), self._outside
+            with outside(book).held():
+                tip = self._tip()
+                self._check(book, tip)
+                self._require_own(book, outside(book).read())
+                self._require_tip(book, tip)
+                yield descriptor, book
+
+    def read_own(self) -> Book | None:
+        """As `read`, of the ledger itself. Raises `LedgerError` also for a copy, and where nothing could be kept."""
+        book = self.read()
+        if book is None:
+            Outside("ledgers", "new", self.state).check_writable()
+            return None
+        known = self._outside(book).read()
+        book = self.read() or book  # after what is known: lines only grow
+        self._require_own(book, known)
+        return book
 
     def append(self, descriptor: int, book: Book, line: bytes) -> Book:
         """One more line, whole and lasting; after an error the file is as it was. Returns the book with it."""
@@ -74,16 +99,16 @@ class LedgerFile:
         if after is None or after.tip != (book.tip[0] + 1, chain.digest_of(line)):
             raise LedgerError(f"the ledger {self.path} does not hold what was written to it; nothing may be released.")
         files.sync_folder(self.path.parent)
-        self._write_tip(after)
+        self._keep_tip(after)
         return after
 
     def flush(self, descriptor: int, book: Book) -> None:
         """What another writer may have been killed before."""
         os.fsync(descriptor)
         files.sync_folder(self.path.parent)
-        self._write_tip(book)
+        self._keep_tip(book)
 
-    def adopt(self, reason: str, now: str) -> None:
+    def adopt(self, reason: str) -> None:
         """A line that says that the file is this one from now on. Raises `LedgerError`: none is there, or damaged."""
         if not self.path.is_file():
             raise LedgerError(f"{self.path} does not exist: there is nothing to adopt.")
@@ -91,35 +116,38 @@ class LedgerFile:
             book = chain.read(content(descriptor), str(self.path))
             if book is None:
                 raise LedgerError(f"{self.path} holds no ledger: there is nothing to adopt.")
-            tip, inode = self._tip(), os.fstat(descriptor).st_ino
-            self._check(book, tip)
-            if inode == book.inode and tip is not None:
-                raise LedgerError(f"{self.path} is the ledger itself, no copy of it: it goes on as it is.")
-            self.append(descriptor, book, chain.moved_line(inode, reason, book.tip, now))
+            outside = self._outside(book)
+            with outside.held():
+                tip, known = self._tip(), outside.read()
+                self._check(book, tip)
+                self._require_newest(book, known)
+                if tip is not None and not self._strange(book, known):
+                    raise LedgerError(f"{self.path} is the ledger itself, no copy of it: it goes on as it is.")
+                mark = secrets.token_hex(8)
+                self._know(book, mark)  # from here on the other one is refused, and this one until it has its line
+                self.append(descriptor, book, chain.moved_line(mark, reason, book.tip))
 
     @property
     def tip_path(self) -> Path:
         return self.path.with_name(f"{self.path.name}.tip")
 
-    def _begun(self, descriptor: int, now: str) -> Book:
-        tip, inode = self._tip(), os.fstat(descriptor).st_ino
+    def _begun(self, descriptor: int) -> Book:
         book = chain.read(content(descriptor), str(self.path))
         if book is None:
-            self._require_none(tip)
+            self._require_none(self._tip())
             os.ftruncate(descriptor, 0)
-            put(descriptor, chain.header(self.population, secrets.token_hex(8), inode, now), 0)
+            header = chain.header(self.population, secrets.token_hex(8), secrets.token_hex(8))
+            begun = chain.read(header, str(self.path))
+            assert begun is not None
+            self._know(begun, begun.mark)  # before the line: a ledger of which nothing is known is a copy
+            put(descriptor, header, 0)
             files.sync_folder(self.path.parent)
             book = chain.read(content(descriptor), str(self.path))
             if book is None:
                 raise LedgerError(f"the ledger {self.path} cannot be written: the file stays empty.")
-        if book.inode != inode:
-            raise LedgerError(
-                f"the ledger {self.path} is a copy: it was begun as another file (inode {book.inode}, this one is "
-                f"{inode}). Two copies would spend one budget twice. Use the original; where it was moved to another "
-                f"disk or restored, and the original is never used again: fedlora privacy {self.path.name} --adopt "
-                f"--because 'why it is here now'."
-            )
-        self._check(book, tip)
+        return book
+
+    def _require_tip(self, book: Book, tip: _Tip | None) -> None:
         if tip is None and len(book.tips) == 1:  # begun just now, or its maker was killed before this
             self._write_tip(book)
         elif tip is None:
@@ -129,7 +157,6 @@ class LedgerFile:
                 f"(compare its newest line with what cards say): fedlora privacy {self.path.name} --adopt --because "
                 f"'what happened to it'."
             )
-        return book
 
     def _tip(self) -> _Tip | None:
         """(id, number, digest) in the tip's file; None where there is none."""
@@ -162,6 +189,48 @@ class LedgerFile:
                 f"spent on {quoted(self.population)} cannot be forgotten: restore the ledger."
             )
 
+    def _outside(self, book: Book) -> Outside:
+        return Outside("ledgers", book.id, self.state)
+
+    def _know(self, book: Book, mark: str) -> None:
+        self._outside(book).write(self.path, mark=mark, number=book.tip[0], digest=book.tip[1])
+
+    def _strange(self, book: Book, known: Mapping[str, Any] | None) -> str:
+        """Why it is not the one that is known outside, in words; "" where it is."""
+        if known is None:
+            return f"nothing is known of it in {self._outside(book).path.parent}"
+        return elsewhere(known, self.path) or (
+            "" if known.get("mark") == book.mark else "another copy of it was adopted since"
+        )
+
+    def _require_newest(self, book: Book, known: Mapping[str, Any] | None) -> None:
+        if known is not None and (known.get("number"), known.get("digest")) not in book.tips:
+            raise LedgerError(
+                f"the ledger {self.path} is older than what was written: it ends with line {book.tip[0]}, and line "
+                f"{quoted(known.get('number'))}, which {self._outside(book).path} knows, is not in it. What was "
+                f"released since would be forgotten. Restore the newest one; where that is lost for good, remove that "
+                f"file, adopt this one (fedlora privacy {self.path.name} --adopt --because '...'), and charge what is "
+                f"lacking (--charge)."
+            )
+
+    def _require_own(self, book: Book, known: Mapping[str, Any] | None) -> None:
+        """Raises `LedgerError` for a copy, and for an older one."""
+        if why := self._strange(book, known):
+            raise LedgerError(
+                f"the ledger {self.path} is a copy, or was moved or restored: {why}. Two copies would spend one budget "
+                f"twice. Use the original, as the user and with the FEDLORA_STATE_DIR that it was used with; where "
+                f"this is meant, and the original is never used again: fedlora privacy {self.path.name} --adopt "
+                f"--because 'why it is here now'."
+            )
+        self._require_newest(book, known)
+
+    def _keep_tip(self, book: Book) -> None:
+        self._write_tip(book)
+        self._know(book, book.mark)
+
     def _write_tip(self, book: Book) -> None:
         number, digest = book.tip
         files.write(self.tip_path, chain.line_of({"number": number, "digest": digest, "id": book.id}))
+        for path in (self.path, self.tip_path):
+            with suppress(PermissionError):  # another user's file
+                os.utime(path, (TIMELESS + number,) * 2)

@@ -29,7 +29,7 @@ def held(path: Path) -> Iterator[int]:
         raise LedgerError("a privacy ledger needs file locks (flock), which this system has not: use Linux or a Mac.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
         raise LedgerError(f"the ledger {path} cannot be opened: {error.strerror or error}.") from error
     try:

@@ -165,6 +165,12 @@ RELEASES: tuple[Item, ...] = (
     *_items("card", "dropped", COUNT, "examples"),
     *_items("card", "dropped", DATA, "classes.counts"),
     *_items("card", "dropped", REFUSED, "attack", "attack_row", "attack_tag", "defence"),
+    # the ledger: of lines of every kind; and NAME.tip
+    *_items("ledger", "released", PUBLIC, "kind", "version", "population", "meaning", "id", "number", "before"),
+    *_items("ledger", "released", PUBLIC, "mark", "reason", "epsilon", "delta", "run", "round", "rounds", "sampling"),
+    *_items("ledger", "released", PUBLIC, "noise_multiplier", "clip", "grid", "size", "sensitivity", "digest"),
+    *_items("ledger", "privatised", PAID, "released"),
+    *_items("ledger", "dropped", TRAFFIC, "time"),
     # RUN/config.json, and the configuration that trackers get: `runs.private_outputs.shown_config`
     *_items("config.json", "dropped", PLACES, "data.clients.*", "data.train"),
     # the run's folder: each entry as a whole

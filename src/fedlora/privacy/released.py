@@ -12,7 +12,8 @@ The list itself is `release_list`: each thing with its place, its fate and the r
     secret       written for this server's own resume; never leaves it
     dropped      not written: it would say something about a client that no noise hides
 
-Differential privacy says nothing about timing; what this list can drop of it, it drops.
+Differential privacy says nothing about timing; what this list can drop of it, it drops. Where clients are drawn
+secretly, times tell the draw, and no file of the list has one: neither in it nor as its time of change.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fedlora.privacy.release_list import RELEASES, Fate, Item
 
 __all__ = ["Fate", "Item", "fate_of", "filtered", "items", "places", "unlisted"]
 
+TIMELESS = 315_576_000.0  # noon of 1 January 1980, UTC: what a file says where its time of change would tell
 _Path = tuple[str, ...]
 _LIST: dict[str, dict[_Path, Item]] = {}
 for _item in RELEASES:

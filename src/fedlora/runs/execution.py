@@ -32,7 +32,7 @@ from fedlora.runs.exported import export_folder, write_export
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.own_exports import UPLOADS, check_replaceable, clear_exports
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_outputs import private_line, private_summary, shown_config
+from fedlora.runs.private_outputs import private_line, private_summary, shown_config, without_times
 from fedlora.runs.private_releases import begin, keep_config, read_private
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private, told
 from fedlora.runs.readouts import global_adapter, with_base_change
@@ -396,6 +396,7 @@ def _finish(
         "diagnostics": server.diagnostics(state.server),
     }
     folder.finish(summary if spent is None else private_summary(summary, spent), made)
+    without_times(folder, prepared.config)
 
 
 def _confusion(prepared: Prepared, measured: Mapping[str, Measured]) -> dict[str, Any] | None:

@@ -64,6 +64,11 @@ def _refusals(config: RunConfig) -> Iterator[str]:
         )
     if section.sampling == "poisson" and run.participation == 1.0:
         yield "privacy.sampling = 'poisson' draws each client with chance run.participation, which is 1: set it below 1"
+    if section.sampling == "poisson" and run.track:
+        yield (
+            f"run.track = {list(run.track)} stores when each round ended, which tells who was drawn, and "
+            f"privacy.sampling = 'poisson' counts on nobody knowing: leave run.track out"
+        )
     if run.keep_uploads != "none":
         yield (
             f"run.keep_uploads = {run.keep_uploads!r} stores what clients sent, and [privacy] promises that only "

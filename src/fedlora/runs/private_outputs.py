@@ -7,11 +7,13 @@ table says nothing. Held-out examples are public in a private run: `private_chec
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from fedlora.privacy.released import filtered, items
+from fedlora.privacy.released import TIMELESS, fate_of, filtered, items
 from fedlora.runs.config import RunConfig
+from fedlora.runs.folder import RunFolder
 from fedlora.runs.own_files import with_paths
 
 WITHHELD = "withheld"
@@ -49,3 +51,14 @@ def private_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> d
     }
     told = {**summary, "privacy": privacy, "withheld": withheld}
     return filtered("summary.json", told, public=True, blank=True)
+
+
+def without_times(folder: RunFolder, config: RunConfig) -> None:
+    """Where clients are drawn secretly: all of the run that may leave says the same time of change, also the secret
+    folders themselves. How long the run took tells how often a slow client was drawn."""
+    if config.privacy is None or config.privacy.sampling == "all":
+        return
+    for entry in [*folder.path.iterdir(), folder.path]:
+        inside = entry != folder.path and fate_of("folder", entry.name) in ("released", "if-public")
+        for path in [*(entry.rglob("*") if inside else ()), entry]:
+            os.utime(path, (TIMELESS, TIMELESS), follow_symlinks=False)

@@ -4,7 +4,8 @@ RUN/private/    for the server alone (mode 700): nothing of it may be handed out
     run.json        the run's id in the ledger
     config.json     the configuration, with the paths of clients' data, which RUN/config.json has not
     content.json    digests and sizes of clients' data, which a resume compares
-    sample.json     who was drawn for the round that is being played (privacy.sampling = "poisson")
+    sample.json     who was drawn for the round that is being played (privacy.sampling = "poisson"): of this folder
+                    alone, as `fedlora.privacy.outside` knows it
     journal/        the noised sums
     log             what became of single clients: who failed or was refused, and why
 """
@@ -28,6 +29,7 @@ from fedlora.errors import CheckpointError, HyperparameterError
 from fedlora.privacy.journal import Journal
 from fedlora.privacy.ledger import Budget, Event, Ledger
 from fedlora.privacy.mechanism import Mechanism
+from fedlora.privacy.outside import Outside, elsewhere
 from fedlora.runs.folder import RunFolder
 from fedlora.server.private_options import Releases
 
@@ -66,7 +68,7 @@ class OnDisk(Releases):
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
         _secret(self.folder)
         kept = self.journal.store(round, noised, self.event(round, mechanism, len(noised), sampling), context)
-        (self.folder / "sample.json").unlink(missing_ok=True)
+        self._forget_draw()
         return kept
 
     def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
@@ -74,25 +76,36 @@ class OnDisk(Releases):
         if path.is_file():
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
-                was, here = (found["round"], found["context"], found["folder"]), self.folder.stat().st_ino
+                was, draw = (found["round"], found["context"]), Outside("draws", str(found["draw"]), self.ledger.state)
                 names = [str(client) for client in found["clients"]]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
                     f"{path} is damaged ({error}), and who was drawn for round {round} may not be drawn twice. Restore "
                     f"it, or begin another run."
                 ) from error
-            if was[:2] == (round, context) and was[2] != here:
-                raise CheckpointError(
-                    f"{self.folder} is a copy: who takes part in round {round} was drawn in another folder. Two sums "
-                    f"of one draw would cost more than the ledger says. Go on in the original; where it is gone, begin "
-                    f"another run."
-                )
-            if was[:2] == (round, context):
+            if was == (round, context):
+                known = draw.read()
+                if known is None or elsewhere(known, self.folder):
+                    raise CheckpointError(
+                        f"{self.folder} is a copy: who takes part in round {round} was drawn in another folder, or "
+                        f"{draw.path}, which knows of it, is gone. Two sums of one draw would cost more than the "
+                        f"ledger says. Go on in the original; where it is gone, begin another run."
+                    )
                 return names
+            self._forget_draw()
         _secret(self.folder)
-        at = self.folder.stat().st_ino
-        files.write(path, json.dumps({"round": round, "context": context, "clients": list(drawn), "folder": at}))
+        draw = Outside("draws", secrets.token_hex(8), self.ledger.state)
+        draw.write(self.folder)  # before the draw is stored: killed between, it was never used
+        files.write(path, json.dumps({"round": round, "context": context, "clients": list(drawn), "draw": draw.id}))
         return drawn
+
+    def _forget_draw(self) -> None:
+        """The sum is made, and nobody goes on with its draw."""
+        path = self.folder / "sample.json"
+        if path.is_file():
+            draw = Outside("draws", str(json.loads(path.read_bytes())["draw"]), self.ledger.state)
+            path.unlink()
+            draw.remove()
 
     def note(self, round: int, client: str, what: str) -> None:
         """A line of the log: `Privacy.diary`. Where it cannot be written the run goes on: that it ended would tell."""

@@ -78,7 +78,9 @@ def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
     section, rounds, share = prepared.config.privacy, prepared.config.run.rounds, prepared.config.run.participation
     if section is None:
         raise ConfigError("this configuration has no table [privacy].")
-    ledger = Ledger(Path(section.ledger), section.population)
+    # a simulation spends nobody's budget: what is known of its ledger lies with the run
+    state = folder / "state" if section.population == SIMULATED else None
+    ledger = Ledger(Path(section.ledger), section.population, state=state)
     return OnDisk(folder, run, ledger, section.limit(ledger, rounds, share), rounds, section.delta)
 
 
@@ -102,7 +104,7 @@ def of_people(ledger: Mapping[str, Any]) -> Iterator[str]:
     for before, after in pairwise(ledger.get("budgets", [])):
         raised = "raised" if after["epsilon"] > before["epsilon"] and after["delta"] >= before["delta"] else "set"
         yield (
-            f"budget {raised} on {after['time'][:10]} from epsilon {before['epsilon']:g} at delta {before['delta']:g} "
+            f"budget {raised} in line {after['line']} from epsilon {before['epsilon']:g} at delta {before['delta']:g} "
             f"to {after['epsilon']:g} at {after['delta']:g}: {after['reason']}"
         )
     for earlier in ledger.get("earlier", []):

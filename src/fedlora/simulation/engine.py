@@ -131,7 +131,8 @@ def play(
         if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
             with round.clock("evaluate"):
                 metrics = _checked_metrics(evaluator.evaluate(server, state))
-            record = replace(record, metrics=metrics, seconds=dict(round.clock.seconds))
+            seconds = {} if server.privacy is not None else dict(round.clock.seconds)
+            record = replace(record, metrics=metrics, seconds=seconds)
         yield record
 
 

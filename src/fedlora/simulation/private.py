@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from fedlora.core.sent import Tamperer
 from fedlora.core.trainer import Together, Trainer, Workers
@@ -44,6 +44,6 @@ def check_private(
         raise HyperparameterError("an adversary's doings are told, and a private round tells of no single client.")
 
 
-def private_record(state: RunState, seconds: Mapping[str, float], server_rank: float) -> RoundRecord:
-    """Of a round that tells nothing but what it became."""
-    return RoundRecord(state.round, state, {}, {}, {}, {}, seconds, Traffic(), server_rank, ())
+def private_record(state: RunState, server_rank: float) -> RoundRecord:
+    """Of a round that tells nothing but what it became: how long it took would tell who was drawn."""
+    return RoundRecord(state.round, state, {}, {}, {}, {}, {}, Traffic(), server_rank, ())

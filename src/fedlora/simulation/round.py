@@ -82,7 +82,7 @@ class Round:
         after = self._closed
         if self._private:
             state = RunState(after.round, after, ReadOnly(self._memories))
-            return private_record(state, dict(self.clock.seconds), _mean_rank(self._server, after))
+            return private_record(state, _mean_rank(self._server, after))
         tally = after.tally
         weights, refused = (tally.weights, tally.refused) if tally is not None else ({}, {})
         return RoundRecord(

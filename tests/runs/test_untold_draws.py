@@ -1,0 +1,159 @@
+"""A secret draw, and a reader of all that a run publishes. Kind of evidence: attack. One client is slow: whoever learns
+when rounds ended, or how long they took, learns where it was drawn. The reader has every file that may be handed
+out, with its time of change, and the ledger; he looks for any time in them, and for any number that is one thing where
+the slow client was there and another where it was not. What he looks for was in the ledger's lines, once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.errors import ConfigError
+from fedlora.privacy import fate_of
+from fedlora.runs.private_checks import check_private
+from fedlora.server import private_round
+from fedlora.training import LocalTrainer
+from support.command_line import invoke
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.projects import configured, make_project
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+PRIVACY = """
+[privacy]
+clip = 1.0
+noise_multiplier = 1.0
+delta = 1e-3
+population = "three toy sites"
+ledger = "ledger.jsonl"
+sampling = "poisson"
+"""
+THERE = [False, True, False, True, False]  # the slow client, by round
+SLOW = 1.2  # seconds
+ISO = re.compile(r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?")
+EPOCH = re.compile(r"(?<!\d)\d{10}(?:\d{3}|\d{6}|\d{9})?(?!\d)")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("opendp")
+    pytest.importorskip("dp_accounting")
+    folder = make_project(tmp_path_factory.mktemp("drawn"))
+    text = (folder / "config.toml").read_text().replace("[data]", '[data]\nlabels = ["blue", "green", "red"]')
+    (folder / "config.toml").write_text(text.replace("[run]", "[run]\nparticipation = 0.5") + PRIVACY)
+    return folder
+
+
+def published(run: Path, ledger: Path, into: Path) -> Path:
+    """What may be handed out, as `cp -a` copies it."""
+    into.mkdir()
+    for entry in sorted(run.iterdir()):
+        if fate_of("folder", entry.name) in ("released", "if-public"):
+            (shutil.copytree if entry.is_dir() else shutil.copy2)(entry, into / entry.name)
+    for file in (ledger, ledger.with_name(f"{ledger.name}.tip")):
+        shutil.copy2(file, into / file.name)
+    return into
+
+
+def moments(folder: Path) -> Iterator[tuple[str, float]]:
+    """(where, seconds since 1970) of whatever may be a time: of files, in words, and as a number in any unit."""
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        yield f"{name}: time of change", path.stat().st_mtime
+        if not path.is_file():
+            continue
+        text = path.read_bytes().decode(errors="replace")
+        for found in ISO.finditer(text):
+            try:
+                yield f"{name}: {found[0]}", datetime.fromisoformat(found[0]).timestamp()
+            except ValueError:
+                continue
+        for found in EPOCH.finditer(text):
+            yield f"{name}: {found[0]}", float(found[0][:10])
+
+
+def leaves(value: Any, at: str = "") -> Iterator[tuple[str, float]]:
+    """Each number, and each time as one, with where it stands."""
+    if isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(item, f"{at}.{key}")
+    elif isinstance(value, int | float):
+        yield at, float(value)
+    elif isinstance(value, str) and ISO.fullmatch(value):
+        yield at, datetime.fromisoformat(value).timestamp()
+
+
+def series(folder: Path) -> dict[str, list[float]]:
+    """Of each number that the lines of a file have for every round: its values, and its steps. Not the scores of the
+    released model on public examples: the ledger has paid for these."""
+    found = {}
+    for path in sorted(folder.rglob("*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [dict(leaves(line)) for line in lines if line.get("kind", "event") == "event"]
+        if len(lines) == len(THERE):
+            for key in set.intersection(*map(set, lines)):
+                if not key.startswith(".metrics."):
+                    values = [line[key] for line in lines]
+                    found[f"{path.name}{key}"] = values
+                    found[f"{path.name}{key}, steps"] = [b - a for a, b in pairwise(values)]
+    return found
+
+
+def reads(values: list[float]) -> bool:
+    """Whether a number is larger, or smaller, just where the slow client was there."""
+    there = [v for v, was in zip(reversed(values), reversed(THERE), strict=False) if was]
+    away = [v for v, was in zip(reversed(values), reversed(THERE), strict=False) if not was]
+    return max(there) < min(away) or max(away) < min(there)
+
+
+def test_nothing_that_is_published_tells_where_the_slow_client_was(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws, real = iter(THERE), LocalTrainer.train
+
+    def train(trainer: Any, download: Any, *args: Any, **more: Any) -> Any:
+        if download.client.id == "site-1":
+            time.sleep(SLOW)
+        return real(trainer, download, *args, **more)
+
+    monkeypatch.setattr(LocalTrainer, "train", train)
+    monkeypatch.setattr(
+        private_round, "poisson_sample", lambda *_: ["site-1", "site-2"] if next(draws) else ["site-2", "site-3"]
+    )
+    began = time.time()
+    sets = ("--set", f"run.rounds={len(THERE)}", "--set", f"privacy.ledger={tmp_path / 'ledger.jsonl'}")
+    said = invoke("run", place / "config.toml", *sets, "--out", tmp_path / "run")
+    assert "nobody else may watch this screen" in said.stderr
+    ended = time.time()
+    assert ended - began > sum(THERE) * SLOW and next(draws, None) is None
+    folder = published(tmp_path / "run", tmp_path / "ledger.jsonl", tmp_path / "handed out")
+    assert {"adapter", "best", "plots", "metrics.jsonl", "ledger.jsonl"} <= {path.name for path in folder.iterdir()}
+    numbers = series(folder)
+    assert {"metrics.jsonl.round", "ledger.jsonl.round"} <= set(numbers)  # it does look at them
+    told = [name for name, values in numbers.items() if reads(values)]
+    told += [where for where, when in moments(folder) if began - 86_400 < when < ended + 86_400]
+    assert told == []
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio", "wandb"])
+def test_a_tracker_tells_when_each_round_was(place: Path, tracker: str) -> None:
+    """Event files hold the time of every number, and services show them as they come. With all clients there is no draw
+    to tell."""
+    for sets, refused in (([], True), (["privacy.sampling=all", "run.participation=1.0"], False)):
+        config = configured(place, f"run.track=['{tracker}']", *sets)
+        server = config.server.build(config.method.build(), 0)
+        if refused:
+            with pytest.raises(ConfigError, match=r"run\.track .* when each round"):
+                check_private(config, server)
+        else:
+            check_private(config, server)
