@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection as Names
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -152,6 +153,8 @@ class Collection:
         base = public_name(base_of(file) for file in self.files)
         more = {"modules_to_save": list(saved) or None, "bias": bias, "lora_bias": lora_bias}
         more |= {"base_model_name_or_path": base}
+        if len({bool(file.config.get("ensure_weight_tying")) for file in self.files}) > 1:
+            more["ensure_weight_tying"] = False  # what some tie others do not: each of the tied is named and stored
         fields: dict[str, Any] = {**first.config, **more}
         common = set.intersection(*(set(file.config) for file in self.files))
         kept = {key: value for key, value in fields.items() if key in common or value not in _NOTHING}
@@ -219,6 +222,7 @@ class Collection:
             raise ConfigError(f"--heads is one of {', '.join(get_args(HeadRule))}; got {str(rule)[:80]!r}.")
         stay = {*self.modules, *(path for file in self.files for path in file.heads)} if left is None else set(left)
         self._check_rule(rule, stay)
+        self._check_embeddings(stay)
         found, used, gone, rounding = {}, {}, {}, {}
         for path in sorted(stay.difference(self.modules)):
             kind, held = self._held(path, rule)
@@ -260,7 +264,7 @@ class Collection:
         kind = next(kind for kind in ("added", "head", "bias", "tokens", "base") if kind in kinds)
         return kind, every if kind == "added" else [] if rule == "drop" else held
 
-    def _check_rule(self, rule: str, stay: Names[str]) -> None:
+    def _check_rule(self, rule: str, stay: AbstractSet[str]) -> None:
         """Raises `AdapterFormatError` where `rule` gives some tensor no meaning, with the rules that do."""
         why = self._obstacle(rule, stay)
         if why is None:
@@ -273,7 +277,17 @@ class Collection:
         true = [way for other, way in ways.items() if self._obstacle(other, stay) is None]
         raise AdapterFormatError(f"{why} {', '.join(true)}.")
 
-    def _obstacle(self, rule: str, stay: Names[str]) -> str | None:
+    def _check_embeddings(self, stay: Names[str]) -> None:
+        """Raises `AdapterFormatError` where one has LoRA of an embedding, another lora_bias: peft takes one of them."""
+        tables = [path for path, layout in self.layouts.items() if layout.kind == "embedding" and path in stay]
+        biases = [path for path in self.heads_of(["added"]) if path in stay]
+        if tables and biases:
+            raise AdapterFormatError(
+                f"{quoted(tables[0])} is an embedding, for which peft takes no lora_bias, and another adapter has "
+                f"{quoted(biases[0])}: --drop lora_bias or --drop embeddings leaves one of them out."
+            )
+
+    def _obstacle(self, rule: str, stay: AbstractSet[str]) -> str | None:
         """Why a rule gives some tensor no meaning, by names alone; None where it gives all of them one."""
         updated: dict[str, list[AdapterFile]] = {}  # a layer, or the bias of one -> whose pairs change it
         for file in self.files:
@@ -298,11 +312,10 @@ class Collection:
                         f"says the sum of the two."
                     )
             lacks = next((file for file in self.files if path not in file.heads), None)
-            if rule == "average" and lacks is not None:
-                what = "store as the base has it" if kind == "base" else "trained whole"
+            if rule == "average" and kind != "base" and lacks is not None:
                 return (
-                    f"{lacks.directory} has no {quoted(path)}, which others {what}, and what it is in the base model "
-                    f"is not known here."
+                    f"{lacks.directory} has no {quoted(path)}, which others trained whole, and what it is in the base "
+                    f"model is not known here."
                 )
         return None
 
@@ -312,6 +325,7 @@ class Collection:
         names = {name for file in takes for name in file.config.get("modules_to_save") or ()}
         heads = {path for file in takes for path in file.heads if file.kind(path) == "head"}
         gone, stays = heads.difference(kept), heads.intersection(kept)
+        names |= {path.rpartition(".")[0] for path in stays if not any(f"{name}." in path for name in names)}  # tied
 
         def left_out(name: str) -> bool:
             return any(f"{name}." in path for path in gone) and not any(f"{name}." in path for path in stays)

@@ -19,7 +19,7 @@ _WRAPPERS = ("base_layer", "token_adapter")
 ALL_LINEAR = "all-linear"
 CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")  # tasks for which peft saves these, whatever modules_to_save says
 CLASSIFIERS = ("classifier", "score")
-TIED = ("embed_tokens", "lm_head")  # by which peft knows that an embedding is targeted
+_TIED = ("embed_tokens", "lm_head")  # by which peft knows that an embedding is targeted
 _MOST_PARAMETERS = 6  # of one module
 
 
@@ -139,12 +139,17 @@ def left_to_the_base(config: Mapping[str, Any]) -> str | None:
 def _ties_targets(config: Mapping[str, Any]) -> bool:
     """Whether what the base model ties to a targeted embedding becomes a target too, named or not."""
     targets = config.get("target_modules")
-    saved = config.get("modules_to_save") or ()
-    if not config.get("ensure_weight_tying") or any(name.rpartition(".")[2] in TIED for name in saved):
+    if not config.get("ensure_weight_tying") or ties_saved(config):
         return False
     if isinstance(targets, str):  # a pattern: the base model's names decide
         return True
-    return any(name.rpartition(".")[2] in TIED for name in targets or ())
+    return any(name.rpartition(".")[2] in _TIED for name in targets or ())
+
+
+def ties_saved(config: Mapping[str, Any]) -> bool:
+    """Whether peft saves what the base model ties to a saved embedding too, named or not."""
+    saved = config.get("modules_to_save") or ()
+    return bool(config.get("ensure_weight_tying")) and any(name.rpartition(".")[2] in _TIED for name in saved)
 
 
 def _chosen(layers: Any) -> bool:
