@@ -1,4 +1,4 @@
-"""Every pair of ordinary kinds of adapters, merged under every choice of --heads and --missing. Kind of evidence: oracle.
+"""Pairs of ordinary kinds of adapters, merged under every choice of --heads and --missing. Kind of evidence: oracle.
 
 peft makes, saves, loads and merges everything here, in float64, on tiny models. What a merge should be is said once, of
 each tensor T of the base model, from peft's own view of each adapter i: its change d_i of T, and whether it is LoRA or
@@ -6,7 +6,7 @@ held whole (a saved module, a trained bias).
 
     LoRA in those that change it    sum of w_i d_i; under renormalise over those that have it
     whole in those that change it   average: all have it, sum of w_i d_i. holders: over those. first: d_1. drop: 0
-    LoRA in one, whole in another   no adapter says that without the base: refused, but where the whole ones are left out
+    LoRA in one, whole in another   no adapter says it without the base: refused, but where the whole ones are left out
 
 A refusal names the module, and each way out that it names is tried.
 """
@@ -208,7 +208,7 @@ def _refused(
     said: str, want: object, model: str, given: list[Made], weights: list[float], options: Mapping[str, Any], out: Path
 ) -> str:
     ways = re.findall(r"--(heads|missing|drop) (\w+)", said)
-    named = isinstance(want, set) and any(repr(name) in said for name in want)
+    named = isinstance(want, set) and any(repr(n) in said for name in want for n in (name, name.rpartition(".")[0]))
     known = (options.get("missing") is None and ("missing", "zero") in ways) or ("drop", "lora_bias") in ways
     if out.exists() or not ways or not (named or known):
         return f"refused, with something left behind, without a way out, or without need: {said}"
@@ -244,13 +244,13 @@ def faults(
 def test_a_merge_is_what_peft_makes_of_its_inputs(
     model: str, kind: str, made: Callable[..., Made], tmp_path: Path
 ) -> None:
-    """Every pair in one order at least, each under two of the twelve choices; every kind meets all of them."""
+    """Every pair in one order, under one of the twelve choices; every kind meets all of them."""
     kinds = list(KINDS[model])
-    others = [(k, other) for k, other in enumerate(kinds) if k >= kinds.index(kind)]
+    mine = kinds.index(kind)
     pairs = (
-        (*((kind, other) if (k + j) % 2 else (other, kind)), COMBINED[(5 * k + kinds.index(kind) + 7 * j) % 12])
-        for k, other in others
-        for j in (0, 1)
+        (*((kind, other) if (k + mine) % 2 else (other, kind)), COMBINED[(5 * k + mine) % 12])
+        for k, other in enumerate(kinds)
+        if k >= mine
     )
     assert not (said := faults(made, model, pairs, tmp_path)), said
 
@@ -271,13 +271,13 @@ THREE = ("LoRA", "bias all", "head"), ("saved pooler", "saved pooler.dense", "Lo
 def test_three_adapters_of_narrow_types(
     kinds: tuple[str, ...], dtype: torch.dtype, made: Callable[..., Made], tmp_path: Path
 ) -> None:
-    """Their numbers are those of the type; written as float64 the sum is exact, in their own type rounded once."""
+    """Written as float64, it is off by peft's own products in float32; in their own type it is rounded."""
     given = [made("bert", kind, k, dtype) for k, kind in enumerate(kinds)]
     options = {"heads": "holders", "missing": "zero"}
     weights = [0.5, 0.125, 0.375]
-    assert not fault("bert", given, weights, options | {"dtype": "float64"}, tmp_path / "wide")
+    assert not fault("bert", given, weights, options | {"dtype": "float64"}, tmp_path / "wide", 1e-6)
     # B and A are rounded by eps / 2 relative, of numbers to about 1, with four products at most beside each other
-    assert not fault("bert", given, weights, options, tmp_path / "own", tolerance=4 * torch.finfo(dtype).eps)
+    assert not fault("bert", given, weights, options, tmp_path / "own", 4 * torch.finfo(dtype).eps + 1e-6)
 
 
 def test_lora_bias_and_an_embedding_do_not_go_together(made: Callable[..., Made], tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", pairs, AdapterSpec(config, 2.0))
     before = (tmp_path / "a" / "adapter_config.json").read_bytes()
     for place in ("a", "b"):
-        with pytest.raises(AdapterFormatError, match="could not be loaded, so nothing was written: .*alpha"):
+        with pytest.raises(AdapterFormatError, match=r"could not be loaded, so nothing was written: .*alpha"):
             write_adapter(tmp_path / place, pairs, AdapterSpec(config, 20_000.0))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a" / "adapter_config.json").read_bytes() == before

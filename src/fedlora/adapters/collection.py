@@ -297,7 +297,7 @@ class Collection:
             for path in file.heads:
                 if file.kind(path) == "added" and path in stay:
                     updated.setdefault(f"{plain(path.removesuffix('.lora_B.bias'))}.bias", []).append(file)
-        for path in sorted(stay.difference(self.modules)):
+        for path in sorted(stay - set(self.modules)):
             kind, held = self._held(path, rule)
             if kind in ("added", "tokens") or not held:
                 continue
@@ -307,9 +307,8 @@ class Collection:
                 if kind == "head" or (kind == "bias" and file not in whole):
                     trained = next(other for other in whole if other.kind(path) == kind)
                     return (
-                        f"{file.directory} has an update of {quoted(name)}, and {trained.directory} trained "
-                        f"{quoted(path)} whole. What that changed is not known without the base model, so no adapter "
-                        f"says the sum of the two."
+                        f"{file.directory} has an update of {quoted(name)}, which {trained.directory} trained whole. "
+                        f"What that changed is not known without the base model, so no adapter says the sum of the two."
                     )
             lacks = next((file for file in self.files if path not in file.heads), None)
             if rule == "average" and kind != "base" and lacks is not None:
