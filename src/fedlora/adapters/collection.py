@@ -124,6 +124,11 @@ class Collection:
                     )
         return ReadOnly(found)
 
+    @cached_property
+    def _has(self) -> Mapping[int, frozenset[str]]:
+        """Of each file, by its id, the tensors beside the pairs."""
+        return {id(file): frozenset(file.heads) for file in self.files}
+
     def check_common(self, left: Sequence[str]) -> None:
         """Raises `AdapterFormatError` where some of the adapters share none of the modules `left` with the others."""
         of = {id(file): [module for module in left if module in file.ranks] for file in self.files}
@@ -220,7 +225,7 @@ class Collection:
         """
         if rule not in get_args(HeadRule):
             raise ConfigError(f"--heads is one of {', '.join(get_args(HeadRule))}; got {str(rule)[:80]!r}.")
-        stay = {*self.modules, *(path for file in self.files for path in file.heads)} if left is None else set(left)
+        stay = {*self.modules, *(path for has in self._has.values() for path in has)} if left is None else set(left)
         self._check_rule(rule, stay)
         self._check_embeddings(stay)
         found, used, gone, rounding = {}, {}, {}, {}
@@ -230,7 +235,7 @@ class Collection:
             allocation.check(needed, f"averaging {quoted(path)}", self.files[0].limits)
             if kind == "added":  # part of the update: one that lacks it adds zero
                 module = path.removesuffix(".lora_B.bias")
-                held = [(file, w) for file, w in self.holders(module, missing) if path in file.heads]
+                held = [(file, w) for file, w in self.holders(module, missing) if path in self._has[id(file)]]
                 mean = _sum(path, held)
             elif not held:
                 gone[path] = kind
@@ -245,7 +250,7 @@ class Collection:
             if held:
                 by_file = {id(file): w for file, w in held}
                 used[path] = tuple(by_file.get(id(file), 0.0) for file in self.files)
-            own, _ = common_type(file.stored_head(path).dtype for file in self.files if path in file.heads)
+            own, _ = common_type(file.stored_head(path).dtype for file in self.files if path in self._has[id(file)])
             found[path] = narrowed(mean, dtype or own, f"tensor {quoted(path)}")
             moved = _moved(mean, found[path])
             if moved:
@@ -254,8 +259,8 @@ class Collection:
 
     def _held(self, path: str, rule: str) -> tuple[str, list[tuple[AdapterFile, float]]]:
         """What a tensor beside the pairs is, and the adapters, with their weights, that the rule takes it from. A copy
-        of a base weight counts as one that was not trained: in a mean of all, and by itself."""
-        every = [(f, w) for f, w in zip(self.files, self.counts.of(path), strict=True) if path in f.heads]
+        of a base weight has a part in the mean of all, and where nobody trained that weight."""
+        every = [(f, w) for f, w in zip(self.files, self.counts.of(path), strict=True) if path in self._has[id(f)]]
         trained = [(file, w) for file, w in every if file.kind(path) != "base"]
         held = every if rule != "holders" else trained or every
         if rule == "first":
@@ -310,7 +315,7 @@ class Collection:
                         f"{file.directory} has an update of {quoted(name)}, which {trained.directory} trained whole. "
                         f"What that changed is not known without the base model, so no adapter says the sum of the two."
                     )
-            lacks = next((file for file in self.files if path not in file.heads), None)
+            lacks = next((file for file in self.files if path not in self._has[id(file)]), None)
             if rule == "average" and kind != "base" and lacks is not None:
                 return (
                     f"{lacks.directory} has no {quoted(path)}, which others trained whole, and what it is in the base "
@@ -359,7 +364,7 @@ def _mean(path: str, held: Sequence[tuple[AdapterFile, float]], *, signed: bool)
     if signed and abs(total - 1) > 1e-9:
         raise AdapterFormatError(
             f"{quoted(path)} was trained in full and is no update, so weights that add up to {total:g} have no meaning "
-            f"for it: --heads drop leaves it out."
+            f"for it: --heads first takes the first adapter's, drop leaves it out."
         )
     if not total:
         raise ConfigError(f"{quoted(path)} is held only by adapters of weight 0.")
