@@ -270,7 +270,8 @@ def test_what_is_left_out_need_not_fit(tmp_path: Path) -> None:
     some = {"score.bias": torch.ones(3), f"{Q}.base_layer.bias": torch.ones(20)}
     some_only = bare(tmp_path / "some", {Q: 2}, beside=some, bias="lora_only", modules_to_save=["score"])
     report = merge([every, some_only], tmp_path / "o", drop=["bias"])
-    assert report.beside == ("score.bias",) and len(report.dropped["bias"]) == 4
+    assert report.beside == ("score.bias",)
+    assert report.dropped["bias"] == (f"{Q}.bias", "norm.bias")  # the copies that peft does not read are no tensors
     with pytest.raises(ConfigError, match="would decide nothing"):
         merge([t, t], tmp_path / "n", drop=["tokens"], weight_map={"emb*": [1, 3]})
 

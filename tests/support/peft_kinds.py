@@ -218,8 +218,6 @@ MORE: dict[str, Case] = {
     "a name that is its own pattern": lora(
         stack(**{"a+b_q": lambda: nn.Linear(5, 6), "c_q": lambda: nn.Linear(5, 6)}),
         {"target_modules": ["q"], "alpha_pattern": {"a+b.q": 3}}),
-    "the prefix as a name": lora(
-        stack(base__model_model_q=lambda: nn.Linear(5, 6)), {"target_modules": ["q"]}),
     "names that end in a number": lora(
         stack(layers_0=lambda: nn.Linear(5, 6), layers_10=lambda: nn.Linear(5, 6), layers_1=lambda: nn.Linear(5, 6)),
         {"target_modules": ["layers.1", "layers.10"], "rank_pattern": {"1": 2, "layers.10": 3}},
@@ -288,9 +286,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "a saved module of one only": (plain({"modules_to_save": ["head"]}, {"modules_to_save": None}), "--heads holders"),
     "a name beyond ASCII": (
         lora(stack(**{"ä_q": lambda: nn.Linear(4, 3)}), {"target_modules": ["q"]}), "a name that no module has"),
+    "the prefix as a name": (
+        lora(stack(base__model_model_q=lambda: nn.Linear(5, 6)), {"target_modules": ["q"]}), "the prefix twice"),
     "the prefix once and twice": (
         lora(stack(base__model_model_q=lambda: nn.Linear(5, 6), q=lambda: nn.Linear(4, 3)), {"target_modules": ["q"]}),
-        "the prefix once and twice"),
+        "the prefix twice"),
     "tokens of other rows": (
         lora(stack(embed__tokens=lambda: nn.Embedding(9, 4), one=lambda: nn.Linear(5, 6)),
              {"target_modules": ["one"], "trainable_token_indices": {"embed_tokens": [1, 2]}},

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from fedlora.adapters.base_model import CONFIG, INDEX, SINGLE, BaseFiles, SideFile, copy_side_file
-from fedlora.adapters.fit import Change, Plan, is_put_aside, planned
+from fedlora.adapters.fit import Change, Plan, planned
 from fedlora.adapters.full_card import CARD, full_card
 from fedlora.adapters.head_config import FindClass, HeadFacts, head_facts, unknown
 from fedlora.adapters.mark import marked, only_by
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.stored_names import bare
 from fedlora.adapters.untrusted_files import FLOATS, StrangersFile, type_name
 from fedlora.adapters.weight_changes import Rounding, changed
 from fedlora.core import files
@@ -99,7 +98,7 @@ def apply_adapter(
     _refuse_inside(file.directory, base.directory, out)
     check_target(out, **how)
     plan = planned(file, base)
-    heads = {bare(h): file.stored_head(h).shape for h in file.heads if file.kind(h) == "head" and not is_put_aside(h)}
+    heads = {h: file.stored_head(h).shape for h in file.heads if file.kind(h) == "head"}
     head = head_facts(file, base.config, heads, bool(plan.added), find)
     with replacing_folder(out, **how) as building:
         costs = _write_model(plan, base, building, kept, dtype, progress, head)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection as Names
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -22,6 +23,7 @@ from fedlora.adapters.io import AdapterSpec, spec_of
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.narrowing import common_type, narrowed
 from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.resolved import plain
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
 from fedlora.adapters.weighting import Weighting, weighting
 from fedlora.core.echo import quoted
@@ -41,13 +43,15 @@ _NOTHING: tuple[Any, ...] = (None, False, "", "none", [], {}, ())
 
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """The tensors beside the pairs of a result.
+    """The tensors beside the pairs of a result, by the base model's names of them.
 
-    weights: path -> each adapter's, as used. left: path -> its kind, of those that `--heads` leaves out. rounding: path
-    -> by how much writing moves it, relative to its own size, of those that it moves.
+    saved: modules_to_save as they need it. weights: path -> each adapter's, as used. left: path -> its kind, of those
+    that `--heads` leaves out. rounding: path -> by how much writing moves it, relative to its own size, of those that
+    it moves.
     """
 
     tensors: Mapping[str, Tensor]
+    saved: Sequence[str]
     weights: Mapping[str, tuple[float, ...]]
     left: Mapping[str, str]
     rounding: Mapping[str, float]
@@ -120,6 +124,11 @@ class Collection:
                     )
         return ReadOnly(found)
 
+    @cached_property
+    def _has(self) -> Mapping[int, frozenset[str]]:
+        """Of each file, by its id, the tensors beside the pairs."""
+        return {id(file): frozenset(file.heads) for file in self.files}
+
     def check_common(self, left: Sequence[str]) -> None:
         """Raises `AdapterFormatError` where some of the adapters share none of the modules `left` with the others."""
         of = {id(file): [module for module in left if module in file.ranks] for file in self.files}
@@ -137,19 +146,20 @@ class Collection:
             waiting = [file for file in waiting if file not in near]
             joined.update(*(of[id(file)] for file in near))
 
-    def spec(self) -> AdapterSpec:
-        """The first adapter's, with every module's layout, every saved module, and scaling 1.
+    def spec(self, saved: Sequence[str] = ()) -> AdapterSpec:
+        """The first adapter's, with every module's layout, these saved modules, and scaling 1.
 
         A field that not all of them have is kept only where it says something: what an old peft read still reads it.
         """
         first = spec_of(self.files[0].config, 1.0, self.layouts)
-        saved = {name for file in self.files for name in file.config.get("modules_to_save") or []}
         biases = {file.config.get("bias") or "none" for file in self.files}
         bias = "all" if "all" in biases else "lora_only" if "lora_only" in biases else "none"
         lora_bias = any(file.config.get("lora_bias") for file in self.files)
         base = public_name(base_of(file) for file in self.files)
-        more = {"modules_to_save": sorted(saved) or None, "bias": bias, "lora_bias": lora_bias}
+        more = {"modules_to_save": list(saved) or None, "bias": bias, "lora_bias": lora_bias}
         more |= {"base_model_name_or_path": base}
+        if len({bool(file.config.get("ensure_weight_tying")) for file in self.files}) > 1:
+            more["ensure_weight_tying"] = False  # what some tie others do not: each of the tied is named and stored
         fields: dict[str, Any] = {**first.config, **more}
         common = set.intersection(*(set(file.config) for file in self.files))
         kept = {key: value for key, value in fields.items() if key in common or value not in _NOTHING}
@@ -199,48 +209,40 @@ class Collection:
         return sorted({path for file in self.files for path in file.heads if file.kind(path) in kinds})
 
     def extras(
-        self, rule: HeadRule, dropped: Names[str] = (), dtype: torch.dtype | None = None, missing: Missing = "zero"
-    ) -> Beside:
+        self, rule: HeadRule, left: Names[str] | None = None, dtype: torch.dtype | None = None,
+        missing: Missing = "zero",
+    ) -> Beside:  # fmt: skip
         """The tensors beside the pairs: added biases as the update that they are part of, the others by `rule`.
 
-        average: the weighted mean of what all of them have. holders: of those that have it. first: the first's. drop:
-        none of them. dropped: paths to leave out. dtype: of floating-point ones; None: their own. missing: as of the
-        modules, for added biases.
+        average: the weighted mean of what all of them have. holders: of those that trained it. first: the first's.
+        drop: none of them. left: the modules and paths that stay; None: all. dtype: of floating-point ones; None: their
+        own. missing: as of the modules, for added biases.
 
         Raises:
-            AdapterFormatError: with "average", a tensor that some lack; shapes that differ; whole numbers that differ;
-                different tensors under weights that do not add up to 1, for they are no updates.
+            AdapterFormatError: with "average", a tensor that some lack; one that some hold whole and others update;
+                shapes that differ; whole numbers that differ; different tensors under weights that do not add up to 1,
+                for they are no updates.
         """
         if rule not in get_args(HeadRule):
             raise ConfigError(f"--heads is one of {', '.join(get_args(HeadRule))}; got {str(rule)[:80]!r}.")
-        has = [set(file.heads) for file in self.files]
-        found: dict[str, Tensor] = {}
-        used: dict[str, tuple[float, ...]] = {}
-        left: dict[str, str] = {}
-        rounding: dict[str, float] = {}
-        for path in sorted(set().union(*has) - set(dropped)):
-            weights = self.counts.of(path)
-            held = [(f, w) for f, paths, w in zip(self.files, has, weights, strict=True) if path in paths]
+        stay = {*self.modules, *(path for has in self._has.values() for path in has)} if left is None else set(left)
+        self._check_rule(rule, stay)
+        self._check_embeddings(stay)
+        found, used, gone, rounding = {}, {}, {}, {}
+        for path in sorted(stay.difference(self.modules)):
+            kind, held = self._held(path, rule)
             needed = allocation.bytes_to_average([file.stored_head(path) for file, _ in held])
             allocation.check(needed, f"averaging {quoted(path)}", self.files[0].limits)
-            kind = held[0][0].kind(path)
             if kind == "added":  # part of the update: one that lacks it adds zero
                 module = path.removesuffix(".lora_B.bias")
-                held = [(file, w) for file, w in self.holders(module, missing) if path in file.heads]
+                held = [(file, w) for file, w in self.holders(module, missing) if path in self._has[id(file)]]
                 mean = _sum(path, held)
-            elif rule == "drop" or (rule == "first" and path not in has[0]):
-                left[path] = kind or "head"
+            elif not held:
+                gone[path] = kind
                 continue
             elif rule == "first":
                 held = [(self.files[0], 1.0)]
                 mean = self.files[0].head(path)
-            elif len(held) < len(self.files) and rule == "average":
-                lacks = next(file for file, paths in zip(self.files, has, strict=True) if path not in paths)
-                raise AdapterFormatError(
-                    f"{lacks.directory} has no {quoted(path)}, which others trained in full, and what it is in the "
-                    f"base model is not known here. --heads holders averages over those that have it, first takes the "
-                    f"first adapter's, drop leaves all of them out."
-                )
             else:
                 mean = _mean(path, held, signed=self.counts.sum)
                 total = math.fsum(w for _, w in held)
@@ -248,13 +250,91 @@ class Collection:
             if held:
                 by_file = {id(file): w for file, w in held}
                 used[path] = tuple(by_file.get(id(file), 0.0) for file in self.files)
-            own, _ = common_type(file.stored_head(path).dtype for file, paths in zip(self.files, has, strict=True)
-                                 if path in paths)  # fmt: skip
+            own, _ = common_type(file.stored_head(path).dtype for file in self.files if path in self._has[id(file)])
             found[path] = narrowed(mean, dtype or own, f"tensor {quoted(path)}")
             moved = _moved(mean, found[path])
             if moved:
                 rounding[path] = moved
-        return Beside(found, used, left, rounding)
+        return Beside(found, self._saved_names(rule, found), used, gone, rounding)
+
+    def _held(self, path: str, rule: str) -> tuple[str, list[tuple[AdapterFile, float]]]:
+        """What a tensor beside the pairs is, and the adapters, with their weights, that the rule takes it from. A copy
+        of a base weight has a part in the mean of all, and where nobody trained that weight."""
+        every = [(f, w) for f, w in zip(self.files, self.counts.of(path), strict=True) if path in self._has[id(f)]]
+        trained = [(file, w) for file, w in every if file.kind(path) != "base"]
+        held = every if rule != "holders" else trained or every
+        if rule == "first":
+            held = [(file, w) for file, w in every if file is self.files[0]]
+        kinds = {file.kind(path) for file, _ in held or every}
+        kind = next(kind for kind in ("added", "head", "bias", "tokens", "base") if kind in kinds)
+        return kind, every if kind == "added" else [] if rule == "drop" else held
+
+    def _check_rule(self, rule: str, stay: AbstractSet[str]) -> None:
+        """Raises `AdapterFormatError` where `rule` gives some tensor no meaning, with the rules that do."""
+        why = self._obstacle(rule, stay)
+        if why is None:
+            return
+        ways = {
+            "holders": "--heads holders averages over those that trained it",
+            "first": "--heads first takes what the first adapter trained whole",
+            "drop": "--heads drop leaves out all that was trained whole",
+        }
+        true = [way for other, way in ways.items() if self._obstacle(other, stay) is None]
+        raise AdapterFormatError(f"{why} {', '.join(true)}.")
+
+    def _check_embeddings(self, stay: Names[str]) -> None:
+        """Raises `AdapterFormatError` where one has LoRA of an embedding, another lora_bias: peft takes one of them."""
+        tables = [path for path, layout in self.layouts.items() if layout.kind == "embedding" and path in stay]
+        biases = [path for path in self.heads_of(["added"]) if path in stay]
+        if tables and biases:
+            raise AdapterFormatError(
+                f"{quoted(tables[0])} is an embedding, for which peft takes no lora_bias, and another adapter has "
+                f"{quoted(biases[0])}: --drop lora_bias or --drop embeddings leaves one of them out."
+            )
+
+    def _obstacle(self, rule: str, stay: AbstractSet[str]) -> str | None:
+        """Why a rule gives some tensor no meaning, by names alone; None where it gives all of them one."""
+        updated: dict[str, list[AdapterFile]] = {}  # a layer, or the bias of one -> whose pairs change it
+        for file in self.files:
+            for path in file.layouts:
+                if not stay.isdisjoint(self.layouts[path].modules(path)):
+                    updated.setdefault(plain(path), []).append(file)
+            for path in file.heads:
+                if file.kind(path) == "added" and path in stay:
+                    updated.setdefault(f"{plain(path.removesuffix('.lora_B.bias'))}.bias", []).append(file)
+        for path in sorted(stay - set(self.modules)):
+            kind, held = self._held(path, rule)
+            if kind in ("added", "tokens") or not held:
+                continue
+            whole = [file for file, _ in held]
+            around = [path[:k] for k, letter in enumerate(path) if letter == "."] if kind == "head" else [path]
+            for name, file in [(layer, file) for layer in around for file in updated.get(layer, ())]:
+                if kind == "head" or (kind == "bias" and file not in whole):
+                    trained = next(other for other in whole if other.kind(path) == kind)
+                    return (
+                        f"{file.directory} has an update of {quoted(name)}, which {trained.directory} trained whole. "
+                        f"What that changed is not known without the base model, so no adapter says the sum of the two."
+                    )
+            lacks = next((file for file in self.files if path not in self._has[id(file)]), None)
+            if rule == "average" and kind != "base" and lacks is not None:
+                return (
+                    f"{lacks.directory} has no {quoted(path)}, which others trained whole, and what it is in the base "
+                    f"model is not known here."
+                )
+        return None
+
+    def _saved_names(self, rule: str, kept: Names[str]) -> list[str]:
+        """modules_to_save of the adapters that the rule takes whole tensors from, but for what is left out."""
+        takes = self.files[:1] if rule == "first" else self.files
+        names = {name for file in takes for name in file.config.get("modules_to_save") or ()}
+        heads = {path for file in takes for path in file.heads if file.kind(path) == "head"}
+        gone, stays = heads.difference(kept), heads.intersection(kept)
+        names |= {path.rpartition(".")[0] for path in stays if not any(f"{name}." in path for name in names)}  # tied
+
+        def left_out(name: str) -> bool:
+            return any(f"{name}." in path for path in gone) and not any(f"{name}." in path for path in stays)
+
+        return sorted(name for name in names if not left_out(name))
 
 
 def base_of(file: AdapterFile) -> Base:

@@ -15,7 +15,7 @@ from fedlora.adapters.config_types import check_adalora, check_types
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.loadable import check_fields
 from fedlora.adapters.patterns import Question, is_name, matches
-from fedlora.adapters.resolved import Parameters, Resolved, asked_as
+from fedlora.adapters.resolved import Parameters, Resolved, asked_as, saved_modules, ties_saved
 from fedlora.core.echo import quoted, shown
 from fedlora.errors import AdapterFormatError
 
@@ -191,8 +191,9 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
         return "bias"
     if path.endswith(".bias") and config.get("bias") == "all" and "lora_" not in path:
         return "bias"
-    plain = path.replace(".base_layer.", ".")
-    return "base" if plain.endswith(_EMBEDDINGS) or path.endswith((".base_layer.weight", ".base_layer.bias")) else None
+    if path.endswith((".base_layer.weight", ".base_layer.bias")):
+        return "base"
+    return ("head" if ties_saved(config) else "base") if path.endswith(_EMBEDDINGS) else None
 
 
 def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said: Resolved) -> tuple[str, ...] | None:
@@ -284,9 +285,12 @@ def saved_modules_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[s
         # peft adds a classifier to modules_to_save for these tasks, and would then miss it in the file.
         classifies = config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS")
         return {"modules_to_save": None} | ({"task_type": None} if classifies else {})
-    if all(map(is_name, config.get("modules_to_save") or ())) and all(is_head(path, config) for path in heads):
+    named = tuple(config.get("modules_to_save") or ())
+    outer = {path: saved_modules(path, named)[:1] for path in heads}
+    nested = any(len(saved_modules(path, named)) > 1 for path in heads)
+    if not nested and all(map(is_name, named)) and all(extra_kind(path, config) == "head" for path in heads):
         return {}
-    saved = sorted({path.rpartition(".")[0] for path in heads})
+    saved = sorted({found[0] if found else path.rpartition(".")[0] for path, found in outer.items()})
     odd = next((name for name in saved if not is_name(name)), None)
     if odd is not None:
         raise AdapterFormatError(f"the saved module {quoted(odd)} has a name that peft would take for a pattern.")

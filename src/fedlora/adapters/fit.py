@@ -23,8 +23,9 @@ from fedlora.adapters.base_names import KNOWN_WEIGHTS, is_path
 from fedlora.adapters.open_targets import check_with_base
 from fedlora.adapters.orientation import is_transposed
 from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.resolved import plain, saved_modules
 from fedlora.adapters.same_steps import same_value
-from fedlora.adapters.stored_names import StoredNames, bare
+from fedlora.adapters.stored_names import StoredNames
 from fedlora.adapters.weight_changes import Added, Replaced, Rows, Step, Update
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
@@ -146,7 +147,7 @@ class _Planning:
         nested: dict[str, list[str]] = {}
         for path, layout in self.file.layouts.items():
             if layout.kind == "parameter":
-                nested.setdefault(bare(path), []).append(path)
+                nested.setdefault(plain(path), []).append(path)
                 continue
             name = self.stored_as.weight_of(path)
             transposed = self._transposed(path, name)
@@ -218,13 +219,10 @@ class _Planning:
         """The tensors beside the pairs."""
         for head in self.file.heads:
             kind = self.file.kind(head)
-            if is_put_aside(head):
-                self.notes.append(f"{head} is not used: peft does not load it.")
-                continue
             if kind == "tokens":
                 yield self._tokens(head)
                 continue
-            name = f"{bare(head.removesuffix(_BIAS))}.bias" if kind == "added" else bare(head)
+            name = f"{plain(head.removesuffix(_BIAS))}.bias" if kind == "added" else head
             if kind == "added" and self._of_attention(self.stored_as.weight_of(head.removesuffix(_BIAS))):
                 raise self._refused(
                     f"{head!r} is the bias of an update of nn.MultiheadAttention, which peft leaves out"
@@ -262,15 +260,14 @@ class _Planning:
         if not ends:
             return
         heads = [head for head in self.file.heads if self.file.kind(head) == "head"]
-        given = {bare(head) for head in heads if not is_put_aside(head)}
+        given = set(heads)
         self.file.limits.check(
             "questions", len(ends) * len(self.base), f"{len(ends):,} names for {len(self.base):,} tensors are too many"
         )
         of_base: dict[str, list[str]] = {}
         for stored in self.base.names:
             name = stored if stored in given else self.stored_as.in_memory(stored)
-            module = _saved_module(name, ends)
-            if module is not None:
+            for module in saved_modules(name, ends)[:1]:
                 of_base.setdefault(module, []).append(name)
         for module, names in of_base.items():
             missing = [name for name in names if name not in given]
@@ -280,7 +277,7 @@ class _Planning:
                     f"file lacks {missing[0]!r}: peft could not load it"
                 )
         for name in given:
-            module = _saved_module(name, ends)
+            module = next(iter(saved_modules(name, ends)), "")
             if module in of_base and name not in of_base[module] and self._tie(name) is None:
                 raise self._refused(f"{name!r} is saved, and the base model's {module!r} has no such tensor")
 
@@ -302,7 +299,7 @@ class _Planning:
         return True
 
     def _tokens(self, head: str) -> _Wanted:
-        name = f"{bare(head.removesuffix(_TOKENS))}.weight"
+        name = f"{plain(head.removesuffix(_TOKENS))}.weight"
         stored = self._stored(name)
         if stored is None:
             raise self._refused(f"{head!r} changes {name!r}, which the base model does not have")
@@ -471,22 +468,6 @@ class _Planning:
 
     def _refused(self, why: str) -> AdapterFormatError:
         return AdapterFormatError(f"{self.file.directory}: {why}.")
-
-
-def is_put_aside(head: str) -> bool:
-    """Whether a trained bias is one of those that peft's wrapper of a saved module holds by itself: of the original
-    that lies idle, or a second time the saved one's. Neither is read again."""
-    return bool({"original_module", "modules_to_save"} & set(head.split(".")))
-
-
-def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
-    """The outermost module of a tensor that modules_to_save means, by peft's rule: its path ends so."""
-    at = name.find(".")
-    while at >= 0:
-        if name[:at].endswith(ends):
-            return name[:at]
-        at = name.find(".", at + 1)
-    return None
 
 
 def _matchings(paths: Sequence[str], fits: Mapping[str, Sequence[str]]) -> list[list[tuple[str, str]]]:

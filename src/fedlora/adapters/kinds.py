@@ -32,9 +32,8 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "convolutions": ("LoRA of convolutions", (), ("conv",)),
     "experts": ("LoRA of bare parameters (experts)", (), ("parameter",)),
 }
-_TWICE = re.compile(r".+\.(modules_to_save|original_module)\.(.+\.)?bias")
 _SERVED_HEAD = re.compile(r"(.+\.)?(score|classifier)\.(weight|bias)")
-_SERVED_BASE = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.base_layer\.(weight|bias)")
+_SERVED_BASE = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,6 @@ def vllm_rank(largest: int) -> int:
 
 def _of_kind(given: Collection, name: str) -> list[str]:
     _, tensors, layers = KINDS[name]
-    if name == "bias":  # under bias = all peft stores those of a saved module twice, once by a name of its own
-        return sorted({*given.heads_of(tensors), *filter(_TWICE.fullmatch, given.heads_of(["head"]))})
     if tensors:
         return given.heads_of(tensors)
     layouts = given.layouts

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fedlora.adapters.architecture import may_be_embedding
-from fedlora.adapters.resolved import CLASSIFIERS, TIED
+from fedlora.adapters.resolved import CLASSIFIERS, saved_modules, ties_saved
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
 
@@ -130,12 +130,18 @@ def check_saved(config: Mapping[str, Any], heads: Mapping[str, str]) -> None:
     given = [path for path, kind in heads.items() if kind == "head"]
     names: list[str] = list(config.get("modules_to_save") or ())
     lacking = [name for name in names if not any(f"{name}." in path for path in given)]
-    ties = config.get("ensure_weight_tying") and any(name.rpartition(".")[2] in TIED for name in names)
+    for path in given:  # the wrapper of the outer one has no such child
+        around = saved_modules(path, names)
+        if any(module.count(".") != around[0].count(".") + 2 for module in around[1:]):
+            raise AdapterFormatError(
+                f"modules_to_save means {quoted(around[0])} and {quoted(around[1])} in it: peft loads no saved module "
+                f"within another. Name the outer one."
+            )
     some_classifier = any(name in CLASSIFIERS and name not in lacking for name in names)
     for name in lacking:
         if name in CLASSIFIERS and some_classifier:  # peft names both, and a model has one
             continue
-        if ties and given and may_be_embedding(name):  # one copy is stored for all that are tied
+        if ties_saved(config) and given and may_be_embedding(name):  # one copy is stored for all that are tied
             continue
         raise AdapterFormatError(f"modules_to_save names {quoted(name)}, and the file has no tensor of it.")
 

@@ -21,7 +21,7 @@ from fedlora.adapters.labels import labels_of, write_labels
 from fedlora.adapters.merge_card import CardFacts, merge_card
 from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
 from fedlora.adapters.narrowing import common_type, name_of, narrowed_pair, parse_type
-from fedlora.adapters.reader import PREFIX, AdapterFile
+from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import (
     Combined,
     ModuleReport,
@@ -137,20 +137,25 @@ def write_result(
     dtype = parse_type(wanted.dtype) if wanted.dtype else dtype
     notes = [*said, *given.notes, *left.notes, *([remark] if remark and not wanted.dtype else [])]
     notes += _far_apart(given, dtype)
-    gone = {path for file in given.files for path in file.heads} - set(left.tensors)
-    extras = given.extras(cast("HeadRule", wanted.heads), gone, dtype if wanted.dtype else None, missing)
+    stay = {*left.modules, *left.tensors}
+    extras = given.extras(cast("HeadRule", wanted.heads), stay, dtype if wanted.dtype else None, missing)
     left, more = _left_by_rule(wanted, given, left, extras)
     notes += more
     labels, more = _labels(wanted, given, extras)
     notes += more
     out = set(given.modules) - set(left.modules)
     modules = [module for module in source.modules if module not in out]
-    spec = _spec(given, left)
+    spec = _spec(given, left, extras)
     budget = _budget(modules, source, rule, progress)
     reports, widths, fulls = [], [], []
+    limits = given.files[0].limits
     with ExitStack() as stack:
         building = None if wanted.dry_run else stack.enter_context(place.building())
-        writer = None if building is None else stack.enter_context(AdapterWriter(building, spec, by=place.by))
+        writer = (
+            None
+            if building is None
+            else stack.enter_context(AdapterWriter(building, spec, by=place.by, limits=given.files[0].limits))
+        )
         for k, module in enumerate(progress(modules, "merging")):
             lora, report, full = _cut(source, module, rule, budget[k] if budget else None)
             fulls.append(full)
@@ -161,7 +166,7 @@ def write_result(
                 writer.add(module, lora)
         _check_error(wanted, source, rule, reports, extras, dtype)
         kept = [max(report.kept, 1) for report in reports]
-        rank, size, more = _one_rank(wanted, rule, kept, fulls, widths, dtype, given.files[0].limits.total)
+        rank, size, more = _one_rank(wanted, rule, kept, fulls, widths, dtype, limits.total)
         notes += more
         if total_rounding(reports) > _MUCH_ROUNDING:
             notes.append(f"{name_of(dtype)} is too narrow for these numbers: writing it moves the update by "
@@ -328,9 +333,9 @@ def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[st
     return names, []
 
 
-def _spec(given: Collection, left: Left) -> AdapterSpec:
+def _spec(given: Collection, left: Left, extras: Beside) -> AdapterSpec:
     """Without the modules that were left out among the targets: peft would make new ones in their place."""
-    spec = given.spec()
+    spec = given.spec(extras.saved)
     if all(not KINDS[name][2] for name in left.dropped):
         return spec
     targets: dict[str, Any] = {"target_modules": []}  # so that the writer names what there is
@@ -398,8 +403,4 @@ def _why_zero(given: Collection, missing: Missing) -> str:
 
 def _stored_types(files: Iterable[AdapterFile]) -> list[str]:
     """The types of all LoRA factors, as safetensors calls them."""
-    found: set[str] = set()
-    for file in files:
-        beside = {PREFIX + path for path in file.heads}
-        found |= {stored.dtype for key, stored in file.stored.items() if key not in beside}
-    return sorted(found)
+    return sorted({stored.dtype for file in files for path in file.layouts for stored in file.pair(path)})

@@ -130,7 +130,7 @@ class AdapterFile:
         for path, pair in self._factors.items():
             self._check_complete(path, pair)
         parameters = Parameters(self.config)
-        check_names(self._factors, self._heads, parameters)
+        check_names(self._factors, parameters)
         self._said = self._resolved(parameters)
         self._parameters = self._named_parameters(parameters)
         self._check_targets()
@@ -194,6 +194,11 @@ class AdapterFile:
                 f"{self.directory}: key {quoted(key)} does not start with {PREFIX!r}: not a PEFT LoRA file."
             )
         path = key.removeprefix(PREFIX)
+        if path.startswith(PREFIX):
+            raise AdapterFormatError(
+                f"{self.directory}: key {quoted(key)} has the prefix twice, as of a model that peft wrapped twice: "
+                f"peft would load none of it. Save the inner model, or take one prefix off every key."
+            )
         found, dtype = _FACTOR.fullmatch(path), self._header[key].dtype
         if found:
             if dtype not in FLOATS:
@@ -208,7 +213,12 @@ class AdapterFile:
                 )
             pair[factor] = key
         elif (kind := extra_kind(path, self.config)) is not None:
-            self._heads[path], self._kinds[path] = key, kind
+            if _is_put_aside(path, self.config):
+                return
+            name = path if kind in ("added", "tokens") else plain(path)
+            if name in self._heads:
+                raise AdapterFormatError(f"{self._heads[name]!r} and {key!r} are one tensor of the base model.")
+            self._heads[name], self._kinds[name] = key, kind
         else:
             raise AdapterFormatError(
                 f"{self.directory}: key {quoted(key)} is neither a LoRA factor nor anything that its config says is "
@@ -347,7 +357,8 @@ class AdapterFile:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Paths of the tensors beside the pairs, sorted: fully trained ones, and biases (`config.extra_kind`)."""
+        """Names of the tensors beside the pairs, sorted: fully trained ones, and biases (`config.extra_kind`), by their
+        names in the base model, whatever is wrapped around them; added biases and token rows by their paths."""
         return tuple(sorted(self._heads))
 
     @property
@@ -485,6 +496,13 @@ def scaled(lora: LoRA, factor: float) -> LoRA:
         return lora
     B, A = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in lora.factors)
     return LoRA(B * factor, A)
+
+
+def _is_put_aside(path: str, config: Mapping[str, Any]) -> bool:
+    """Whether a bias is one of those that peft's wrapper of a saved module holds by itself under bias = all: of the
+    original that lies idle, or a second time the saved one's. peft reads neither."""
+    inside = {"original_module", "modules_to_save"} & set(path.split("."))
+    return bool(inside) and config.get("bias") == "all" and path.endswith(".bias")
 
 
 def _files(directory: Path) -> tuple[Path, Path]:

@@ -15,10 +15,11 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError
 
 _BASE_LAYER = ".base_layer"
+_WRAPPERS = ("base_layer", "token_adapter")
 ALL_LINEAR = "all-linear"
 CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")  # tasks for which peft saves these, whatever modules_to_save says
 CLASSIFIERS = ("classifier", "score")
-TIED = ("embed_tokens", "lm_head")  # by which peft knows that an embedding is targeted
+_TIED = ("embed_tokens", "lm_head")  # by which peft knows that an embedding is targeted
 _MOST_PARAMETERS = 6  # of one module
 
 
@@ -138,12 +139,17 @@ def left_to_the_base(config: Mapping[str, Any]) -> str | None:
 def _ties_targets(config: Mapping[str, Any]) -> bool:
     """Whether what the base model ties to a targeted embedding becomes a target too, named or not."""
     targets = config.get("target_modules")
-    saved = config.get("modules_to_save") or ()
-    if not config.get("ensure_weight_tying") or any(name.rpartition(".")[2] in TIED for name in saved):
+    if not config.get("ensure_weight_tying") or ties_saved(config):
         return False
     if isinstance(targets, str):  # a pattern: the base model's names decide
         return True
-    return any(name.rpartition(".")[2] in TIED for name in targets or ())
+    return any(name.rpartition(".")[2] in _TIED for name in targets or ())
+
+
+def ties_saved(config: Mapping[str, Any]) -> bool:
+    """Whether peft saves what the base model ties to a saved embedding too, named or not."""
+    saved = config.get("modules_to_save") or ()
+    return bool(config.get("ensure_weight_tying")) and any(name.rpartition(".")[2] in _TIED for name in saved)
 
 
 def _chosen(layers: Any) -> bool:
@@ -193,8 +199,22 @@ def asked_as(path: str, paths: Collection[str], parameters: Parameters) -> str:
 
 
 def plain(path: str) -> str:
-    """A path without what wrapping put into it."""
-    return path.replace(_BASE_LAYER, "")
+    """The base model's own name of a module or tensor: without what peft's wrapping put into it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def wrapped(name: str, wraps: Mapping[str, Sequence[str]]) -> str:
+    """The inverse: the stored name of a base tensor. wraps: module -> what wrapping it puts behind its name."""
+    parts: list[str] = []
+    for k, part in enumerate(names := name.split(".")):
+        parts += [part, *wraps.get(".".join(names[: k + 1]), ())]
+    return ".".join(parts)
+
+
+def saved_modules(path: str, names: Collection[str]) -> list[str]:
+    """The modules around a tensor that modules_to_save means, outermost first, by peft's rule: their paths end so."""
+    around = [path[:k] for k, letter in enumerate(path) if letter == "."]
+    return [module for module in around if names and module.endswith(tuple(names))]
 
 
 def candidates(modules: Iterable[str], parameters: Parameters) -> list[str]:
@@ -202,19 +222,13 @@ def candidates(modules: Iterable[str], parameters: Parameters) -> list[str]:
     return [f"{module}.{short}" for module in modules for short in parameters.of(module)[: _MOST_PARAMETERS + 1]]
 
 
-def check_names(pairs: Collection[str], heads: Iterable[str], parameters: Parameters) -> None:
-    """Raises `AdapterFormatError` where two stored names mean one module or tensor, or one may be taken for another."""
+def check_names(pairs: Collection[str], parameters: Parameters) -> None:
+    """Raises `AdapterFormatError` where two stored names mean one module, or one may be taken for another."""
     found: dict[str, list[str]] = {}
     for path in pairs:
         if path.endswith("]") and path.rpartition("[")[2][:-1].isdecimal():
             raise AdapterFormatError(f"module {path!r} is named as an expert is here: PATH[e] of a parameter at PATH.")
         found.setdefault(plain(path), []).append(path)
-        outer = path.removeprefix("base_model.model.")
-        if outer != path and outer in pairs:
-            raise AdapterFormatError(
-                f"{outer!r} and {path!r} are both there: one module with the prefix once and twice, or two that "
-                f"nobody can tell apart."
-            )
     for module, paths in found.items():
         nested = [min(paths) + _BASE_LAYER * k for k in range(len(paths))]
         if len(paths) > 1 and (not parameters.of(module) or sorted(paths) != nested):
@@ -222,8 +236,3 @@ def check_names(pairs: Collection[str], heads: Iterable[str], parameters: Parame
                 f"module {module!r} has several pairs of factors, at {paths[0]!r} and {paths[1]!r}, which only the "
                 f"parameters of one module have, each in the next one's base_layer."
             )
-    tensors: dict[str, str] = {}
-    for head in heads:
-        other = tensors.setdefault(head.replace(f"{_BASE_LAYER}.", "."), head)
-        if other != head:
-            raise AdapterFormatError(f"{other!r} and {head!r} are one tensor of the base model.")

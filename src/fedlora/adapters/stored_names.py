@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from fedlora.adapters.architecture import Architecture, known
 from fedlora.adapters.base_model import BaseFiles
 from fedlora.adapters.layouts import Layout
+from fedlora.adapters.resolved import plain
 from fedlora.errors import AdapterFormatError
 
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
-_WRAPPERS = ("base_layer", "token_adapter")  # of peft, which the base model's names lack
 
 
 class StoredNames:
@@ -61,7 +61,7 @@ class StoredNames:
         return self.drop or self.put
 
     def _wanted(self, path: str, layout: Layout) -> str:
-        return bare(layout.pattern) if layout.kind == "parameter" else f"{bare(path)}.weight"
+        return plain(layout.pattern) if layout.kind == "parameter" else f"{plain(path)}.weight"
 
     def _is_there(self, name: str) -> bool:
         return name in self._of or f"{name.removesuffix('.weight')}.in_proj_weight" in self._of
@@ -95,7 +95,7 @@ class StoredNames:
 
     def weight_of(self, path: str) -> str:
         """The weight that a layer's pair updates, as the adapter's model has it."""
-        module = bare(path)
+        module = plain(path)
         joint = f"{module}.in_proj_weight"  # nn.MultiheadAttention's
         return joint if self.find(f"{module}.weight") is None and self.find(joint) is not None else f"{module}.weight"
 
@@ -115,11 +115,6 @@ class StoredNames:
                 f"It has {', '.join(itertools.islice(self.base.names, 3))}, ..."
             )
         return AdapterFormatError(f"the base model in {self.base.directory} has no {name!r}: {why}")
-
-
-def bare(path: str) -> str:
-    """A path without peft's wrappers."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 class _Rules:

@@ -12,7 +12,8 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,15 +27,16 @@ from torch.nn.functional import pad
 from fedlora.adapters.card_text import base_line
 from fedlora.adapters.config import alpha_for, check_scaling, extras_for, saved_modules_for, targets_for
 from fedlora.adapters.layouts import Layout, stored_path
+from fedlora.adapters.limits import Limits
 from fedlora.adapters.mark import marked, only_by
 from fedlora.adapters.patterns import every_one_alone
-from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from fedlora.adapters.resolved import Parameters, asked_as
+from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.resolved import Parameters, asked_as, plain, wrapped
 from fedlora.adapters.untrusted_files import decoded, type_name
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
-from fedlora.errors import AdapterFormatError
+from fedlora.errors import AdapterFormatError, escaped
 from fedlora.linalg.stored import stored_bytes
 
 # What a field that is not there means to peft, as far as the update goes; null for the others.
@@ -91,10 +93,11 @@ class AdapterWriter:
     """with AdapterWriter(directory, spec) as writer: writer.add(module, lora) ...; writer.finish(heads, card)
 
     The directory is new, or empty, or an adapter and nothing else, which is replaced whole: never a mixture of two.
-    by: the command that may replace it (`mark`).
+    by: the command that may replace it (`mark`). limits: of the files, as they are read back before they appear.
 
     Raises:
-        AdapterFormatError: values that are not finite, a module of rank 0, an expert that is missing at the end.
+        AdapterFormatError: values that are not finite, a module of rank 0, an expert that is missing at the end; what
+            `AdapterFile` refuses of the result.
         ConfigError: the directory cannot be written, or holds other files.
 
     Example:
@@ -106,9 +109,11 @@ class AdapterWriter:
         ...     writer.finish({})
     """
 
-    def __init__(self, directory: str | os.PathLike[str], spec: AdapterSpec, *, by: str = "") -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], spec: AdapterSpec, *, by: str = "", limits: Limits | None = None
+    ) -> None:
         check_scaling(spec.scaling)
-        self._directory, self._spec, self._by = Path(directory), spec, by
+        self._directory, self._spec, self._by, self._limits = Path(directory), spec, by, limits
         check_target(self._directory, force=True, kind=ADAPTER_FOLDER)
         self._scratch = self._new_scratch()
         self._header: dict[str, dict[str, Any]] = {}
@@ -148,27 +153,49 @@ class AdapterWriter:
             raise AdapterFormatError("the adapter has no modules; nothing was written.")
         self._put_experts(rank)
         self._widen(rank)
+        stored = self._stored_names(heads)
         for name, head in heads.items():
-            self._put(PREFIX + name, head)
-        config = json.dumps(self._config(list(heads)), indent=2, sort_keys=True)
+            self._put(PREFIX + stored[name], head)
+        config = json.dumps(self._config(list(stored.values())), indent=2, sort_keys=True)
         with replacing_folder(self._directory, force=True, kind=ADAPTER_FOLDER) as building:
             self._write_weights(building / WEIGHTS_FILE)
             files.write(building / "README.md", card or _plain_card(self._spec))
             files.write(building / CONFIG_FILE, config + "\n")
+            self._check(building)
+
+    def _stored_names(self, heads: Iterable[str]) -> dict[str, str]:
+        """The names under which peft looks for base tensors, once pairs and trained tokens are wrapped around them."""
+        wraps: dict[str, list[str]] = {}
+        for path in self._ranks:
+            wraps.setdefault(plain(path), []).append("base_layer")
+        tokens = ".token_adapter.trainable_tokens_delta"
+        wraps |= {plain(h.removesuffix(tokens)): ["token_adapter", "base_layer"] for h in heads if h.endswith(tokens)}
+        beside = (".lora_B.bias", tokens)  # of the pairs themselves
+        return {head: head if head.endswith(beside) else wrapped(head, wraps) for head in heads}
+
+    def _check(self, written: Path) -> None:
+        """Read what was written as an adapter of a stranger is read. Raises `AdapterFormatError` where that fails."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the inputs' configs, and said of them
+                AdapterFile(written, limits=self._limits, allow_unknown=self._spec.config).check()
+        except AdapterFormatError as error:
+            why = str(error).replace(f"{escaped(str(written))}: ", "").replace(escaped(str(written)), "it")
+            raise AdapterFormatError(f"the result could not be loaded, so nothing was written: {why}") from error
 
     def _put_experts(self, least: int) -> None:
         """Those that were waiting. PEFT nests the parameters of one module in an order that a file does not tell, so
         all of a module's are given one rank, and one pattern that means them all."""
         ranks: dict[str, int] = {}
         for path, pairs in self._waiting.items():
-            owner = path.replace(".base_layer", "")
+            owner = plain(path)
             ranks[owner] = max([ranks.get(owner, 0), *(pair.rank for pair in pairs.values())])
         for path, pairs in self._waiting.items():
             layout = self._spec.layouts[path]
             lacking = [name for name in layout.modules(path) if name not in pairs]
             if lacking:
                 raise AdapterFormatError(f"the adapter lacks {lacking[0]!r}, an expert of {path!r}.")
-            rank = self._ranks[path] = max(ranks[path.replace(".base_layer", "")], least)
+            rank = self._ranks[path] = max(ranks[plain(path)], least)
             self._put_pair(path, layout, [pad_rank(pairs[name], rank) for name in layout.modules(path)])
 
     def _widen(self, rank: int) -> None:
@@ -255,7 +282,7 @@ class AdapterWriter:
         """All parameters of a module, where the layout does not tell which one is stored at `path`."""
         layout = self._spec.layouts.get(path, Layout())
         unnamed = layout.kind == "parameter" and not layout.pattern
-        return rf"^{re.escape(path.replace('.base_layer', ''))}\.[^.]+" if unnamed else None
+        return rf"^{re.escape(plain(path))}\.[^.]+" if unnamed else None
 
 
 def pad_rank(lora: LoRA, rank: int) -> LoRA:
