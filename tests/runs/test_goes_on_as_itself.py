@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 
-from fedlora.runs.folder import RunFolder
 from support.command_line import Said, options, undraw
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, make_project, ran, without_seconds
@@ -40,7 +39,7 @@ Accident = Callable[[Path, Path, Path], None]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose data are the same for each seed, and its runs: whole, stopped, of another seed, of fewer rounds."""
+    """A project whose data are the same for each seed, and its runs: whole, stopped, of another seed, shorter."""
     root = make_project(tmp_path_factory.mktemp("itself"))
     for name, seed in (("valid", 7), ("test", 8)):
         (root / f"{name}.jsonl").write_text(rows(classification(40, seed)))

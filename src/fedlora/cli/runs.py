@@ -126,7 +126,8 @@ def _made_again(folder: RunFolder, lacking: Sequence[str]) -> str:
     """
     from fedlora.core.checkpoint import newest_round
 
-    rounds, what = folder.ended(), ", ".join(lacking)
+    places = (re.sub(r"^(adapter|best|clients/[^/]+)/.*", r"\1/", name) for name in lacking)
+    rounds, what = folder.ended(), ", ".join(dict.fromkeys(places))
     makeable = r"adapter/.*|best/.*|clients/.*|samples[.].*|(private/)?SHA256SUMS"
     if for_good := [name for name in lacking if not re.fullmatch(makeable, name)]:
         raise CheckpointError(

@@ -177,7 +177,7 @@ def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tu
             facts = file.metadata()
         tree, told = json.loads(facts["tree"]), (facts["run"], facts["round"])
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {path.name} is no checkpoint of fedlora: {error}.") from error
+        raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
     if told != (of, str(round)):
         what = f"of round {told[1]}" if told[0] == of else "of another run (configuration, seed or data)"
         raise CheckpointError(f"checkpoint {path.name} is {what}: it was copied or renamed.")

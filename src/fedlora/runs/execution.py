@@ -248,9 +248,7 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunSta
         resuming.check_content(folder, json.loads(json.dumps(prepared.secrets)), read_private(folder, "content.json"))
     of = _identity(prepared, folder)
     resuming.check_manifest(folder, of)
-    if folder.finished():
-        folder.lacking()
-    elif os.path.lexists(folder.sums):
+    if not folder.finished() and os.path.lexists(folder.sums):
         log.warning("%s is gone, and the run had ended: its results are made again", folder.path / "summary.json")
     kind = prepared.server.method.State
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, kind, of=of, tell=log.warning)
@@ -266,6 +264,8 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunSta
         newest = f"the newest state in checkpoints/ is of round {state.round}" if loaded else "checkpoints/ has none"
         log.warning("%s are logged, and %s: later ones are played again", counted(logged, "round"), newest)
     check_replaceable(prepared, folder, state)
+    if folder.finished():
+        folder.lacking()  # raises where a file of the result is another one by now
     if changed:
         resuming.settle(folder, prepared.config, prepared.manifest)
     folder.sweep()

@@ -199,7 +199,7 @@ class RunFolder:
         """
         self._make()
         files.write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
-        self.write_json("manifest.json", _sealed(plain(manifest)))
+        self.write_json("manifest.json", manifest)
 
     def reopen(self) -> None:
         """A finished run becomes an unfinished one. Its result stays for use until the new one is there: its adapters'
@@ -251,8 +251,8 @@ class RunFolder:
         return dict(found)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Whole or not at all. NaN becomes null: JSON has no NaN."""
-        files.write(self.path / name, _text(value))
+        """Whole or not at all; a manifest with its seal. NaN becomes null: JSON has no NaN."""
+        files.write(self.path / name, _text(_sealed(plain(value)) if name == "manifest.json" else value))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The finished rounds' lines; a half-written last one does not count.

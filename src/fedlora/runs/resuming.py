@@ -33,8 +33,8 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     if wrong:
         named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in wrong.items())
         raise CheckpointError(
-            f"{folder.path} holds a run of another configuration (config.json): {named}. Resume with the same values, or choose "
-            f"another --out."
+            f"{folder.path / 'config.json'} is of another configuration: {named}. Resume with the same values, or "
+            f"choose another --out."
         )
     if "run.rounds" in differing and config.privacy is not None:
         raise CheckpointError(
@@ -75,8 +75,8 @@ def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mappin
     said += ["the data (a private run does not tell whose)"] if private and other else other
     if said:
         raise CheckpointError(
-            f"{folder.path} holds a run with another content (manifest.json) of: {', '.join(said)}. Going on would mix two runs. "
-            f"Resume with the same model, data and threads, or choose another --out."
+            f"{folder.path / 'manifest.json'} is of another content of: {', '.join(said)}. Going on would mix two "
+            f"runs. Resume with the same model, data and threads, or choose another --out."
         )
 
 
