@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from fedlora.adapters.mark import written_by
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.runs.folder import PICTURES, RunFolder
 from support.command_line import Said
@@ -98,23 +97,6 @@ def test_the_pictures_that_go_are_those_that_are_drawn(folder: RunFolder) -> Non
     assert {path.name for path in plot_run(folder)} <= set(PICTURES)
 
 
-def test_an_older_versions_run_goes_on_and_gets_its_marks(project: Path, folder: RunFolder) -> None:
-    """Weights without marks, as they were: they are what the state gives. Stopped while it is made longer, when that
-    state is gone, it still goes on."""
-    places = [folder.path / name for name in (*PLACES, "clients/site-1", "clients/site-3")]
-    for place in places:
-        saved_by_peft(place / WEIGHTS, 1.0)
-    before = [load_file(place / WEIGHTS) for place in places]
-    ran(configured(project, *BASE[1:], "run.rounds=6"), folder.path, 3, resume=True)
-    assert {written_by(place / WEIGHTS) for place in places} == {"fedlora run"}
-    for place, old in zip(places, before, strict=True):
-        new = load_file(place / WEIGHTS)
-        assert set(new) == set(old) and all(bool((new[key] == old[key]).all()) for key in old)
-    assert not list(folder.checkpoints.glob("round-00002.*"))
-    ran(configured(project, *BASE[1:], "run.rounds=6"), folder.path, resume=True)
-    assert folder.ended() == 6
-
-
 def test_uploads_of_rounds_that_are_played_again_are_looked_at_too(project: Path, tmp_path: Path) -> None:
     """checkpoint_every = 5: after a stop in round 2 both rounds are played again."""
     sets = ("run.rounds=3", "train.steps=1", "run.keep_uploads=all", "run.checkpoint_every=5")
@@ -122,7 +104,7 @@ def test_uploads_of_rounds_that_are_played_again_are_looked_at_too(project: Path
     weights = folder.uploads(1) / "site-1" / WEIGHTS
     saved_by_peft(weights, 3.0)
     assert f"round-00001 holds weights that the run did not write (site-1/{WEIGHTS})" in refused(project, folder, *sets)
-    (folder.uploads(1) / "site-1" / "upload.json").touch()  # an older version's: they are written in this order
+    shutil.rmtree(folder.uploads(1))
     (folder.uploads(2) / "mine.txt").write_text("x")
     assert "round-00002 holds 'mine.txt', which is no part of a round's uploads" in refused(project, folder, *sets)
     (folder.uploads(2) / "mine.txt").unlink()
@@ -165,14 +147,3 @@ def test_a_finished_run_without_states_is_not_trained_again(project: Path, folde
     with pytest.raises(CheckpointError, match=r"ended after 2 rounds, and checkpoints/ has no state of it"):
         ran(configured(project, *LONGER), folder.path, resume=True)
     assert contents(folder.path) == before
-
-
-def test_an_older_summary_says_nothing_of_exports(folder: RunFolder) -> None:
-    """Without the list adapter/ alone is asked for, where no readouts are there in its place."""
-    summary = folder.read_json("summary.json")
-    assert summary.pop("exports") == ["adapter", "best", "clients"]
-    folder.write_json("summary.json", summary)
-    shutil.rmtree(folder.path / "adapter")
-    assert folder.lacking() == []
-    shutil.rmtree(folder.path / "clients")
-    assert folder.lacking() == ["adapter"]

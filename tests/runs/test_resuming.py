@@ -137,7 +137,8 @@ def test_a_damaged_newest_checkpoint_is_warned_about_and_the_one_before_used(
     assert newest.name.startswith("round-00007")
     newest.write_bytes(damage(newest.read_bytes()))
     ran(config, folder.path, resume=True)  # a Python warning would be an error here
-    (said,) = (record for record in caplog.records if record.name == "fedlora.runs")
+    said, again = (record for record in caplog.records if record.name == "fedlora.runs")
+    assert "7 rounds are logged, and the newest state in checkpoints/ is of round 6" in again.getMessage()
     assert re.fullmatch(r"checkpoint round-00007\S+ is damaged: .*[.] Trying the one before it[.]", said.getMessage())
     same_run(folder, uninterrupted)
 

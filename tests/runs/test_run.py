@@ -61,7 +61,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 def test_a_run_folder_holds_what_it_says_and_nothing_else(finished: Finished) -> None:
     top = {path.name for path in finished.folder.path.iterdir()}
     assert top == {
-        "config.json", "manifest.json", "metrics.jsonl", "summary.json",
+        "config.json", "manifest.json", "metrics.jsonl", "summary.json", "SHA256SUMS",
         "adapter", "best", "clients", "plots", "checkpoints",
     }  # fmt: skip
     files = {"README.md", "adapter_config.json", "adapter_model.safetensors", "labels.json"}
@@ -138,7 +138,8 @@ def test_summary_json_follows_from_the_metrics(finished: Finished) -> None:
 def test_the_final_adapter_is_the_model_that_was_reported(finished: Finished, project: Path) -> None:
     """peft's own loader; and W0 + scaling * (the server's update) dense, from the last checkpoint. Same logits, and the
     accuracies of the summary."""
-    loaded = checkpoint.load_newest(finished.folder.checkpoints, RunState, METHODS["glora"].State)
+    of = finished.folder.read_json("manifest.json")["run"]
+    loaded = checkpoint.load_newest(finished.folder.checkpoints, RunState, METHODS["glora"].State, of=of)
     assert loaded is not None and loaded[0] == 3
     state = loaded[1].server
     updates = {n: 2.0 * x.delta() for n, x in Server(build("glora")).global_update(state).items()}
@@ -257,7 +258,8 @@ def test_the_best_round_is_chosen_on_validation_only(tmp_path: Path) -> None:
         single = tmp_path / "single" / path.name[:11]
         single.mkdir(parents=True)
         os.link(path, single / path.name)
-        loaded = checkpoint.load_newest(single, RunState, prepared.server.method.State)
+        of = folder.read_json("manifest.json")["run"]
+        loaded = checkpoint.load_newest(single, RunState, prepared.server.method.State, of=of)
         assert loaded is not None
         states[loaded[0]] = loaded[1]
     by_test = [prepared.test.evaluate(prepared.server, states[t])["accuracy"] for t in range(1, rounds + 1)]

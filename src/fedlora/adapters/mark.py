@@ -7,8 +7,6 @@ trained the adapter on and saved it in the same place.
 
 from __future__ import annotations
 
-import json
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,6 @@ from pathlib import Path
 from fedlora.adapters import bounded_json
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.untrusted_files import StrangersFile
-from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
 
@@ -41,18 +38,6 @@ def written_by(weights: Path) -> str:
     notes = header.get("__metadata__") if isinstance(header, dict) else None
     found = notes.get(_KEY) if isinstance(notes, dict) else None
     return found if isinstance(found, str) else ""
-
-
-def put(weights: Path, by: str) -> None:
-    """Gives a safetensors file of ours, of before there were marks, its mark. The tensors stay as they are."""
-    with weights.open("rb") as old:
-        (length,) = struct.unpack("<Q", old.read(8))
-        header = json.loads(old.read(length))
-        text = json.dumps({**header, "__metadata__": {**header.get("__metadata__", {}), **marked(by)}}).encode()
-        text += b" " * (-len(text) % 8)  # the format wants the data to begin at a multiple of 8
-        with files.replacing(weights) as new:
-            new.write(struct.pack("<Q", len(text)) + text)
-            shutil.copyfileobj(old, new, 1 << 20)
 
 
 def only_by(by: str, weights: str) -> Callable[[Path], str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
@@ -89,11 +90,14 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
 
     if not (resume and folder.exists() and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
-    elif lacking := folder.lacking():
-        notes.print(_made_again(folder, lacking), style="yellow", markup=False, soft_wrap=True)
-        _rounds(config, folder, resume, config.method.name, data_root)
     else:
-        notes.print(_nothing_left(folder, config), style="yellow", markup=False, soft_wrap=True)
+        lacking = folder.lacking()
+        states = [name for name in lacking if name.startswith("checkpoints/")]
+        results = [name for name in lacking if name not in states]
+        said = _made_again(folder, results) if results else _nothing_left(folder, config, states)
+        notes.print(said, style="yellow", markup=False, soft_wrap=True)
+        if results:
+            _rounds(config, folder, resume, config.method.name, data_root)
     if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
     without_times(folder, config)
@@ -103,23 +107,35 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
         _show(folder)
 
 
-def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
-    """What `--resume` says of a run that has ended."""
+def _nothing_left(folder: RunFolder, config: RunConfig, gone: Sequence[str]) -> str:
+    """What `--resume` says of a run that has ended. gone: its checkpoints that are missing."""
     summary = folder.read_json("summary.json")
+    if gone:
+        return (
+            f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now. "
+            f"{', '.join(gone)}: missing. The result does not need it; more rounds, or making an adapter again, may."
+        )
     said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
     more = config.privacy is None and not summary.get("stopped_early")  # a budget and a stop are for good
     return said + f" For more rounds: --resume --set run.rounds={config.run.rounds + 1}" * more
 
 
 def _made_again(folder: RunFolder, lacking: Sequence[str]) -> str:
-    """What `--resume` says of a run that has ended and whose adapters are gone.
+    """What `--resume` says of a run that has ended and whose results are gone in part.
 
     Raises:
         CheckpointError: nothing is there to make them from.
     """
     from fedlora.core.checkpoint import newest_round
 
-    rounds, what = folder.ended(), ", ".join(f"{name}/" for name in lacking)
+    places = (re.sub(r"^(adapter|best|clients/[^/]+)/.*", r"\1/", name) for name in lacking)
+    rounds, what = folder.ended(), ", ".join(dict.fromkeys(places))
+    makeable = r"adapter/.*|best/.*|clients/.*|samples[.].*|(private/)?SHA256SUMS"
+    if for_good := [name for name in lacking if not re.fullmatch(makeable, name)]:
+        raise CheckpointError(
+            f"{folder.path} holds a finished run without {', '.join(for_good)}, and no state to make that from. "
+            f"Restore it, or choose another --out."
+        )
     if newest_round(folder.checkpoints) != rounds:
         raise CheckpointError(
             f"{folder.path} holds a finished run without {what}, and the checkpoint of round {rounds}, which it would "

@@ -2,8 +2,9 @@
 
     round-00007.3f2a90c1d4e5b6a7.safetensors          tensors, and the tree around them as JSON in the metadata
 
-The file is written whole or not at all (`files`). The name carries SHA-256 of the content, so damage shows. The types
-come from the reader, never from the file, which knows them by tags: nothing in a checkpoint can name code to run.
+The file is written whole or not at all (`files`). The name carries SHA-256 of the content, so damage shows. The
+metadata names the round, and the run that it is of: a checkpoint of another one is refused, whatever its name. The
+types come from the reader, never from the file, which knows them by tags: nothing in a checkpoint can name code to run.
 """
 
 from __future__ import annotations
@@ -34,64 +35,29 @@ from fedlora.errors import CheckpointError
 
 T = TypeVar("T")
 
-# What older files call a value's class, and its tag now: before there were tags, and before a class gained fields.
-# Names of classes without a tag, as of a method of one's own, stay what they are: its module and name.
-_FORMER_NAMES = {
-    "fedlora.base_change.BaseChange": "base-change/1",
-    "fedlora.by_hand.HandState": "by-hand/1",
-    "fedlora.delivery.Cache": "cache/1",
-    "fedlora.delivery.Held": "held/1",
-    "fedlora.flower.node.NodeState": "node/1",
-    "fedlora.flower.strategy.FlowerState": "flower/1",
-    "fedlora.linalg.Spectrum": "spectrum/1",
-    "fedlora.linalg.spectrum.Spectrum": "spectrum/1",
-    "fedlora.lora.Adapter": "adapter/1",
-    "fedlora.lora.LoRA": "lora/1",
-    "fedlora.methods.fedex_lora.FedExLoRAState": "fedex-lora/1",
-    "fedlora.methods.fedit.FedITState": "fedit/1",
-    "fedlora.methods.fedrot_lora.FedRotLoRAState": "fedrot-lora/1",
-    "fedlora.methods.fedsa_lora.FedSALoRAState": "fedsa-lora/1",
-    "fedlora.methods.ffa_lora.FFALoRAState": "ffa-lora/1",
-    "fedlora.methods.flexlora.FlexLoRAState": "flexlora/1",
-    "fedlora.methods.flora.FLoRAState": "flora/1",
-    "fedlora.methods.glora.Cut": "glora-cut/1",
-    "fedlora.methods.glora.GLoRAState": "glora/1",
-    "fedlora.methods.glora.Trace": "glora-trace/1",
-    "fedlora.methods.hetlora.HetLoRAState": "hetlora/1",
-    "fedlora.methods.lora_fair.LoRAFAIRState": "lora-fair/1",
-    "fedlora.methods.padded_average.PaddedAverageState": "padded-average/1",
-    "fedlora.methods.rolora.RoLoRAState": "rolora/1",
-    "fedlora.methods.svd.SVDState": "svd/1",
-    "fedlora.server.ServerState": "server/1",
-    "fedlora.server.Tally": "tally/2",
-    "fedlora.simulation.ClientMemory": "client-memory/1",
-    "fedlora.simulation.RunState": "run/1",
-    "tally/1": "tally/2",
-}
-
 _NAME = re.compile(r"round-(\d{5,})\.([0-9a-f]{16})\.safetensors")
 
 
-def save(directory: Path, round: int, value: Any, *, keep: int = 2) -> Path:
+def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2) -> Path:
     """Write `value` as the checkpoint of `round`, in the place of another one of that round, and remove all but the
-    newest `keep` ones; never the one just written.
+    newest `keep` ones; never the one just written. of: the run that it belongs to.
 
     Raises:
         CheckpointError: the value holds something that cannot be stored, or the disk refuses; older ones stay.
     """
-    with saving(directory, round, value, keep=keep) as path:
+    with saving(directory, round, value, of=of, keep=keep) as path:
         pass
     return path
 
 
 @contextmanager
-def saving(directory: Path, round: int, value: Any, *, keep: int = 2) -> Iterator[Path]:
+def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2) -> Iterator[Path]:
     """As `save`, around what must be seen before the checkpoint is: all of it is on the disk when the block begins, and
     one rename is left for its end. Where the block fails there is no checkpoint."""
     tensors: dict[str, Tensor] = {}
     tree = _encode(value, "", tensors)
     try:
-        content = tensor_file(tensors, {"tree": json.dumps(tree, sort_keys=True)})
+        content = tensor_file(tensors, {"round": str(round), "run": of, "tree": json.dumps(tree, sort_keys=True)})
     except KeyError as error:
         raise CheckpointError(
             f"the checkpoint of round {round} cannot be stored: safetensors has no {error}."
@@ -137,7 +103,7 @@ def keep_also(directory: Path, of: Path, round: int, *, keep: int = 1) -> None:
             try:
                 os.link(found[0], place)
             except OSError:  # a file system without links
-                files.write(place, found[0].read_bytes())
+                files.write(place, files.read(found[0]))
             files.sync_folder(directory)
     except OSError as error:
         raise CheckpointError(f"the checkpoint of round {round} could not be kept in {directory}: {error}.") from error
@@ -157,29 +123,35 @@ def _warn(said: str) -> None:
 
 
 def load_newest(
-    directory: Path, kind: type[T], *extra: type, upto: int | None = None, tell: Callable[[str], None] = _warn
+    directory: Path,
+    kind: type[T],
+    *extra: type,
+    of: str = "",
+    upto: int | None = None,
+    tell: Callable[[str], None] = _warn,
 ) -> tuple[int, T] | None:
-    """(round, value) of the newest sound checkpoint, as a `kind`; None where there is none. upto: of those whose round
-    is at most this.
+    """(round, value) of the newest sound checkpoint of a run, as a `kind`; None where there is none. upto: of those
+    whose round is at most this. of: the run, as `save` was told it.
 
-    A damaged one is skipped, and the one before it used. `extra`: dataclasses that occur where the type says only `Any`
-    (a method's own state). tell: takes the line that says what was skipped; a `UserWarning` if not given.
+    A damaged one, or one of another run, is skipped, and the one before it used. `extra`: dataclasses that occur where
+    the type says only `Any` (a method's own state). tell: takes the line that says what was skipped; a
+    `UserWarning` if not given.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is sound.
+        CheckpointError: there are checkpoints, and none is sound; a directory has the name of one.
     """
     listed = [entry for entry in _listed(directory) if upto is None or entry[0] <= upto]
     why: list[str] = []
     for round, digest, path in listed:
         try:
-            return round, _read(path, digest, kind, extra)
+            return round, _read(path, round, digest, of, kind, extra)
         except CheckpointError as error:
             why.append(str(error))
             tell(f"{error} Trying the one before it.")
     if listed:
         raise CheckpointError(
-            f"none of the {len(listed)} checkpoints in {directory} can be used. The newest: {why[0]} Where all are "
-            f"damaged, start the run afresh."
+            f"none of the {len(listed)} checkpoints in {directory} can be used. The newest: {why[0]} Restore one "
+            f"from a backup, or start the run afresh."
         )
     return None
 
@@ -187,17 +159,29 @@ def load_newest(
 def _listed(directory: Path) -> list[tuple[int, str, Path]]:
     """(round, digest, path) of each checkpoint, newest first."""
     named = [(_NAME.fullmatch(path.name), path) for path in directory.glob("round-*.safetensors")]
+    for match, path in named:
+        if match and path.is_dir():  # no checkpoint could be written there
+            raise CheckpointError(f"{path} is a directory and has the name of a checkpoint. Move it away.")
     return sorted(((int(match[1]), match[2], path) for match, path in named if match), reverse=True)
 
 
-def _read(path: Path, digest: str, kind: type[T], extra: tuple[type, ...]) -> T:
-    with path.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tuple[type, ...]) -> T:
+    try:
+        found = files.digest(path)[:16]
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path.name} cannot be read: {error.strerror or error}.") from error
     if found != digest:
         raise CheckpointError(f"checkpoint {path.name} is damaged: its content does not match its digest.")
     try:
         with safe_open(path, framework="pt") as file:
-            tree = json.loads(file.metadata()["tree"])
+            facts = file.metadata()
+        tree, told = json.loads(facts["tree"]), (facts["run"], facts["round"])
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
+    if told != (of, str(round)):
+        what = f"of round {told[1]}" if told[0] == of else "of another run (configuration, seed or data)"
+        raise CheckpointError(f"checkpoint {path.name} is {what}: it was copied or renamed.")
+    try:
         tensors = safetensors.torch.load_file(path)
         known = {_type_name(cls): cls for root in (kind, *extra) for cls in _dataclasses(root, set())}
         value: T = _decode(tree, tensors, known)
@@ -236,15 +220,6 @@ def _type_name(cls: type) -> str:
     return tag if isinstance(tag, str) else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _upgraded(name: str, inside: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A value as a file before tags has it, as it would be stored now."""
-    if name == "fedlora.server.ServerState":
-        inside.pop("changed", None)  # what travels is decided by content now
-    if name == "fedlora.delivery.Held":
-        inside["parts"] = {"mapping": {}}  # no digests in there: frozen parts are sent once more
-    return _FORMER_NAMES.get(name, name), inside
-
-
 def _below(path: str, key: str) -> str:
     """A path one step down, as JSON pointers write it: a slash inside a key is no step."""
     return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
@@ -257,7 +232,6 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type])
         case {"tensor": path}:
             return tensors[path]
         case {"dataclass": name, "fields": inside}:
-            name, inside = _upgraded(name, inside)
             if name not in known:
                 raise ValueError(
                     f"it holds a {name!r}, and the classes known here are {', '.join(sorted(known))}. Was that class "

@@ -6,6 +6,8 @@ Whole folders: `folders`.
 from __future__ import annotations
 
 import errno
+import hashlib
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -16,9 +18,34 @@ from typing import BinaryIO
 from fedlora.core import beside
 from fedlora.core.beside import sync_folder
 
-__all__ = ["making", "replacing", "sweep", "sync_folder", "write"]
+__all__ = ["digest", "making", "opened", "read", "replacing", "sweep", "sync_folder", "write"]
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """An ordinary file, or what a link to one leads to, to read. A pipe is not waited for.
+
+    Raises:
+        OSError: it is not there, cannot be read, or is no ordinary file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+    return open(descriptor, "rb")
+
+
+def read(path: Path) -> bytes:
+    """All of an ordinary file, as `opened` opens it."""
+    with opened(path) as file:
+        return file.read()
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of an ordinary file, in 64 hexadecimal digits."""
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
@@ -39,7 +66,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with making(path.parent):
             if lasting:
                 sweep(path)
-            place, descriptor = _opened(path)
+            place, descriptor = _made(path)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     with suppress(FileNotFoundError):
@@ -102,7 +129,7 @@ def sweep(path: Path) -> None:
                 os.close(descriptor)
 
 
-def _opened(path: Path) -> tuple[Path, int]:
+def _made(path: Path) -> tuple[Path, int]:
     """A new file beside `path`, and its descriptor. Opened for itself alone: no file and no link that stands there."""
     for _ in range(beside.TRIES):
         place = beside.fresh(path.parent, path.name)

@@ -107,6 +107,7 @@ RELEASES: tuple[Item, ...] = (
         "released",
         PUBLIC,
         "config_digest",
+        "run",
         "versions",
         "python",
         "commit",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -30,6 +31,7 @@ from fedlora.runs.card import model_card
 from fedlora.runs.crew import crewed
 from fedlora.runs.exported import export_folder, write_export
 from fedlora.runs.folder import RunFolder, plain
+from fedlora.runs.identity import identity
 from fedlora.runs.own_exports import UPLOADS, check_replaceable, clear_exports
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_line, private_summary, shown_config, without_times
@@ -87,12 +89,12 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
     config = prepared.config
     check_trackers(config.run.track)
     resumed = folder.exists()
-    state = _opened(prepared, folder, resume)
+    state, of = _opened(prepared, folder, resume)
     private = opened_private(prepared, folder, state.server)
     if private is not None:
         prepared = replace(prepared, server=private.server)
     server = prepared.server
-    lines = folder.rewind(state.round)
+    lines, link = folder.rewind(state.round, of)
     trackers = [_tracker(name, prepared, folder, lines, resumed) for name in config.run.track]
     metric, patience = prepared.metric, config.evaluate.stopping()
     best_line = best_of(metric, [line for line in lines if line["metrics"]], lambda line: line["metrics"][metric])
@@ -134,21 +136,21 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
         line = describe(record, padded_error=padded, gauge=_gauge(prepared, record) if last else None)
         if private is not None:
             line = private_line(line, private.spent(state.round))
-        folder.append_metrics(line)
+        link = folder.append_metrics(line, link)
         lines.append(plain(line))
         for tracker in trackers:
             tracker.log(record.round, numbers(line))
         if record.metrics and is_better(metric, record.metrics[metric], best):
             best = record.metrics[metric]
-            checkpoint.save(folder.best_checkpoint, state.round, state, keep=1)
+            checkpoint.save(folder.best_checkpoint, state.round, state, of=of, keep=1)
         if last or state.round % config.run.checkpoint_every == 0:
-            checkpoint.save(folder.checkpoints, state.round, state, keep=config.run.keep_checkpoints)
+            checkpoint.save(folder.checkpoints, state.round, state, of=of, keep=config.run.keep_checkpoints)
         yield record
         if last:
             break
     if stopped is not None and private is not None:
-        checkpoint.save(folder.checkpoints, state.round, state, keep=config.run.keep_checkpoints)
-    _finish(prepared, folder, state, stopped, trackers, private)
+        checkpoint.save(folder.checkpoints, state.round, state, of=of, keep=config.run.keep_checkpoints)
+    _finish(prepared, folder, state, of, stopped, trackers, private)
 
 
 def _until_spent(events: Iterator[ClientDone | RoundRecord], done: int) -> Iterator[ClientDone | RoundRecord | None]:
@@ -219,15 +221,22 @@ def describe(
     }
 
 
-def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
-    """The state to go on from: the newest sound checkpoint, or a fresh start."""
+def _identity(prepared: Prepared, folder: RunFolder) -> str:
+    if prepared.secrets is None:
+        return identity(prepared.config, prepared.manifest)
+    return identity(prepared.config, prepared.secrets, str(read_private(folder, "run.json").get("secret")))
+
+
+def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunState, str]:
+    """The state to go on from, the newest sound checkpoint or a fresh start; and the run's identity."""
     fresh = start(prepared.server, prepared.seed_adapter)
     if not folder.exists():
         if prepared.secrets is not None:
             begin(folder, prepared.secrets)
             keep_config(folder, prepared.config.canonical())
-        folder.create(shown_config(prepared.config).canonical(), prepared.manifest)
-        return fresh
+        of = _identity(prepared, folder)
+        folder.create(shown_config(prepared.config).canonical(), {**prepared.manifest, "run": of})
+        return fresh, of
     if not resume:
         raise CheckpointError(
             f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out."
@@ -237,7 +246,12 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
         resuming.check_content(folder, prepared.manifest)
     else:
         resuming.check_content(folder, json.loads(json.dumps(prepared.secrets)), read_private(folder, "content.json"))
-    loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State, tell=log.warning)
+    of = _identity(prepared, folder)
+    resuming.check_manifest(folder, of)
+    if not folder.finished() and os.path.lexists(folder.sums):
+        log.warning("%s is gone, and the run had ended: its results are made again", folder.path / "summary.json")
+    kind = prepared.server.method.State
+    loaded = checkpoint.load_newest(folder.checkpoints, RunState, kind, of=of, tell=log.warning)
     ended = folder.ended()
     if loaded is None and ended:
         raise CheckpointError(
@@ -245,11 +259,44 @@ def _opened(prepared: Prepared, folder: RunFolder, resume: bool) -> RunState:
             f"of it: going on would train all of them again. Put checkpoints/ back, or choose another --out."
         )
     state = loaded[1] if loaded else fresh
+    _check_best(prepared, folder, of, folder.upto(state.round, of)[0])
+    if (logged := len(folder.metrics())) > state.round:
+        newest = f"the newest state in checkpoints/ is of round {state.round}" if loaded else "checkpoints/ has none"
+        log.warning("%s are logged, and %s: later ones are played again", counted(logged, "round"), newest)
     check_replaceable(prepared, folder, state)
+    if folder.finished():
+        folder.lacking()  # raises where a file of the result is another one by now
     if changed:
         resuming.settle(folder, prepared.config, prepared.manifest)
     folder.sweep()
-    return state
+    return state, of
+
+
+def _check_best(prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    """checkpoints/best/ has the best state of these rounds; where it has not, it gets the one in checkpoints/.
+
+    Raises:
+        CheckpointError: neither of them has it.
+    """
+    metric, kind = prepared.metric, prepared.server.method.State
+    best = best_of(metric, [line for line in lines if line["metrics"]], lambda line: line["metrics"][metric])
+    if best is None:
+        return
+    round, why = best["round"], "none is there"
+    checkpoint.newest_round(folder.best_checkpoint)  # where a directory has its place, it cannot be put back
+    try:
+        found = checkpoint.load_newest(folder.best_checkpoint, RunState, kind, of=of, tell=log.warning)
+        if found is not None and (found[0] == round or found[0] > len(lines)):  # a later one is made again, as it was
+            return
+        why = why if found is None else f"that of round {found[0]} is there"
+    except CheckpointError as error:
+        why = str(error)
+    said = f"{folder.best_checkpoint}/ lacks the state of round {round}, the best one so far by {metric} ({why})"
+    found = checkpoint.load_newest(folder.checkpoints, RunState, kind, of=of, upto=round, tell=log.warning)
+    if found is None or found[0] != round:
+        raise CheckpointError(f"{said}, and checkpoints/ has it no more. Restore it, or choose another --out.")
+    log.warning("%s: it is taken from checkpoints/", said)
+    checkpoint.save(folder.best_checkpoint, round, found[1], of=of, keep=1)
 
 
 def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, record: RoundRecord) -> None:
@@ -307,6 +354,7 @@ def _finish(
     prepared: Prepared,
     folder: RunFolder,
     state: RunState,
+    of: str,
     stopped: Mapping[str, Any] | None,
     trackers: Sequence[Tracker],
     private: PrivateRun | None = None,
@@ -315,7 +363,7 @@ def _finish(
     server, lines = prepared.server, folder.metrics()
     scored = [line for line in lines if line["metrics"]]
     best_line = best_of(prepared.metric, scored, lambda line: line["metrics"][prepared.metric])
-    loaded = _best_state(prepared, folder) if best_line else None
+    loaded = _best_state(prepared, folder, of, best_line["round"]) if best_line else None
     states = {"adapter": state} | ({"best": loaded[1]} if loaded else {})
     measured: dict[str, Measured] = {}
     results: dict[str, dict[str, float]] = {}
@@ -395,6 +443,7 @@ def _finish(
         "exports": sorted({place.relative_to(folder.path).parts[0] for place in exported}),
         "diagnostics": server.diagnostics(state.server),
     }
+    made += [path for place in exported for path in place.rglob("*") if path.is_file()]
     folder.finish(summary if spent is None else private_summary(summary, spent), made)
     without_times(folder, prepared.config)
 
@@ -413,9 +462,13 @@ def _phases(lines: list[dict[str, Any]]) -> list[str]:
     return sorted({phase for line in lines for phase in line["seconds"]})
 
 
-def _best_state(prepared: Prepared, folder: RunFolder) -> tuple[int, RunState] | None:
+def _best_state(prepared: Prepared, folder: RunFolder, of: str, round: int) -> tuple[int, RunState] | None:
+    kind, why = prepared.server.method.State, f"the state of round {round} is not there"
     try:
-        return checkpoint.load_newest(folder.best_checkpoint, RunState, prepared.server.method.State, tell=log.warning)
-    except CheckpointError as error:  # the run itself is whole
-        log.warning("best/ is not written: %s", error)
-        return None
+        found = checkpoint.load_newest(folder.best_checkpoint, RunState, kind, of=of, upto=round, tell=log.warning)
+        if found is not None and found[0] == round:
+            return found
+    except CheckpointError as error:
+        why = str(error)
+    log.warning("best/ is not written: %s", why)  # the run itself is whole
+    return None

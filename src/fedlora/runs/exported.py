@@ -28,13 +28,17 @@ _TOKENIZER = (
 )
 
 
-def export_folder(tokenizer: Any, *, marked: bool = True) -> FolderKind:
-    """What `write_export` leaves in a run, and nothing else. marked: its weights say that a run wrote them; those of
-    older versions do not."""
+def export_folder(tokenizer: Any) -> FolderKind:
+    """What `write_export` leaves in a run, and nothing else; its weights say that a run wrote them."""
     own = getattr(tokenizer, "vocab_files_names", None) or {}
     names = "|".join(map(re.escape, (CONFIG_FILE, WEIGHTS_FILE, LABELS_FILE, "README.md", *sorted(own.values()))))
-    mark = only_by(RUN, WEIGHTS_FILE) if marked else None
-    return FolderKind("an adapter that a run left", CONFIG_FILE, f"{names}|{_TOKENIZER}", mark, "choose another --out")
+    return FolderKind(
+        "an adapter that a run left",
+        CONFIG_FILE,
+        f"{names}|{_TOKENIZER}",
+        only_by(RUN, WEIGHTS_FILE),
+        "choose another --out",
+    )
 
 
 def write_export(

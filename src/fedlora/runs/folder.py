@@ -2,7 +2,8 @@
 
 config.json        the resolved configuration          metrics.jsonl     one line a round
 manifest.json      versions, commit, device, hashes    checkpoints/      the newest states; best/ the best one's
-summary.json       the result; written last            adapter/          the final server model, a PEFT directory
+summary.json       the result; written last            SHA256SUMS        digests of all that a finished run left
+                                                       adapter/          the final server model, a PEFT directory
 samples.jsonl, samples.md  a language model's answers to held-out prompts, before and after
 plots/*.png                                            best/             the best one by validation, likewise
 private/           of a private run: for the server alone (`private_releases`)
@@ -15,6 +16,7 @@ adapter/, best/, each of clients/ and each round of uploads/ appear whole (`core
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -30,6 +32,7 @@ from fedlora.core import beside, files
 from fedlora.core.echo import quoted, shown
 from fedlora.core.folders import check_target
 from fedlora.errors import CheckpointError, ConfigError, counted
+from fedlora.runs.sums import SUMS, compared, write_sums
 
 # What each file has in every version, so that a damaged one is told from a whole one.
 _HAS = {
@@ -37,6 +40,8 @@ _HAS = {
     "manifest.json": ("config_digest", "data"),
 }
 _SUMMARY_BEFORE = "summary.before.json"
+_CHAIN = "digest"  # in each line of metrics.jsonl: `_link`
+_SEAL = "digest"  # in manifest.json: `_sealed`
 PARTS = "parts.json"  # of an experiment's runs, before all else: `experiments.stored.parts`
 _BEGUN = frozenset(("run.json", "content.json", "config.json"))  # of private/, before there is a manifest
 _TABLES = ("model", "data", "method", "run")  # of every run's config.json; a model's has none of them
@@ -90,28 +95,41 @@ class RunFolder:
         return KeptUploads(round, sorted(path for path in newest.iterdir() if path.is_dir()))
 
     def exists(self) -> bool:
-        return (self.path / "manifest.json").is_file()
+        """Whether a run was begun here; also where a pipe or a dangling link took its manifest's place."""
+        return os.path.lexists(self.path / "manifest.json")
 
     def finished(self) -> bool:
-        return (self.path / "summary.json").is_file()
+        return os.path.lexists(self.path / "summary.json")
 
     def ended(self) -> int | None:
         """How many rounds the run has ended with, also while it is being made longer; None where it never has."""
         for name in ("summary.json", _SUMMARY_BEFORE):
-            if (self.path / name).is_file():
+            if os.path.lexists(self.path / name):
                 rounds = self.read_json(name).get("rounds")
                 return rounds if isinstance(rounds, int) else None
         return None
 
+    @property
+    def sums(self) -> Path:
+        """Where the digests of a finished run's files are."""
+        return self.path / "private" / SUMS if (self.path / "private").is_dir() else self.path / SUMS
+
     def lacking(self) -> list[str]:
-        """The adapters that the end of a finished run left, as "best" or "clients/ID", and that are gone."""
-        made = self.read_json("summary.json").get("exports")
-        if made is None:  # an older version's; without adapter/ it may be of a method without a server's model
-            made = [] if (self.path / "clients").is_dir() else ["adapter"]
-        places = [name for name in made if name != "clients"]
-        if "clients" in made:
-            places += [f"clients/{client}" for client in self.read_json("manifest.json")["clients"]]
-        return [name for name in places if not (self.path / name / "adapter_model.safetensors").is_file()]
+        """The files that the end of a finished run left, and that are gone.
+
+        Raises:
+            CheckpointError: one is not what the run left; the message names it.
+        """
+        missing, changed = compared(self.path, self.sums)
+        for name, why in changed.items():
+            place = re.match(r"adapter/|best/|clients/[^/]+/", name)
+            again = f"move {place[0]} away, and --resume makes it again from the last checkpoint; " if place else ""
+            raise CheckpointError(
+                f"{self.path / name} is not what the run left when it ended: {why} ({len(changed)} of the files in "
+                f"{self.sums.name} differ). It is damaged, another run's, or was changed by hand. Restore it; {again}"
+                f"or choose another --out."
+            )
+        return missing
 
     def check_place(self) -> None:
         """May a run be written here? Where nothing is, in an empty folder, where a run is already, and where a start of
@@ -146,7 +164,7 @@ class RunFolder:
             raise ConfigError(
                 f"{shown(self.path)} is not empty and holds no run: {entries}, the first is {quoted(theirs[0])}. A run "
                 f"would write over what has the names of its own files. Nothing was written. Name a new or an empty "
-                f"directory with --out."
+                f"directory with --out; a run whose manifest.json was lost needs that restored."
             )
 
     def _left_by_start(self, name: str) -> bool:
@@ -188,36 +206,53 @@ class RunFolder:
         cards say of which round they are, and its summary gets another name, since `finished` goes by the name."""
         if self.finished():
             os.replace(self.path / "summary.json", self.path / _SUMMARY_BEFORE)
+            self.sums.unlink(missing_ok=True)
 
     def finish(self, summary: Mapping[str, Any], made: Collection[Path]) -> None:
         """The result is whole, and the summary is written last. Samples and pictures of an earlier one go; adapters
         have gone already (`own_exports.clear_exports`). What the run did not make stays, also in plots/.
 
-        made: everything of the result but the summary. Plots are drawn afterwards, from the summary.
+        made: all files of the result but the summary. Plots are drawn afterwards, from the summary.
         """
         stale = [self.path / name for name in _SAMPLES if self.path / name not in made]
         for path in [*stale, *(self.plots / name for name in PICTURES)]:
             path.unlink(missing_ok=True)
         if self.plots.is_dir() and not any(self.plots.iterdir()):
             self.plots.rmdir()
-        self.write_json("summary.json", summary)
+        text = _text(summary)
+        own = [self.path / name for name in ("config.json", "manifest.json", "metrics.jsonl")]
+        for place in ("checkpoints", "uploads", "private/journal"):
+            own += [path for path in (self.path / place).rglob("*") if path.is_file()]
+        own += [self.path / "private" / name for name in _BEGUN if (self.path / "private" / name).is_file()]
+        write_sums(self.path, self.sums, [*own, *made], {"summary.json": hashlib.sha256(text.encode()).hexdigest()})
+        files.write(self.path / "summary.json", text)
         (self.path / _SUMMARY_BEFORE).unlink(missing_ok=True)
 
     def read_json(self, name: str) -> Any:
         """The content of one of the folder's JSON files. Raises `CheckpointError` where it is missing or damaged."""
         try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+            found = json.loads(files.read(self.path / name))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / name} cannot be read: {error}.") from error
+            why = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"{self.path / name} cannot be read: {why}. Restore it, or choose another --out."
+            ) from error
         lacks = [key for key in _HAS.get(name, ()) if not isinstance(found, dict) or key not in found]
         if lacks or not isinstance(found, dict):
             what = f"it has no {lacks[0]!r}" if isinstance(found, dict) else "it is no table of keys"
-            raise CheckpointError(f"{self.path / name} is damaged: {what}. Choose another --out.")
-        return found
+            raise CheckpointError(f"{self.path / name} is damaged: {what}. Restore it, or choose another --out.")
+        if name == "manifest.json":
+            seal = found.pop(_SEAL, None)
+            if _sealed(found)[_SEAL] != seal:
+                raise CheckpointError(
+                    f"{self.path / name} is damaged: its content does not match its digest. Restore it, or choose "
+                    f"another --out."
+                )
+        return dict(found)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Whole or not at all. NaN becomes null: JSON has no NaN."""
-        files.write(self.path / name, json.dumps(plain(value), indent=2, sort_keys=True) + "\n")
+        """Whole or not at all; a manifest with its seal. NaN becomes null: JSON has no NaN."""
+        files.write(self.path / name, _text(_sealed(plain(value)) if name == "manifest.json" else value))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The finished rounds' lines; a half-written last one does not count.
@@ -225,8 +260,17 @@ class RunFolder:
         Raises:
             CheckpointError: a line that is damaged, missing or there twice. No number is told of a log with holes.
         """
+        return [{key: value for key, value in line.items() if key != _CHAIN} for line in self._lines()]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """As `metrics`, each with its link of the chain."""
         path, found = self.path / "metrics.jsonl", []
-        whole, _, _ = path.read_bytes().rpartition(b"\n") if path.is_file() else (b"", b"", b"")
+        try:
+            whole, _, _ = files.read(path).rpartition(b"\n") if os.path.lexists(path) else (b"", b"", b"")
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error.strerror}. Restore it, or choose another --out."
+            ) from error
         for number, text in enumerate(whole.split(b"\n") if whole else [], start=1):
             try:
                 line = json.loads(text)
@@ -240,12 +284,15 @@ class RunFolder:
             found.append(line)
         return found
 
-    def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """One more round, flushed to disk."""
+    def append_metrics(self, line: Mapping[str, Any], before: str) -> str:
+        """One more round, flushed to disk. before: the link of the round before, or the run's identity. Returns this
+        one's: a digest of the line and the one before, so that a file holds together, and to its run."""
+        link = _link(before, plain(line))
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain(line), sort_keys=True) + "\n")
+            file.write(json.dumps({**plain(line), _CHAIN: link}, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        return link
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -290,18 +337,48 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
 
-    def rewind(self, round: int) -> list[dict[str, Any]]:
-        """Forget what comes after `round`: rounds that were logged, but whose state was lost. Returns what is left."""
-        kept = [line for line in self.metrics() if line["round"] <= round]
-        if [line["round"] for line in kept] != list(range(1, round + 1)):
+    def upto(self, round: int, of: str) -> tuple[list[dict[str, Any]], str]:
+        """The lines of rounds 1 to `round`, and the last one's link. of: the run's identity.
+
+        Raises:
+            CheckpointError: one is missing, or is not what this run wrote.
+        """
+        kept, link, path = self._lines()[:round], of, self.path / "metrics.jsonl"
+        if len(kept) < round:
             raise CheckpointError(
-                f"{self.path / 'metrics.jsonl'} does not have the lines of rounds 1 to {round} once each, and a "
-                f"checkpoint of round {round} is there: it was changed by hand, or two processes wrote to it. Sums and "
-                f"curves would be wrong. Mend it, or choose another --out."
+                f"{path} has the lines of {counted(len(kept), 'round')}, and a checkpoint of round {round} is there: "
+                f"it is an older copy, or was changed. Sums and curves would be wrong. Restore it, or choose another "
+                f"--out."
             )
-        text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept)
+        for line in kept:
+            said = line.pop(_CHAIN, None)
+            link = _link(link, line)
+            if said != link:
+                raise CheckpointError(
+                    f"{path} is not what this run wrote, from line {line['round']} on: it is another run's, or was "
+                    f"changed. Restore it, or choose another --out."
+                )
+        return kept, link
+
+    def rewind(self, round: int, of: str) -> tuple[list[dict[str, Any]], str]:
+        """Forget what comes after `round`: rounds that were logged, but whose state was lost. Returns `upto`."""
+        found = self.upto(round, of)
+        text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in self._lines()[:round])
         files.write(self.path / "metrics.jsonl", text)
-        return kept
+        return found
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    return json.dumps(plain(value), indent=2, sort_keys=True) + "\n"
+
+
+def _link(before: str, line: Mapping[str, Any]) -> str:
+    return hashlib.sha256(f"{before} {json.dumps(line, sort_keys=True)}".encode()).hexdigest()[:16]
+
+
+def _sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """With a digest of itself, by which a flipped bit shows."""
+    return {**value, _SEAL: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()}
 
 
 def plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """A run's noised sums on disk: each written and charged before anything leaves, and read again after a kill.
 
 RUN/private/    for the server alone (mode 700): nothing of it may be handed out
-    run.json        the run's id in the ledger
+    run.json        the run's id in the ledger, and a secret that its files' identity is made with
     config.json     the configuration, with the paths of clients' data, which RUN/config.json has not
     content.json    digests and sizes of clients' data, which a resume compares
     sample.json     who was drawn for the round that is being played (privacy.sampling = "poisson"): of this folder
@@ -162,7 +162,7 @@ def begin(folder: RunFolder, content: Mapping[str, Any]) -> None:
     """A new private run: its id, and the facts about clients' data. Before the folder has a manifest."""
     home = private_folder(folder)
     if not (home / "run.json").is_file():  # there after a kill, or where somebody took the manifest away
-        files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8)}))
+        files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8), "secret": secrets.token_hex(16)}))
     files.write(home / "content.json", json.dumps(content, sort_keys=True))
 
 

@@ -5,7 +5,6 @@ Data and models are known by their content (the manifest's digests), not by wher
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,19 +14,11 @@ from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError, counted
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.identity import HARMLESS, ON_THE_WAY, placeless
 from fedlora.runs.manifest import prompted
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_releases import keep_config, read_private
 from fedlora.runs.unused import has_no_effect
-
-# No round depends on these. run.rounds has a rule of its own below, and torch's threads and the prompts' template are
-# compared as they were, in the manifest. privacy.budget is of the population, and the ledger has its own.
-OF_THE_MACHINE = frozenset(("run.workers", "run.threads", "data.template", "privacy.budget"))
-AT_THE_END = frozenset(("run.readouts", "run.track", "evaluate.clients_at_end"))  # a finished run gets what it lacks
-ON_THE_WAY = frozenset((  # of rounds still to be played; of those that are done nothing can be made up
-    "run.checkpoint_every", "run.keep_checkpoints", "run.keep_uploads", "evaluate.every",
-))  # fmt: skip
-HARMLESS = OF_THE_MACHINE | AT_THE_END | ON_THE_WAY
 
 
 def changes(folder: RunFolder, config: RunConfig) -> bool:
@@ -42,8 +33,8 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     if wrong:
         named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in wrong.items())
         raise CheckpointError(
-            f"{folder.path} holds a run of another configuration: {named}. Resume with the same values, or choose "
-            f"another --out."
+            f"{folder.path / 'config.json'} is of another configuration: {named}. Resume with the same values, or "
+            f"choose another --out."
         )
     if "run.rounds" in differing and config.privacy is not None:
         raise CheckpointError(
@@ -84,8 +75,8 @@ def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mappin
     said += ["the data (a private run does not tell whose)"] if private and other else other
     if said:
         raise CheckpointError(
-            f"{folder.path} holds a run with another content of: {', '.join(said)}. Going on would mix two runs. "
-            f"Resume with the same model, data and threads, or choose another --out."
+            f"{folder.path / 'manifest.json'} is of another content of: {', '.join(said)}. Going on would mix two "
+            f"runs. Resume with the same model, data and threads, or choose another --out."
         )
 
 
@@ -96,6 +87,15 @@ def _check_template(folder: RunFolder, theirs: Mapping[str, Any], ours: Mapping[
             f"{folder.path} was begun with the prompts' template {was!r}, and now it is {now!r}. "
             + ("Set data.template = 'none' to go on with it" if was == "raw" else "Set data.template as it was")
             + ", or choose another --out."
+        )
+
+
+def check_manifest(folder: RunFolder, of: str) -> None:
+    """Raises `CheckpointError` unless the manifest is of this run. of: its identity."""
+    if folder.read_json("manifest.json").get("run") != of:
+        raise CheckpointError(
+            f"{folder.path / 'manifest.json'} is of another run (configuration, seed or data) than config.json beside "
+            f"it: one of them was copied here. Restore it, or choose another --out."
         )
 
 
@@ -130,15 +130,8 @@ def _differing(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, tupl
         for name in dict.fromkeys((*was, *now)):
             there, here = was.get(name), now.get(name)
             key = f"{table}.{name}"
-            if _placeless(there) != _placeless(here) and not has_no_effect(stored, key):
+            if placeless(there) != placeless(here) and not has_no_effect(stored, key):
                 yield key, (there, here)
-
-
-def _placeless(value: Any) -> Any:
-    """The value with absolute paths alike: what lies there is compared by its digest. The order of clients counts."""
-    if isinstance(value, Mapping):
-        return [(name, _placeless(item)) for name, item in value.items()]
-    return ("a file",) if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> None:

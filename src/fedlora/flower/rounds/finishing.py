@@ -123,7 +123,9 @@ def _best_state(federation: Federation, round: int) -> RunState | None:
     """The state of the best round, as it was stored then; None, and said, where it is lost."""
     kind = federation.strategy.server.method.State
     try:
-        found = checkpoint.load_newest(federation.best_checkpoint, FlowerState, kind, upto=round, tell=log.warning)
+        found = checkpoint.load_newest(
+            federation.best_checkpoint, FlowerState, kind, of=federation.settings.id, upto=round, tell=log.warning
+        )
     except CheckpointError as error:
         found = None
         log.warning("best/ is not written: %s", error)

@@ -105,10 +105,8 @@ class FedLoRA(Strategy):
         self.lines = RoundLines(None)
         self.memory = FlowerState(run, state)
         if resume and folder is not None:
-            loaded = checkpoint.load_newest(folder, FlowerState, server.method.State, tell=log.warning)
+            loaded = checkpoint.load_newest(folder, FlowerState, server.method.State, of=run, tell=log.warning)
             if loaded is not None:
-                if loaded[1].run != run:
-                    raise ConfigError(f"{folder} holds the run {loaded[1].run!r}, not {run!r}.")
                 self.memory = loaded[1]
         if (server.privacy is not None) != self.PRIVATE:
             raise ConfigError(
@@ -397,7 +395,7 @@ class FedLoRA(Strategy):
 
     def _save(self) -> None:
         if self._folder is not None:
-            checkpoint.save(self._folder, self.round, self.memory)
+            checkpoint.save(self._folder, self.round, self.memory, of=self.run)
 
     def _arrays(self, state: ServerState) -> ArrayRecord:
         """The server's update as Flower's result; empty for methods without a global model."""

@@ -74,13 +74,13 @@ class Node:
         """
         parcel, run = self._read(record)
         folder = self._state_of(run)
-        state = self._state(folder, parcel.round)
+        state = self._state(run, parcel.round)
         download = unpack(parcel, state.cache)
         played = play_round(download, ClientMemory(state.kept, state.position), self._trainer, self._form)
         kept = played.memory.kept
         after = NodeState(kept, played.memory.position, remember(download, kept))
         _forget_after(folder, parcel.round)
-        checkpoint.save(folder, parcel.round + 1, after, keep=2)
+        checkpoint.save(folder, parcel.round + 1, after, of=f"{run}/{self._client}", keep=2)
         names = [*kept.modules, *kept.heads] if kept is not None else []
         return upload_record(
             played.upload, run=run, round=parcel.round, loss=played.loss, kept=names, facts=self._facts
@@ -93,7 +93,7 @@ class Node:
             ConfigError: nothing is held out. KeptStateError: what stays here is not of that round.
         """
         parcel, run = self._read(record)
-        kept = self._state(self._state_of(run), parcel.round).kept
+        kept = self._state(run, parcel.round).kept
         return measured_record(unpack(parcel, None), kept, run, asked_part(record), self._evaluators)
 
     def _read(self, record: RecordDict) -> tuple[Parcel, str]:
@@ -111,9 +111,10 @@ class Node:
     def _state_of(self, run: str) -> Path:
         return self._folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / self._client
 
-    def _state(self, folder: Path, round: int) -> NodeState:
+    def _state(self, run: str, round: int) -> NodeState:
+        folder, of = self._state_of(run), f"{run}/{self._client}"
         try:
-            loaded = checkpoint.load_newest(folder, NodeState, upto=round, tell=log.warning)
+            loaded = checkpoint.load_newest(folder, NodeState, of=of, upto=round, tell=log.warning)
         except Exception as error:
             raise KeptStateError(f"the state in {folder} cannot be read: {error}") from error
         if loaded is None and round > 0 and any(folder.glob("round-*.safetensors")):
