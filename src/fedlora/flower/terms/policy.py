@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
+from fedlora.given_files import read_toml
 
 _NAME = 100  # letters of a client's name
 
@@ -107,10 +107,7 @@ class Policy:
     @classmethod
     def read(cls, path: Path) -> Policy:
         """From policy.toml: [clients] name = rank, and the fields above. Raises `ConfigError`."""
-        try:
-            raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
+        raw = read_toml(path, "the policy")
         known = {field.name for field in fields(cls)} | {"max_rank"}
         unknown = sorted(set(raw) - known)
         if unknown:
