@@ -31,6 +31,8 @@ class Limits:
     questions: names that a config lists, times tensors that they are asked about.
     total: bytes of the weights file; all of them are read to be checked, so time grows with this.
     pattern_seconds: of processor time for matching the patterns of a config; real ones take milliseconds.
+    work: floating-point operations of all modules together; it grows with the cube of the ranks, and two cores do some
+        ten billion a second. Twenty adapters of rank 64 for a model of 7 billion weights take 3e13.
     memory: bytes that one operation may allocate: half of the machine's, since the system kills what takes all of it.
 
     Example:
@@ -50,6 +52,7 @@ class Limits:
     questions: int = 5_000_000
     total: int = 64 * 2**30
     pattern_seconds: int = 2
+    work: int = 20 * 10**12
     memory: int = field(default_factory=half_the_memory)
 
     @classmethod

@@ -104,7 +104,8 @@ def _content(file: Path) -> bytes:
             f"{file} has a line of {longest:,} bytes, and {_LINE:,} are allowed: no example is that long. Is it one "
             f"JSON array (`jq -c '.[]'` makes lines of it), or no text at all?"
         )
-    needed = 6 * len(raw) + 400 * lines + 70 * marks
+    wide = 12 if file.suffix.lower() in (".csv", ".tsv") else 6  # the csv module keeps four bytes a letter, twice
+    needed = wide * len(raw) + 400 * lines + 70 * marks
     if needed > most:
         raise DataError(
             f"{file}: its {len(raw):,} bytes in {lines:,} lines take some {needed:,} bytes of memory as rows, and "
