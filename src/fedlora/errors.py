@@ -6,6 +6,9 @@ A message says what happened, with numbers; the likely cause; and what to do.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 
 class FedLoRAError(Exception):
     """Base of every error that fedlora raises on purpose. Errors pickle, for they travel between processes.
@@ -42,6 +45,17 @@ def counted(number: int, what: str, many: str | None = None) -> str:
         ('1 round', '2 rounds', '2 entries')
     """
     return f"{number} {what if number == 1 else many or what + 's'}"
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Those that occur more than once, sorted.
+
+    Example:
+        >>> from fedlora.errors import repeated
+        >>> repeated(["berlin", "acme", "berlin"])
+        ['berlin']
+    """
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def _code(letter: str) -> str:

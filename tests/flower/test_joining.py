@@ -89,7 +89,7 @@ def test_other_files_are_named(join: JoinFile, tmp_path: Path) -> None:
         (public, "it is a public key alone"),
         (join.text().encode(), "is the server's join file"),
         (b"\xff\xfe\x00", "cannot be read"),
-        (b"a = 1\n" * 200_000, "more than 1048576 bytes"),
+        (b"a = 1\n" * 200_000, "it has 1,200,000 bytes, and 1,048,576 are allowed"),
         (b"a = [" + b"[" * 5000, "cannot be read"),
         (b"format = 'fedlora-request/1'\n[facts.versions]\ntorch = 07:32:00", "a date or a time"),
         (b"title = 'x'", "has no format = 'fedlora-request/1'"),

@@ -125,7 +125,7 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
         (["--labels", "no,yes,maybe", "--set", 'lora.targets=["query"]'], "and lora.targets = ['query'] is"),
         (["--labels", "no,yes,maybe", "--set", 'lora.targets=["query","value","key"]'], "no module called 'key'"),
         (["--labels", "no,yes,maybe", "--set", "server.quorum=3"], "server.quorum = 3 can never be met"),
-        (["--labels", "no,yes,maybe", "--sites", "acme=33"], "a matrix of rank 32 at most"),
+        (["--labels", "no,yes,maybe", "--sites", "acme=33"], "a matrix of 32 x 32"),
         ([], "data.labels is missing"),
     ):
         assert words in init(*more, name="g").error(), more
@@ -170,7 +170,7 @@ def test_a_new_site_is_invited_above_the_starts_rank(fed: FederationFolder, tmp_
     assert list(Policy.read(fed.policy).clients) == ["acme", "berlin", "cork", "dublin"]
     with pytest.raises(ConfigError, match="takes part with rank 16"):
         members.invite(fed.path, "dublin", 4)
-    with pytest.raises(ConfigError, match="a matrix of rank 32 at most"):
+    with pytest.raises(ConfigError, match="a matrix of 32 x 32"):
         members.invite(fed.path, "eve", 64)
     with pytest.raises(ConfigError, match="as 'dublin'"):
         members.invite(fed.path, "Dublin", 4)

@@ -10,10 +10,10 @@ import torch
 
 from fedlora import METHODS
 from fedlora.core.multiplied import multiplied_how
+from fedlora.given_files import read_toml
 from fedlora.methods import build
 from fedlora.runs.config import parse_config
 from fedlora.runs.defence import _RULES
-from fedlora.runs.reading import read_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "robust-rules.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -36,7 +36,9 @@ def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table_of_keys_is_read_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "page.toml").write_text(blocks("toml")[0])
-    config = parse_config({"model": {"path": "m"}, "data": {"train": "t.csv"}, **read_tables(tmp_path / "page.toml")})
+    config = parse_config(
+        {"model": {"path": "m"}, "data": {"train": "t.csv"}, **read_toml(tmp_path / "page.toml", "the page")}
+    )
     rule = config.defence.build()
     assert rule is not None and rule.said == "mixing (liars = 0.2), then multi-krum (liars = 0.2)"
 

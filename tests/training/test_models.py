@@ -181,3 +181,15 @@ def test_a_changed_base_weight_is_not_its_tied_twins(tmp_path: Path) -> None:
     torch.testing.assert_close(head.weight, base + 2 * B @ A)
     model.activate(seed)
     assert head.weight is embedding.weight and torch.equal(head.weight, base)
+
+
+@pytest.mark.parametrize("rank", [10**9, 9_999])
+def test_a_rank_above_every_matrix_is_refused_before_it_is_made(load: Loader, rank: int) -> None:
+    """The longest side of the test model's targets is 32 or so; rank 10^9 ended in the allocator's traceback."""
+    with pytest.raises(ConfigError, match="above both sides of every adapted matrix"):
+        load().seed_adapter(rank, seed=0)
+
+
+def test_a_rank_above_the_short_side_is_none_of_our_business(load: Loader) -> None:
+    """A head of two labels has rank 2; peft takes 16 there, and so do we."""
+    assert set(load().seed_adapter(64, seed=0)[0].ranks.values()) == {64}

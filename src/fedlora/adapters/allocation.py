@@ -1,4 +1,4 @@
-"""How much memory an operation will take, from the shapes in the headers: known, and refused, before it begins.
+"""How much memory and work an operation will take, by the shapes in the headers: refused before it begins.
 
 Upper bounds, by what the operations hold at their fullest; `tests/adapters/test_limits.py` measures them.
 """
@@ -34,9 +34,26 @@ def bytes_to_merge(pairs: Sequence[Pair]) -> int:
     return sum(bytes_to_read(pair) for pair in pairs) + numbers * (3 * 8 + 4 * wide) + 6 * square * 8
 
 
+def work_to_merge(pairs: Sequence[Pair]) -> int:
+    """Floating-point operations of the weighted sum of one module's pairs: QR of both sides, SVD of what is between."""
+    rank = sum(pair[1].shape[0] for pair in pairs)
+    sides = max(pair[0].shape[0] for pair in pairs), max(math.prod(pair[1].shape[1:]) for pair in pairs)
+    core = min(rank, *sides)
+    return 4 * sum(sides) * rank * core + 40 * core**3
+
+
 def bytes_to_average(tensors: Sequence[Stored]) -> int:
     """To average one fully trained tensor of several adapters: each as stored and widened, and their mean."""
     return 2 * bytes_to_read(tensors)
+
+
+def check_work(modules: Iterable[Sequence[Pair]], limits: Limits) -> None:
+    """Raises `AdapterFormatError` where the sums of all modules are more work than `limits.work`."""
+    work = sum(map(work_to_merge, modules))
+    hours = work / 10**10 / 3600
+    limits.check(
+        "work", work, f"the ranks of these adapters ask for {work:,} operations, some {hours:.2g} h on two cores"
+    )
 
 
 def check(needed: int, what: str, limits: Limits) -> None:

@@ -97,6 +97,11 @@ class Collection:
                     f"the adapters differ in {field}, so they do not add up: {told}."
                     + (f" --drop {out} leaves those out." if out else "")
                 )
+        held: dict[str, list[allocation.Pair]] = {}
+        for file in files:
+            for path in file.layouts:
+                held.setdefault(path, []).append(file.pair(path))
+        allocation.check_work(held.values(), files[0].limits)
         return cls(files, counts, notes)
 
     @property

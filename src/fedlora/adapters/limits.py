@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.given_files import half_the_memory
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _LARGEST = 2**50
-
-
-def _half_the_memory() -> int:
-    """Bytes: half of what this machine, or the container around us, has; the rest is for everything else in it."""
-    found = [2**33]
-    try:
-        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError, AttributeError):  # no such system, no container, or "max"
-        pass
-    return max(min(n for n in found if n > 0), 2**28) // 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +31,8 @@ class Limits:
     questions: names that a config lists, times tensors that they are asked about.
     total: bytes of the weights file; all of them are read to be checked, so time grows with this.
     pattern_seconds: of processor time for matching the patterns of a config; real ones take milliseconds.
+    work: floating-point operations of all modules together; it grows with the cube of the ranks, and two cores do some
+        ten billion a second. Twenty adapters of rank 64 for a model of 7 billion weights take 3e13.
     memory: bytes that one operation may allocate: half of the machine's, since the system kills what takes all of it.
 
     Example:
@@ -62,7 +52,8 @@ class Limits:
     questions: int = 5_000_000
     total: int = 64 * 2**30
     pattern_seconds: int = 2
-    memory: int = field(default_factory=_half_the_memory)
+    work: int = 20 * 10**12
+    memory: int = field(default_factory=half_the_memory)
 
     @classmethod
     def parse(

@@ -13,7 +13,7 @@ from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.uploads import FILE, read_facts
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Client, Upload, checked_examples
-from fedlora.errors import AdapterFormatError
+from fedlora.errors import AdapterFormatError, repeated
 
 
 def read_uploads(
@@ -45,7 +45,7 @@ def read_uploads(
             f"do not matter where every {FILE} has digests of the base model's weights, and all are equal."
         )
     names = [upload.client.id for upload in uploads]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = repeated(names)
     if twice:
         raise AdapterFormatError(
             f"two of the adapters are of client {quoted(twice[0])}: give one for each client, of one round only."

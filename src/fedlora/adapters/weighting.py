@@ -10,13 +10,13 @@ A key is a name as it stands, or a shell pattern (`*`, `?`, `[...]`) of the whol
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fedlora.errors import ConfigError
+from fedlora.given_files import read_toml
 
 _LARGEST, _SMALLEST = 1e12, 1e-12  # of a weight, and of one beside the largest: beyond that somebody slipped
 _MOST_KEYS = 10_000
@@ -73,12 +73,7 @@ def fits(key: str, module: str) -> bool:
 
 def read_weight_map(path: Path) -> dict[str, tuple[float, ...]]:
     """A TOML file of key = list of weights. Raises `ConfigError`: unreadable, or another thing in it."""
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the weight map {path} cannot be read: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"the weight map {path} is not TOML: {error}.") from error
+    found = read_toml(path, "the weight map")
     if not found or len(found) > _MOST_KEYS:
         raise ConfigError(f"the weight map {path} has {len(found)} keys; it has from 1 to {_MOST_KEYS:,}.")
     for key, weights in found.items():

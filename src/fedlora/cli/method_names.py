@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, repeated
 from fedlora.methods.registry import METHODS
 from fedlora.runs.config import typed
 from fedlora.runs.defence import DefenceSection
@@ -29,7 +29,7 @@ def parse_methods(text: str) -> dict[str, MethodSection]:
     parts = [part.strip() for part in _cut(text, ",") if part.strip()]
     names = [name for part in parts for name in (METHODS if part == "all" else [part])]
     labels = [plain_label(name) for name in names]
-    twice = [label for label in labels if labels.count(label) > 1]
+    twice = repeated(labels)
     if twice:
         raise ConfigError(f"the method {twice[0]!r} is named twice.")
     sections = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from fedlora.errors import repeated
+
 
 def parse_json(text: str) -> Any:
     """The value of a JSON text.
@@ -25,6 +27,5 @@ def _no_constant(name: str) -> None:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands in one object twice")
+        raise ValueError(f"the key {repeated(name for name, _ in pairs)[0]!r} stands in one object twice")
     return found

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from fedlora.data.strict_json import parse_json
 from fedlora.data.text import TextData
-from fedlora.errors import DataError
+from fedlora.errors import DataError, repeated
+from fedlora.given_files import half_the_memory, read_given
 from fedlora.seeds import derive_seed
 
 _INTRO = "Below is an instruction that describes a task"
@@ -140,12 +141,12 @@ def read_selection(train: Path, unseen: Path) -> Selection:
     lists = []
     for path in (train, unseen):
         try:
-            names = tuple(line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip())
+            names = tuple(line.strip() for line in read_given(path).decode().split("\n") if line.strip())
         except OSError as error:
             raise DataError(f"the task list {path} cannot be read: {error.strerror}.") from error
         except UnicodeDecodeError as error:
             raise DataError(f"the task list {path} is not UTF-8: {error}.") from error
-        twice = [name for name in names if names.count(name) > 1]
+        twice = repeated(names)
         if twice:
             raise DataError(f"the task list {path} names {twice[0]!r} twice; each task is one client.")
         lists.append(names)
@@ -192,14 +193,14 @@ def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
 
 def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
     try:
-        raw = parse_json(path.read_text(encoding="utf-8"))
+        raw = parse_json(read_given(path, half_the_memory() // 8).decode())
         sound = isinstance(raw, dict) and _strings(raw["Definition"]) and _strings(raw["Categories"])
         for key in ("Input_language", "Output_language"):  # may be left out, or empty
             sound = sound and (raw.get(key, []) == [] or _strings(raw[key]))
         sound = sound and isinstance(raw["Instances"], list) and bool(raw["Instances"])
         sound = sound and all(isinstance(i["input"], str) and _strings(i["output"]) for i in raw["Instances"])
     except (OSError, ValueError) as error:
-        raise DataError(f"the task file {path} cannot be read: {error}.") from error
+        raise DataError(f"the task file {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     except (KeyError, TypeError):
         sound = False
     if not sound:

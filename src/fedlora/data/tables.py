@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.data.strict_json import parse_json
-from fedlora.errors import DataError
+from fedlora.errors import DataError, repeated
+from fedlora.given_files import half_the_memory, read_given
+
+_LINE = 2**24  # bytes of one row's text; a book has one million
+_TOO_LARGE = "Is it the right file? If so, split it, and give each client its part."
 
 Rows = list[tuple[str, dict[str, object]]]  # (where, {column: value})
 
@@ -37,7 +41,7 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> Rows:
             f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv, .tsv or "
             f".parquet."
         )
-    if not file.is_file():
+    if not file.exists() or file.is_dir():
         what = "is a folder, not a file" if file.is_dir() else "does not exist"
         begin = (
             "in a config file at its own folder" if file.is_absolute() else f"at the working directory, {Path.cwd()}"
@@ -46,7 +50,7 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> Rows:
     if suffix == ".parquet":
         return checked(file, _parquet_rows(file), columns)
     try:
-        content = file.read_bytes().decode("utf-8-sig")
+        content = _content(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}. Convert it, for "
@@ -68,7 +72,7 @@ def checked(source: object, rows: Rows, columns: Sequence[str]) -> Rows:
             between = [mark for mark in ";\t|" if len(present) == 1 and mark in present[0]]
             if between:
                 hint = f" Is {between[0]!r} meant to stand between columns? A .csv has commas, a .tsv has tabs."
-            raise DataError(f"{source} has no column {column!r}; it has {present}.{hint}")
+            raise DataError(f"{source} has no column {column!r}; it has {present[:20]}.{hint}")
     for where, row in rows:
         for column in columns:
             value = row.get(column)
@@ -86,12 +90,44 @@ def class_names(path: str | os.PathLike[str], column: str) -> tuple[str, ...] | 
     return _class_labels(file, _parquet(file).schema).get(column)
 
 
+def _content(file: Path) -> bytes:
+    """The bytes of a text file whose rows will fit into memory. Raises `DataError`."""
+    most = half_the_memory()
+    try:
+        raw = read_given(file, most // 6)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}. {_TOO_LARGE}") from error
+    lines, marks = raw.count(b"\n"), sum(map(raw.count, (b",", b"\t", b"[", b"{", b":")))
+    longest = max(map(len, raw.split(b"\n")))
+    if longest > _LINE:
+        raise DataError(
+            f"{file} has a line of {longest:,} bytes, and {_LINE:,} are allowed: no example is that long. Is it one "
+            f"JSON array (`jq -c '.[]'` makes lines of it), or no text at all?"
+        )
+    wide = 12 if file.suffix.lower() in (".csv", ".tsv") else 6  # the csv module keeps four bytes a letter, twice
+    needed = wide * len(raw) + 400 * lines + 70 * marks
+    if needed > most:
+        raise DataError(
+            f"{file}: its {len(raw):,} bytes in {lines:,} lines take some {needed:,} bytes of memory as rows, and "
+            f"{most:,} are allowed (half of this machine's). {_TOO_LARGE}"
+        )
+    return raw
+
+
 def _parquet(file: Path) -> Any:
     try:
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(f"{file}: Parquet needs the library pyarrow: pip install 'fedlora[hub]'.") from error
     try:
+        facts, most = pyarrow.parquet.ParquetFile(file).metadata, half_the_memory()
+        groups = [facts.row_group(k) for k in range(facts.num_row_groups)]
+        needed = 6 * sum(group.total_byte_size for group in groups) + 70 * facts.num_rows * (5 + facts.num_columns)
+        if needed > most:
+            raise DataError(
+                f"{file}: its {facts.num_rows:,} rows take some {needed:,} bytes of memory, and {most:,} are allowed "
+                f"(half of this machine's). {_TOO_LARGE}"
+            )
         return pyarrow.parquet.read_table(file)
     except (OSError, pyarrow.ArrowException) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -163,7 +199,7 @@ def _json_rows(file: Path, content: str) -> Rows:
 def _csv_rows(file: Path, content: str, suffix: str) -> Rows:
     rows: Rows = []
     header: list[str] | None = None
-    previous = csv.field_size_limit(2**31 - 1)  # a setting of the process, so it is put back
+    previous = csv.field_size_limit(_LINE)  # a setting of the process, so it is put back
     try:
         source = io.StringIO(content, newline="")
         reader = csv.reader(source, dialect="excel-tab" if suffix == ".tsv" else "excel", strict=True)
@@ -171,14 +207,16 @@ def _csv_rows(file: Path, content: str, suffix: str) -> Rows:
         for fields in reader:
             if fields and header is None:
                 header = fields
-                twice = sorted({name for name in header if header.count(name) > 1})
+                twice = repeated(header)
                 if twice:
-                    raise DataError(f"{file}: the header names {twice} more than once: {header}. Rename one of them.")
+                    raise DataError(
+                        f"{file}: the header names {twice[:5]} more than once: {header[:20]}. Rename one of them."
+                    )
             elif fields and header is not None:
                 where = f"row {len(rows) + 1}, line {line}"
                 if len(fields) > len(header):
                     raise DataError(
-                        f"{file}, {where} has {len(fields)} fields, but the header has {len(header)}: {header}. "
+                        f"{file}, {where} has {len(fields)} fields, but the header has {len(header)}: {header[:20]}. "
                         f"A field that contains the separator must stand in double quotes."
                     )
                 rows.append((where, dict(zip_longest(header, fields))))

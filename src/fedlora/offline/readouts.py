@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from fedlora.adapters.truncation import combine
 from fedlora.adapters.writer import MERGE, pad_rank
 from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter, LoRA, stack
-from fedlora.errors import ConfigError, HyperparameterError
+from fedlora.errors import ConfigError, HyperparameterError, repeated
+from fedlora.given_files import read_toml
 from fedlora.offline.server import ByHand
 
 
@@ -31,14 +31,7 @@ def readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile
     if text == "same":
         found: dict[str, Any] = {name: dict(file.ranks) for name, file in zip(clients, files, strict=True)}
     else:
-        try:
-            found = tomllib.loads(Path(text).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"--readout is 'same' or a TOML file; {text} cannot be read: {error.strerror}."
-            ) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{text} is not TOML: {error}.") from error
+        found = read_toml(Path(text), "--readout is 'same' or a TOML file:")
         most = 8192
         wrong = [n for n, r in found.items() if not isinstance(r, int) or isinstance(r, bool) or not 1 <= r <= most]
         if wrong or not found:
@@ -46,7 +39,7 @@ def readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile
                 f"{text} has lines client = rank, with whole ranks from 1 to {most}; {wrong[:1] or 'none'} is none."
             )
     folders = {name: _folder(name) for name in found}
-    twice = sorted(f for f in folders.values() if list(folders.values()).count(f) > 1)
+    twice = repeated(folders.values())
     if twice:
         raise HyperparameterError(f"two clients would have the folder {twice[0]!r}; give them names that differ more.")
     notes = []

@@ -25,7 +25,7 @@ from fedlora.core import beside, checkpoint, files
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Missing, Upload
 from fedlora.core.method import Method
-from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError, UploadRefused
+from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError, UploadRefused, repeated
 from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -127,7 +127,7 @@ class ByHand:
             AdapterFormatError: two of one client, or, where a state is kept, an upload of another round than its next.
             UploadRefused, RankMismatch: as the server and the method say.
         """
-        twice = sorted({name for name in clients if clients.count(name) > 1})
+        twice = repeated(clients)
         if twice:
             raise AdapterFormatError(f"two of the adapters are of client {twice[0]!r}: give one for each client.")
         wanted = 1 if self.state is None else self.state.round + 1

@@ -27,9 +27,10 @@ from typing import Any
 from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.errors import LedgerError
+from fedlora.given_files import read_given
 from fedlora.privacy import chain
 from fedlora.privacy.chain import Book
-from fedlora.privacy.locked_file import content, held, put
+from fedlora.privacy.locked_file import LARGEST, content, held, put
 from fedlora.privacy.outside import Outside, elsewhere
 from fedlora.privacy.released import TIMELESS
 
@@ -52,7 +53,7 @@ class LedgerFile:
         """
         tip = self._tip()
         try:
-            raw = self.path.read_bytes()
+            raw = read_given(self.path, LARGEST)
         except FileNotFoundError:
             raw = b""
         except OSError as error:

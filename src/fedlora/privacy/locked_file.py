@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+LARGEST = 2**28  # bytes of a ledger; a hundred thousand rounds have a third of it
 PATIENCE = 120.0  # seconds that another process may hold the file: an accountant's answer takes one or two
 
 
@@ -35,6 +37,8 @@ def held(path: Path) -> Iterator[int]:
     try:
         _lock(path, descriptor)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise LedgerError(f"the ledger {path} is no ordinary file. Name one; where none is, it is made.")
             if not path.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 raise LedgerError(f"the ledger {path} was removed or exchanged meanwhile. Nothing was charged.")
             yield descriptor

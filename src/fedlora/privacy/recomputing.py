@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedlora.errors import LedgerError
+from fedlora.given_files import read_given
 from fedlora.privacy import chain
 from fedlora.privacy.decisions import BudgetSet, Earlier
 from fedlora.privacy.events import Charged
 from fedlora.privacy.ledger_file import LedgerFile
+from fedlora.privacy.locked_file import LARGEST
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def recompute(path: Path, delta: float | None = None) -> Recomputed:
         (1, True)
     """
     try:
-        book = chain.read(Path(path).read_bytes(), str(path))
+        book = chain.read(read_given(Path(path), LARGEST), str(path))
     except OSError as error:
         raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}.") from error
     if book is None:

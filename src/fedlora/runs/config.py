@@ -18,10 +18,11 @@ from pydantic import BaseModel, model_validator
 from fedlora.data.demo import PACKAGED
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
+from fedlora.given_files import read_toml
 from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
-from fedlora.runs.reading import checked, read_tables
+from fedlora.runs.reading import checked
 from fedlora.runs.sections import (
     ClientsSection,
     DataSection,
@@ -115,7 +116,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         >>> load_config(Path("config.toml"), ["run.rounds=1", "method.name=svd"]).method.name
         'svd'
     """
-    raw = read_tables(path)
+    raw = read_toml(path, "the config")
     for override in overrides:
         override_in(raw, override)
     config = parse_config(raw)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -17,20 +15,6 @@ from fedlora.errors import ConfigError
 from fedlora.runs.sections import Section
 
 Kind = TypeVar("Kind", bound=Section)
-
-
-def read_tables(path: Path, what: str = "config") -> dict[str, Any]:
-    """A TOML file as nested tables. `what` it is, for errors.
-
-    Raises:
-        ConfigError: no such file, or no TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"the {what} {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"the {what} {path} is not TOML: {error}.") from error
 
 
 def checked(kind: type[Kind], raw: Mapping[str, Any]) -> Kind:

@@ -63,8 +63,12 @@ class Section(BaseModel):
 
 
 def _plain(value: object, *, whole: bool) -> object:
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("has a NUL, which stands in no name, path or text")
     if isinstance(value, Mapping) and not isinstance(value, dict):
-        return dict(value)
+        value = dict(value)
+    if isinstance(value, dict):
+        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, whole=whole) for item in value]
     if isinstance(value, Integral) and not isinstance(value, bool):

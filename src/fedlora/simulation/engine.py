@@ -11,7 +11,7 @@ from typing import Any, get_args
 from fedlora.core.messages import Client, Form
 from fedlora.core.sent import Tamperer
 from fedlora.core.trainer import OneByOne, Trainer, Workers
-from fedlora.errors import HyperparameterError
+from fedlora.errors import HyperparameterError, repeated
 from fedlora.server import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
@@ -94,7 +94,7 @@ def play(
     by_id = {client.id: client for client in clients}
     if len(by_id) < len(clients):
         names = [client.id for client in clients]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = repeated(names)
         raise HyperparameterError(
             f"{len(twice)} client ids occur more than once, {twice[0]!r} for one. A client's memory and its part in "
             f"the mean go by its id: give each its own."

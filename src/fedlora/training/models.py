@@ -60,6 +60,7 @@ class LoRASettings:
 
 
 _SEED = "seed"
+_USUAL_RANK = 512  # ranks above this are compared with the matrices before anything is made of them
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
 
 
@@ -322,6 +323,9 @@ class AdaptedModel:
         key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
         if key in self._names:
             return self._names[key]
+        largest = rank if isinstance(rank, int) else max(rank.values())
+        if largest > _USUAL_RANK:
+            self._check_rank(largest)
         name = f"ranks{len(self._names)}"
         try:
             with torch.random.fork_rng(devices=[]):  # peft draws weights that nobody will see
@@ -337,6 +341,16 @@ class AdaptedModel:
             raise ConfigError(f"LoRA cannot be put on {targets!r}: {reason}") from error
         self._names[key] = name
         return name
+
+    def _check_rank(self, rank: int) -> None:
+        """Raises `ConfigError` for a rank above both sides of every adapted matrix, before anything is made of it."""
+        adapter, _ = read_model(self._model, self._adapter_for(1), scaling=self.settings.scaling)
+        sides = [max(len(B), A.shape[1]) for B, A in (lora.factors for lora in adapter.modules.values())]
+        if rank > max(sides, default=rank):
+            raise ConfigError(
+                f"rank {rank:,} is above both sides of every adapted matrix (the longest has {max(sides):,}): an "
+                f"update of full rank needs less. LoRA's ranks are mostly 2 to 64."
+            )
 
     def _config(self, rank: int | Mapping[str, int]) -> Any:
         from peft import LoraConfig

@@ -12,6 +12,7 @@ from fedlora.cli.flower.common import needed, typed
 from fedlora.cli.screen import console, notes
 from fedlora.core.folders import check_target
 from fedlora.errors import ConfigError
+from fedlora.given_files import read_toml
 
 
 def init(
@@ -105,7 +106,6 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
     from fedlora.flower.setup.init_steps import trial
     from fedlora.runs.config import load_config, located, override_in, parse_config
     from fedlora.runs.quiet import quiet_libraries
-    from fedlora.runs.reading import read_tables
 
     demo = Path(sys.modules["fedlora"].__file__ or "").parent / "demo.toml"
     three = [
@@ -114,7 +114,7 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
     ]  # fmt: skip
     private = config is None and any(key.startswith("privacy.") for key in sets)
     if private:  # a private round has no quorum, and the demo's file has one
-        raw = read_tables(demo)
+        raw = read_toml(demo, "the config")
         raw.get("server", {}).pop("quorum", None)
         for key in [*(key for key in three if not key.startswith("server.quorum")), *sets]:
             override_in(raw, key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from fedlora.errors import ConfigError
 from fedlora.experiments.deciding.verdicts import ALPHA, POWER
 from fedlora.experiments.grid.spec import Experiment, Part
+from fedlora.given_files import read_toml
 
 Score = Literal["loss", "accuracy"]
 Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -143,11 +143,7 @@ class Question:
 def load_claims(path: Path) -> Claims:
     """Raises `ConfigError`: no such file, no TOML, or not claims, with a line for each thing wrong."""
     try:
-        return Claims.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"the claims {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the claims {path} are not TOML: {error}.") from error
+        return Claims.model_validate(read_toml(path, "the claims"))
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"the claims {path} are none: {wrong}.") from error

@@ -11,7 +11,6 @@ title, question, claims         words
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid.merger_settings import resolved
 from fedlora.experiments.scores.numbers import parse_number
+from fedlora.given_files import read_toml
 
 # What changes no score, and what a search would be judged by.
 NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
@@ -166,13 +166,9 @@ def load_experiment(path: Path) -> Experiment:
     Raises:
         ConfigError: no such file, no TOML, or not an experiment, with a line for each thing wrong.
     """
+    raw = read_toml(path, "the experiment")
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
         experiment = Experiment.model_validate({"name": path.stem, **raw})
-    except OSError as error:
-        raise ConfigError(f"the experiment {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the experiment {path} is not TOML: {error}.") from error
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"the experiment {path} is not one: {wrong}.") from error

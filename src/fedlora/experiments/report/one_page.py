@@ -5,7 +5,6 @@ No script, no outside request: pictures and style are inside the page. Its templ
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from fedlora.experiments.grid.spec import Experiment
 from fedlora.experiments.report.decision_page import decided_part
 from fedlora.experiments.report.sections import section
 from fedlora.experiments.stored.results import Result
+from fedlora.given_files import read_toml
 
 
 def write_report(
@@ -96,7 +96,4 @@ def _paper_numbers(path: Path) -> Mapping[str, Any]:
     """Table -> column -> row -> what the paper prints; empty where the file is missing."""
     if not path.is_file():
         return {}
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}.") from error
+    return read_toml(path, "the paper's numbers")

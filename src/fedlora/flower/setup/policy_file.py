@@ -14,6 +14,7 @@ from pathlib import Path
 from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
+from fedlora.given_files import read_given
 
 Rank = int | Mapping[str, int]
 _HEAD = """\
@@ -80,7 +81,7 @@ def without_client(text: str, name: str) -> str:
 def read_policy_text(path: Path) -> str:
     """Raises `ConfigError`."""
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_given(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
 

@@ -81,12 +81,13 @@ def check_ranks(shapes: Mapping[str, tuple[int, int]], clients: Mapping[str, Ran
     """Raises `ConfigError` for a rank that no update of these shapes could use. shapes: module -> (d_out, d_in)."""
     for name, rank in clients.items():
         of = {module: rank if isinstance(rank, int) else rank.get(module, 1) for module in shapes}
-        over = {module: r for module, r in of.items() if r > min(shapes[module])}
+        over = {module: r for module, r in of.items() if r > max(shapes[module])}
         if len(over) == len(shapes):
             module, r = next(iter(over.items()))
             raise ConfigError(
-                f"the site {quoted(name)} has rank {r}, and {quoted(module)} of the model is a matrix of rank "
-                f"{min(shapes[module])} at most: more would train nothing. LoRA's ranks are mostly 2 to 64."
+                f"the site {quoted(name)} has rank {r}, and {quoted(module)} of the model is a matrix of "
+                f"{' x '.join(map(str, shapes[module]))}: more than its longer side trains nothing. "
+                f"LoRA's ranks are mostly 2 to 64."
             )
 
 

@@ -31,6 +31,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.names import check_site, checked_rank
+from fedlora.given_files import read_given
 
 JOIN, REQUEST = "fedlora-join/1", "fedlora-request/1"
 _MOST = 2**20  # bytes of either file: a certificate and a page of settings are a hundredth of it
@@ -179,8 +180,7 @@ _ANEW = "ask the site for its request.toml anew, as a file and not as text that 
 
 def _read(path: Path, what: str, form: str, where: str) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST + 1)
+        content = read_given(path, _MOST)
     except OSError as error:
         raise ConfigError(f"{what} cannot be read: {error.strerror}. {where[0].upper()}{where[1:]}.") from error
     if b"PRIVATE KEY" in content:
@@ -189,8 +189,6 @@ def _read(path: Path, what: str, form: str, where: str) -> dict[str, Any]:
             f"the site (fedlora flower site --rotate); {where}."
         )
     try:
-        if len(content) > _MOST:
-            raise ValueError(f"it has more than {_MOST} bytes")
         raw = tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n"))
         if not _is_plain(raw):
             raise ValueError("it has a date or a time, where only text, numbers and lists of them belong")

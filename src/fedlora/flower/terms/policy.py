@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site
+from fedlora.given_files import read_toml
 from fedlora.server.terms import Weighting
 
 
@@ -85,10 +85,7 @@ class Policy:
     @classmethod
     def read(cls, path: Path) -> Policy:
         """From policy.toml: [clients] name = rank, and the fields above. Raises `ConfigError`."""
-        try:
-            raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
+        raw = read_toml(path, "the policy")
         known = {field.name for field in fields(cls)} | {"max_rank"}
         unknown = sorted(set(raw) - known)
         if unknown:

@@ -26,9 +26,10 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewhere, refuse_elsewhere
 from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
 from fedlora.flower.terms.site_file import Site
+from fedlora.given_files import read_toml
 from fedlora.runs.config import RunConfig
 from fedlora.runs.defence import DefenceSection
-from fedlora.runs.reading import checked, read_tables
+from fedlora.runs.reading import checked
 from fedlora.runs.sections import (
     EvaluateSection,
     LoRASection,
@@ -235,7 +236,7 @@ class FederationSettings(Section):
     @classmethod
     def load(cls, path: Path) -> FederationSettings:
         """From federation.toml, with the server's own paths made absolute. Raises `ConfigError`."""
-        raw = read_tables(path, "federation's settings")
+        raw = read_toml(path, "the federation's settings")
         refuse_elsewhere(raw)
         try:
             found = checked(cls, raw).check().located(path.parent)

@@ -10,8 +10,9 @@ from typing import Any
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, refuse_elsewhere
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
+from fedlora.given_files import read_toml
 from fedlora.runs.config import RunConfig, override_in
-from fedlora.runs.reading import checked, read_tables
+from fedlora.runs.reading import checked
 
 
 def new_id() -> str:
@@ -60,7 +61,7 @@ def read_run_file(
     Raises:
         ConfigError: as `from_run_config`.
     """
-    raw = read_tables(path)
+    raw = read_toml(path, "the config")
     for override in overrides:
         override_in(raw, override)
     try:

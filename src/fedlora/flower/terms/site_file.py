@@ -20,7 +20,8 @@ from fedlora.data.demo import PACKAGED
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site
-from fedlora.runs.reading import checked, read_tables
+from fedlora.given_files import read_toml
+from fedlora.runs.reading import checked
 from fedlora.runs.sections import Section
 
 COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
@@ -74,7 +75,7 @@ class Site(Section):
         Raises:
             ConfigError: what is wrong with the file, a line for each thing.
         """
-        raw = read_tables(path, "site file")
+        raw = read_toml(path, "the site file")
         foreign = [key for key in raw if key not in cls.model_fields]
         if foreign:
             raise ConfigError(

@@ -1,0 +1,112 @@
+"""Files that a person names, through each command that takes one: every kind that is no ordinary file of a sane size is
+refused at once, by its name and the reason. What a file may hold is known from POSIX kinds and its size in `stat`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedlora.data.tables import read_table
+from fedlora.errors import ConfigError, DataError
+from fedlora.given_files import SETTINGS, half_the_memory, read_given, read_toml
+from support.adapter_folders import bare
+from support.command_line import Said
+
+RUN = '[model]\npath = "demo"\n[method]\nname = "svd"\n[data]\ntrain = "{}"\n'
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "run": ("run", "{}"),
+    "compare": ("compare", "{}", "--methods", "svd"),
+    "merge --weight-map": ("merge", "a", "b", "--out", "c", "--weight-map", "{}"),
+    "merge --readout": ("merge", "a", "b", "--out", "c", "--method", "svd", "--weights", "1,1", "--readout", "{}"),
+    "privacy": ("privacy", "{}"),
+    "privacy --plan": ("privacy", "{}", "--plan"),
+    "init": ("flower", "init", "fed", "--server-name", "a.b", "--sites", "x=2", "--config", "{}"),
+    "site": ("flower", "site", "s", "--join", "{}", "--data", "d.csv", "--model", "demo"),
+    "data": ("run", "run.toml"),
+}
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pipe": (os.mkfifo, "it is a pipe"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "it is a device"),
+    "folder": (Path.mkdir, "a folder"),
+    "holes": (lambda path: os.truncate(path, 2**43) if path.write_bytes(b"") == 0 else None, "bytes"),
+    "nothing": (lambda path: None, ""),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.timeout(120)
+def test_every_kind_is_refused_at_once(
+    command: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        bare(tmp_path / name, {"q": 2})
+    make, reason = KINDS[kind]
+    given = tmp_path / ("given.csv" if command == "data" else "given.toml")
+    make(given)
+    (tmp_path / "run.toml").write_text(RUN.format(given))
+    said = main(*(word.format(given) for word in COMMANDS[command])).error()
+    assert given.name in said or "/dev/zero" in said
+    assert reason in said or "the suffix ''" in said  # a link to /dev/zero has no suffix
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_limit_is_of_bytes_there_and_of_bytes_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 10)
+    assert read_given(file, 10) == b"x" * 10
+    with pytest.raises(OSError, match="it has 10 bytes, and 9 are allowed"):
+        read_given(file, 9)
+    with pytest.raises(OSError, match="bytes, and 1 are allowed"):  # its size is 0 by stat
+        read_given(Path("/proc/self/maps"), 1)
+    with pytest.raises(OSError, match="no file can have that name"):
+        read_given(Path("a\0b"))
+    (tmp_path / "big.toml").write_bytes(b"#" * (SETTINGS + 1))
+    with pytest.raises(ConfigError, match=r"the map .*big.toml cannot be read: it has 4,194,305 bytes"):
+        read_toml(tmp_path / "big.toml", "the map")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("line.csv", b"text,label\n" + b"a" * (2**24 + 1) + b",no\n", "a line of 16,777,220 bytes"),
+        ("array.json", b"[" + b'{"text": "a"},' * 1_300_000 + b"]", "JSON array"),
+        ("field.csv", b'text,label\n"' + b"a\n" * 9_000_000 + b'",no\n', "field larger than field limit"),
+        ("columns.csv", b"a," * 200_000 + b"a\na\n", "more than once"),
+        ("keys.jsonl", b"{" + b",".join(b'"k%d": 1' % (k % 199_999) for k in range(200_000)) + b"}\n", "'k0' stands"),
+    ],
+)
+def test_no_row_takes_the_memory_or_the_hour(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason) as caught:
+        read_table(tmp_path / name, ["text"])
+    assert len(str(caught.value)) < 2_000
+
+
+def test_rows_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python takes for the rows, measured, against what is refused beforehand."""
+    import tracemalloc
+
+    shapes = {
+        "short.csv": b"text,label\n" + b"a,b\n" * 100_000,
+        "short.jsonl": b'{"text":"a","n":1,"m":2}\n' * 50_000,
+        "nested.jsonl": b'{"text":"a","l":[[],[],[],[],[],[],[],[]]}\n' * 30_000,
+        "long.csv": b'text\n"' + b"word " * 100_000 + b'"\nb\n',
+        "long.jsonl": b'{"text":"' + b"word " * 100_000 + b'"}\n' + b'{"text":"b"}\n',
+    }
+    for name, content in shapes.items():
+        (tmp_path / name).write_bytes(content)
+        tracemalloc.start()
+        rows = read_table(tmp_path / name, ["text"])
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert rows
+        monkeypatch.setattr("fedlora.data.tables.half_the_memory", lambda peak=peak: int(peak * 0.99))
+        with pytest.raises(DataError, match="bytes"):
+            read_table(tmp_path / name, ["text"])
+        monkeypatch.undo()
+    assert half_the_memory() > 2**27
