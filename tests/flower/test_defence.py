@@ -53,6 +53,8 @@ def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureF
         assert [one["after"] for one in clients.values()].count(0.0) == 4
         assert {said["fate"] for said in line["fates"].values()} == {"trained"}
     assert strategy.memory.refusals == {}
+    told = strategy._uncounted  # with their next message
+    assert len(told) == 4 and all("did not count: " in words and "nearest is" in words for words in told.values())
     assert "round 1: krum leaves out" in caplog.text and "nearest is" in caplog.text
 
 
