@@ -146,6 +146,7 @@ def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path
     )  # fmt: skip
     env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     made = FederationFolder(folder).database
+    made.parent.mkdir(parents=True)
     command = [children.SUPERLINK, str(made), f"{folder}/certs/ca.crt"]
     process = children.started(command, tmp_path / "logs" / "log", env)
     other = children.started(["flower-superexec", "--root-certificates", "/else/ca.crt"], tmp_path / "logs" / "o", env)

@@ -317,9 +317,8 @@ def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
     """The other one's process is named; however it ends, the folder is free again."""
     home = federation_folder(tmp_path / "f")
     words = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nimport time\n"
-    words += (
-        f"from fedlora.flower.serving.serve_lock import serving\nwith serving(Path({str(home / 'serve.lock')!r})):\n"
-    )
+    words += "from fedlora.flower.serving.serve_lock import serving\n"
+    words += f"with serving(Path({str(home / 'state' / 'serve.lock')!r})):\n"
     words += "    print('held', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)
     try:
