@@ -26,7 +26,7 @@ from fedlora.errors import FedLoRAError
 from fedlora.runs.exported import export_folder
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.readouts import global_adapter, with_base_change
+from fedlora.runs.readouts import global_adapter
 from fedlora.server.state import RunState
 
 UPLOADS_BY = "fedlora"  # what uploads of a run say: `write_upload`
@@ -103,7 +103,7 @@ def _given(place: Path, prepared: Prepared, folder: RunFolder, state: RunState) 
         (client,) = (client for client in prepared.clients if client.id == place.name)
         memory = one.clients.get(client.id, ClientMemory())
         download = server.download(one.server, as_pruned(client, memory))
-        yield with_base_change(receive(download, memory.kept), download.base_delta)
+        yield receive(download, memory.kept).folded()
 
 
 def _alike(one: Adapter, other: Adapter) -> bool:

@@ -37,6 +37,8 @@ def check_adapter(
             (d_out, d_in). heads: the server's own, by name and shape.
     """
     shared = [factor for factor in ("A", "B") if getattr(roles, factor) == "shared"]
+    if upload.adapter.base:
+        raise UploadRefused(upload.client.id, "it carries base weights; upload what `send(adapter, roles)` returns.")
     _check_modules(upload, ranks if shared else {}, shared, start)
     _check_heads(upload, heads if roles.heads == "shared" else {})
     _check_numbers(upload)

@@ -184,6 +184,8 @@ class Server:
         for name, lora in seed_adapter.modules.items():
             if len(lora.tensors()) < 2:
                 raise ShapeError(f"the seed adapter's module {name!r} lacks a factor: the common start needs both.")
+        if seed_adapter.base:
+            raise ShapeError("the seed adapter belongs to base weights that have moved; start from `adapter.folded()`.")
         for name, tensor in named_tensors(seed_adapter):
             if not bool(torch.isfinite(tensor).all()):
                 raise ShapeError(f"the seed adapter holds NaN or Inf in {name}.")
