@@ -21,6 +21,7 @@ from fedlora.core.parcels import held_after
 from fedlora.core.trainer import Job, Trained, Trainer
 from fedlora.errors import HyperparameterError, KeptStateError, UploadRefused
 from fedlora.linalg import gauge_split, rank_tolerance, unit_roundoff
+from fedlora.linalg.own_modes import own_modes
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +160,7 @@ def _check_kept(what: str, mine: Tensor, start: Tensor) -> None:
         )
 
 
+@own_modes()
 def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
     """What of `adapter` travels to the server: the shared parts.
 

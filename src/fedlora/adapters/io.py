@@ -28,6 +28,7 @@ from fedlora.adapters.writer import AdapterSpec, AdapterWriter, pad_rank
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError, ConfigError, ShapeError
+from fedlora.linalg.own_modes import own_modes
 
 # ------------------------------------------------------------------------------------------------------ directories
 
@@ -163,6 +164,7 @@ def _lora_layer(model: nn.Module, path: str) -> Any:
         raise AdapterFormatError(f"{path}: its base weight has moved, and the model has no such module.") from error
 
 
+@own_modes()
 def _moved(model: nn.Module, path: str, weight: nn.Parameter, change: LoRA, scaling: float) -> nn.Parameter:
     """A pre-trained weight, plus scaling * change."""
     if not weight.is_floating_point():
