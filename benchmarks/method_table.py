@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -61,7 +61,7 @@ class Pushing:
             if roles.A != "frozen":
                 A = A + 0.3 * noise(tuple(A.shape), client, download.round, name, "A")
             modules[name] = LoRA(B, A)
-        return Trained(Adapter(modules), EXAMPLES[client], 0.0, position + 1)
+        return Trained(replace(adapter, modules=modules), EXAMPLES[client], 0.0, position + 1)
 
 
 def play(method: Method, ranks: Mapping[str, int]) -> list[RoundRecord]:

@@ -61,9 +61,9 @@ CLAIMS = (
     row("fedrot-lora", exact=False, gauge=False, state=False, mixed=False),
     row("lora-fair", exact=False, gauge=False, state=False, mixed=False),
     row("lora-fair l2", {"metric": "l2"}, exact=False, gauge=False, state=False, mixed=False),
-    row("hetlora", exact=False, gauge=False, state=False, mixed=True),
-    row("hetlora dense", {"solver": "dense"}, exact=False, gauge=False, state=False, mixed=True),
-    row("hetlora pruning", {"pruning": True}, exact=False, gauge=False, state=False, mixed=True),
+    row("hetlora", exact=False, gauge=False, state=False, mixed=True, weights=False),
+    row("hetlora dense", {"solver": "dense"}, exact=False, gauge=False, state=False, mixed=True, weights=False),
+    row("hetlora pruning", {"pruning": True}, exact=False, gauge=False, state=False, mixed=True, weights=False),
     row("padded-average", exact=False, gauge=False, state=False, mixed=True),
     row("padded subspace", SUBSPACE, "padded-average", exact=False, gauge=True, state=True, mixed=True),
     row("fedsa-lora", exact=False, gauge=None, state=None, mixed=False, global_model=False),
@@ -90,11 +90,11 @@ def played_once() -> Iterator[None]:
     """
 
     @functools.cache
-    def kept(server: Server, ranks: tuple[tuple[str, int], ...], who: Who) -> tuple[Round, ...]:
-        return tuple(rounds(server, dict(ranks), who))
+    def kept(server: Server, ranks: tuple[tuple[str, int], ...], who: Who, *dtype: torch.dtype) -> tuple[Round, ...]:
+        return tuple(rounds(server, dict(ranks), who, *dtype))
 
-    def once(server: Server, ranks: Ranks, who: Who) -> Iterator[Round]:
-        return iter(kept(server, tuple(ranks.items()), who))
+    def once(server: Server, ranks: Ranks, who: Who, *dtype: torch.dtype) -> Iterator[Round]:
+        return iter(kept(server, tuple(ranks.items()), who, *dtype))
 
     with pytest.MonkeyPatch.context() as patched:
         for module in (basics, promises):
@@ -150,9 +150,9 @@ def test_a_method_without_global_model_says_so(row: Row) -> None:
 
 
 @every_row
-@pytest.mark.parametrize("name", ["protocol", "pickle"])
+@pytest.mark.parametrize("name", ["protocol", "pickle", "dtype", "weights"])
 def test_every_method_is_one_and_travels(name: str, row: Row) -> None:
-    assert CONTRACTS[name](row.server(), row.claim).holds
+    assert CONTRACTS[name](row.server(), row.claim).holds is (name != "weights" or row.claim.weights)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from fedlora.core.parcels import held_after
 from fedlora.core.trainer import Job, Trained, Trainer
 from fedlora.errors import HyperparameterError, KeptStateError, UploadRefused
 from fedlora.linalg import gauge_split, rank_tolerance, unit_roundoff
+from fedlora.linalg.own_modes import own_modes
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +99,8 @@ def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = 
 
 
 def receive(download: Download, kept: Adapter | None) -> Adapter:
-    """The complete adapter to train: what came, with local parts from `kept` (from the start, where nothing is kept).
+    """The complete adapter to train: what came, with local parts from `kept` (from the start, where nothing is kept),
+    and in its `base` how the base weights have moved.
 
     Raises:
         KeptStateError: what was kept has other modules or another rank than what came.
@@ -127,7 +129,7 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
     local_heads = {**download.start.heads, **have.heads} if download.roles.heads == "local" else {}
     for name, start in download.start.heads.items():
         _check_kept(f"head {name!r}", local_heads[name], start)
-    return Adapter(modules, {**local_heads, **download.adapter.heads})
+    return Adapter(modules, {**local_heads, **download.adapter.heads}, download.base_delta)
 
 
 def _local_factor(module: str, factor: str, kept: Adapter, start: Adapter, rank: int) -> Tensor:
@@ -158,11 +160,18 @@ def _check_kept(what: str, mine: Tensor, start: Tensor) -> None:
         )
 
 
+@own_modes()
 def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
     """What of `adapter` travels to the server: the shared parts.
 
+    adapter: what became of the one that `receive` gave. Where the method moves the base weights, it says in its `base`
+    on which ones it was trained.
+
     form "subspace" sends (U_i, Ahat_i) instead of (B_i, A_i), where both factors are shared (paper Algorithm 1, lines
     7-9): the same update in a canonical gauge, in at most as many bytes.
+
+    Raises:
+        HyperparameterError: the method moves the base weights, and the adapter does not say what it was trained on.
 
     Example:
         >>> download = server.download(state, clients[0])
@@ -170,6 +179,14 @@ def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
         >>> send(adapter, Roles(A="local", heads="local")).modules["q"]  # A and the heads stay home
         LoRA(B=(6, 2) float32, A=absent)
     """
+    if roles.moves_base and adapter.base is None:
+        raise HyperparameterError(
+            "send: this method moves the base weights, and the trained adapter does not say on which ones it was "
+            "trained (its `base` is None). On the pre-trained ones training goes wrong from the second round on. Train "
+            "what `receive` returned, base and all: `model.activate(mine)`, or `load_into_model(peft_model, mine)` for "
+            "a PEFT model of your own. Where you build the trained adapter yourself, make it of the received one: "
+            "`dataclasses.replace(mine, modules=trained)`."
+        )
     heads = adapter.heads if roles.heads == "shared" else {}
     if form == "subspace":
         if not roles.both_shared:
@@ -213,7 +230,7 @@ def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:
         B, A = lora.factors
         q = penalty.tail_start(lora.rank)
         modules[name] = LoRA(B[:, :q].clone(), A[:q].clone())
-    return Adapter(modules, after.heads)
+    return replace(after, modules=modules)
 
 
 def tail_size(adapter: Adapter, penalty: TailPenalty) -> float:

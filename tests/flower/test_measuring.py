@@ -5,7 +5,7 @@ train, and what stays at the site is untouched), *attack* (answers that no site 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Ruler:
     def __init__(self, examples: int = 7) -> None:
         self.examples, self.seen = examples, []  # type: int, list[Adapter]
 
-    def measure_adapter(self, adapter: Adapter, base_delta: Mapping[str, Any], client: str | None = None) -> Any:
+    def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Any:
         self.seen.append(adapter)
         size = sum(float(lora.factors[0].double().abs().sum()) for lora in adapter.modules.values())
         return {"accuracy": 1 / (1 + size), "loss": size, "recall/blue": 0.5, "perplexity": float("nan")}

@@ -216,7 +216,7 @@ def play(server: Server, ranks: Mapping[str, int], **changes: Any) -> Iterator[P
             moved = [(t + step * torch.from_numpy(rng.standard_normal(t.shape)).to(t)).to(stored) for t in (B, A)]
             mine = LoRA(B if roles.B == "frozen" else moved[0], A if roles.A == "frozen" else moved[1])
             kept[name] = keep(Adapter({"m": mine}), roles)
-            uploads.append(Upload(client, EXAMPLES[name], send(Adapter({"m": mine}), roles)))
+            uploads.append(Upload(client, EXAMPLES[name], send(Adapter({"m": mine}, base={}), roles)))
             if EXAMPLES[name]:
                 pairs.append((EXAMPLES[name] / total, *map(np64, mine.factors)))
         before, state = state, server.aggregate(state, uploads)

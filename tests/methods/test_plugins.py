@@ -209,8 +209,8 @@ def test_a_name_that_two_packages_offer_is_nobodys(site: Path) -> None:
 
 # ---- fedlora methods check -------------------------------------------------------------------------------------------
 
-BASIC = ["protocol", "rank", "alive", "order", "purity", "pickle", "delivery"]
-PROMISED = ["mixed", "global model", "exact", "halves", "gauge", "state"]
+BASIC = ["protocol", "rank", "dtype", "alive", "order", "purity", "pickle", "delivery"]
+PROMISED = ["mixed", "global model", "exact", "weights", "halves", "gauge", "state"]
 
 
 def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Callable[..., Said], wide: None) -> None:
@@ -224,7 +224,8 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
         "exact": False, "gauge": False, "state": False, "mixed": False, "global_model": True,
     }  # fmt: skip
     assert {f["contract"]: f["claimed"] for f in facts["contracts"]} == dict.fromkeys(BASIC, "always") | {
-        "mixed": "no", "global model": "yes", "exact": "no", "halves": "not claimed", "gauge": "no", "state": "no",
+        "mixed": "no", "global model": "yes", "exact": "no", "weights": "yes", "halves": "not claimed",
+        "gauge": "no", "state": "no",
     }  # fmt: skip
     assert main("methods", "--json", "check", "toy-mean").out == main("methods", "check", "toy-mean", "--json").out
 

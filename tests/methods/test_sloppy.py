@@ -93,6 +93,20 @@ class HalfPrecision(Sound):
 
 
 @dataclass(frozen=True)
+class AlwaysFloat64(Sound):
+    """Right in every digit, and twice the bytes for clients that send float32."""
+
+    def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
+        return super().mean(state, updates).map(torch.Tensor.double)
+
+
+@dataclass(frozen=True)
+class AllAlike(Sound):
+    def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
+        return super().mean(state, [replace(u, weight=1 / len(updates)) for u in updates])
+
+
+@dataclass(frozen=True)
 class NotANumber(Sound):
     """From round 2 on. The clients train on it, and their uploads are NaN."""
 
@@ -295,6 +309,7 @@ CAUGHT: dict[type[Sound], tuple[str, str]] = {
     NoDataclass: ("protocol", "its State is no dataclass"),
     ChangeableState: ("protocol", "Changeable is a dataclass that can be changed"),
     LastOneWins: ("order", "the list of updates turned round moves it by"),
+    AlwaysFloat64: ("dtype", "is torch.float64 after uploads of torch.float32, not torch.float32"),
     KeepsAFunction: ("pickle", "the method cannot be pickled"),
     ForgetsTheVersion: ("delivery", "its base weight is off the server's by"),
 }
@@ -309,6 +324,15 @@ FAULTS: dict[type[Sound], str] = {
     ReturnsThePair: "sound.aggregate returned a LoRA; its State is State",
     MovesTheBaseSecretly: "sound.readout.* returned a change of the base weight, and its roles do not say moves_base",
 }
+
+
+def test_a_method_of_weights_of_its_own_says_so() -> None:
+    """The default claim is that clients count by their weights; what ignores them is sound where it says so."""
+    found = {f.contract: f for f in check(AllAlike())}
+    assert found["weights"].holds is False and "changing them changes no bit" in found["weights"].measured
+    assert sound(check(AllAlike(), replace(Sound.CLAIMS, weights=False)))
+    with pytest.raises(ContractBroken, match="promises less than it does"):
+        CONTRACTS["weights"](Server(Sound()), replace(Sound.CLAIMS, weights=False))
 
 
 def federation(name: str) -> tuple[dict[str, int], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,14 @@ class Toy:
             for factor, tensor in lora.tensors().items():
                 moves = getattr(download.roles, factor) != "frozen"
                 step = noise(tuple(tensor.shape), name, module, factor, position, download.round, dtype=torch.float32)
-                base = download.base_delta.get(module)
+                base = (adapter.base or {}).get(module)
                 if base is not None:
                     step = step + float(base.norm())
                 parts[factor] = tensor + 0.3 * step if moves else tensor
             modules[module] = LoRA(parts["B"], parts["A"])
         heads = {n: h + (download.roles.heads != "frozen") * 0.1 * (position + 1) for n, h in adapter.heads.items()}
-        return Trained(Adapter(modules, heads), 10 + len(name), 0.5 + 0.1 * position, position + 3)
+        trained = replace(adapter, modules=modules, heads=heads)
+        return Trained(trained, 10 + len(name), 0.5 + 0.1 * position, position + 3)
 
 
 class Watching(Toy):

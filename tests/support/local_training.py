@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def drawn(adapter: Adapter, rank: int | Mapping[str, int], seed: int, size: floa
     for name, lora in adapter.modules.items():
         B, A = lora.factors
         modules[name] = LoRA(randn(B.shape[0], ranks[name]), randn(ranks[name], A.shape[1]))
-    return Adapter(modules, {name: head + randn(*head.shape) for name, head in adapter.heads.items()})
+    heads = {name: head + randn(*head.shape) for name, head in adapter.heads.items()}
+    return replace(adapter, modules=modules, heads=heads)
 
 
 def bits(adapter: Adapter) -> dict[str, tuple[tuple[int, ...], bytes]]:

@@ -137,6 +137,6 @@ def test_every_trainer_and_the_evaluation_use_it(
         made = trainer(model, {"a": classification(40, 0)}, settings, seed=0).train(job.download, job.adapter, 0)
         trained = len(without_instructions)
         scores = ModelEvaluator(model, classification(30, 1), [], batch_size=7, bf16=True)
-        found.append((made.loss, scores.measure_adapter(made.adapter, {})["loss"]))
+        found.append((made.loss, scores.measure_adapter(made.adapter)["loss"]))
         assert ((trained > before), (len(without_instructions) > trained)) == (on, on)
     assert found[0] == pytest.approx(found[1], rel=0.02)

@@ -43,7 +43,7 @@ def trained(model: AdaptedModel) -> tuple[Adapter, float, dict[str, float]]:
     job = begin_round(server.download(state, Client("a", 4)), ClientMemory())
     settings = TrainSettings(steps=6, batch_size=8, lr=1e-2, max_length=12)
     made = LocalTrainer(model, {"a": data}, settings, seed=0).train(job.download, job.adapter, 0)
-    scores = ModelEvaluator(model, classification(30, 1), [], batch_size=7).measure_adapter(made.adapter, {})
+    scores = ModelEvaluator(model, classification(30, 1), [], batch_size=7).measure_adapter(made.adapter)
     return made.adapter, made.loss, scores
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fedlora import Client, LoRA, Roles, Server, build
+from fedlora.client import receive
 from fedlora.core.base_change import BaseChange
 from fedlora.core.method import TailPenalty
 from fedlora.core.trainer import Job
@@ -37,7 +38,8 @@ def jobs_for(model: AdaptedModel, ranks: Mapping[str, Any], **fields: Any) -> li
     """Each client starts from factors of its own, somewhere in its data."""
     fresh, _ = model.seed_adapter(4, seed=0)
     adapters = {name: drawn(fresh, rank, seed, 0.1) for seed, (name, rank) in enumerate(ranks.items())}
-    return [Job(download(adapters[name], name, **fields), adapters[name], 3 * k) for k, name in enumerate(ranks)]
+    downloads = [download(adapters[name], name, **fields) for name in ranks]
+    return [Job(down, receive(down, None), 3 * k) for k, down in enumerate(downloads)]
 
 
 def assert_as_one_by_one(trainer: GroupedTrainer, jobs: list[Job], tolerance: float = 4e-5) -> None:

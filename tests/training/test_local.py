@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import fedlora.training.local
 from fedlora import Adapter, Client, LoRA, Roles, Server, build
+from fedlora.client import receive
 from fedlora.core.base_change import BaseChange
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
@@ -337,9 +339,9 @@ def test_base_delta_is_applied_once_and_undone_exactly(load: Loader) -> None:
                 assert float((now[name] - weight).abs().max()) > 1e-2
 
     for changed in ({one: delta[one]}, {one: delta[one]}, {one: delta[other]}, {other: delta[other]}):
-        model.activate(adapter, changed)
+        model.activate(replace(adapter, base=changed))
         expect(changed)
-    model.activate(adapter, {one: delta[one], other: delta[other]})
+    model.activate(replace(adapter, base={one: delta[one], other: delta[other]}))
     expect({one: delta[one], other: delta[other]})
     model.activate(adapter)
     expect({})
@@ -355,14 +357,15 @@ def test_training_on_a_changed_base_trains_there_and_leaves_it_as_it_was(load: L
     data = classification(6, 0)
     base = {name: BaseChange(lora, 1, ()) for name, lora in delta.items()}
     trainer = LocalTrainer(model, {"a": data}, TrainSettings(lr=1e-2, steps=1, batch_size=6), seed=0)
-    with_base = trainer.train(download(adapter, base=base), adapter, 0)
+    on_base = download(adapter, base=base)
+    with_base = trainer.train(on_base, receive(on_base, None), 0)
     updates = {n: 2.0 * (x.delta() + delta[n].delta()) for n, x in adapter.modules.items()}
     by_hand = dense(classifier, bert, updates, adapter.heads)
     assert with_base.loss == pytest.approx(classification_loss(by_hand, data), rel=1e-4)
     without = trainer.train(download(adapter), adapter, 0)
     assert same(base_weights(model), untouched)
     assert abs(without.loss - with_base.loss) > 1e-3
-    assert bits(trainer.train(download(adapter, base=base), adapter, 0).adapter) == bits(with_base.adapter)
+    assert bits(trainer.train(on_base, receive(on_base, None), 0).adapter) == bits(with_base.adapter)
 
 
 def classification_loss(network: Any, data: TextData) -> float:
@@ -383,7 +386,7 @@ def test_base_delta_on_conv1d_is_transposed(load: Loader, conv1d_model: Path) ->
     adapter, delta = drawn(seed_adapter, 4, 1), drawn(seed_adapter, 2, 2).modules
     ids = [word(k) for k in range(8)]
     for base in (delta, None):
-        model.activate(adapter, base)
+        model.activate(replace(adapter, base=base))
         updates = {n: 2.0 * (x.delta() + (base[n].delta() if base else 0)).T for n, x in adapter.modules.items()}
         by_hand = dense(conv1d_model, gpt2, updates, {})
         torch.testing.assert_close(logits(model.network, ids), logits(by_hand, ids), rtol=1e-3, atol=1e-4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_a_changed_base_is_trained_on() -> None:
     model = tiny(dtype=torch.float64)
     adapter = some_adapter(model)
     delta = LoRA(torch.ones(4, 1).double(), torch.arange(5.0).double()[None] / 10)
-    model.activate(adapter, {"first": delta})
+    model.activate(replace(adapter, base={"first": delta}))
     x = examples(torch.float64)["a"][0][0][None]
     network = seeded(Tiny, torch.float64)
     B, A = adapter.modules["first"].factors
@@ -442,13 +443,13 @@ def test_an_update_of_a_layer_stays_on_it_where_another_has_the_same_weight(targ
     nothing = Adapter({name: LoRA(lora.B * 0, lora.A) for name, lora in adapter.modules.items()}, adapter.heads)
     x = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
 
-    def output(*state: Any) -> Tensor:
-        model.activate(*state)
+    def output(adapter: Adapter) -> Tensor:
+        model.activate(adapter)
         with torch.no_grad():
             return model.network(x)
 
     plain, wanted = output(nothing), output(adapter)
     assert (plain - wanted).abs().max() > 1e-3
-    torch.testing.assert_close(output(nothing, dict(adapter.modules)), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output(replace(nothing, base=adapter.modules)), wanted, rtol=1e-12, atol=1e-12)
     assert torch.equal(output(nothing), plain)
     assert model.network.first.weight is model.network.second.weight  # type: ignore[union-attr]

@@ -27,7 +27,8 @@ from fedlora.adapters.reader import PREFIX, AdapterFile, scaled
 from fedlora.adapters.writer import AdapterSpec, AdapterWriter, pad_rank
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.read_only import ReadOnly
-from fedlora.errors import AdapterFormatError, ShapeError
+from fedlora.errors import AdapterFormatError, ConfigError, ShapeError
+from fedlora.linalg.own_modes import own_modes
 
 # ------------------------------------------------------------------------------------------------------ directories
 
@@ -68,9 +69,10 @@ def write_adapter(
 ) -> None:
     """A PEFT directory that `PeftModel.from_pretrained` loads as base + spec.scaling * B @ A, rank by rank.
 
-    Modules of different ranks become rank_pattern and alpha_pattern. `card` is the text of README.md. The directory
-    appears whole, by one rename. It is new, or empty, or an adapter and nothing else, which is replaced. by: the
-    command that may replace it later, as its weights then say.
+    Modules of different ranks become rank_pattern and alpha_pattern. An adapter of base weights that have moved is
+    written with that change in its factors (`Adapter.folded`): who loads the directory has the pre-trained ones.
+    `card` is the text of README.md. The directory appears whole, by one rename. It is new, or empty, or an adapter and
+    nothing else, which is replaced. by: the command that may replace it later, as its weights then say.
 
     Raises:
         AdapterFormatError: a factor is missing, or values are not finite. ConfigError: the directory cannot be written,
@@ -81,16 +83,21 @@ def write_adapter(
         >>> write_adapter("copy", adapter, spec)  # the same factors, bit for bit
     """
     with AdapterWriter(directory, spec, by=by) as writer:
-        for name, lora in adapter.modules.items():
+        for name, lora in adapter.folded().modules.items():
             writer.add(name, lora)
         writer.finish(adapter.heads, card)
 
 
 # ----------------------------------------------------------------------------------------------------------- models
 
+# Of a peft model: how its base weights have moved, and the pre-trained ones of those that ever did.
+_BASE = "_fedlora_base"
+_UNMOVED: tuple[Mapping[str, LoRA] | None, Mapping[str, nn.Parameter]] = (None, {})
+
 
 def read_model(model: nn.Module, name: str = "default", *, scaling: float = 1.0) -> tuple[Adapter, AdapterSpec]:
-    """The adapter `name` of a peft model, as copies in units of `scaling`, and its spec.
+    """The adapter `name` of a peft model, as copies in units of `scaling`, and its spec. Its `base` is the one that
+    `load_into_model` put in last, by whichever name.
 
     Raises:
         AdapterFormatError: no such adapter, or one that is not W0 + s B A.
@@ -102,14 +109,19 @@ def read_model(model: nn.Module, name: str = "default", *, scaling: float = 1.0)
         lora = _pair(path, layer.lora_B[name].weight.detach(), layer.lora_A[name].weight.detach())
         modules[path] = scaled(lora, layer.scaling[name] / scaling).map(Tensor.clone)
     heads = {path: tensor.detach().clone() for path, tensor in _head_tensors(model, name)}
-    return Adapter(modules, heads), spec_of(config, scaling)
+    return Adapter(modules, heads, getattr(model, _BASE, _UNMOVED)[0]), spec_of(config, scaling)
 
 
 def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *, scaling: float = 1.0) -> None:
-    """Copy `adapter`, in units of `scaling`, into the adapter `name` of a peft model, in place, all or nothing.
+    """Make a peft model W0 + scaling * base, adapted by `adapter` as its adapter `name`: in place, all or nothing.
+
+    The factors and heads are copied. A base weight that has moved is a new parameter of its layer alone: the
+    pre-trained ones are never written to, for processes may share them, and so may other layers (an output layer that
+    is tied to the embedding). They are back in place with the next adapter whose `base` leaves them alone.
 
     Raises:
         AdapterFormatError: modules, heads or shapes of the two differ, or the model's adapter is not W0 + s B A.
+        ConfigError: a base weight that has moved is quantised here.
     """
     check_scaling(scaling)
     _model_config(model, name)
@@ -129,9 +141,44 @@ def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *
             raise AdapterFormatError(
                 f"{path}: the model has shape {tuple(target.shape)}, the adapter {tuple(value.shape)}."
             )
+    unmoved = dict(getattr(model, _BASE, _UNMOVED)[1])
+    base = adapter.base or {}
+    unmoved |= {path: _base_layer(model, path).weight for path in base if path not in unmoved}
+    moved = {path: _moved(model, path, unmoved[path], lora, scaling) for path, lora in base.items()}
     with torch.no_grad():
         for _, target, value in copies:
             target.copy_(value)
+    for path, weight in unmoved.items():
+        _base_layer(model, path).weight = moved.get(path, weight)
+    setattr(model, _BASE, (adapter.base, unmoved))
+
+
+def _base_layer(model: nn.Module, path: str) -> Any:
+    return _lora_layer(model, path).base_layer
+
+
+def _lora_layer(model: nn.Module, path: str) -> Any:
+    try:
+        return model.get_submodule(f"{PREFIX}{path}")
+    except AttributeError as error:
+        raise AdapterFormatError(f"{path}: its base weight has moved, and the model has no such module.") from error
+
+
+@own_modes()
+def _moved(model: nn.Module, path: str, weight: nn.Parameter, change: LoRA, scaling: float) -> nn.Parameter:
+    """A pre-trained weight, plus scaling * change."""
+    if not weight.is_floating_point():
+        raise ConfigError(
+            f"the base weight of {path!r} is quantised ({weight.dtype}), so no update can be added to it: fedex-lora "
+            f"and flora cannot run on it. Take another method, or a base of 16 bits."
+        )
+    dense = scaling * change.map(lambda t: t.to(weight.device)).delta()
+    dense = dense.T if _lora_layer(model, path).fan_in_fan_out else dense
+    if dense.shape != weight.shape:
+        raise AdapterFormatError(
+            f"{path}: the base weight has shape {tuple(weight.shape)}, what it moves by {tuple(dense.shape)}."
+        )
+    return nn.Parameter(weight.detach() + dense.to(weight.dtype), requires_grad=False)
 
 
 def _lora_layers(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:

@@ -25,10 +25,12 @@ from fedlora.adapters.writer import MERGE, MERGE_FOLDER, RESIZE, RESIZE_FOLDER
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
 from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.linalg.own_modes import own_modes
 
 Adapters = Sequence[str | os.PathLike[str]]
 
 
+@own_modes()
 def merge(
     adapters: Adapters,
     out: str | os.PathLike[str],
@@ -101,6 +103,7 @@ def merge(
     return write_result(given, place, wanted, source, absent, said, progress)
 
 
+@own_modes()
 def resize(
     adapter: str | os.PathLike[str],
     out: str | os.PathLike[str],

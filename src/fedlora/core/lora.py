@@ -117,8 +117,11 @@ class Adapter:
     Args:
         modules: path of the adapted module in the base model -> its factor pair.
         heads: path of a fully trained tensor (PEFT modules_to_save) -> its value, any shape.
+        base: module -> how its base weight has moved since pre-training; {} where none has; None where nobody said. It
+            is no part of what is trained: it says which base weights the factors belong to. A `receive` sets it, and
+            whatever puts the adapter into a network puts it in too.
 
-    Both mappings are copied, sorted by name and read-only from then on.
+    The mappings are copied, sorted by name and read-only from then on.
 
     Example:
         >>> Adapter({"layer.q": LoRA(torch.zeros(6, 4), torch.ones(4, 5))}, heads={"head.weight": torch.zeros(3, 6)})
@@ -129,10 +132,13 @@ class Adapter:
 
     modules: Mapping[str, LoRA]
     heads: Mapping[str, Tensor] = field(default_factory=dict)
+    base: Mapping[str, LoRA] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modules", ReadOnly({k: self.modules[k] for k in sorted(self.modules)}))
         object.__setattr__(self, "heads", ReadOnly({k: self.heads[k] for k in sorted(self.heads)}))
+        if self.base is not None:
+            object.__setattr__(self, "base", ReadOnly({k: self.base[k] for k in sorted(self.base)}))
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -140,15 +146,25 @@ class Adapter:
         return {name: lora.rank for name, lora in self.modules.items()}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Adapter:
-        """The same adapter with `change` applied to every tensor."""
+        """The same adapter with `change` applied to every tensor of its modules and heads; of the same base."""
         return Adapter(
             {name: lora.map(change) for name, lora in self.modules.items()},
             {name: change(head) for name, head in self.heads.items()},
+            self.base,
         )
+
+    def folded(self) -> Adapter:
+        """The same model as an adapter of the pre-trained base: what the base has moved by stands in the factors."""
+        base = self.base or {}
+        modules = {
+            name: stack([base[name], lora], [1.0, 1.0]) if name in base else lora for name, lora in self.modules.items()
+        }
+        return Adapter(modules, self.heads)
 
     def __repr__(self) -> str:
         ranks = sorted(set(self.ranks.values()))
-        return f"Adapter({len(self.modules)} modules of rank {ranks}, heads={list(self.heads)})"
+        moved = f", base moved in {len(self.base)}" if self.base else ""
+        return f"Adapter({len(self.modules)} modules of rank {ranks}, heads={list(self.heads)}{moved})"
 
 
 def stack(loras: list[LoRA], weights: list[float]) -> LoRA:

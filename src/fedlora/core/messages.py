@@ -51,6 +51,8 @@ class Client:
 class Upload:
     """What a client sends back: shared factors and heads only, the others absent (None, or not there).
 
+    Its tensors are not copied: nobody may write to them until the round is closed.
+
     num_examples: how many it trained on; sets its weight. 0 abstains. form: "factors" (B_i, A_i) of the client's
     rank, or "subspace" (U_i, Ahat_i) of rank <= r_i, as Algorithm 1 sends; the server gets the same from either.
 

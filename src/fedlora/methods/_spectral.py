@@ -29,6 +29,13 @@ def rounding_noise(updates: Sequence[Update]) -> tuple[float, float]:
     return float(torch.linalg.vector_norm(sizes)), float(torch.linalg.vector_norm(sizes * _per_column(updates)))
 
 
+def rounding_share(updates: Sequence[Update]) -> float:
+    """`Spectrum.rounding` of the mean, for methods that keep no spectrum; 0 where it is less than a hundredth."""
+    mean = stack([u.lora for u in updates], [u.weight for u in updates])
+    _, stored = rounding_noise(updates)
+    return mean_spectrum(updates).rounding if stored * mean.rank**0.5 > 0.1 * mean.norm() else 0.0
+
+
 def _per_column(updates: Sequence[Update]) -> Tensor:
     each = [rank_tolerance(u.stored) for u in updates for _ in range(u.lora.rank)]
     return torch.tensor(each, dtype=torch.float64, device=updates[0].B.device)

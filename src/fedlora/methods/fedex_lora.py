@@ -2,7 +2,9 @@
 
     B <- sum_i p_i B_i     A <- sum_i p_i A_i     W0 <- W0 + ( sum_i p_i B_i A_i - B A )
 
-The server's update is exact and gauge-invariant, but the pair (B, A) that clients train on is not. One common rank.
+The server's update is exact and gauge-invariant, but the pair (B, A) that clients train on is not. Where the product
+B A is over a hundred times the clients' updates, as when one client's factors are (B_i c, A_i / c), the residual would
+lose the mean in rounding: then the factors that are averaged are those of each update's balanced SVD. One common rank.
 The residuals add up in a `BaseChange`, so that a client that missed rounds gets the steps that it lacks. Deviations
 from the authors' code: weights p_i instead of a uniform mean, and no transpose of the residual, which is wrong there
 for `nn.Linear`.
@@ -16,19 +18,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from fedlora.core.base_change import BaseChange, added, moved
 from fedlora.core.lora import LoRA, revive, stack
 from fedlora.core.method import Readout, Roles, Update
-from fedlora.core.multiplied import How, TakesMultipliers
+from fedlora.core.multiplied import How, TakesMultipliers, plain_pair
+from fedlora.linalg import norm
 from fedlora.linalg.weighted_mean import weighted_mean
 from fedlora.methods._factors import require_one_rank, require_readout_rank
+from fedlora.methods._spectral import rounding_share
+
+# How much larger than the clients' updates the product of the averaged pair may be. Where one client's factors are
+# (B c, A / c) it is c times as large, and the residual must cancel it: 1e10 leaves 6 digits of float64, 1e16 none.
+_BORNE = 100.0
 
 
 @dataclass(frozen=True, eq=False)
 class FedExLoRAState:
-    """mean: the averaged pair. base: all residuals so far, W0 -> W0 + base; None while there is none."""
+    """mean: the averaged pair. base: all residuals so far, W0 -> W0 + base; None while there is none. rounding: the
+    share of the last mean's energy that rounding of the uploads could be. balanced: the pair averages balanced factors.
+    """
 
     TAG: ClassVar[str] = "fedex-lora/1"
 
@@ -36,6 +44,8 @@ class FedExLoRAState:
     round: int
     mean: LoRA
     base: BaseChange | None
+    rounding: float = 0.0
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,9 +70,14 @@ class FedExLoRA(TakesMultipliers):
     def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:
         require_one_rank("FedEx-LoRA", state.mean.rank, updates)
         p = [u.weight for u in updates]
-        mean = LoRA(weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p))
-        base = moved(state.base, residual([u.lora for u in updates], p, mean), mean.factors[0].dtype)
-        return FedExLoRAState(state.key, state.round + 1, mean, base)
+        loras = [u.lora for u in updates]
+        mean = _averaged(loras, p)
+        balanced = _size(mean) > _BORNE * math.fsum(abs(w) * _size(lora) for w, lora in zip(p, loras, strict=True))
+        if balanced:
+            loras = [plain_pair(lora) for lora in loras]
+            mean = _averaged(loras, p)
+        base = moved(state.base, residual(loras, p, mean), mean.factors[0].dtype)
+        return FedExLoRAState(state.key, state.round + 1, mean, base, rounding_share(updates), balanced)
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> Readout:
         require_readout_rank("FedEx-LoRA", state.mean.rank, client, rank)
@@ -75,7 +90,19 @@ class FedExLoRA(TakesMultipliers):
         return added(state.base.total, state.mean).map(lambda t: t.to(state.mean.factors[0]))
 
     def diagnostics(self, state: FedExLoRAState) -> Mapping[str, object]:
-        return {"rank": state.mean.rank, "base_rank": state.base.total.rank if state.base else 0}
+        base_rank = state.base.total.rank if state.base else 0
+        return {
+            "rank": state.mean.rank, "base_rank": base_rank, "rounding": state.rounding, "balanced": state.balanced,
+        }  # fmt: skip
+
+
+def _averaged(loras: Sequence[LoRA], weights: Sequence[float]) -> LoRA:
+    return LoRA(*(weighted_mean([lora.factors[k] for lora in loras], weights) for k in (0, 1)))
+
+
+def _size(lora: LoRA) -> float:
+    """||B|| ||A||: what its product is at most."""
+    return math.prod(float(norm(t)) for t in lora.factors)
 
 
 def residual(loras: Sequence[LoRA], weights: Sequence[float], mean: LoRA) -> LoRA:
@@ -84,7 +111,7 @@ def residual(loras: Sequence[LoRA], weights: Sequence[float], mean: LoRA) -> LoR
     With P = sum_i p_i (below 1 where clients without a module count as zero) and the means B, A over P it is the sum of
     p_i (B_i - B)(A_i - A), and (P - P^2) B A. Clients that are near each other have a small residual, which a
     difference of two large products would lose in rounding. mean: the averaged pair as it is stored. In coordinates in
-    which its product is far larger than the clients' updates, what storing it cost belongs to the residual too.
+    which its product is larger than the clients' updates, what storing it cost belongs to the residual too.
     """
     P = math.fsum(weights)
     pairs = [tuple(t.double() for t in lora.factors) for lora in loras]
@@ -93,7 +120,7 @@ def residual(loras: Sequence[LoRA], weights: Sequence[float], mean: LoRA) -> LoR
     if P != 1:
         parts, shares = [*parts, LoRA(B, A)], [*shares, P - P * P]
     stored_B, stored_A = (t.double() for t in mean.factors)
-    sizes = [math.prod(float(torch.linalg.vector_norm(t)) for t in pair) for pair in (*pairs, (stored_B, stored_A))]
+    sizes = [_size(LoRA(*pair)) for pair in (*pairs, (stored_B, stored_A))]
     if sizes[-1] > 8 * math.fsum(p * size for p, size in zip(weights, sizes, strict=False)):
         parts += [LoRA(P * B - stored_B, P * A), LoRA(stored_B, P * A - stored_A)]
         shares += [1.0, 1.0]

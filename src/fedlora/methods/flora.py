@@ -22,11 +22,13 @@ from fedlora.core.base_change import BaseChange, moved
 from fedlora.core.lora import LoRA, fresh_rows, revive, stack
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers
+from fedlora.methods._spectral import rounding_share
 
 
 @dataclass(frozen=True, eq=False)
 class FLoRAState:
-    """base: all rounds' means, W0 -> W0 + base; None while there is none. start: the rows of A of the common start."""
+    """base: all rounds' means, W0 -> W0 + base; None while there is none. start: the rows of A of the common start.
+    rounding: the share of the last mean's energy that rounding of the uploads could be."""
 
     TAG: ClassVar[str] = "flora/1"
 
@@ -35,6 +37,7 @@ class FLoRAState:
     base: BaseChange | None
     start: Tensor
     d_out: int
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class FLoRA(TakesMultipliers):
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
         step = stack([u.lora for u in updates], [u.weight for u in updates])
-        return FLoRAState(state.key, state.round + 1, moved(state.base, step), state.start, state.d_out)
+        base = moved(state.base, step)
+        return FLoRAState(state.key, state.round + 1, base, state.start, state.d_out, rounding_share(updates))
 
     def readout(self, state: FLoRAState, client: str | None, rank: int) -> Readout:
         A = state.start[:rank]
@@ -75,4 +79,4 @@ class FLoRA(TakesMultipliers):
         return LoRA(state.start.new_zeros(state.d_out, 1), torch.zeros_like(state.start[:1]))
 
     def diagnostics(self, state: FLoRAState) -> Mapping[str, object]:
-        return {"rank": state.base.total.rank if state.base else 0}
+        return {"rank": state.base.total.rank if state.base else 0, "rounding": state.rounding}

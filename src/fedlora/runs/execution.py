@@ -37,7 +37,7 @@ from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_line, private_summary, shown_config, without_times
 from fedlora.runs.private_releases import begin, keep_config, read_private
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private, told
-from fedlora.runs.readouts import global_adapter, with_base_change
+from fedlora.runs.readouts import global_adapter
 from fedlora.runs.samples import write_samples
 from fedlora.runs.tracking import Tracker, TrackerName, check_trackers, make_tracker, numbers, numbers_of_test
 from fedlora.server.judged import of_run
@@ -403,8 +403,7 @@ def _finish(
         for client in prepared.clients:
             memory = state.clients.get(client.id, ClientMemory())
             download = server.download(state.server, as_pruned(client, memory))
-            mine = receive(download, memory.kept)
-            own, scores = with_base_change(mine, download.base_delta), each.get(client.id, {})
+            own, scores = receive(download, memory.kept).folded(), each.get(client.id, {})
             card = model_card(prepared.manifest, prepared.config, own, state.round, scores, client=client.id,
                               privacy=None if spent is None else told(spent), judged=judged)  # fmt: skip
             export(folder.path / "clients" / client.id, own, card)

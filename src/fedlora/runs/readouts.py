@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fedlora.adapters.io import pad_rank
-from fedlora.core.lora import Adapter, LoRA, stack
+from fedlora.core.lora import Adapter
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 
@@ -14,11 +12,3 @@ def global_adapter(server: Server, state: RunState) -> Adapter:
     """The server's model as one adapter: its whole update at full rank, base change included, and the heads."""
     update = server.global_update(state.server)
     return Adapter({name: pad_rank(lora, 1) for name, lora in update.items()}, state.server.heads)
-
-
-def with_base_change(adapter: Adapter, base: Mapping[str, LoRA]) -> Adapter:
-    """The adapter with the change of the base weight in it: a directory is loaded on the pre-trained base."""
-    modules = {
-        name: stack([base[name], lora], [1.0, 1.0]) if name in base else lora for name, lora in adapter.modules.items()
-    }
-    return Adapter(modules, adapter.heads)

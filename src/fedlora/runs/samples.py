@@ -20,7 +20,7 @@ from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.data import TextData
 from fedlora.errors import counted
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.readouts import global_adapter, with_base_change
+from fedlora.runs.readouts import global_adapter
 from fedlora.seeds import derive_seed
 from fedlora.server.server import start
 from fedlora.server.state import RunState
@@ -98,7 +98,7 @@ def _as_adapter(prepared: Prepared, state: RunState) -> Adapter:
     client = prepared.clients[0]
     memory = state.clients.get(client.id, ClientMemory())
     download = server.download(state.server, as_pruned(client, memory))
-    return with_base_change(receive(download, memory.kept), download.base_delta)
+    return receive(download, memory.kept).folded()
 
 
 def _speaker(prepared: Prepared, state: RunState) -> str:

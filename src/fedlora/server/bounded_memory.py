@@ -21,6 +21,7 @@ from fedlora.core.pairing import FromPair, Pair, Pairing
 from fedlora.errors import HyperparameterError, RankMismatch, UploadRefused
 from fedlora.linalg import gauge_splits, unit_roundoff
 from fedlora.linalg.incremental import Folded, fold, side_by_side
+from fedlora.linalg.own_modes import own_modes
 from fedlora.linalg.parallel import workers
 from fedlora.server.cancelling import cancelling
 from fedlora.server.checks import check_count
@@ -61,6 +62,7 @@ class BoundedMemory:
     def ask(self) -> WholeUpload:
         return WholeUpload()
 
+    @own_modes()
     def add(self, upload: Upload) -> None:
         """Accept one upload, or record and raise why not.
 
@@ -84,6 +86,7 @@ class BoundedMemory:
         """Bytes held for the round: of the uploads, and of what earlier ones were folded into."""
         return self._size + sum(sums.nbytes for sums in self._sums.values())
 
+    @own_modes()
     def close(self) -> ServerState:
         """The next state; the same up to rounding, and to what was left out, whatever order the uploads came in.
 

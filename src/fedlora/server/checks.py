@@ -11,12 +11,24 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedlora.core.lora import Adapter, compute_dtype, factor_name, head_name, named_tensors
-from fedlora.core.messages import Upload
+from fedlora.core.lora import Adapter, LoRA, compute_dtype, factor_name, head_name, named_tensors
+from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.errors import UploadRefused
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_types(upload: object) -> None:
+    """Raises `UploadRefused` for what is no `Upload` of torch tensors."""
+    if not isinstance(upload, Upload) or not isinstance(upload.client, Client):
+        raise UploadRefused(f"a {type(upload).__name__}", "it is no Upload(client, num_examples, adapter).")
+    client, adapter = upload.client.id, upload.adapter
+    if not isinstance(adapter, Adapter) or not all(isinstance(lora, LoRA) for lora in adapter.modules.values()):
+        raise UploadRefused(client, f"its adapter is a {type(adapter).__name__}, or of other modules than LoRA pairs.")
+    for name, tensor in named_tensors(adapter):
+        if not isinstance(tensor, Tensor):
+            raise UploadRefused(client, f"{name} is a {type(tensor).__name__}; adapters hold torch tensors.")
 
 
 def check_count(upload: Upload) -> None:
@@ -37,6 +49,8 @@ def check_adapter(
             (d_out, d_in). heads: the server's own, by name and shape.
     """
     shared = [factor for factor in ("A", "B") if getattr(roles, factor) == "shared"]
+    if upload.adapter.base:
+        raise UploadRefused(upload.client.id, "it carries base weights; upload what `send(adapter, roles)` returns.")
     _check_modules(upload, ranks if shared else {}, shared, start)
     _check_heads(upload, heads if roles.heads == "shared" else {})
     _check_numbers(upload)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from fedlora.core.messages import Upload
 from fedlora.errors import QuorumNotMet, UploadRefused
+from fedlora.server.checks import check_types
 from fedlora.server.state import ServerState, Tally
 from fedlora.server.terms import Terms
 
@@ -103,13 +104,15 @@ def take_in(intake: Intake, uploads: Iterable[Upload]) -> Iterator[Taken]:
         for upload in uploads:
             message, refusal = None, None
             try:
+                check_types(upload)
                 message = question.answer(upload)
                 if message is not None:
                     intake.add(message)
             except UploadRefused as error:
                 refusal = error
             modules, heads = (message.nbytes_modules, message.nbytes_heads) if message is not None else (0, 0)
-            yield Taken(upload, exchange, refusal, modules, heads, question.nbytes(upload))
+            down = question.nbytes(upload) if isinstance(upload, Upload) else 0
+            yield Taken(upload, exchange, refusal, modules, heads, down)
             if message is not None and refusal is None and not last:
                 again.append(upload)
         uploads = again
@@ -129,6 +132,7 @@ class Attendance:
 
     def take(self, upload: Upload) -> bool:
         """Whether the upload counts (False: it abstained), and from now on it does. Raises `UploadRefused`."""
+        check_types(upload)
         client = upload.client.id
         try:
             if client in self.counts or client in self.abstained:

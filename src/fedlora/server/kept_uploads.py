@@ -10,10 +10,11 @@ from functools import reduce
 
 import torch
 
-from fedlora.core.lora import LoRA, compute_dtype
+from fedlora.core.lora import LoRA, compute_dtype, named_tensors
 from fedlora.core.messages import Upload
 from fedlora.core.method import Update, aggregate_all
 from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.linalg.own_modes import own_modes
 from fedlora.linalg.parallel import workers
 from fedlora.server.cancelling import Cancelling, cancelling
 from fedlora.server.closing import closed, held_to_share, shares
@@ -38,10 +39,12 @@ class KeptUploads:
     def __init__(self, terms: Terms, refused: Mapping[str, str]) -> None:
         self._attendance = Attendance(terms, refused=dict(refused))
         self._held: dict[str, Upload] = {}
+        self._versions: dict[str, list[int]] = {}
 
     def ask(self) -> WholeUpload:
         return WholeUpload()
 
+    @own_modes()
     def add(self, upload: Upload) -> None:
         """Accept one upload, or record and raise why not. Nothing of a refused upload reaches the state.
 
@@ -50,14 +53,29 @@ class KeptUploads:
         """
         if self._attendance.take(upload):
             self._held[upload.client.id] = upload
+            self._versions[upload.client.id] = _versions(upload)
 
+    @own_modes()
     def close(self) -> ServerState:
         """The next state.
 
         Raises:
             QuorumNotMet: too few good uploads. RankMismatch, RankTie: as the method says.
+            HyperparameterError: an upload was written to after it was added.
         """
+        for client, upload in self._held.items():
+            if _versions(upload) != self._versions[client]:
+                raise HyperparameterError(
+                    f"the upload of client {client!r} was written to after it was added: its numbers are no longer "
+                    f"those that were checked. The server keeps an upload's own tensors until the round is closed. Do "
+                    f"not use them again before, or add a copy: `upload.adapter.map(torch.Tensor.clone)`."
+                )
         return close_whole(self._held, self._attendance)
+
+
+def _versions(upload: Upload) -> list[int]:
+    """How often each tensor was written to in place, as torch counts; what shares numpy's memory is not seen."""
+    return [0 if t.is_inference() else t._version for _, t in named_tensors(upload.adapter)]
 
 
 def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerState:

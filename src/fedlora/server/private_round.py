@@ -22,9 +22,11 @@ from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.linalg.own_modes import own_modes
 from fedlora.linalg.stored import stored_bytes
 from fedlora.privacy.geometry import Bases, Layout
 from fedlora.privacy.sampling import poisson_sample
+from fedlora.server.checks import check_types
 from fedlora.server.closing import closed
 from fedlora.server.intake import WholeUpload
 from fedlora.server.method_faults import blamed_on, checked_readout, checked_update
@@ -128,6 +130,7 @@ class PrivateRound:
     def ask(self) -> WholeUpload:
         return WholeUpload()
 
+    @own_modes()
     def add(self, upload: Upload) -> None:
         """Count one upload: of those in `asked`, at most one of each, whatever becomes of it. Another client's part
         never depends on it, and q n stays what everybody knows.
@@ -142,6 +145,7 @@ class PrivateRound:
             raise
 
     def _take(self, upload: Upload) -> None:
+        check_types(upload)
         client = upload.client.id
         if self._released is not None:
             raise UploadRefused(client, "the round's noised sum is made, and nothing is added to it.")
@@ -170,6 +174,7 @@ class PrivateRound:
             raise UploadRefused(upload.client.id, "its change is beyond float64: NaN or Inf.")
         return found.integers
 
+    @own_modes()
     def close(self) -> ServerState:
         """The next state. It takes place whoever came: an empty round releases pure noise.
 

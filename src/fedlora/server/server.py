@@ -25,6 +25,7 @@ from fedlora.core.multiplied import TakesMultipliers
 from fedlora.core.pairing import FromPair
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError, UploadRefused
+from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
 from fedlora.server.bounded_memory import BoundedMemory
 from fedlora.server.defences import Defence
@@ -192,6 +193,7 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------ the protocol
 
+    @own_modes()
     def init(self, seed_adapter: Adapter) -> ServerState:
         """The common start from an adapter of the largest rank: B = 0 for a fresh one, or trained for a warm start.
 
@@ -203,6 +205,8 @@ class Server:
         for name, lora in seed_adapter.modules.items():
             if len(lora.tensors()) < 2:
                 raise ShapeError(f"the seed adapter's module {name!r} lacks a factor: the common start needs both.")
+        if seed_adapter.base:
+            raise ShapeError("the seed adapter belongs to base weights that have moved; start from `adapter.folded()`.")
         for name, tensor in named_tensors(seed_adapter):
             if not bool(torch.isfinite(tensor).all()):
                 raise ShapeError(f"the seed adapter holds NaN or Inf in {name}.")
@@ -237,6 +241,7 @@ class Server:
             roles = checked_roles(self.method, self.method.roles(round))
         return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
 
+    @own_modes()
     def download(self, state: ServerState, client: Client) -> Download:
         """What `client` starts its round from, at its own ranks, in the server's compute dtype: float32, or float64
         where an upload or the start is. A client that trains in bfloat16 casts it itself.
@@ -310,6 +315,7 @@ class Server:
             return BoundedMemory(terms, self._pairing("a memory limit", "", ""), self.memory * 2**20)
         return KeptUploads(terms, refused or {})
 
+    @own_modes()
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
         """The next state from one round's uploads; the same bits whatever their order (with a memory limit that was
         needed: the same up to rounding and what was left out).
@@ -333,6 +339,7 @@ class Server:
                 log.warning("round %d: %s", state.round + 1, UploadRefused(client, reason))
         return after
 
+    @own_modes()
     def global_update(self, state: ServerState) -> Mapping[str, LoRA]:
         """The server's whole update of each module, base change included: what evaluation and export use.
 
@@ -356,6 +363,7 @@ class Server:
         with blamed_on(self.method, "effective"):
             return self.method.effective(next(iter(state.modules.values()))) is not None
 
+    @own_modes()
     def diagnostics(self, state: ServerState) -> Mapping[str, Mapping[str, object]]:
         """Module -> the method's own numbers: rank, server rank R, gap, tied, captured energy, singular values, ..."""
         return {name: checked_diagnostics(self.method, s) for name, s in state.modules.items()}

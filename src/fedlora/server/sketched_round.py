@@ -27,6 +27,7 @@ from fedlora.core.messages import Upload
 from fedlora.core.pairing import FromPair, Pair
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
+from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
 from fedlora.server.checks import check_count
 from fedlora.server.closing import closed
@@ -202,6 +203,7 @@ class SketchedRound:
         exact = ReadOnly({name: basis.double() for name, basis in bases.items()})  # once for all clients here
         return SecondQuestion(self._terms, self.plans, bases, exact)
 
+    @own_modes()
     def add(self, messages: FirstMessages | SecondMessages) -> None:
         """One client's messages of an exchange, or the sum of several clients' of the first one.
 
@@ -228,6 +230,7 @@ class SketchedRound:
         sums = [part.nbytes_modules for part in (self._first, self._second) if part is not None]
         return sum(sums) + sum(basis.nbytes for basis in self._bases.values())
 
+    @own_modes()
     def close(self) -> ServerState:
         """The next state.
 

@@ -52,8 +52,16 @@ class Terms:
         """Whether the upload is what this round asked for; False: it is, and abstains, with 0 examples.
 
         Raises:
-            UploadRefused: with the client id and the reason.
+            UploadRefused: with the client id and the reason. Nothing else, whatever the upload holds.
         """
+        try:
+            return self._checked(upload)
+        except UploadRefused:
+            raise
+        except Exception as error:
+            raise UploadRefused(upload.client.id, f"it cannot be read: {type(error).__name__}: {error}.") from error
+
+    def _checked(self, upload: Upload) -> bool:
         if checked_examples(upload) == 0:
             return False
         try:

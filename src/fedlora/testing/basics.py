@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,6 +67,33 @@ def rank(server: Server, ranks: Ranks, who: Who) -> Measured:
                 made = server.method.readout(s, None, max(ranks.values()))
             checked_readout(server.method, made, state.start.modules[name], max(ranks.values()), server.roles(state))
     return Measured(True, f"{count} readouts as asked")
+
+
+def dtype(server: Server, ranks: Ranks, who: Who) -> Measured:
+    """Readouts and the update are float32 from a start and uploads of float32 or less, and float64 from float64."""
+    for sent in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        wide = torch.promote_types(sent, torch.float32)
+        played = next(rounds(server, ranks, who, wide))
+        uploads = [replace(u, adapter=u.adapter.map(lambda t: t.to(sent))) for u in played.uploads]  # noqa: B023
+        after = server.aggregate(played.before, uploads)
+        made = {f"the readout for {c.id!r}": down.adapter.modules for c, down in _downloads(server, after, ranks)}
+        if server.has_global_model(after):
+            made["the update"] = dict(server.global_update(after))
+        for what, modules in made.items():
+            for factor, tensor in ((f, t) for lora in modules.values() for f, t in lora.tensors().items()):
+                if tensor.dtype != wide:
+                    return Measured(False, f"{factor} of {what} is {tensor.dtype} after uploads of {sent}, not {wide}")
+    return Measured(True, "float32 from float32, float16 and bfloat16, float64 from float64")
+
+
+def weights(server: Server, ranks: Ranks, who: Who) -> Measured:
+    """Other numbers of examples change what clients or evaluation see. An `exact` method is held to the right mean."""
+    played = next(rounds(server, ranks, who))
+    turned = [u.num_examples for u in played.uploads][::-1]
+    other = [replace(u, num_examples=n) for u, n in zip(played.uploads, turned, strict=True)]
+    want, got = seen(server, played.after, ranks), seen(server, server.aggregate(played.before, other), ranks)
+    moved = [path for path in differing(got, want) if "/heads/" not in path]  # the server's own mean
+    return Measured(bool(moved), "changing them changes what clients get" if moved else "changing them changes no bit")
 
 
 def alive(server: Server, ranks: Ranks, who: Who) -> Measured:

@@ -105,6 +105,7 @@ def measure(method: Method[Any]) -> Claim:
         state=None if None in both["state"] else all(both["state"]),
         mixed=serves,
         global_model=_holds("global model", server, CONTRACTS["global model"].plays) is True,
+        weights=_holds("weights", server, CONTRACTS["weights"].plays) is True,
     )
 
 

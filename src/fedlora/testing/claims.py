@@ -17,6 +17,7 @@ class Claim:
     exact: the server's update is the clients' weighted mean update ("equal": with equal ranks only). gauge: it does not
     depend on the clients' coordinates; None: one factor travels, so there is no gauge to change. state: what clients
     get back does not either. mixed: clients of different ranks are served. global_model: `effective` has an answer.
+    weights: clients count by their weights p_i; False: the method has weights of its own, or none.
 
     Example:
         >>> Claim(exact=True, gauge=True, state=True, mixed=True).global_model
@@ -28,6 +29,7 @@ class Claim:
     state: bool | None
     mixed: bool
     global_model: bool = True
+    weights: bool = True
 
 
 @dataclass(frozen=True)

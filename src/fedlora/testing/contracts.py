@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedlora.core.read_only import ReadOnly
-from fedlora.testing.basics import alive, order, pickling, protocol, purity, rank
+from fedlora.testing.basics import alive, dtype, order, pickling, protocol, purity, rank, weights
 from fedlora.testing.claims import Claim
 from fedlora.testing.contract import PLAYS, Contract, Unasked
 from fedlora.testing.delivery import delivery
@@ -41,6 +41,10 @@ CONTRACTS: Mapping[str, Contract] = ReadOnly(
                 "rank", "readouts of the asked rank, shape and dtype", rank, None,
                 "`readout(state, client, rank)` returns `rank` slots in the seed's dtype, for any client.",
                 PLAYS,
+            ),
+            Contract(
+                "dtype", "float32 from uploads of float32 or less, float64 from float64", dtype, None,
+                "Compute as wide as you like; give back the dtype of the updates' factors, `u.B.dtype`.", _ONCE,
             ),
             Contract(
                 "alive", "no slot with B and A both zero", alive, None,
@@ -76,6 +80,10 @@ CONTRACTS: Mapping[str, Contract] = ReadOnly(
             Contract(
                 "exact", "the update is the weighted mean of B_i A_i", exact, _exact,
                 "Average products, not factors; add the base change in `effective`; or claim exact=False.", PLAYS,
+            ),
+            Contract(
+                "weights", "clients count by their weights", weights, lambda claim, _: claim.weights,
+                "Use `u.weight`; or claim weights=False, where the method has weights of its own.", _ONCE,
             ),
             Contract(
                 "halves", "one client as two of half its weight changes nothing", halves, _halves,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -71,8 +72,9 @@ def _differing(got: Download, plain: Download, held: Held | None, kept: Adapter 
         {name: lora for name, lora in plain.start.modules.items() if name not in local},
         {name: head for name, head in plain.start.heads.items() if name not in local},
     )
-    here = {"adapter": got.adapter, "roles": got.roles, "start": got.start, "mine": receive(got, kept)}
-    there = {"adapter": plain.adapter, "roles": plain.roles, "start": start, "mine": receive(plain, kept)}
+    mine, same = (replace(receive(download, kept), base=None) for download in (got, plain))
+    here = {"adapter": got.adapter, "roles": got.roles, "start": got.start, "mine": mine}
+    there = {"adapter": plain.adapter, "roles": plain.roles, "start": start, "mine": same}
     return differing(here, there)
 
 

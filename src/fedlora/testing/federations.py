@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def pushed(adapter: Adapter, client: str, round: int, roles: Roles = ALL_TRAINED
         A = A if roles.A == "frozen" else push(A, name, "A")
         modules[name] = LoRA(B, A)
     heads = {name: head if roles.heads == "frozen" else push(head, name) for name, head in adapter.heads.items()}
-    return Adapter(modules, heads)
+    return replace(adapter, modules=modules, heads=heads)
 
 
 @dataclass(frozen=True)

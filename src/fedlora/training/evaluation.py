@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
 from fedlora.server.server import Server
@@ -149,8 +149,8 @@ class ModelEvaluator:
         return self._measure_server(server, state).scores
 
     def _measure_server(self, server: Server, state: ServerState) -> Measured:
-        adapter, base_delta = server_model(server, state, quantised=self._model.quantised)
-        return next(self._measured([_Look(adapter, base_delta, None, self._groups)]))
+        adapter = server_model(server, state, quantised=self._model.quantised)
+        return next(self._measured([_Look(adapter, None, self._groups)]))
 
     def measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Scores]:
         """Client -> scores of what it would start its next round with, on its own held-out text where it has some.
@@ -170,10 +170,10 @@ class ModelEvaluator:
         """What `client` would start its next round with, on its own held-out text where it has some."""
         return next(self._measured([self._at(server, state, client, memory)])).scores
 
-    def measure_adapter(self, adapter: Adapter, base_delta: Mapping[str, LoRA], client: str | None = None) -> Scores:
-        """Any adapter, with what the base weights change by; on the client's own held-out text where it has some."""
+    def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Scores:
+        """Any adapter, on its base; on the client's own held-out text where it has some."""
         own = None if client is None else self._own.get(client)
-        look = _Look(adapter, base_delta, client if own else None, own or self._groups)
+        look = _Look(adapter, client if own else None, own or self._groups)
         return next(self._measured([look])).scores
 
     def count(self, client: str | None = None) -> int:
@@ -185,7 +185,7 @@ class ModelEvaluator:
         """What a model does with its piece of a held-out set."""
         _, max_new_tokens, batch_size = self._limits
         held = (self._groups if piece.client is None else self._own[piece.client])[piece.group]
-        self._model.activate(piece.adapter, piece.base_delta)
+        self._model.activate(piece.adapter)
         order = held.answering if piece.answers else held.reading
         chosen = [order[k * batch_size : (k + 1) * batch_size] for k in piece.batches]
         flat = [i for batch in chosen for i in batch]  # sorted by length: it falls into the same batches again
@@ -205,8 +205,7 @@ class ModelEvaluator:
         self, server: Server, state: ServerState, client: Client, memory: ClientMemory, *, common: bool = False
     ) -> _Look:
         own = None if common else self._own.get(client.id)
-        adapter, base_delta = client_model(server, state, client, memory)
-        return _Look(adapter, base_delta, client.id if own else None, own or self._groups)
+        return _Look(client_model(server, state, client, memory), client.id if own else None, own or self._groups)
 
     def _measured(self, looks: Iterable[_Look]) -> Iterator[Measured]:
         """Each model's scores on its sets, from pieces that somebody else may do. A model is made when its turn comes,
@@ -235,7 +234,7 @@ class ModelEvaluator:
             for answers in (False, True) if self._metric in GENERATED else (False,):
                 for k in range(parts := max(1, min(self._parts, count))):  # every parts-th batch: long and short ones
                     batches = range(k, count, parts)
-                    pieces.append(Piece(look.adapter, look.base_delta, look.client, name, answers, batches))
+                    pieces.append(Piece(look.adapter, look.client, name, answers, batches))
         return pieces
 
     def _prepared(self, data: TextData) -> _HeldOut:
@@ -333,7 +332,6 @@ class Piece:
     """
 
     adapter: Adapter
-    base_delta: Mapping[str, LoRA]
     client: str | None
     group: str
     answers: bool
@@ -360,7 +358,6 @@ class _Look:
     """One model and the held-out sets that it is measured on. client: whose own sets they are, or None."""
 
     adapter: Adapter
-    base_delta: Mapping[str, LoRA]
     client: str | None
     groups: Mapping[str, _HeldOut]
 

@@ -56,7 +56,7 @@ class GroupedTrainer(LocalTrainer):
         steps = [s.steps or math.ceil(s.epochs * len(part) / batch) for part, batch in zip(data, batches, strict=True)]
         orders = [self.order(name, job.position) for name, job in zip(names, jobs, strict=True)]
         weights = [self._class_weights[name] for name in names]
-        model.activate(jobs[0].adapter, download.base_delta)
+        model.activate(jobs[0].adapter)
         model.trainable(B=False, A=False, heads=False)
         model.network.train()
         group = _Group([job.adapter for job in jobs], download.roles, model)
@@ -91,6 +91,7 @@ class _Group:
     def __init__(self, adapters: Sequence[Adapter], roles: Roles, model: AdaptedModel) -> None:
         self._model = model
         self._ranks = [adapter.ranks for adapter in adapters]
+        self._bases = [adapter.base for adapter in adapters]
         self._owner = torch.empty(0, dtype=torch.long)
         device, first = model.device, adapters[0]
 
@@ -124,7 +125,7 @@ class _Group:
         for name, rank in self._ranks[k].items():
             B, A = own(self._B[name])[:, :rank].clone(), own(self._A[name])[:rank].clone()
             modules[name] = LoRA(*in_unit(B, A, self._model.settings))
-        return Adapter(modules, {name: own(stack) for name, stack in self._heads.items()})
+        return Adapter(modules, {name: own(stack) for name, stack in self._heads.items()}, self._bases[k])
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -121,7 +121,7 @@ class RoundTrainer(ABC):
         roles = download.roles
         if s.own_starts and download.round == 0:
             adapter = own_start(adapter, self._seed, client)
-        self._model.activate(adapter, download.base_delta)
+        self._model.activate(adapter)
         parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
         device = self._model.device
         self.ready()
@@ -166,7 +166,7 @@ def own_start(adapter: Adapter, seed: int, client: str) -> Adapter:
         bound = A.shape[1] ** -0.5
         drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(derive_seed(seed, "start", client, name)))
         modules[name] = LoRA(B, drawn.to(A.device))
-    return Adapter(modules, adapter.heads)
+    return replace(adapter, modules=modules)
 
 
 def without_data(client: str, data: Mapping[str, Any]) -> str:

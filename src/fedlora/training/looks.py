@@ -9,10 +9,8 @@ from fedlora.core.messages import Client, ClientMemory, as_pruned
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
-Look = tuple[Adapter, dict[str, LoRA]]  # an adapter, and what the base weights change by
 
-
-def server_model(server: Server, state: ServerState, *, quantised: bool = False) -> Look:
+def server_model(server: Server, state: ServerState, *, quantised: bool = False) -> Adapter:
     """W0 + the server's whole update, with its heads: the update added to the base, and an adapter of nothing.
 
     quantised: nothing can be added to the base, so the whole update is the adapter.
@@ -23,15 +21,14 @@ def server_model(server: Server, state: ServerState, *, quantised: bool = False)
     update = server.global_update(state)
     if quantised:
         rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # few different ones
-        return Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads), {}
+        return Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads)
     nothing = {
         name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
         for name, lora in state.start.modules.items()
     }
-    return Adapter(nothing, state.heads), dict(update)
+    return Adapter(nothing, state.heads, update)
 
 
-def client_model(server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Look:
+def client_model(server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Adapter:
     """What `client` would start its next round with: its readout, completed by what it kept."""
-    download = server.download(state, as_pruned(client, memory))
-    return receive(download, memory.kept), download.base_delta
+    return receive(server.download(state, as_pruned(client, memory)), memory.kept)

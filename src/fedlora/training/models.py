@@ -1,7 +1,7 @@
 """One base model in memory, with adapters of any rank swapped in and out.
 
 Knows transformers and peft; knows nothing of federation, data or optimisers. The base weights change in one place only,
-`AdaptedModel.activate`, which always starts from the pre-trained ones.
+`AdaptedModel.activate`, which always starts from the pre-trained ones (`adapters.io.load_into_model`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import hashlib
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fedlora.adapters.io import AdapterSpec, load_into_model, read_model
 from fedlora.core.folders import replacing_folder
-from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.lora import Adapter
 from fedlora.core.method import TailPenalty
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
@@ -109,7 +109,6 @@ class AdaptedModel:
         self._checkpointing = checkpointing
         self._model: Any = None
         self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
-        self._pristine: dict[str, nn.Parameter] = {}
         self._active = ""
 
     @classmethod
@@ -258,10 +257,10 @@ class AdaptedModel:
         _, spec = read_model(self._model, name, scaling=self.settings.scaling)
         self._model.delete_adapter(_SEED)
         self._model.set_adapter(self._active)
-        return adapter.map(lambda t: t.cpu()), spec
+        return replace(adapter.map(lambda t: t.cpu()), base=None), spec
 
-    def activate(self, adapter: Adapter, base_delta: Mapping[str, LoRA] | None = None) -> None:
-        """Make the model W0 + scaling * base_delta, adapted by `adapter`: whatever was active before is gone."""
+    def activate(self, adapter: Adapter) -> None:
+        """Make the model W0 + scaling * adapter.base, adapted by `adapter`: whatever was active before is gone."""
         ranks = adapter.ranks
         distinct = set(ranks.values())
         name = self._adapter_for(distinct.pop() if len(distinct) == 1 else ranks)
@@ -269,10 +268,9 @@ class AdaptedModel:
             self._model.set_adapter(name)
             self._active = name
         load_into_model(self._model, adapter, name, scaling=self.settings.scaling)
-        self._set_base(base_delta or {})
 
     def read(self) -> Adapter:
-        """The active adapter, as copies on the CPU."""
+        """The active adapter, as copies on the CPU. Its `base` is that of the one that was activated."""
         adapter, _ = read_model(self._model, self._active, scaling=self.settings.scaling)
         return adapter.map(lambda t: t.cpu())
 
@@ -369,28 +367,6 @@ class AdaptedModel:
             modules_to_save=list(self.settings.saved) or None,
             task_type={"classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", None: None}[self.task],
         )
-
-    def _set_base(self, delta: Mapping[str, LoRA]) -> None:
-        """The base weights as pre-trained, plus scaling * delta. The only place that changes them.
-
-        A changed weight is a new parameter of that layer alone: the pre-trained ones are never written to, for
-        processes may share them, and so may other layers (an output layer that is tied to the embedding).
-        """
-        for path, weight in self._pristine.items():
-            if path not in delta:
-                self._base_layer(path).weight = weight
-        for path, lora in delta.items():
-            layer = self._base_layer(path)
-            if not layer.weight.is_floating_point():
-                raise ConfigError(
-                    f"the base weight of {path!r} is quantised ({layer.weight.dtype}), so no update can be added to "
-                    f"it: fedex-lora and flora cannot run on it. Take another method, or a base of 16 bits."
-                )
-            weight = self._pristine.setdefault(path, layer.weight)
-            dense = self.settings.scaling * lora.map(_to(weight.device)).delta()
-            transposed = self._model.get_submodule(f"base_model.model.{path}").fan_in_fan_out
-            added = weight.detach() + (dense.T if transposed else dense).to(weight.dtype)
-            layer.weight = nn.Parameter(added, requires_grad=False)
 
     def frozen(self) -> list[nn.Parameter]:
         """The base weights, that no client trains: what processes can share."""
@@ -529,10 +505,6 @@ def in_unit(B: Tensor, A: Tensor, settings: LoRASettings) -> tuple[Tensor, Tenso
     """Factors as they are trained, in the unit in which they travel: (s B / unit, A) of rank r's own scale s."""
     scale = settings.scale(len(A))
     return (B, A) if scale == settings.scaling else (B * (scale / settings.scaling), A)
-
-
-def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(device)
 
 
 def model_digests(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -30,7 +30,7 @@ from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.local import RoundTrainer, TrainSettings, without_data
-from fedlora.training.looks import Look, client_model, server_model
+from fedlora.training.looks import client_model, server_model
 from fedlora.training.models import AdaptedModel, LoRASettings
 
 log = logging.getLogger(__name__)
@@ -263,9 +263,9 @@ class ModuleEvaluator:
         return means | {f"client/{c}/{name}": x for c, score in scores.items() for name, x in score.items()}
 
     @torch.no_grad()
-    def measured(self, look: Look, measure: Measure) -> dict[str, float]:
+    def measured(self, model: Adapter, measure: Measure) -> dict[str, float]:
         """What `measure` says of one model, as plain numbers."""
-        self._model.activate(*look)
+        self._model.activate(model)
         found = measure(self._model.network.eval())
         if not isinstance(found, Mapping) or not found:
             raise ConfigError(

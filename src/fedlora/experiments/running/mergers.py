@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -107,7 +108,7 @@ def _update(server: Server, seed: Adapter, uploads: Sequence[Upload], mean: Upda
 def _measured(evaluator: ModelEvaluator | None, seed: Adapter, update: Update) -> dict[str, float]:
     if evaluator is None:
         return {}
-    scores = evaluator.measure_adapter(no_adapter(seed), update)
+    scores = evaluator.measure_adapter(replace(no_adapter(seed), base=update))
     return {name: score for name, score in scores.items() if "/" not in name}
 
 

@@ -70,7 +70,7 @@ def measured_record(
     client = download.client.id
     if evaluator is None or not evaluator.count(client):
         raise ConfigError(f"{client!r} holds no {part} examples out.")
-    scores = evaluator.measure_adapter(receive(download, kept), download.base_delta, client)
+    scores = evaluator.measure_adapter(receive(download, kept), client)
     named = {f"score-{name}": float(v) for name, v in scores.items() if "/" not in name and math.isfinite(v)}
     said = {"run": run, "round": download.round, "measure": part}
     return with_salt(RecordDict({

@@ -30,7 +30,7 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import write_export
 from fedlora.runs.manifest import code_facts
 from fedlora.runs.private_run import told
-from fedlora.runs.readouts import global_adapter, with_base_change
+from fedlora.runs.readouts import global_adapter
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.training.prompting import is_jinja
@@ -66,7 +66,7 @@ class Results:
         for name in self.policy.clients:
             memory = state.clients.get(name, ClientMemory())
             download = self.server.download(state.server, as_pruned(client_of(self.policy, name), memory))
-            mine = with_base_change(receive(download, None), download.base_delta)
+            mine = receive(download, None).folded()
             self._export(place / name, mine, state.round, scores.get(name, {}), client=name)
 
     def _export(
