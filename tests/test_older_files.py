@@ -137,7 +137,7 @@ def test_a_run_folder_is_resumed(tmp_path: Path) -> None:
     assert [record.round for record in execute(prepare(config), folder, resume=True)] == [3, 4]
     old = [json.loads(line) for line in (OLDER / "run" / "finished" / "metrics.jsonl").read_text().splitlines()]
     for got, want in zip(folder.metrics(), old, strict=True):
-        assert set(got) == set(want)
+        assert set(got) - {"loss"} == set(want)  # of the round, which old lines lack
         assert got["bytes"] == want["bytes"] and got["weights"] == want["weights"]
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-3)
     final = loaded(folder.checkpoints, RunState, METHODS["glora"].State)
