@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_a_runs_names_are_text(
     )
     monkeypatch.setattr(fedlora.cli.runs, "notes", bar)
     with fedlora.cli.runs._progress(f"{ODD} {{x}}", 2, 2, "accuracy", 0) as watch:
-        watch.round_done(1, 2, {"accuracy": 0.5}, {"a": ODD})
+        watch.round_done(SimpleNamespace(round=1, loss=0.5, metrics={"accuracy": 0.5}, refused={"a": ODD}), 2)  # type: ignore[arg-type]
     assert f"{ODD} {{x}}" in bar.file.getvalue() and f"left out: {ODD}" in bar.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,7 @@ from fedlora.flower.rounds.events import (
 from fedlora.flower.rounds.results import taken_part
 from fedlora.flower.serving.lines import WIDTH, lines_of, nodes_line, round_line
 from fedlora.flower.serving.metrics import Exposed, exposing
-from fedlora.flower.serving.progress import Progress, loss_of, progress_of
+from fedlora.flower.serving.progress import Progress, progress_of
 from fedlora.flower.serving.serve_lock import serving
 from fedlora.flower.serving.standing import rounds_done, standing
 from fedlora.flower.serving.status import status_of
@@ -41,7 +41,7 @@ from support.fake_link import end_rounds, federation_folder, play_round
 def line(**fates: str) -> dict[str, Any]:
     losses = {name: 0.5 for name, fate in fates.items() if fate == "trained"}
     said = {name: {"fate": fate, "why": ""} for name, fate in fates.items()}
-    return {"losses": losses, "weights": losses, "seconds": 12.4, "fates": said}
+    return {"loss": 0.5 if losses else None, "losses": losses, "weights": losses, "seconds": 12.4, "fates": said}
 
 
 # ---------------------------------------------------------------------------------------------------------------- lines
@@ -57,7 +57,7 @@ def test_a_round_names_everyone_while_it_fits() -> None:
 def test_no_number_makes_a_line_longer_than_a_screen() -> None:
     """A loss of 1e300 had 304 digits here."""
     wild = {**line(acme="trained", cork="trained"), "metrics": {"perplexity": 1e200}}
-    wild["losses"] = {"acme": 0.5, "cork": -1e300}
+    wild |= {"loss": -5e299, "losses": {"acme": 0.5, "cork": -1e300}}
     said = round_line(wild, 3, 6)
     assert said == "round 3 of 6  loss -5e+299  12 s  perplexity 1e+200  trained: 2" and len(said) <= WIDTH
 
@@ -101,12 +101,6 @@ def test_nobody_prints_what_does_not_print() -> None:
     """A site's name or reason cannot move the cursor: events hold printable text, and lines too."""
     found = round_line(line(**{"\x1b[2Jevil": "trained"}), 1, 1)
     assert found.isprintable() and "evil" in found
-
-
-def test_the_loss_of_a_round_goes_by_weight() -> None:
-    assert loss_of({"losses": {"a": 1.0, "b": 2.0}, "weights": {"a": 0.75, "b": 0.25}}) == 1.25
-    assert loss_of({"losses": {"a": 1.0, "b": 2.0}}) == 1.5
-    assert loss_of({"losses": {"a": None}}) is None and loss_of({}) is None
 
 
 def test_ctrl_c_before_the_last_round_is_exit_code_130_and_a_service_manager_s_end_is_not(
@@ -314,12 +308,13 @@ def test_metrics_before_anything_happened(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_three_hundred_digits_does_not_fill_the_screen() -> None:
-    line = {"losses": {"a": -1e300}, "weights": {"a": 1.0}, "seconds": 1, "fates": {"a": {"fate": "trained"}}}
+    line = {"loss": -1e300, "losses": {"a": -1e300}, "seconds": 1, "fates": {"a": {"fate": "trained"}}}
     assert round_line(line, 1, 2) == "round 1 of 2  loss -1e+300  1 s  a -1e+300"
 
 
 def test_how_good_it_is_at_the_sites_whose_share_was_cut_and_who_was_not_measured_is_told() -> None:
     line = {
+        "loss": 0.5,
         "losses": {"a": 0.5, "b": 0.5}, "seconds": 1, "metrics": {}, "site_mean": {"loss": 0.7, "accuracy": 0.6,
         "examples": 5}, "fates": {"a": {"fate": "trained"}, "b": {"fate": "trained"}, "c": {"fate": "offline"}},
         "capped": {"a": {"claimed": 0.9, "counted": 0.5}}, "weights": {"a": 0.5, "b": 0.5},

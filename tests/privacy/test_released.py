@@ -194,7 +194,8 @@ def a_status() -> Any:
     standing = pytest.importorskip("fedlora.flower.serving.standing")
     privacy = pytest.importorskip("fedlora.flower.terms.privacy")
     terms = privacy.FederationPrivacy(clip=1.0, epsilon=8.0, delta=1e-4, population="p", ledger="l", members=["a"])
-    line = {"losses": {"a": 0.5}, "fates": {"a": {"fate": "trained", "why": ""}}, "weights": {"a": 1.0}, "seconds": 3.0,
+    line = {"loss": 0.5, "losses": {"a": 0.5}, "weights": {"a": 1.0}, "seconds": 3.0,
+            "fates": {"a": {"fate": "trained", "why": ""}},
             "metrics": {"accuracy": 1.0}, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}  # fmt: skip
     told = progress.progress_of(
         [events.Done(1, line), events.Began(2, 1, ["a"], {}, 60.0, at="2026-01-01T00:00:00+00:00")]

@@ -38,7 +38,7 @@ def assert_told_everything(folder: RunFolder) -> None:
             want.setdefault(f"metrics/{name}", []).append((line["round"], value))
         for client, loss in line["losses"].items():
             want.setdefault(f"loss/{client}", []).append((line["round"], loss))
-        want.setdefault("loss", []).append((line["round"], sum(line["losses"].values()) / len(line["losses"])))
+        want.setdefault("loss", []).append((line["round"], line["loss"]))
         want.setdefault("bytes", []).append((line["round"], line["bytes"]["total"]))
     for which, name, round in (("last", "test", s["rounds"]), ("best", "test_best", s["best_round"])):
         want |= {f"{name}/{score}": [(round, value)] for score, value in s["test"][which].items()}
@@ -66,7 +66,7 @@ def test_after_a_resume_no_point_is_lost_or_told_twice(project: Path, tmp_path: 
 def test_what_is_no_number_is_not_told() -> None:
     """JSON's null of a diverged client, and NaN of a score."""
     line = {
-        "round": 1, "losses": {"a": 1.0, "b": None}, "metrics": {"accuracy": 0.5, "loss": None},
+        "round": 1, "loss": 1.0, "losses": {"a": 1.0, "b": None}, "metrics": {"accuracy": 0.5, "loss": None},
         "seconds": {"train": 2}, "bytes": {"total": 8}, "server_rank": None, "padded_error": None,
     }  # fmt: skip
     assert numbers(line) == {"metrics/accuracy": 0.5, "loss/a": 1.0, "loss": 1.0, "seconds/train": 2, "bytes": 8}

@@ -35,7 +35,8 @@ def play_round(
     events = EventWriter(home / "server" / "events.jsonl")
     losses = {name: 1 / number + k / 10 for k, name in enumerate(fates) if fates[name] == "trained"}
     line = {
-        "round": number, "seconds": 2.5, "losses": losses, "weights": dict.fromkeys(losses, 1 / max(len(losses), 1)),
+        "round": number, "seconds": 2.5, "loss": sum(losses.values()) / len(losses) if losses else None,
+        "losses": losses, "weights": dict.fromkeys(losses, 1 / max(len(losses), 1)),
         "fates": {name: {"fate": fate, "why": "" if fate == "trained" else "so"} for name, fate in fates.items()},
         "norms": dict.fromkeys(losses, 0.5),
     }  # fmt: skip

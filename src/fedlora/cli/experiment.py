@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fedlora.cli.batches import WorkersHelp, run_batch, worker_count
+from fedlora.cli.experiment_costs import show_plan
 from fedlora.cli.experiment_decide import decide, plan_seeds, read_answers
 from fedlora.cli.experiment_files import (
     CLAIMS,
@@ -49,7 +50,6 @@ from fedlora.experiments.grid.plan import (
     searches,
     worst_values,
 )
-from fedlora.experiments.grid.run_times import examples_of
 from fedlora.experiments.grid.runnable import check_runnable
 from fedlora.experiments.grid.spec import Experiment
 from fedlora.experiments.report.one_page import write_report
@@ -97,7 +97,7 @@ def run(
     for experiment in loaded:
         check_runnable(missing(experiment, profile, places, only, places.given_up()))
     if plan:
-        _show_plan(loaded, profile, places, only, rate)
+        show_plan(loaded, profile, places, only, rate)
         return
     for experiment in loaded:
         todo = missing(experiment, profile, places, only, places.given_up())
@@ -302,40 +302,3 @@ def _of_searches(experiment: Experiment, profile: str, places: Places, results: 
     found = [(cell, dead_end(experiment, profile, cell, results, given_up)) for cell in experiment.cells(profile)]
     worst = worst_values(experiment, profile, results, given_up)
     return worst + [f"{', '.join(cell.values())} not run: {why}" for cell, why in found if why is not None]
-
-
-def _show_plan(
-    chosen: Sequence[Experiment], profile: str, places: Places, only: list[int] | None, rate: float | None
-) -> None:
-    done = places.finished(unclean=True)
-    rates = (
-        [1 / rate]
-        if rate
-        else [r.raw["wall_seconds"] / max(1, examples_of(r.raw["config"], len(r.raw["ranks"]))) for r in done.values()]
-    )
-    table = Table("experiment", "search runs", "runs", "finished", "examples to train", "hours", "MB that travel")
-    for experiment in chosen:
-        search = searches(experiment, profile)
-        cells = {tuple(x for x in cell.items() if x[0] != experiment.merged) for cell in experiment.cells(profile)}
-        seeds = [s for s in experiment.profile(profile).seeds if only is None or s in only]
-        given_up = places.given_up()
-        todo = missing(experiment, profile, places, only, given_up)
-        planned = [run for run in mains(experiment, profile, done, given_up) if run.seed in seeds]
-        known = list({r.digest: r for r in planned if r.digest in done}.values())
-        # Cells whose search is not done cannot be planned exactly; they cost what a run of the search costs.
-        like = todo or search or planned
-        distinct = {r.digest for r in planned}
-        whole = max(len(cells) * len(seeds), len(distinct))  # more where mergers of one training chose other rates
-        each = examples_of(like[0].config.model_dump(), None) if like else 0
-        tried = {*done, *given_up}
-        left = whole - len(known) + sum(r.digest not in tried for r in search)
-        hours = f"{sum(rates) / len(rates) * each * left / 3600:.1f}" if rates else "unknown: nothing was run yet"
-        sizes = [size["total"] / 1e6 for r in known if (size := done[r.digest].raw["bytes"])]
-        travel = f"{sum(sizes) / len(sizes) * left:.0f}" if sizes else "unknown"
-        table.add_row(
-            experiment.name, str(len(search)), str(whole), str(len(known)),
-            f"{each * left:,}", hours, travel,
-        )  # fmt: skip
-    console.print(table)
-    said = "the mean rate of the results at hand, in one process, whatever machine made them"
-    console.print(f"hours by {f'--rate, {rate:g} examples a second' if rate else said}")

@@ -46,7 +46,7 @@ from fedlora.server.judged import remarks, told
 
 if TYPE_CHECKING:
     from fedlora.runs.config import RunConfig
-    from fedlora.simulation import ClientDone
+    from fedlora.simulation import RoundRecord
 
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
@@ -184,39 +184,40 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     with _progress(label, config.run.rounds, per_round, prepared.metric, done) as watch:
         for event in execute_events(prepared, folder, resume=resume):
             if isinstance(event, ClientDone):
-                watch.client_done(event)
+                watch.client_done()
             else:
-                watch.round_done(event.round, per_round, dict(event.metrics), dict(event.refused))
+                watch.round_done(event, per_round)
                 tally = event.state.server.tally
                 if tally is not None and tally.judged is not None and (said := told(tally.judged.plain())):
                     watch.tell(f"round {event.round}: {said}")
 
 
 class _Watch:
-    """The progress bar's state: client updates done, the round, and the last loss and metric in words.
+    """The progress bar's state: client updates done, the round, and in words the loss of the last whole round and the
+    last metric.
 
     Where nobody watches a bar (a log), a line a round stands in its place.
     """
 
     def __init__(self, progress: Progress, task: Any, metric: str, rounds: int) -> None:
         self._progress, self._task, self._metric, self._rounds = progress, task, metric, rounds
-        self._loss = ""
 
     def tell(self, line: str, style: str = "yellow") -> None:
         self._progress.console.print(line, style=style, markup=False, soft_wrap=True)
 
-    def client_done(self, done: ClientDone) -> None:
-        self._loss = "" if done.loss is None else f"loss {done.loss:.3f}"
-        self._progress.update(self._task, advance=1, loss=self._loss)
+    def client_done(self) -> None:
+        self._progress.update(self._task, advance=1)
 
-    def round_done(self, round: int, per_round: int, metrics: dict[str, float], refused: dict[str, str]) -> None:
+    def round_done(self, done: RoundRecord, per_round: int) -> None:
+        round, metrics = done.round, done.metrics
         shown: dict[str, Any] = {"metric": f"{self._metric} {metrics[self._metric]:.3f}"} if metrics else {}
+        shown["loss"] = "" if done.loss is None else f"loss {done.loss:.3f}"
         now = f"round {min(round + 1, self._rounds)}"
         self._progress.update(self._task, completed=round * per_round, round=now, **shown)
         if not self._progress.console.is_terminal:
-            said = [f"round {round} of {self._rounds} done", self._loss, shown.get("metric", "")]
+            said = [f"round {round} of {self._rounds} done", shown["loss"], shown.get("metric", "")]
             self.tell(", ".join(filter(None, said)), style="none")
-        for client, reason in refused.items():
+        for client, reason in done.refused.items():
             self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow", markup=False)
 
 

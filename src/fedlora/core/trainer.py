@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -29,6 +29,21 @@ class Trained:
     num_examples: int
     loss: float
     position: int
+
+
+def round_loss(losses: Mapping[str, float], examples: Mapping[str, float]) -> float | None:
+    """A round's training loss: the mean over the clients that count, each weighted by its examples. Wherever one number
+    stands for a round's loss, it is this one. NaN where one of them is; None where nobody who counts tells a loss.
+
+    losses, examples: by client; who is missing in one of them, or has no examples, does not count.
+
+    Example:
+        >>> round_loss({"a": 0.25, "b": 0.5, "refused": 9.0}, {"a": 300, "b": 100})
+        0.3125
+    """
+    counting = {client: examples[client] for client in losses if examples.get(client)}
+    total = sum(counting.values())
+    return sum(n * losses[client] for client, n in counting.items()) / total if total else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("metrics.jsonl", "released", MADE, "server_rank"),
     *_items("metrics.jsonl", "released", LEDGER, "privacy"),
     *_items("metrics.jsonl", "if-public", TESTED, "metrics"),
-    *_items("metrics.jsonl", "dropped", LOSS, "losses"),
+    *_items("metrics.jsonl", "dropped", LOSS, "loss", "losses"),
     *_items("metrics.jsonl", "dropped", WHO, "weights", "refused"),
     *_items("metrics.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
     *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),

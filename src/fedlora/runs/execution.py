@@ -206,6 +206,7 @@ def describe(
     judged = tally.judged if tally is not None else None
     return {
         "round": record.round,
+        "loss": record.loss,
         "losses": dict(record.losses),
         "weights": dict(record.weights),
         "refused": dict(record.refused),

@@ -90,19 +90,18 @@ def make_tracker(
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """What of a line of metrics.jsonl a tracker takes: metrics/NAME with all details, loss (the mean over clients) and
+    """What of a line of metrics.jsonl a tracker takes: metrics/NAME with all details, loss (the round's) and
     loss/CLIENT, seconds/PHASE, bytes, server_rank and padded_error; with a robust rule change/CLIENT (its norm) and
     weight_after/CLIENT. What is no number (NaN) is left out."""
-    losses = [loss for loss in line["losses"].values() if loss is not None]
     found = {f"metrics/{name}": value for name, value in line["metrics"].items()}
     found |= {f"loss/{client}": loss for client, loss in line["losses"].items()}
     found |= {f"seconds/{phase}": spent for phase, spent in line["seconds"].items()}
     found |= {
+        "loss": line.get("loss"),
         "bytes": line["bytes"].get("total"),
         "server_rank": line["server_rank"],
         "padded_error": line["padded_error"],
     }
-    found |= {"loss": sum(losses) / len(losses)} if losses else {}
     for client, one in (line.get("defence") or {"clients": {}})["clients"].items():
         found |= {f"change/{client}": one["norm"], f"weight_after/{client}": one["after"]}
     return _finite(found)

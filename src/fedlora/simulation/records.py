@@ -55,7 +55,8 @@ class RoundRecord:
     client). seconds: by phase. server_rank: the mean over modules of the state's rank. metrics: of the evaluator, {}
     where it did not run. uploads: those that counted, as the server got them; () where it drops them. Of a private
     round nothing but state, metrics, seconds and server_rank is told; `state.clients` is a secret: who took part.
-    attacked: what an adversary did, None where there is none.
+    attacked: what an adversary did, None where there is none. loss: the mean of `losses` over the clients that count,
+    weighted by their examples (`core.trainer.round_loss`); None where none counts.
 
     Example:
         >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
@@ -74,3 +75,4 @@ class RoundRecord:
     server_rank: float
     uploads: tuple[Upload, ...]
     attacked: Attacked | None = None
+    loss: float | None = None

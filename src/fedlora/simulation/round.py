@@ -15,7 +15,7 @@ from fedlora.core.messages import Client, ClientMemory, Form, Upload, as_pruned
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.sent import Attacked, Sent, Tamperer
-from fedlora.core.trainer import Failed, Job, Workers
+from fedlora.core.trainer import Failed, Job, Workers, round_loss
 from fedlora.errors import ClientFailed, HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.server.intake import Taken, take_in
 from fedlora.server.server import Server
@@ -45,6 +45,7 @@ class Round:
         self._intake = server.open(before.server)
         self._memories = dict(before.clients)
         self._losses: dict[str, float] = {}
+        self._examples: dict[str, float] = {}  # of those whose upload was taken
         self._refused: dict[str, str] = {}
         self._uploads: dict[str, Upload] = {}
         self._traffic = Traffic()
@@ -85,18 +86,21 @@ class Round:
             return private_record(state, _mean_rank(self._server, after))
         tally = after.tally
         weights, refused = (tally.weights, tally.refused) if tally is not None else ({}, {})
+        refused = {**refused, **self._refused}
+        examples = {client: n for client, n in self._examples.items() if client not in refused}
         return RoundRecord(
             round=after.round,
             state=RunState(after.round, after, ReadOnly(self._memories)),
             losses=self._losses,
             weights=weights,
-            refused={**refused, **self._refused},
+            refused=refused,
             metrics={},
             seconds=dict(self.clock.seconds),
             bytes=self._traffic,
             server_rank=_mean_rank(self._server, after),
             uploads=tuple(self._uploads.values()),
             attacked=self._attacked,
+            loss=round_loss(self._losses, examples),
         )
 
     def _drained(self) -> list[ClientDone]:
@@ -180,6 +184,7 @@ class Round:
             self._refuse(taken.refusal, position=after.position if after is not None else None)
         elif after is not None:
             self._memories[client] = after
+            self._examples[client] = float(taken.upload.num_examples)
             if self._intake.keeps:
                 self._uploads[client] = taken.upload
         if taken.exchange == 0:

@@ -194,7 +194,7 @@ def _show_private(found: Any, rounds: int) -> None:
 
 
 def _rounds_table(progress: Any, count: int) -> Table:
-    from fedlora.flower.serving.progress import fates_of, loss_of, spent_of
+    from fedlora.flower.serving.progress import fates_of, spent_of
     from fedlora.privacy.accounting import epsilon_up
 
     shown = sorted(progress.lines.items())[-count:]
@@ -213,7 +213,7 @@ def _rounds_table(progress: Any, count: int) -> Table:
         others = ", ".join(f"{name} {fate}" for name, fate in fates.items() if fate != "trained")
         metrics = line.get("metrics") or {}
         table.add_row(
-            str(number), _number(loss_of(line)), _number(line.get("seconds"), 0),
+            str(number), _number(line.get("loss")), _number(line.get("seconds"), 0),
             str(sum(fate == "trained" for fate in fates.values())), cell(others or "-"),
             *(_number(metrics.get(name)) for name in names),
         )  # fmt: skip

@@ -97,6 +97,22 @@ def mains(
     return planned
 
 
+def waiting(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> list[PlannedRun]:
+    """A stand-in, at the largest value tried, for each run of a cell whose search is not done: what it will cost, and
+    not what will be run."""
+    planned: dict[str, PlannedRun] = {}
+    known: Known = {}
+    for cell in experiment.cells(profile) if experiment.tune is not None else ():
+        if _search(experiment, profile, cell, results, failed, known) == (None, None):
+            for seed in experiment.profile(profile).seeds:
+                value = _values(experiment, profile)[-1]
+                run = _planned(experiment, profile, cell, seed, value, searching=False, known=known)
+                planned[run.digest] = run
+    return list(planned.values())
+
+
 def chosen_value(
     experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
 ) -> float | None:

@@ -242,9 +242,11 @@ def _times(source: Source) -> Rows:
     if not found:
         return ["runs"], []
     times = times_of(found.values())
-    rate = f"{times.examples / times.training:.0f}" if times.training else "not known"
+    known = times.examples is not None and times.training
+    rate = f"{(times.examples or 0) / times.training:.0f}" if known else "not known"
+    trained = "not known" if times.examples is None else f"{times.examples:,}"
     columns = ["runs", "examples trained on", "examples a second", "hours of one process"]
-    return columns, [[str(times.runs), f"{times.examples:,}", rate, f"{times.wall / 3600:.1f}"]]
+    return columns, [[str(times.runs), trained, rate, f"{times.wall / 3600:.1f}"]]
 
 
 def _fact(value: float) -> str:

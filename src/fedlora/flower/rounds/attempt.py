@@ -16,6 +16,7 @@ from flwr.app import Message, MessageType
 from fedlora.core.echo import shown
 from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.trainer import round_loss
 from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
 from fedlora.flower.messages.codecs import Codec, Reply
 from fedlora.flower.messages.envelope import TOLD
@@ -40,7 +41,7 @@ _MOST_LOSS = 1e6  # nats: chance among a million words is 14 of them, and a head
 @dataclass(frozen=True)
 class Closed:
     """What comes of a round. overturned: fates that the aggregation changed, by a defence. trained: how many did.
-    loss: their mean, NaN where none says one."""
+    loss: the round's (`core.trainer.round_loss`), NaN where none says one."""
 
     memory: FlowerState
     line: Mapping[str, Any]
@@ -201,12 +202,13 @@ class Attempt:
             ReadOnly({name: known[name] for name in sorted(known)}),
         )  # fmt: skip
         losses = {name: reply.loss for name, reply in taken.items() if name in trained and reply.loss is not None}
-        mean = sum(losses.values()) / len(losses) if losses else math.nan
+        loss = round_loss(losses, counts)
         overturned = tuple(self._fates[name] for name in taken if name not in trained)
         by_examples = self.server.weighs_by == "examples"
         counted = {name: claimed[name] for name in trained if name in tally.weights}
         capped = shares_lost(counted, tally.weights) if by_examples and not self.private else {}
-        return Closed(memory, self._line(after, losses, trained, capped), overturned, len(trained), mean)
+        line = {**self._line(after, losses, trained, capped), "loss": loss}
+        return Closed(memory, line, overturned, len(trained), math.nan if loss is None else loss)
 
     # -------------------------------------------------------------------------------------------------------- inside
 

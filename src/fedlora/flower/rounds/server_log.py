@@ -58,16 +58,17 @@ def round_line(line: Mapping[str, Any], rounds: int) -> str:
 
     Example:
         >>> fates = {"acme": {"fate": "trained", "why": ""}, "cork": {"fate": "late", "why": "no answer within 600 s"}}
-        >>> round_line({"round": 3, "seconds": 12.34, "losses": {"acme": 0.43219}, "fates": fates}, 6)
+        >>> line = {"round": 3, "seconds": 12.34, "loss": 0.43219, "losses": {"acme": 0.43219}, "fates": fates}
+        >>> round_line(line, 6)
         'round 3 of 6: 1 of 2 trained in 12.3 s, loss 0.4322 (acme 0.4322); late: cork'
     """
     fates, losses = line["fates"], line["losses"]
     trained = [name for name, said in fates.items() if said["fate"] == "trained"]
     text = f"round {line['round']} of {rounds}: {len(trained)} of {len(fates)} trained in {line['seconds']:.1f} s"
-    if losses:
+    if line.get("loss") is not None:
         listed = [f"{name} {loss:.4g}" for name, loss in losses.items()]
         more = f", and {len(listed) - 8} more" if len(listed) > 8 else ""
-        text += f", loss {sum(losses.values()) / len(losses):.4g} ({', '.join(listed[:8])}{more})"
+        text += f", loss {line['loss']:.4g} ({', '.join(listed[:8])}{more})"
     others: dict[str, list[str]] = {}
     for name, said in fates.items():
         if said["fate"] != "trained":

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedlora.core.echo import shown
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
-from fedlora.flower.serving.progress import fates_of, loss_of, spent_of
+from fedlora.flower.serving.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
 
 WIDTH = 71  # columns: with the time before a line, 80
@@ -45,7 +45,7 @@ def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
     With more sites than fit, those who trained are counted, and those who did not are named; with more of these than
     fit, they are counted too.
     """
-    loss, seconds = loss_of(line), line.get("seconds")
+    loss, seconds = line.get("loss"), line.get("seconds")
     head = f"round {number}" + (f" of {rounds}" if rounds else "")
     if (spent := spent_of(line)) is not None:
         return f"{head}  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}{_score(line)}"

@@ -3,7 +3,7 @@
     fedlora_round                             rounds that are done
     fedlora_rounds                            rounds that are asked for
     fedlora_round_seconds                     how long the last round took
-    fedlora_loss                              mean training loss of the last round, by weights
+    fedlora_loss                              mean training loss of the last round, by examples
     fedlora_client_loss{client}               training loss of a client's last round
     fedlora_client_norm{client}               norm of its update in that round
     fedlora_client_weight{client}             p_i of that round
@@ -42,7 +42,7 @@ from prometheus_client.registry import Collector
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving import database
-from fedlora.flower.serving.progress import Progress, loss_of
+from fedlora.flower.serving.progress import Progress
 from fedlora.flower.serving.standing import Standing, room_of
 from fedlora.flower.serving.superlink import NodeFacts
 from fedlora.privacy.released import fate_of
@@ -76,7 +76,7 @@ class Exposed(Collector):
             yield _gauge("ended", "whether no more rounds are to be played", float(standing.finished))
         if isinstance(seconds := line.get("seconds"), int | float):
             yield _gauge("round_seconds", "how long the last round took", seconds)
-        if (loss := loss_of(line)) is not None:
+        if (loss := line.get("loss")) is not None:
             yield _gauge("loss", "mean training loss of the last round", loss)
         yield _each("client_loss", "training loss of the client's last round", _latest(progress, "losses"))
         yield _each("client_norm", "norm of the client's last update", _latest(progress, "norms"))

@@ -79,15 +79,6 @@ def fates_of(line: Mapping[str, Any]) -> dict[str, str]:
     return found or {str(client): "trained" for client in line.get("losses") or {}}
 
 
-def loss_of(line: Mapping[str, Any]) -> float | None:
-    """The mean training loss of a round, by the weights with which its clients counted; None where nobody has one."""
-    losses = {c: x for c, x in (line.get("losses") or {}).items() if isinstance(x, int | float) and math.isfinite(x)}
-    weights = {c: float((line.get("weights") or {}).get(c) or 0) for c in losses}
-    if not sum(weights.values()):
-        weights = dict.fromkeys(losses, 1.0)
-    return sum(weights[c] * losses[c] for c in losses) / sum(weights.values()) if losses else None
-
-
 def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
     """Epsilon of a private round and those before it, and of all that are planned; None of a round that is not."""
     privacy = line.get("privacy")
@@ -98,4 +89,4 @@ def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
     return so_far, planned
 
 
-__all__ = ["Progress", "after", "fates_of", "loss_of", "progress_of", "spent_of"]
+__all__ = ["Progress", "after", "fates_of", "progress_of", "spent_of"]

@@ -12,7 +12,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
 from fedlora.flower.serving import database
 from fedlora.flower.serving.lines import time_of
-from fedlora.flower.serving.progress import Progress, fates_of, loss_of, progress_of
+from fedlora.flower.serving.progress import Progress, fates_of, progress_of
 from fedlora.flower.serving.serve_lock import holder
 from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
@@ -111,7 +111,7 @@ class Status:
             "last_rounds": [
                 {
                     "round": number,
-                    "loss": loss_of(line),
+                    "loss": line.get("loss"),
                     "seconds": line.get("seconds"),
                     "measure_seconds": line.get("measure_seconds"),
                     "fates": fates_of(line),

@@ -1,0 +1,124 @@
+"""`fedlora experiment run --plan`: what is still to be run, and what each of these runs costs, counted by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fedlora.cli.screen import Table, console
+from fedlora.errors import counted
+from fedlora.experiments.grid.plan import PlannedRun, mains, searches, waiting
+from fedlora.experiments.grid.run_times import Workload, Workloads, trained_on
+from fedlora.experiments.grid.spec import Experiment
+from fedlora.experiments.running.runner import Places
+from fedlora.experiments.stored.results import Result
+from fedlora.runs.config import RunConfig
+from fedlora.runs.own_files import named
+from fedlora.training.metrics import generates
+
+_Counted = tuple[PlannedRun, Workload]
+
+
+def show_plan(
+    chosen: Sequence[Experiment], profile: str, places: Places, only: Sequence[int] | None, rate: float | None
+) -> None:
+    """A row for each experiment. rate: examples a second, in place of what finished runs took."""
+    done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
+    paces = _paces(done)
+    table = Table(
+        "experiment",
+        "search runs",
+        "runs",
+        "finished",
+        "examples to train",
+        "texts to score",
+        "hours",
+        "MB that travel",
+    )
+    lacking: dict[str, str] = {}
+    for experiment in chosen:
+        seeds = [s for s in experiment.profile(profile).seeds if only is None or s in only]
+        search = searches(experiment, profile)
+        planned = [*mains(experiment, profile, done, given_up), *waiting(experiment, profile, done, given_up)]
+        runs = {run.digest: run for run in planned if run.seed in seeds}
+        todo = [run for run in search if run.digest not in done and run.digest not in given_up]
+        todo += [run for digest, run in runs.items() if digest not in done]
+        work = [(run, count.of(run.config)) for run in todo]
+        trained = _sum([each.trained for _, each in work])
+        most = "at most " if any(each.most for _, each in work) else ""
+        lacking |= {each.why: experiment.name for _, each in work if each.why}
+        told = "not counted: no data" if trained is None else f"{most}{trained:,}"
+        hours = _hours(work, (lambda _: 1 / rate) if rate else lambda config: paces.get(_kind(config)))
+        finished = sum(digest in done for digest in runs)
+        table.add_row(
+            experiment.name, str(len(search)), str(len(runs)), str(finished), told, _scored(work), hours,
+            _travel(experiment, todo, list(runs.values()), done),
+        )  # fmt: skip
+    console.print(table)
+    for why, name in lacking.items():
+        console.print(f"{name}: its data were not read: {why}", soft_wrap=True, markup=False)
+    if lacking:
+        console.print("at most: without data each client counts as if it had a whole batch", soft_wrap=True)
+    said = "what finished runs of the same model and max_length took, with all they did, on whatever machine made them"
+    by = f"--rate, {rate:g} examples a second: of training alone, without scoring" if rate else said
+    console.print(f"hours of one process by {by}", soft_wrap=True)
+
+
+def _sum(each: Sequence[int | None]) -> int | None:
+    """None where one of them is not known: then the sum is not."""
+    return None if None in each else sum(n for n in each if n is not None)
+
+
+def _scored(work: Sequence[_Counted]) -> str:
+    """Held-out texts; those whose answer is generated, token by token, apart."""
+    if (total := _sum([each.scored for _, each in work])) is None:
+        return "not counted: no data"
+    made = sum(each.scored or 0 for run, each in work if generates(run.config.evaluate.metric))
+    return f"{total:,}" + (f", {made:,} by generating" if 0 < made < total else " by generating" if made else "")
+
+
+def _hours(work: Sequence[_Counted], pace: Callable[[RunConfig], float | None]) -> str:
+    """Each run by its own pace, seconds an example; no number where one of them has none."""
+    spent, strange = 0.0, 0
+    for run, each in work:
+        seconds = pace(run.config)
+        if each.trained is None:
+            return "not counted: no data"
+        if seconds is None:
+            strange += 1
+        else:
+            spent += seconds * each.trained / 3600
+    return f"unknown: no run like {counted(strange, 'run')} is finished" if strange else f"{spent:.1f}"
+
+
+def _kind(config: RunConfig) -> tuple[str, int]:
+    """What decides how long an example takes: the model by its name, and how long a text may be."""
+    return named(config).model.path, config.data.max_length
+
+
+def _paces(done: Mapping[str, Result]) -> dict[tuple[str, int], float]:
+    """Seconds of a whole process for each example trained on, of finished runs by their kind."""
+    sums: dict[tuple[str, int], tuple[float, int]] = {}
+    for result in done.values():
+        config, trained = result.raw["config"], trained_on(result)
+        if trained:
+            kind = config["model"]["path"], config["data"]["max_length"]
+            spent, examples = sums.get(kind, (0.0, 0))
+            sums[kind] = spent + result.raw["wall_seconds"], examples + trained
+    return {kind: spent / examples for kind, (spent, examples) in sums.items()}
+
+
+def _travel(
+    experiment: Experiment, todo: Sequence[PlannedRun], runs: Sequence[PlannedRun], done: Mapping[str, Result]
+) -> str:
+    """By the finished runs of each run's own cell; unknown where one has none."""
+
+    def cell(run: PlannedRun) -> tuple[tuple[str, str], ...]:
+        return tuple(pair for pair in run.cell.items() if pair[0] != experiment.merged)
+
+    sizes: dict[tuple[tuple[str, str], ...], list[float]] = {}
+    for run in runs:
+        if run.digest in done and (size := done[run.digest].raw["bytes"]):
+            sizes.setdefault(cell(run), []).append(size["total"] / 1e6)
+    if any(cell(run) not in sizes for run in todo):
+        return "unknown"
+    return f"{sum(sum(sizes[cell(run)]) / len(sizes[cell(run)]) for run in todo):.0f}"

@@ -1,0 +1,115 @@
+"""What `--plan` counts: each run by itself, from its data. Kind of evidence: *by hand*.
+
+Two clients of 10 and 3 examples in batches of 4. Three steps are 3 * 4 + 3 * 3 = 21 examples a round; two epochs are
+ceil(20 / 4) * 4 + ceil(6 / 3) * 3 = 26.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.experiments.grid.run_times import examples_of
+from fedlora.server.sampling import sample_clients
+from support.command_line import invoke
+
+EXPERIMENT = """title = "t"
+question = "q"
+[run.model]
+path = "m"
+[run.data]
+validation = "v.jsonl"
+test = "t.jsonl"
+max_length = 64
+[run.data.clients]
+large = "large.jsonl"
+small = "small.jsonl"
+[run.clients]
+ranks = [2, 2]
+[run.train]
+batch_size = 4
+[run.run]
+rounds = 2
+[run.evaluate]
+every = 1
+[axes.length]
+steps = { "train.steps" = 3 }
+epochs = { "train.steps" = 0, "train.epochs" = 2.0 }
+[axes.method]
+GLoRA = { "method.name" = "glora" }
+FedIT = { "method.name" = "fedit" }
+FedSA = { "method.name" = "fedsa-lora" }
+[tune]
+values = [1e-3, 1e-2]
+over = ["method"]
+[profiles.mini]
+seeds = [0, 1]
+axes = { method = ["GLoRA", "FedIT"] }
+[profiles.more]
+seeds = [0, 1]
+tune = [1e-3]
+set = { "run.rounds" = 5 }
+[profiles.steps]
+seeds = [0]
+tune = [1e-3]
+axes = { method = ["FedIT"], length = ["steps"] }
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.toml").write_text(EXPERIMENT)
+    for name, count in {"large": 10, "small": 3, "v": 5, "t": 7}.items():
+        rows = [{"text": f"{name} {k}", "label": "ab"[k % 2]} for k in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def planned(folder: Path, *more: Any) -> tuple[dict[str, str], str]:
+    """The row of the plan by its columns, and all that was said."""
+    where = ["--results", folder / "results", "--work", folder / "work"]
+    said = invoke("experiment", "run", folder / "mine.toml", "--plan", *where, *more).stdout
+    head, row = (next(line for line in said.splitlines() if mark in line) for mark in ("search runs", "│ mine"))
+    cells = [[cell.strip() for cell in line.strip("┃│ ").replace("┃", "│").split("│")] for line in (head, row)]
+    return dict(zip(*cells, strict=True)), said
+
+
+def test_epochs_and_steps_searched_and_not_yet_searched(folder: Path) -> None:
+    """Search: 2 methods x 2 lengths x 2 values; then 2 x 2 x 2 seeds, which wait for it. Half of each are epochs."""
+    row, _ = planned(folder, "--rate", "10")
+    examples = (4 * 21 + 4 * 26) * 2 + (4 * 21 + 4 * 26) * 2
+    assert (row["search runs"], row["runs"]) == ("8", "8") and row["examples to train"] == f"{examples:,}" == "752"
+    assert row["hours"] == f"{examples / 10 / 3600:.1f}"
+    assert row["texts to score"] == str(16 * (2 * 5 + 2 * 7)), (
+        "validation each round; the test at the last and the best"
+    )
+
+
+def test_another_profile_is_of_its_own_rounds_and_methods(folder: Path) -> None:
+    """FedSA-LoRA has no model of the server's: each of its two clients is measured."""
+    row, said = planned(folder, "--profile", "more")
+    assert row["examples to train"] == f"{6 * 5 * 21 + 6 * 5 * 26:,}" == "1,410"
+    assert row["texts to score"] == str(8 * (5 * 5 + 2 * 7) + 4 * (5 * 10 + 2 * 14))
+    assert row["hours"] == "unknown: no run like 12 runs is finished" and "--rate" not in said
+
+
+def test_without_its_data_a_run_by_epochs_has_no_number(folder: Path) -> None:
+    """Of steps there is a bound, and it is called one: whole batches, 2 clients x 2 rounds x 3 x 4."""
+    (folder / "small.jsonl").unlink()
+    row, said = planned(folder, "--rate", "10")
+    assert {row[name] for name in ("examples to train", "texts to score", "hours")} == {"not counted: no data"}
+    assert "its data were not read: " in said and "small.jsonl" in said
+    row, said = planned(folder, "--profile", "steps", "--rate", "10")
+    assert row["examples to train"] == "at most 48" and row["texts to score"] == "not counted: no data"
+
+
+def test_a_part_of_the_clients_counts_as_it_is_drawn() -> None:
+    """Sizes 1, 2, ..., 5 in batches of 100, one step, half of them a round: 2.5 is rounded up, as the engine does."""
+    sizes = {name: k + 1 for k, name in enumerate("abcde")}
+    config = {"train": {"steps": 1, "batch_size": 100}, "run": {"participation": 0.5, "seed": 3, "rounds": 4}}
+    drawn = [sample_clients(list(sizes), 0.5, seed=3, round=k) for k in range(4)]
+    assert all(len(names) == 3 for names in drawn)
+    assert examples_of(config, sizes) == sum(sizes[name] for names in drawn for name in names)

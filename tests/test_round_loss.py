@@ -1,0 +1,124 @@
+"""What "the loss of a round" is, wherever one number stands for it: the mean over the clients that count, weighted by
+their examples. Kind of evidence: *by hand* (three clients of unequal losses and examples).
+
+The mean by hand is (10 * 0.25 + 50 * 1.0 + 40 * 0.5) / 100 = 0.725. No other reading gives it: the plain mean is 0.583,
+the last client's 0.5, the middle one 0.5.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fedlora import Adapter, Download, Server, build
+from fedlora.core.messages import Client
+from fedlora.core.trainer import Trained, round_loss
+from fedlora.server.server import start
+from fedlora.simulation import RoundRecord, simulate
+from support import flower_grid
+from support.federations import seed_adapter
+
+LOSSES, EXAMPLES = {"one": 0.25, "two": 1.0, "three": 0.5}, {"one": 10, "two": 50, "three": 40}
+MEAN = 0.725
+
+
+class Told(flower_grid.Toy):
+    """A trainer whose losses and examples are those above; a fourth client's upload is refused, whatever its loss."""
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        name = download.client.id
+        done = super().train(download, adapter, position)
+        if name == "ill":
+            bad = done.adapter.map(lambda t: t * float("nan"))
+            return replace(done, adapter=bad, num_examples=500, loss=9.0)
+        return replace(done, num_examples=EXAMPLES[name], loss=LOSSES[name])
+
+
+@pytest.fixture(scope="module")
+def record() -> RoundRecord:
+    server = Server(build("glora"), quorum=1, weighting="uniform")
+    clients = [Client(name, 2) for name in (*EXAMPLES, "ill")]
+    return next(simulate(server, clients, Told(), start(server, seed_adapter(2)), rounds=1))
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Any, list[str]]:
+    """Of a federation on Flower: its folder, the round's line, Flower's result and what the log said."""
+    from fedlora.flower.rounds import server_log
+
+    folder = tmp_path_factory.mktemp("flower")
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_log.log, "info", lambda *a: said.append(str(a[0]) % a[1:]))
+        ranks = dict.fromkeys((*EXAMPLES, "ill"), 2)
+        server = Server(build("glora"), quorum=1, weighting="uniform")
+        strategy, grid = flower_grid.federation(folder, server, ranks, trainer=Told(), record=folder / "out")
+        result = strategy.start(grid, num_rounds=1)
+    [line] = map(json.loads, (folder / "out" / "rounds.jsonl").read_text().splitlines())
+    return folder / "out", line, result, said
+
+
+def test_the_mean_is_by_examples_and_over_those_that_count() -> None:
+    assert round_loss({**LOSSES, "ill": 9.0}, EXAMPLES) == MEAN
+    assert round_loss({"a": 1.0, "abstained": float("nan")}, {"a": 5.0, "abstained": 0.0}) == 1.0
+    assert round_loss({}, {"a": 1.0}) is None and round_loss({"a": 1.0}, {"a": 0.0}) is None
+    assert str(round_loss({"a": 1.0, "b": float("nan")}, {"a": 1, "b": 1})) == "nan"  # none is left out in silence
+
+
+def test_in_the_engine_its_line_and_its_trackers(record: RoundRecord) -> None:
+    from fedlora.runs.execution import describe
+    from fedlora.runs.tracking import numbers
+
+    assert record.refused.keys() == {"ill"} and record.losses["ill"] == 9.0
+    line = describe(record)
+    assert [record.loss, line["loss"], numbers(line)["loss"]] == [MEAN] * 3
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_on_the_screen(record: RoundRecord, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """The bar and the line that stands in its place where nobody watches: 0.725, and no client's own loss."""
+    import fedlora.cli.runs
+
+    out = io.StringIO()
+    notes = Console(file=out, width=200, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr(fedlora.cli.runs, "notes", notes)
+    with fedlora.cli.runs._progress("glora", 2, 4, "accuracy", 0) as watch:
+        for _ in record.losses:
+            watch.client_done()
+        watch.round_done(record, 4)
+    assert "loss 0.725" in out.getvalue() and "loss 0.500" not in out.getvalue() and "loss 9.000" not in out.getvalue()
+
+
+def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
+    """rounds.jsonl, what trackers and Prometheus get, Flower's own result, serve's line, the log, status."""
+    from fedlora.flower.places import FederationFolder
+    from fedlora.flower.rounds.events import read_events
+    from fedlora.flower.rounds.tracked import numbers_of_round
+    from fedlora.flower.serving.lines import round_line
+    from fedlora.flower.serving.metrics import Exposed
+    from fedlora.flower.serving.progress import progress_of
+    from fedlora.flower.serving.status import Status
+
+    out, line, result, said = played
+    assert line["fates"]["ill"]["fate"] == "refused" and line["losses"] == LOSSES
+    progress = progress_of(read_events(out / "events.jsonl"))
+    scraped = Exposed(FederationFolder(out))._known(progress, [], None)
+    exposed = {metric.name: metric.samples[0].value for metric in scraped if metric.samples}
+    standing: Any = SimpleNamespace(name="f", rounds=1, done=1, finished=True, why="", quorum=1, privacy=None)
+    status = Status(standing, progress, (), None, False, None, 0)._whole(1)
+    assert {
+        "rounds.jsonl": line["loss"],
+        "tracker": numbers_of_round(line)["loss"],
+        "Flower": result.train_metrics_clientapp[1]["loss"],
+        "Prometheus": exposed["fedlora_loss"],
+        "status": status["last_rounds"][0]["loss"],
+    } == dict.fromkeys(("rounds.jsonl", "tracker", "Flower", "Prometheus", "status"), MEAN)
+    assert "  loss 0.725  " in round_line(line, 1, 1)
+    assert any("loss 0.725 (" in one for one in said), said
