@@ -129,6 +129,9 @@ def test_a_ledger_beside_the_settings_is_refused(tmp_path: Path) -> None:
             server_unit(tmp_path / "fed", user="me", ledger=ledger)
     said = server_unit(tmp_path / "fed", user="me", ledger=tmp_path / "ledgers" / "ledger.jsonl")
     assert f"{tmp_path}/fed/state {tmp_path}/ledgers\n" in said
+    said = server_unit(tmp_path / "fed", user="me", ledger=tmp_path / "ledgers" / "l.jsonl", known=tmp_path / "known")
+    assert f"{tmp_path}/ledgers {tmp_path}/known\n" in said
+    assert f"Environment=FEDLORA_STATE_DIR={tmp_path}/known\n" in said
 
 
 def test_the_command_shows_all_that_root_runs_and_sudo_is_not_called_twice(

@@ -5,7 +5,9 @@ or code that ran as the user, could have changed in between.
 
 from __future__ import annotations
 
+import getpass
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -13,11 +15,14 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
+from fedlora.flower.ownership import owner
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.setup import units
 from fedlora.flower.site.site_checks import is_site
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.privacy.outside import state_folder
 
 UNITS = Path("/etc/systemd/system")
 
@@ -53,8 +58,11 @@ def steps(
     for name in texts:
         _check_free(place / name, home)
     root = () if os.geteuid() == 0 else ("sudo",)
+    made = _folders_of(home, user)
+    as_user = ("runuser", "-u", user or owner(home), "--") if not root else ("sudo", "-u", user or owner(home))
     put = ("install", "-m", "0644", "-o", "root", "-g", "root", "/dev/stdin")
     return [
+        *([Step((*as_user, "mkdir", "-p", *map(str, made)))] if made else []),
         *(Step((*root, *put, str(place / name)), text) for name, text in texts.items()),
         Step((*root, "systemctl", "daemon-reload")),
         Step((*root, "systemctl", "enable", "--now", *texts)),
@@ -86,14 +94,38 @@ def _server(home: Path, user: str | None, memory: str | None, metrics: str | Non
     settings = FederationSettings.load(there.settings)
     if settings.network.name is None:
         raise ConfigError(f"{home} is a trial on this machine, which `fedlora flower up` plays: it has no units.")
-    ledger = Path(settings.privacy.ledger) if settings.privacy is not None else None
+    ledger, known = _ledger(home), None
+    if ledger is not None:
+        known = _known(user or owner(home))
     more = {} if memory is None else {"memory": memory}
     return {
         units.unit_name("proxy", label): units.proxy_unit(home, settings.network.port, user=user, label=label),
         units.unit_name("server", label): units.server_unit(
-            home, user=user, metrics=metrics, ledger=ledger, label=label, **more
+            home, user=user, metrics=metrics, ledger=ledger, known=known, label=label, **more
         ),
     }
+
+
+def _ledger(home: Path) -> Path | None:
+    """Of a private federation."""
+    privacy = FederationSettings.load(FederationFolder(home).settings).privacy
+    return Path(privacy.ledger) if privacy is not None else None
+
+
+def _folders_of(home: Path, user: str | None) -> list[Path]:
+    """What a private federation's unit writes and must be there when it starts."""
+    ledger = None if is_site(home) else _ledger(home)
+    return [] if ledger is None else [ledger.parent, _known(user or owner(home))]
+
+
+def _known(user: str) -> Path:
+    """What that user's programs know of ledgers: where they look by hand, too. Raises `ConfigError`: no such user."""
+    if os.environ.get("FEDLORA_STATE_DIR") or user == getpass.getuser():
+        return state_folder()
+    try:
+        return Path(pwd.getpwnam(user).pw_dir) / ".local" / "state" / "fedlora"
+    except KeyError as error:
+        raise ConfigError(f"this machine has no user {quoted(user)}.") from error
 
 
 def _check_free(path: Path, home: Path) -> None:

@@ -120,21 +120,24 @@ def unit_name(kind: str, label: str = "") -> str:
 
 def server_unit(
     folder: Path, *, user: str | None = None, memory: str = "8G", metrics: str | None = None,
-    ledger: Path | None = None, label: str = "",
+    ledger: Path | None = None, known: Path | None = None, label: str = "",
 ) -> str:  # fmt: skip
     """Of `fedlora flower serve FOLDER`: started again when it fails, and not when all rounds are played.
 
     Args:
         folder: of the federation. user: as whom it runs; default: who owns the folder. memory: its limit. metrics:
-            HOST:PORT for Prometheus. ledger: of a private federation; what charges it writes beside it, too.
+            HOST:PORT for Prometheus. ledger: of a private federation; what charges it writes beside it, too. known:
+            the folder of what is known of ledgers outside of theirs (`privacy.outside`).
 
     Raises:
         ConfigError: a path or a user that a unit cannot name; root; a ledger beside what must not be written.
     """
     command = [*program(), "flower", "serve", str(folder), *(["--metrics", metrics] if metrics else [])]
+    beside = [*([ledger.parent] if ledger else []), *([known] if known else [])]
+    more = f"Environment={_word(f'FEDLORA_STATE_DIR={known}')}\n" if known else ""
     return _unit(
         folder, unit_name("server", label), "fedlora: a federation's server", command, user=user, memory=memory,
-        writable=[*FederationFolder(folder).written, *([ledger.parent] if ledger else [])], restart="on-failure",
+        writable=[*FederationFolder(folder).written, *beside], restart="on-failure", more=more,
     )  # fmt: skip
 
 
