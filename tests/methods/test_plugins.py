@@ -221,7 +221,7 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
     assert "│ delivery │ always │ 13 downloads to the bit │ yes │" in table and "It could claim" not in table
     facts = json.loads(main("methods", "check", "toy-mean", "--json").out)
     assert facts["sound"] and facts["claims"] == {
-        "exact": False, "gauge": False, "state": False, "mixed": False, "global_model": True,
+        "exact": False, "gauge": False, "state": False, "mixed": False, "global_model": True, "weights": True,
     }  # fmt: skip
     assert {f["contract"]: f["claimed"] for f in facts["contracts"]} == dict.fromkeys(BASIC, "always") | {
         "mixed": "no", "global model": "yes", "exact": "no", "weights": "yes", "halves": "not claimed",

@@ -189,7 +189,8 @@ def audit(
     The server starts from the best common adapter of the uploads' rank, so that methods that compare with what they
     sent have something to compare with. A method that freezes A can only take uploads which share theirs.
     """
-    came = sorted((replace(u, adapter=Adapter(u.adapter.modules)) for u in uploads), key=lambda u: u.client.id)
+    on_w0 = (replace(u, adapter=Adapter(u.adapter.modules, base={})) for u in uploads)
+    came = sorted(on_w0, key=lambda u: u.client.id)
     bare = [replace(u, adapter=u.adapter.map(Tensor.double)) for u in came]
     broken = [u.client.id for u in bare if not all(bool(torch.isfinite(t).all()) for t in _tensors(u))]
     if broken:
