@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from fedlora.training.local import LocalTrainer
 from fedlora.training.metrics import METRICS, generates, score_name
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import end_tokens, find_template
+
+log = logging.getLogger("fedlora.runs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +104,11 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     config.model.check_targets(config.lora.targets)
     _check_task(config)
     data = deal(config, data_root, label_names)
+    if config.data.task == "mnli" and not data.probes:
+        log.warning(
+            "data.task = 'mnli' from --data-root has one test set: matched or mixed, as the file has it. "
+            "validation_mismatched is on the hub only (leave --data-root out), and this run will have no such number."
+        )
     _check_measuring(config, data)
     adversary = config.attack.adversary(
         list(data.parts), config.run.seed,

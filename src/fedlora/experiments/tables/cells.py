@@ -138,7 +138,7 @@ def score_cells(
 
 
 def without_number(cells: Sequence[CellScore]) -> list[str]:
-    """A line for each cell that has numbers on some of its runs only."""
+    """A line for each cell that has numbers on some of its runs only; "0 of 5" says it of none."""
     return [
         f"{', '.join(cell.cell.values())}: no number on seed{'s' if len(cell.none) > 1 else ''} "
         f"{', '.join(map(str, cell.none))}: the run diverged, failed or never got there. So there is no mean, and no "
