@@ -126,7 +126,10 @@ def _without(found: Found, cell: CellScore) -> str | None:
     if not lack:
         return None
     seeds = f"seed{'s' if len(lack) > 1 else ''} {', '.join(lack)}"
-    return f"no number {found.which!r} on {seeds}: the run diverged, or never got there. It counts in no mean."
+    return (
+        f"no number {found.which!r} on {seeds}: the run diverged, or never got there. So there is no mean, and no "
+        f"difference from another."
+    )
 
 
 def _search_remarks(found: Found) -> list[str]:

@@ -57,7 +57,7 @@ from fedlora.experiments.running.runner import Outcome, Places, missing
 from fedlora.experiments.scores.numbers import parse_number, titled
 from fedlora.experiments.stored.results import Result, unclean_lines
 from fedlora.experiments.tables.budgets import SIMULATIONS, budget_rows, spendings
-from fedlora.experiments.tables.cells import measured_by, paired, score_cells
+from fedlora.experiments.tables.cells import measured_by, paired, score_cells, without_number
 from fedlora.experiments.tables.filled_pages import Stored, asked_of, failed_here, filled, read_page
 from fedlora.experiments.tables.prices import price_rows, prices
 from fedlora.runs.attack_words import attacks_of
@@ -220,7 +220,7 @@ def show_table(
     if any(done[run.digest].raw.get("privacy") for run in runs if run.digest in done):
         remarks.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
     loud = " ".join(remarks)
-    remarks += [*direction(which, cells), *_of_searches(experiment, profile, places, done)]
+    remarks += [*without_number(cells), *direction(which, cells), *_of_searches(experiment, profile, places, done)]
     remarks += widen_lines(experiment, profile, cells)
     used = {run.digest: result for run in runs if (result := run.result(done)) is not None}
     remarks += unclean_lines(used.values())

@@ -8,7 +8,7 @@ from typing import Any
 from fedlora.cli.formats import Sheet
 from fedlora.experiments.grid.plan import at_the_edge
 from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.scores.digits import difference_in_words, in_words, shown
+from fedlora.experiments.scores.digits import difference_in_words, shown
 from fedlora.experiments.scores.numbers import parse_number
 from fedlora.experiments.tables.cells import CellScore, Difference
 
@@ -65,7 +65,7 @@ def cell_value(cell: CellScore) -> dict[str, Any]:
     """A cell for JSON."""
     return {
         "cell": dict(cell.cell), "scores": dict(cell.scores), "mean": cell.mean, "spread": cell.spread,
-        "planned": cell.planned, "tuned": cell.tuned, "score": cell.metric,
+        "planned": cell.planned, "tuned": cell.tuned, "score": cell.metric, "without_number": list(cell.none),
     }  # fmt: skip
 
 
@@ -92,6 +92,4 @@ def widen_lines(experiment: Experiment, profile: str, cells: Sequence[CellScore]
 
 def _spread(cell: CellScore) -> str:
     """Mean and standard deviation."""
-    if cell.mean is None:
-        return "none"
-    return in_words(cell.mean, cell.spread)
+    return cell.words()

@@ -105,6 +105,11 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     config.model.check_targets(config.lora.targets)
     _check_task(config)
     data = deal(config, data_root, label_names)
+    if config.data.task == "mnli" and not data.probes:
+        log.warning(
+            "data.task = 'mnli' from --data-root has one test set: matched or mixed, as the file has it. "
+            "validation_mismatched is on the hub only (leave --data-root out), and this run will have no such number."
+        )
     _check_measuring(config, data)
     adversary = config.attack.adversary(
         list(data.parts), config.run.seed,

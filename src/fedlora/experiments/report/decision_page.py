@@ -204,9 +204,9 @@ def _mechanism(
     numbers = ["server, error" if experiment.merged else "server, error of factor averages", "server, gauge drift"]
     tables = []
     for which in numbers:
-        cells = [c for c in score_cells(experiment, profile, results, which, failed) if c.mean is not None]
+        cells = [c for c in score_cells(experiment, profile, results, which, failed) if c.scores]
         setups = list(dict.fromkeys(c.cell[axis] for c in cells))
-        shown = {(c.cell[rows_axis], c.cell[axis]): by_spread(c.mean, c.spread) for c in cells if c.mean is not None}
+        shown = {(c.cell[rows_axis], c.cell[axis]): c.words(by_spread) for c in cells}
         labels = list(dict.fromkeys(c.cell[rows_axis] for c in cells))
         if labels:
             tables.append(

@@ -23,6 +23,7 @@ from fedlora.experiments.tables.cells import (
     score_categories,
     score_cells,
     smaller_is_better,
+    without_number,
 )
 from fedlora.experiments.tables.chance import chance
 from fedlora.experiments.tables.decision_words import MARKS
@@ -39,7 +40,7 @@ def section(
 ) -> dict[str, Any]:
     """What page/experiment.html shows. printed: the paper's numbers. What was never run has no row and no column."""
     every = score_cells(experiment, profile, results, failed=failed)
-    cells = [cell for cell in every if cell.mean is not None]
+    cells = [cell for cell in every if cell.scores or cell.none]
     columns_of = _columns(experiment)
     numbers = printed.get(experiment.paper or "", {})
     rows, columns = _labels(cells, experiment.rows), _labels(cells, columns_of)
@@ -71,6 +72,7 @@ def section(
         ],
         "simulated": [SIMULATIONS] if private else [],
         "worst": [
+            *without_number(every),
             *notes(experiment, profile, which, used(experiment, profile, results, failed)),
             *worst_values(experiment, profile, results, failed),
         ],
@@ -196,10 +198,10 @@ def _labels(cells: Sequence[CellScore], axes: Sequence[str]) -> list[str]:
 
 def _cell(cell: CellScore | None, paper: object) -> dict[str, Any]:
     bare = {"paper": "" if paper is None else str(paper), "mean": None, "seeds": 0, "planned": 0}
-    if cell is None or cell.mean is None:
+    if cell is None:
         return bare
     return bare | {
-        "mean": by_spread(cell.mean, cell.spread),
+        "mean": cell.words(by_spread),
         "seeds": len(cell.scores),
         "planned": cell.planned,
         "tuned": "" if cell.tuned is None else f", tuned {shown(cell.tuned)}",

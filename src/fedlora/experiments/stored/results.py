@@ -156,9 +156,9 @@ class Result:
         number = parse_number(which)
         scores = self._held_out(number.where, number.what)
         return {
-            name.removeprefix("group/"): x
+            name.removeprefix("group/"): math.nan if x is None else x  # it diverged
             for name, x in scores.items()
-            if name.startswith("group/") and x is not None  # None: it diverged
+            if name.startswith("group/")
         }
 
     def rounds_to(self, target: float) -> int | None:

@@ -23,10 +23,12 @@ _SAME = ("epsilon_planned", "delta", "noise_multiplier", "sampling", "rounds_pla
 @dataclass(frozen=True)
 class Spent:
     """One cell over its seeds. line, label: of the two axes. scores: score -> seed -> value, on the test set after the
-    last round. epsilon, delta, z, q, rounds, clip: of each of its runs; None where the cell has no [privacy]."""
+    last round; none of a score that a run lacks, because it diverged. epsilon, delta, z, q, rounds, clip: of each of
+    its runs; None where the cell has no [privacy]."""
 
     line: str
     label: str
+    seeds: int
     scores: Mapping[str, Mapping[int, float]]
     epsilon: float | None = None
     delta: float | None = None
@@ -34,10 +36,6 @@ class Spent:
     q: float | None = None
     rounds: int | None = None
     clip: float | None = None
-
-    @property
-    def seeds(self) -> int:
-        return max(map(len, self.scores.values()), default=0)
 
     def mean(self, score: str) -> float:
         return fmean(self.scores[score].values())
@@ -72,6 +70,7 @@ def _spent(line: str, label: str, private: bool, by_seed: Mapping[int, Result]) 
             value = result.raw["test"]["last"].get(score)
             if isinstance(value, int | float) and math.isfinite(value):
                 scores.setdefault(score, {})[seed] = float(value)
+    scores = {score: by for score, by in scores.items() if len(by) == len(by_seed)}
     told = [found for result in by_seed.values() if (found := result.raw.get("privacy")) is not None]
     if len(told) != (len(by_seed) if private else 0):
         raise ConfigError(
@@ -79,11 +78,11 @@ def _spent(line: str, label: str, private: bool, by_seed: Mapping[int, Result]) 
             f"{'all have it' if private else 'none has'}."
         )
     if not private:
-        return Spent(line, label, scores)
+        return Spent(line, label, len(by_seed), scores)
     if len({tuple(one[key] for key in _SAME) for one in told}) > 1:
         raise ConfigError(f"{line}, {label}: its runs have not spent the same.")
     e, delta, z, q, rounds, clip = (told[0][key] for key in _SAME)
-    return Spent(line, label, scores, e, delta, z, q, rounds, clip)
+    return Spent(line, label, len(by_seed), scores, e, delta, z, q, rounds, clip)
 
 
 def budget_rows(found: Sequence[Spent], lines: str) -> tuple[list[str], list[list[str]]]:
@@ -108,5 +107,5 @@ def _epsilon(cell: Spent) -> str:
 def _score(cell: Spent, score: str) -> str:
     values = list(cell.scores.get(score, {}).values())
     if not values:
-        return "none"
+        return "none: a run has no number"
     return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")

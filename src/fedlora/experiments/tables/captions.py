@@ -11,7 +11,7 @@ from fedlora.experiments.deciding.provenance import edges, mixtures, used, whose
 from fedlora.experiments.scores.numbers import parse_number
 from fedlora.experiments.scores.units import capital, explained, scale
 from fedlora.experiments.tables.budgets import SIMULATIONS
-from fedlora.experiments.tables.cells import measured_by, score_cells, smaller_is_better
+from fedlora.experiments.tables.cells import CellScore, measured_by, score_cells, smaller_is_better, without_number
 from fedlora.experiments.tables.decision_words import UNITS, margin_in_words
 from fedlora.experiments.tables.filled_tables import Source
 from fedlora.experiments.tables.prices import prices
@@ -39,10 +39,15 @@ def reservations(kind: str, source: Source) -> list[str]:
     )
     of_target = kind not in ("losses", "mechanism") and parse_number(_which(source, number)).of_target
     return [
+        *(without_number(_cells_of(source, number)) if kind in ("scores", "steps", "differences") else []),
         *(whose_models(experiment, of) if of_target else []),
         *mixtures(experiment, of),
         *(edges(experiment, source.profile, of) if kind not in _TELLS_EDGES else []),
     ]
+
+
+def _cells_of(source: Source, number: str) -> list[CellScore]:
+    return score_cells(source.experiment, source.profile, source.results, number or None, source.failed)
 
 
 def _decisions(source: Source) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from fedlora.experiments.grid.plan import chosen_value, mains
 from fedlora.experiments.grid.spec import Cell, Experiment
-from fedlora.experiments.scores.digits import ALIKE, alike, places
+from fedlora.experiments.scores.digits import ALIKE, alike, in_words, places
 from fedlora.experiments.scores.numbers import parse_number
 from fedlora.experiments.stored.results import Result
 
@@ -17,22 +17,49 @@ from fedlora.experiments.stored.results import Result
 @dataclass(frozen=True)
 class CellScore:
     """One cell. scores: seed -> value, of the seeds that were run. planned: how many were meant. tuned: the value that
-    the search chose. metric: what the scores are of, as "accuracy"; None where nothing was run."""
+    the search chose. metric: what the scores are of, as "accuracy"; None where nothing was run. none: seeds whose run
+    has no number: it diverged, failed by itself, or never got there (a censored number of rounds). less: whether less
+    is better."""
 
     cell: Cell
     scores: Mapping[int, float]
     planned: int
     tuned: float | None
     metric: str | None = None
+    none: tuple[int, ...] = ()
+    less: bool = False
 
     @property
     def mean(self) -> float | None:
-        return fmean(self.scores.values()) if self.scores else None
+        """None where a run has no number: the mean of the others would favour what fails."""
+        return fmean(self.scores.values()) if self.scores and not self.none else None
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over seeds."""
-        return stdev(self.scores.values()) if len(self.scores) > 1 else None
+        """The standard deviation over seeds, where there is a mean."""
+        return stdev(self.scores.values()) if len(self.scores) > 1 and not self.none else None
+
+    @property
+    def median(self) -> float | None:
+        """A run without a number is worse than all others; None where it falls on one of these."""
+        count = len(self.scores) + len(self.none)
+        best_first = sorted(self.scores.values(), reverse=not self.less)
+        if count // 2 >= len(best_first):
+            return None
+        return best_first[count // 2] if count % 2 else fmean(best_first[count // 2 - 1 : count // 2 + 1])
+
+    def ranked(self) -> dict[int, float]:
+        """Seed -> value for an order, in which no number is the last place."""
+        return {**self.scores, **dict.fromkeys(self.none, math.inf if self.less else -math.inf)}
+
+    def words(self, form: Callable[[float, float | None], str] = in_words) -> str:
+        """The mean with its spread; without a mean the median, if there is one, and how many have a number."""
+        if self.mean is not None:
+            return form(self.mean, self.spread)
+        if not self.none:
+            return "none"
+        told = f"{len(self.scores)} of {len(self.scores) + len(self.none)} have a number"
+        return told if self.median is None else f"median {form(self.median, None)}; {told}"
 
 
 @dataclass(frozen=True)
@@ -91,21 +118,34 @@ def score_cells(
     `plan.chosen_value` takes it."""
     which = which or experiment.profile(profile).metric or experiment.metric
     done: dict[tuple[str, ...], dict[int, float]] = {}
+    none: dict[tuple[str, ...], list[int]] = {}
     metrics: dict[tuple[str, ...], str] = {}
     for run in mains(experiment, profile, results, failed):
-        if (result := run.result(results)) is not None:
-            metrics[tuple(run.cell.values())] = result.metric
-            value = result.score(which)
-            if value is not None:
-                done.setdefault(tuple(run.cell.values()), {})[run.seed] = value
-    planned = len(experiment.profile(profile).seeds)
+        key, result, value = tuple(run.cell.values()), run.result(results), None
+        if result is not None:
+            metrics[key], value = result.metric, result.score(which)
+        if value is not None:
+            done.setdefault(key, {})[run.seed] = value
+        elif result is not None or run.digest in failed:
+            none.setdefault(key, []).append(run.seed)
+    planned, found = len(experiment.profile(profile).seeds), []
+    for cell in experiment.cells(profile):
+        key = tuple(cell.values())
+        tuned, metric = chosen_value(experiment, profile, cell, results, failed), metrics.get(key)
+        less = metric is not None and smaller_is_better(which, metric)
+        found.append(CellScore(cell, done.get(key, {}), planned, tuned, metric, tuple(none.get(key, ())), less))
+    return found
+
+
+def without_number(cells: Sequence[CellScore]) -> list[str]:
+    """A line for each cell that has numbers on some of its runs only; "0 of 5" says it of none."""
     return [
-        CellScore(
-            cell, done.get(tuple(cell.values()), {}), planned,
-            chosen_value(experiment, profile, cell, results, failed), metrics.get(tuple(cell.values())),
-        )
-        for cell in experiment.cells(profile)
-    ]  # fmt: skip
+        f"{', '.join(cell.cell.values())}: no number on seed{'s' if len(cell.none) > 1 else ''} "
+        f"{', '.join(map(str, cell.none))}: the run diverged, failed or never got there. So there is no mean, and no "
+        f"difference from another."
+        for cell in cells
+        if cell.none and cell.scores
+    ]
 
 
 def measured_by(cells: Sequence[CellScore]) -> str | None:
@@ -132,12 +172,13 @@ def score_categories(
 
 def placings(cells: Sequence[CellScore], axis: str, *, smaller_is_better: bool = False) -> list[Placing]:
     """The places of the axis's labels, seed by seed; cells differ in that axis only. None where no seed is in all."""
-    seeds = set.intersection(*(set(cell.scores) for cell in cells)) if cells else set()
-    if not seeds:
+    ranked = [cell.ranked() for cell in cells]
+    seeds = set.intersection(*map(set, ranked)) if cells else set()
+    if not seeds or not any(cell.scores for cell in cells):
         return []
     counts = [[0] * len(cells) for _ in cells]
     for seed in seeds:
-        for k, place in enumerate(places([cell.scores[seed] for cell in cells], smaller_is_better=smaller_is_better)):
+        for k, place in enumerate(places([each[seed] for each in ranked], smaller_is_better=smaller_is_better)):
             counts[k][place] += 1
     return [Placing(cell.cell[axis], tuple(count)) for cell, count in zip(cells, counts, strict=True)]
 
@@ -145,8 +186,9 @@ def placings(cells: Sequence[CellScore], axis: str, *, smaller_is_better: bool =
 def orders(cells: Sequence[CellScore], *, smaller_is_better: bool = False) -> tuple[int, int]:
     """How many different orders of the cells there are over the seeds that all have, and how many seeds these are.
     An order in which two share a place is another one than those in which one of them is ahead."""
-    seeds = set.intersection(*(set(cell.scores) for cell in cells)) if cells else set()
-    found = {places([cell.scores[seed] for cell in cells], smaller_is_better=smaller_is_better) for seed in seeds}
+    ranked = [cell.ranked() for cell in cells]
+    seeds = set.intersection(*map(set, ranked)) if cells else set()
+    found = {places([each[seed] for each in ranked], smaller_is_better=smaller_is_better) for seed in seeds}
     return len(found), len(seeds)
 
 
@@ -156,7 +198,8 @@ def smaller_is_better(which: str, metric: str) -> bool:
 
 
 def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Difference]:
-    """Each other label of the axis against the reference, where all other axes agree, over the seeds that both have."""
+    """Each other label of the axis against the reference, where all other axes agree, over the seeds that both have.
+    None of a pair in which a run has no number (`without_number`): the gaps of the others would favour what fails."""
     differences = []
     for theirs in cells:
         if theirs.cell[axis] == reference:
@@ -165,7 +208,7 @@ def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Differ
         for ours in cells:
             if ours.cell[axis] == reference and all(ours.cell[name] == label for name, label in where.items()):
                 seeds = sorted(set(ours.scores) & set(theirs.scores))
-                if len(seeds) > 1:
+                if len(seeds) > 1 and not ours.none and not theirs.none:
                     pairs = [(theirs.scores[seed], ours.scores[seed]) for seed in seeds]
                     differences.append(difference(reference, theirs.cell[axis], where, pairs))
     return differences

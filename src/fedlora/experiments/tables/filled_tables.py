@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -79,9 +80,9 @@ def _prices(source: Source) -> Rows:
 def _scores(source: Source) -> Rows:
     """A row a cell that has any. words: a number's name, as `Result.score` takes it; none: the experiment's."""
     axes = _told_axes(source.experiment, source.profile)
-    rows = [[*(cell.cell[axis] for axis in axes), in_words(cell.mean, cell.spread), str(len(cell.scores)),
+    rows = [[*(cell.cell[axis] for axis in axes), cell.words(), str(len(cell.scores)),
              _value(source, cell)]
-            for cell in _cells(source, source.words) if cell.mean is not None]  # fmt: skip
+            for cell in _cells(source, source.words) if cell.scores or cell.none]  # fmt: skip
     if not any(row[-1] for row in rows):
         return [*axes, "mean ± sd", "seeds"], [row[:-1] for row in rows]
     return [*axes, "mean ± sd", "seeds", source.experiment.tune.key if source.experiment.tune else ""], rows
@@ -123,9 +124,15 @@ def _losses(source: Source) -> Rows:
     for run in mains(source.experiment, source.profile, source.results, source.failed):
         result = run.result(source.results)
         last = result.raw["history"][-1]["losses"] if result is not None and result.raw["history"] else {}
-        if last and all(isinstance(loss, int | float) for loss in last.values()):
-            found.setdefault(tuple(run.cell[axis] for axis in axes), []).append(fmean(last.values()))
-    rows = [[*key, f"{min(each):.2f} to {max(each):.2f}", str(len(each))] for key, each in found.items()]
+        if last:
+            each = [float(loss) if isinstance(loss, int | float) else math.nan for loss in last.values()]
+            found.setdefault(tuple(run.cell[axis] for axis in axes), []).append(fmean(each))
+    rows = []
+    for key, of in found.items():
+        told = [loss for loss in of if not math.isnan(loss)]
+        words = f"{min(told):.2f} to {max(told):.2f}" if told else "none"
+        seeds = str(len(of)) if len(told) == len(of) else f"{len(told)} of {len(of)}, others diverged"
+        rows.append([*key, words, seeds])
     return [*axes, "training loss", "seeds"], rows
 
 
@@ -189,10 +196,8 @@ def _rates(source: Source) -> Rows:
     values = list(dict.fromkeys(value for rate in source.plan["rates"] for value in rate["validation"]))
     rows = []
     for rate in source.plan["rates"]:
-        each = [
-            [score for score in rate["validation"].get(value, {}).values() if score is not None] for value in values
-        ]
-        cells = [in_words(fmean(scores)) if scores else "" for scores in each]
+        each = [list(rate["validation"].get(value, {}).values()) for value in values]
+        cells = ["diverged" if None in scores else in_words(fmean(scores)) if scores else "" for scores in each]
         rows.append(
             [
                 rate["of"],

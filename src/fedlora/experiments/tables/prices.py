@@ -25,7 +25,8 @@ SCORES = ("loss", "accuracy")  # held-out log-loss, the less the better, and acc
 class Price:
     """One row against the reference in one place. where: the labels of the other axes. peaceful: nobody attacks there.
     mean: of the row itself. better: how much better than the reference it is, negative where it is worse, the mean over
-    the seeds that both have; low, high: its 95 % interval (paired t), None with one seed."""
+    the seeds that both have; low, high: its 95 % interval (paired t), None with one seed. Where a run has no number
+    mean or better is NaN."""
 
     row: str
     where: Mapping[str, str]
@@ -56,18 +57,23 @@ def prices(
         told = result.raw["test"]["last"] if result is not None else {}
         where = tuple((name, label) for name, label in run.cell.items() if name != axis)
         for score in scores:
-            if isinstance(value := told.get(score), int | float) and math.isfinite(value):
-                found.setdefault((score, run.cell[axis], where), {})[run.seed] = float(value)
+            if result is not None:  # NaN: it diverged
+                value = told.get(score)
+                number = float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+                found.setdefault((score, run.cell[axis], where), {})[run.seed] = number
+    known = {key[0] for key, by_seed in found.items() if not all(map(math.isnan, by_seed.values()))}
     made = []
     for (score, row, where), ours in found.items():
         theirs = found.get((score, reference, where), {})
         seeds = sorted({*ours} & {*theirs})
-        if not seeds:
+        if not seeds or score not in known:
             continue
         up = 1.0 if METRICS[score].larger_is_better else -1.0
         pairs = [(up * ours[seed], up * theirs[seed]) for seed in seeds]
-        gap = difference(reference, row, dict(where), pairs) if len(seeds) > 1 else None
-        better, low, high = (gap.mean, gap.low, gap.high) if gap else (pairs[0][0] - pairs[0][1], None, None)
+        whole = not any(math.isnan(one) for pair in pairs for one in pair)
+        gap = difference(reference, row, dict(where), pairs) if len(seeds) > 1 and whole else None
+        alone = pairs[0][0] - pairs[0][1] if whole else math.nan
+        better, low, high = (gap.mean, gap.low, gap.high) if gap else (alone, None, None)
         peaceful = dict(where).get(peace.axis) == peace.label
         mean = fmean(ours[seed] for seed in seeds)
         made.append(Price(row, dict(where), peaceful, score, len(seeds), mean, better, low, high))
@@ -93,6 +99,8 @@ def _cell(price: Price | None) -> str:
     """The score, and behind it what it cost (peace) or saved, with its interval."""
     if price is None:
         return ""
+    if math.isnan(price.better):
+        return "none: a run has no number"
     amount = (-price.better if price.peaceful else price.better) + 0.0  # no minus before a zero
     if price.low is None or price.high is None or price.low == price.high:
         return f"{price.mean:.3f} ({amount:+.3f})"

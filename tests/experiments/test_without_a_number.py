@@ -1,0 +1,96 @@
+"""What becomes of a mean where one seed has no number: it was censored, diverged, failed, or is not run yet.
+Kind of evidence: *by hand*.
+
+Seeds 0 to 4 of two methods. The reference takes 10, 20, 30, 40, 50 rounds; the other 5 rounds on four seeds, and never
+gets there on the fifth. The mean of what it has is 5, and would make the one that fails the better one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.experiments.grid.plan import mains
+from fedlora.experiments.grid.spec import load_experiment
+from fedlora.experiments.stored.results import Result
+from fedlora.experiments.tables.captions import reservations
+from fedlora.experiments.tables.cells import CellScore, orders, paired, placings, score_cells, without_number
+from fedlora.experiments.tables.filled_tables import Source, table_of
+from support.made_results import whole
+
+EXPERIMENT = """title = "t"
+question = "q"
+reference = "slow"
+[run.model]
+path = "m"
+[run.data]
+train = "x.csv"
+[run.clients]
+ranks = [2]
+[run.run]
+rounds = 50
+[axes.method]
+slow = { "method.name" = "glora" }
+fast = { "method.name" = "fedit" }
+[profiles.mini]
+seeds = [0, 1, 2, 3, 4]
+metric = "rounds to 0.9"
+"""
+FIFTH = ("censored", "diverged", "failed", "not run")
+
+
+def made(tmp_path: Path, fifth: str) -> tuple[Any, dict[str, Result], dict[str, str]]:
+    (tmp_path / "e.toml").write_text(EXPERIMENT)
+    experiment, results, failed = load_experiment(tmp_path / "e.toml"), {}, {}
+    for run in mains(experiment, "mini", {}):
+        fast = run.cell["method"] == "fast"
+        at: float = 5 if fast else 10 * (run.seed + 1)
+        raw = whole(run, "accuracy", {"accuracy": 0.95})
+        if fast and run.seed == 4:
+            if fifth == "not run":
+                continue
+            if fifth == "failed":
+                failed[run.digest] = "ValueError"
+                continue
+            at = 1e9
+        for line in raw["history"]:
+            diverged = at == 1e9 and fifth == "diverged"
+            line["metrics"] = {"accuracy": float("nan") if diverged else 0.95 if line["round"] >= at else 0.1}
+        results[run.digest] = Result(run.digest, raw)
+    return experiment, results, failed
+
+
+@pytest.mark.parametrize("fifth", FIFTH)
+def test_no_mean_and_no_difference_where_a_run_has_no_number(tmp_path: Path, fifth: str) -> None:
+    """Not run yet is another thing: four of five planned is said, and they may be averaged."""
+    experiment, results, failed = made(tmp_path, fifth)
+    cells = score_cells(experiment, "mini", results, failed=failed)
+    slow, fast = cells
+    assert (slow.mean, slow.median, fast.median) == (30, 30, 5)
+    source = Source(experiment, "mini", results, failed=failed)
+    [_, row] = table_of("scores", source)[1]
+    if fifth == "not run":
+        assert fast.mean == 5 and len(fast.scores) == 4 and fast.planned == 5 and without_number(cells) == []
+        assert len(paired(cells, "method", "slow")) == 1 and row[1:] == ["5.0000 ± 0.0000", "4"]
+        return
+    assert fast.mean is None and fast.spread is None and fast.none == (4,)
+    assert row[1] == "median 5.0000; 4 of 5 have a number"
+    assert paired(cells, "method", "slow") == [] == table_of("differences", source)[1]
+    for said in (without_number(cells), reservations("scores", source), reservations("differences", source)):
+        assert any("fast: no number on seed 4: the run diverged, failed or never got there." in line for line in said)
+    [first, second] = placings(cells, "method", smaller_is_better=True)
+    assert first.counts == (1, 4) and second.counts == (4, 1), "the one that never gets there is last on that seed"
+    assert orders(cells, smaller_is_better=True) == (2, 5)
+
+
+def test_a_median_is_there_while_it_has_a_number() -> None:
+    """Of five with two missing it is the third best, 30; of four with two missing it falls on a missing one."""
+    five = CellScore({}, {0: 10.0, 1: 30.0, 2: 20.0}, 5, None, none=(3, 4), less=True)
+    assert five.median == 30 and five.words() == "median 30.0000; 3 of 5 have a number"
+    four = CellScore({}, {0: 10.0, 1: 30.0}, 4, None, none=(3, 4), less=True)
+    assert four.median is None and four.words() == "2 of 4 have a number"
+    up = CellScore({}, {0: 0.9, 1: 0.7, 2: 0.8}, 4, None, none=(3,))
+    assert up.median == pytest.approx(0.75), "0.9, 0.8, 0.7 and a worse one"
+    assert CellScore({}, {}, 2, None, none=(0, 1)).words() == "0 of 2 have a number"
