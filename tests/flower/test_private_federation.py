@@ -117,10 +117,12 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     fed = FederationOnDisk(tmp_path, data={"validation": 0.0, "test": 0.0})
     run = {
         "model": {"path": str(fed.model)}, "lora": {"targets": ["query", "value"]}, "data": {"labels": list(LABELS)},
-        "run": {"rounds": 3}, "privacy": {k: v for k, v in PRIVATE.items() if k != "members"},
+        "run": {"rounds": 3},
+        "privacy": {k: v for k, v in PRIVATE.items() if k != "members"} | {"ledger": "ledgers/ledger.jsonl"},
     }  # fmt: skip
+    (tmp_path / "ledgers").mkdir()  # what charges it writes beside it, so that nothing else may lie there
     (tmp_path / "run.toml").write_text(tomli_w.dumps(run))
-    made = federation(tmp_path / "run.toml", [], "fl.example.org", RANKS, None, None, 443, 18080, None, "8G")
+    made = federation(tmp_path / "run.toml", [], "fl.example.org", RANKS, None, None, 443, 18080)
     terms = made.settings.privacy
     assert terms is not None and terms.members == list(RANKS) and terms.rank == 4
     assert made.settings.server.quorum is None
@@ -143,7 +145,7 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this budget leaves nothing"):
         tables = {**run, "privacy": {**run["privacy"], "noise_multiplier": 50.0}}
         (tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
-        federation(tmp_path / "run.toml", [], "fl.example.org", RANKS, None, None, 443, 18080, None, "8G")
+        federation(tmp_path / "run.toml", [], "fl.example.org", RANKS, None, None, 443, 18080)
 
 
 def test_a_site_without_the_libraries_still_sees_the_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

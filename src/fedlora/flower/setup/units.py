@@ -181,7 +181,7 @@ def check_apart(folder: Path, writable: Sequence[Path]) -> None:
                 raise ConfigError(
                     f"{place} must be writable for the unit, and {kept} lies in it: code that the unit runs could "
                     f"change what is run or believed at the next start. Put one of them elsewhere (a ledger: into a "
-                    f"folder of its own, with privacy.ledger in federation.toml)."
+                    f"folder of its own, by privacy.ledger)."
                 )
 
 
