@@ -28,7 +28,7 @@ SAID = {
     "adapters": "PEFT files", "client": "a client's round", "attacks": "clients that lie",
     "privacy": "noise and ledger",
     "core": "what travels", "linalg": "thin matrices", "data": "text, dealt out", "seeds": "random streams",
-    "errors": "errors that teach", "versions": "what is installed",
+    "errors": "errors that teach", "given_files": "what people name", "versions": "what is installed",
 }  # fmt: skip
 Edges = Mapping[str, frozenset[str]]
 
