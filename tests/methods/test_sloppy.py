@@ -291,7 +291,7 @@ class ForgetsTheVersion(Sound):
 
 @dataclass(frozen=True)
 class CrashesOnOtherRanks(Sound):
-    CLAIMS: ClassVar[Any] = Claim(exact=False, gauge=False, state=False, mixed=False)
+    CLAIMS: ClassVar[Any] = Claim(exact=False, gauge=False, state=False, mixed=False, weights=False)
 
     def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
         return LoRA(*(torch.stack(t).mean(0) for t in zip(*(u.lora.factors for u in updates), strict=True)))
