@@ -75,6 +75,8 @@ def _costs(found: Found) -> Sheet:
 
 
 _VERDICTS = {
+    "higher": "Higher: the score is above the reference's; the 95 % interval leaves out zero.",
+    "lower": "Lower: the score is below the reference's; the 95 % interval leaves out zero.",
     "undecided": (
         "Undecided: the 95 % interval (Student's t over the paired differences) holds zero; these seeds do not tell "
         "the two methods apart."

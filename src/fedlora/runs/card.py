@@ -32,7 +32,9 @@ library_name: peft
 | adapted modules | {modules}, rank {ranks} |
 | client ranks | {client_ranks} |
 | training examples | {examples} |
+| data dealt out | {dealt} |
 | local round | {local} |
+| rounds | {round} of {planned} planned, seed {seed} |
 {prompts}| held-out test ({target}) | {metrics} |
 {classes}{defence}{privacy}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
@@ -138,7 +140,10 @@ def model_card(
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
         examples="not told, a private run" if privacy is not None else f"{_examples(train)} over {len(train)} clients",
         privacy="" if privacy is None else f"| differential privacy | {privacy} |\n",
+        dealt=_dealt(config),
         local=_local(config),
+        planned=config.run.rounds,
+        seed=config.run.seed,
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
         classes=_classes(manifest, metrics),
@@ -193,11 +198,24 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
+def _dealt(config: RunConfig) -> str:
+    """Whose data they are: each client's own, or of one set dealt out."""
+    clients = config.clients
+    if config.data.clients:
+        return "each client has a file of its own"
+    if config.data.task == "superni":
+        return "a task for each client"
+    if clients.partition == "iid":
+        return "iid"
+    return f"label skew, Dirichlet {1.0 if clients.alpha is None else clients.alpha:g}"
+
+
 def _local(config: RunConfig) -> str:
     """A client's round in words; what is not at its default is said."""
     t, lora = config.train, config.lora
     length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
     said = [f"{length} of {t.batch_size}", t.optimizer, f"learning rate {t.lr:g}"]
+    said.append(f"texts of up to {config.data.max_length} tokens")
     if t.class_weights is not None:
         table = t.class_weights
         weights = table if isinstance(table, str) else ", ".join(f"{_cell(k)} {v:g}" for k, v in table.items())

@@ -204,6 +204,7 @@ def folder_name(label: str) -> str:
 
 def _summarised(folder: RunFolder) -> dict[str, Any]:
     try:
+        folder.lacking()  # raises where a file of the result is another one by now
         return summarise(folder, 0.0)
     except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

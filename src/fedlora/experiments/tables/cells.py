@@ -87,11 +87,11 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """ "undecided" where the interval holds zero; where all gaps are alike there is none, and where they are all
-        zero the scores are "equal"."""
+        """ "higher" or "lower" than the reference, "undecided" where the interval holds zero; where all gaps are alike
+        there is none, and where they are all zero the scores are "equal"."""
         if self.low == self.high:
             return "no spread" if self.mean else "equal"
-        return "" if self.decided else "undecided"
+        return ("higher" if self.low > 0 else "lower") if self.decided else "undecided"
 
 
 @dataclass(frozen=True)
