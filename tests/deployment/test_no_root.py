@@ -81,6 +81,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def install(machine: Booted) -> None:
+    """By the command itself, and by the script that it prints."""
+    call = f"{sys.executable} -m fedlora.cli flower install"
+    for line in (f"{call} /srv/site", f"{call} /srv/fed --metrics 127.0.0.1:9464 --print | sh"):
+        done = machine.run("sh", "-c", line, seconds=120)
+        assert done.returncode == 0, done.stderr[-3000:] + (machine.folder / "console").read_text()[-3000:]
+
+
 def properties(machine: Booted, unit: str, *names: str) -> dict[str, str]:
     said = machine.run("systemctl", "show", *(f"--property={name}" for name in names), unit).stdout
     return dict(line.split("=", 1) for line in said.splitlines())
@@ -89,12 +97,9 @@ def properties(machine: Booted, unit: str, *names: str) -> dict[str, str]:
 def test_the_units_are_roots_and_start_what_they_are_for(place: Path) -> None:
     """Installed by the command itself. The proxy and the SuperLink answer within their unit's limits. The site's data
     are not there: its node ends with code 2, and is not started again."""
-    call = f"{sys.executable} -m fedlora.cli flower install"
     with booted(place) as machine:
         machine.run("ip", "link", "set", "lo", "up")
-        for line in (f"{call} /srv/site", f"{call} /srv/fed --metrics 127.0.0.1:9464 --print | sh"):
-            done = machine.run("sh", "-c", line, seconds=120)
-            assert done.returncode == 0, done.stderr[-3000:] + (place / "console").read_text()[-3000:]
+        install(machine)
         for unit in UNITS.values():
             path = place / "etc" / unit
             assert path.is_file() and not path.is_symlink()
@@ -123,6 +128,8 @@ def test_a_hostile_app_reaches_nothing_and_is_not_root_after_the_next_boot(place
     of = {
         "site": (site.path, [site.state]), "server": (fed.path, [*fed.written]), "proxy": (fed.path, [fed.proxy_state])
     }  # fmt: skip
+    with booted(place) as machine:
+        install(machine)
     before = {path: path.read_bytes() for path in (place / "etc").rglob("*") if path.is_file()}
     for _ in range(2):  # the second time is after a reboot
         with booted(place) as machine, outsider(machine) as beside:

@@ -6,8 +6,8 @@ that is run or believed (programs, settings, keys, certificates) is read-only to
 * /run is empty but for what finds names: the sockets there (the user's own systemd, D-Bus, containers, ssh and tmux in
   /tmp) would start programs outside of the unit.
 * A user namespace (PrivateUsers): processes of the same user outside of the unit cannot be traced, nor their memory or
-  their view of the files (/proc/PID/root) be written. nginx on a port below 1024 is without, for in one it could not open
-  that; it runs nobody's code.
+  their view of the files (/proc/PID/root) be written. nginx on a port below 1024 is without, for in one it could not
+  open that; it runs nobody's code.
 * MemoryDenyWriteExecute stays off where torch runs: oneDNN and TorchScript make code as they go, and are refused memory
   that is both written and run. nginx has it.
 * A site may have an accelerator: its devices are closed but for NVIDIA's and AMD's. The server has none.
