@@ -6,8 +6,8 @@ that is run or believed (programs, settings, keys, certificates) is read-only to
 * /run is empty but for what finds names: the sockets there (the user's own systemd, D-Bus, containers, ssh and tmux in
   /tmp) would start programs outside of the unit.
 * A user namespace (PrivateUsers): processes of the same user outside of the unit cannot be traced, nor their memory or
-  their view of the files (/proc/PID/root) be written. nginx is without: in one it could not open a port below 1024, and
-  it runs nobody's code.
+  their view of the files (/proc/PID/root) be written. nginx on a port below 1024 is without, for in one it could not
+  open that; it runs nobody's code.
 * MemoryDenyWriteExecute stays off where torch runs: oneDNN and TorchScript make code as they go, and are refused memory
   that is both written and run. nginx has it.
 * A site may have an accelerator: its devices are closed but for NVIDIA's and AMD's. The server has none.
@@ -58,7 +58,6 @@ LockPersonality=yes
 RestrictRealtime=yes
 RestrictSUIDSGID=yes
 RestrictNamespaces=yes
-RemoveIPC=yes
 UMask=0077
 RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
 SystemCallArchitectures=native
@@ -149,7 +148,7 @@ def proxy_unit(folder: Path, port: int, *, user: str | None = None, memory: str 
     return _unit(
         folder, unit_name("proxy", label), "fedlora: the proxy before a federation's server", command, user=user,
         memory=memory, writable=[there.proxy_state], restart="always", after=f" {unit_name('server', label)}",
-        capabilities="CAP_NET_BIND_SERVICE" if port < 1024 else "", compiles=False, users=False,
+        capabilities="CAP_NET_BIND_SERVICE" if port < 1024 else "", compiles=False, users=port >= 1024,
         more=f"ExecReload={_words([nginx, *command[1:], '-s', 'reload'])}\nLimitNOFILE={FILES}\n",
     )  # fmt: skip
 
