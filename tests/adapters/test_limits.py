@@ -170,6 +170,7 @@ def _over() -> dict[str, tuple[Mapping[str, Any] | bytes, Mapping[str, Any] | by
         "questions": (CONFIG | {"modules_to_save": ["a", "b"]}, *heads, "11"),
         "total": (CONFIG, *tensors(ONE), "50"),
         "memory": (CONFIG, *tensors(pairs(["m.q"], d=100)), "1000"),
+        "work": (CONFIG, *tensors(pairs(["m.q"], d=100)), "1000"),
     }  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def test_a_refusal_names_the_limit_and_its_option(name: str, tmp_path: Path, mai
     """And what it proposes is enough: with it, the same file is taken."""
     config, header, size, low = _over()[name]
     folder = put(tmp_path / "a", config, header, size)
-    command = ["inspect" if name == "memory" else "validate", folder]
+    command = ["inspect" if name in ("memory", "work") else "validate", folder]
     assert main(*command).code == 0
     said = main(*command, "--limit", f"{name}={low}").complaint()
     assert f"--limit {name}" in said and re.search(rf"\b{low}\b", said.replace(",", "")), said

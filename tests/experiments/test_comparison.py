@@ -99,6 +99,7 @@ def test_of_which_numbers_less_is_better() -> None:
 def test_a_verdict_is_of_the_interval() -> None:
     """By hand with t(0.975, 2) = 4.3027: gaps 1, 2, 3 are 2 +- 2.48; gaps 5, 6, 7 are 6 +- 2.48; alike: none."""
     assert difference("a", "b", {}, [(1.0, 0.0), (2.0, 0.0), (3.0, 0.0)]).verdict == "undecided"
-    assert difference("a", "b", {}, [(5.0, 0.0), (6.0, 0.0), (7.0, 0.0)]).verdict == ""
+    assert difference("a", "b", {}, [(5.0, 0.0), (6.0, 0.0), (7.0, 0.0)]).verdict == "higher"
+    assert difference("a", "b", {}, [(0.0, 5.0), (0.0, 6.0), (0.0, 7.0)]).verdict == "lower"
     alike = difference("a", "b", {}, [(1.0, 0.0)] * 3)
     assert (alike.verdict, alike.interval, alike.decided) == ("no spread", None, False)

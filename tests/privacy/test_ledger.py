@@ -263,7 +263,12 @@ def test_a_missing_tip_is_refused_but_for_a_ledger_that_is_just_begun(path: Path
     tip.unlink()
     with pytest.raises(LedgerError, match="tip is missing"):
         of(path).charge(an_event(2))
+    (line, header) = (path.read_bytes().splitlines(True)[0], json.loads(path.read_text().splitlines()[0]))
     rewritten(path, lambda found: found[:1])
+    with pytest.raises(LedgerError, match="is older than what was written"):  # it was not: line 1 is known
+        of(path).charge(an_event(2))
+    known = Outside("ledgers", header["id"])  # as it is before the first line
+    known.write(path, mark=header["mark"], number=0, digest=chain.digest_of(line))
     assert of(path).charge(an_event(2)).number == 1 and tip.exists()
 
 
