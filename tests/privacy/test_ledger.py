@@ -22,7 +22,7 @@ import pytest
 import fedlora
 import support
 from fedlora.errors import BudgetSpent, HyperparameterError, LedgerError
-from fedlora.privacy import Budget, Event, Ledger, Mechanism, epsilon, ledger, locked_file, recompute
+from fedlora.privacy import Budget, Event, Ledger, Mechanism, chain, epsilon, ledger, locked_file, recompute
 from fedlora.privacy.decisions import Earlier
 from fedlora.privacy.outside import Outside
 from fedlora.privacy.released import fate_of, filtered, unlisted
