@@ -11,7 +11,7 @@ import pytest
 
 from fedlora.data.tables import read_table
 from fedlora.errors import ConfigError, DataError
-from fedlora.given_files import SETTINGS, half_the_memory, read_given, read_toml
+from fedlora.given_files import SETTINGS, half_the_memory, parse_toml, read_given, read_toml
 from support.adapter_folders import bare
 from support.command_line import Said
 
@@ -110,3 +110,27 @@ def test_rows_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             read_table(tmp_path / name, ["text"])
         monkeypatch.undo()
     assert half_the_memory() > 2**27
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a" + ".a" * 45_000 + " = 1", "a key of more than 32 parts"),
+        ("[a" + " . 'a'" * 45_000 + "]", "a key of more than 32 parts"),
+        ("b = {a" + '."a"' * 45_000 + " = 1}", "a key of more than 32 parts"),
+        ("a = " + "9" * 100_000, "Exceeds the limit"),
+        ("a = " + "[" * 100_000, "nested too deep"),
+    ],
+)
+def test_toml_of_a_stranger_takes_no_memory_by_the_square(text: str, reason: str) -> None:
+    """90 KB of dots took 8 GB and 50 seconds in tomllib; a number of 100,000 digits was a traceback."""
+    with pytest.raises(ValueError, match=reason):
+        parse_toml(text)
+    with pytest.raises(ValueError, match=reason):
+        parse_toml("# a comment\n" * 1000 + text)
+
+
+def test_toml_of_people_is_taken() -> None:
+    parts = ".".join(f"layer{k}" for k in range(32))
+    many = "x = [" + ", ".join(f"{k}.{k}" for k in range(20_000)) + "]\n"
+    assert parse_toml(f"{parts} = 1\n{many}y = '{'word. ' * 5000}'\nz = '{'a' * 10**6}'")["x"][1] == 1.1

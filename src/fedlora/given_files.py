@@ -7,7 +7,9 @@ words it as it words a missing file.
 from __future__ import annotations
 
 import errno
+import io
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -16,11 +18,32 @@ from typing import Any
 from fedlora.errors import ConfigError
 
 SETTINGS = 4 * 2**20  # bytes of a file that people write by hand; ten thousand keys have one million
+RECORDS = 2**28  # bytes of a record that a run or a federation keeps; a line for each of 100,000 rounds
+_PART = r'(?:[\w-]++|"[^"\n]*+"|\'[^\'\n]*+\')'
+_MANY_DOTS = re.compile(rf"(?:^|[{{,\[])[ \t]*+{_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{32}}", re.MULTILINE)
 _HOW = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe without a writer would wait for ever
 _KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
 }  # fmt: skip
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """An ordinary file, or what a link to one leads to, to read. A pipe is not waited for.
+
+    Raises:
+        OSError: it is not there, cannot be opened, or is no ordinary file.
+    """
+    try:
+        descriptor = os.open(path, _HOW)
+    except ValueError as error:  # a NUL, or half a letter
+        raise OSError(errno.EINVAL, f"no file can have that name ({error})", str(path)) from error
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        said = f"it is {_KINDS.get(kind, 'something else')}, and an ordinary file is needed"
+        raise OSError(errno.EINVAL, said, str(path))
+    return open(descriptor, "rb")
 
 
 def read_given(path: Path, most: int = SETTINGS) -> bytes:
@@ -32,24 +55,14 @@ def read_given(path: Path, most: int = SETTINGS) -> bytes:
     Raises:
         OSError: it cannot be opened, is no ordinary file, or has more than `most` bytes.
     """
-    try:
-        descriptor = os.open(path, _HOW)
-    except ValueError as error:  # a NUL, or half a letter
-        raise OSError(errno.EINVAL, f"no file can have that name ({error})", str(path)) from error
-    try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "something else")
-            raise OSError(errno.EINVAL, f"it is {kind}, and an ordinary file is needed", str(path))
-        size, content = facts.st_size, bytearray()
-        while size <= most and (piece := os.read(descriptor, 2**20)):  # it may grow, and files of /proc say 0
+    with opened(path) as file:
+        size, content = os.fstat(file.fileno()).st_size, bytearray()
+        while size <= most and (piece := file.read(2**20)):  # it may grow, and files of /proc say 0
             content += piece
             size = max(size, len(content))
         if size > most:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and {most:,} are allowed", str(path))
         return bytes(content)
-    finally:
-        os.close(descriptor)
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -59,11 +72,25 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         ConfigError: the file cannot be read (see `read_given`), or is not TOML.
     """
     try:
-        return tomllib.loads(read_given(path).decode("utf-8-sig"))
+        return parse_toml(read_given(path).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{what} {path} is not TOML: {error}.") from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """TOML as nested tables. tomllib takes memory by the square of a key's dots: 90 KB of them would take 8 GB.
+
+    Raises:
+        ValueError: no TOML, nested too deep, a key of more than 32 parts, a number of thousands of digits.
+    """
+    if _MANY_DOTS.search(text):
+        raise ValueError("it has a key of more than 32 parts with dots between")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def half_the_memory() -> int:

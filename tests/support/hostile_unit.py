@@ -57,6 +57,20 @@ def of_memory():
         raise OSError(ctypes.get_errno(), "process_vm_writev")
 
 
+def of_anybody():
+    """Another process of this user, whichever: its files as it sees them."""
+    for path in Path("/proc").glob("[0-9]*/root/home/fedlora"):
+        if path.parts[2] != str(os.getpid()):
+            make(path / ".profile")
+            return
+    raise PermissionError("nobody is there")
+
+
+def of_a_terminal():
+    terminals = [path for path in Path("/dev/pts").iterdir() if path.name != "ptmx"]
+    os.close(os.open(terminals[0], os.O_RDWR | os.O_NOCTTY))
+
+
 def of_new_namespace():
     if ctypes.CDLL(None, use_errno=True).unshare(0x10000000) != 0:  # CLONE_NEWUSER
         raise OSError(ctypes.get_errno(), "unshare")
@@ -85,6 +99,8 @@ for name in (f"/run/user/{os.getuid()}/bus", "/run/dbus/system_bus_socket", "/ru
     tried(f"speaks to {name}", lambda name=name: connect(name))
 tried("changes another's /dev/shm", lambda: append("/dev/shm/outside"))
 tried("sees an outsider's files", lambda: make(f"/proc/{outsider}/root/home/fedlora/.profile"))
+tried("sees anybody's files", of_anybody)
+tried("writes to a terminal", of_a_terminal)
 tried("changes an outsider's memory", of_memory)
 tried("becomes root by setuid", of_setuid)
 tried("makes a user namespace", of_new_namespace)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import os
 import stat
 from collections.abc import Iterator
@@ -17,23 +16,11 @@ from typing import BinaryIO
 
 from fedlora.core import beside
 from fedlora.core.beside import sync_folder
+from fedlora.given_files import opened
 
 __all__ = ["digest", "making", "opened", "read", "replacing", "sweep", "sync_folder", "write"]
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-
-
-def opened(path: Path) -> io.BufferedReader:
-    """An ordinary file, or what a link to one leads to, to read. A pipe is not waited for.
-
-    Raises:
-        OSError: it is not there, cannot be read, or is no ordinary file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
-    return open(descriptor, "rb")
 
 
 def read(path: Path) -> bytes:

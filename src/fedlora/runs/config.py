@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pydantic import BaseModel, model_validator
 from fedlora.data.demo import PACKAGED
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
-from fedlora.given_files import read_toml
+from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
@@ -163,8 +162,8 @@ def override_in(raw: dict[str, Any], text: str) -> None:
 def typed(text: str, where: str) -> Any:
     """What is typed behind KEY=, as a value of TOML; a bare word is a string. where: in words, for `ConfigError`."""
     try:
-        said = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+        said = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     if more := [key for key in said if key != "value"]:
         raise ConfigError(

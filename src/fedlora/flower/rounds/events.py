@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fedlora.core.echo import shown
 from fedlora.core.read_only import ReadOnly
+from fedlora.given_files import opened
 from fedlora.runs.folder import plain
 
 Fate = Literal["trained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
@@ -196,7 +197,8 @@ class EventReader:
             self.close()
         if self._descriptor is None:
             try:
-                self._descriptor = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                with opened(self._path) as file:
+                    self._descriptor = os.dup(file.fileno())
             except FileNotFoundError:
                 return found
         return found + self._rest()

@@ -15,6 +15,7 @@ from typing import Any
 from fedlora.core import files
 from fedlora.errors import CheckpointError
 from fedlora.flower.rounds.events import json_line
+from fedlora.given_files import RECORDS, read_given
 
 
 class RoundLines:
@@ -30,7 +31,7 @@ class RoundLines:
         """
         self._path = path
         self._lines: dict[int, dict[str, Any]] = {}
-        text = path.read_text(encoding="utf-8", errors="replace") if path is not None and path.is_file() else ""
+        text = read_given(path, RECORDS).decode(errors="replace") if path is not None and path.exists() else ""
         for line in text.split("\n"):
             found = _line(line)
             if found is not None and found["round"] <= upto:

@@ -16,6 +16,7 @@ from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.given_files import RECORDS, read_given
 
 _LEAST_ROOM = 16_000_000  # bytes
 
@@ -91,7 +92,7 @@ def rounds_done(folder: FederationFolder) -> int:
     """How many rounds are stored, by rounds.jsonl."""
     most = 0
     try:
-        lines = folder.rounds.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_given(folder.rounds, RECORDS).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return 0
     for line in lines:
@@ -147,7 +148,7 @@ def _loaded(path: Path, changed: int, size: int) -> FederationSettings:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_given(path, RECORDS))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

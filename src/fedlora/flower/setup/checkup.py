@@ -9,6 +9,7 @@ import stat
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core.messages import Client
@@ -26,6 +27,7 @@ from fedlora.flower.terms.facts import Agreement, admitted
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
+from fedlora.given_files import RECORDS, read_given
 from fedlora.runs.defence import check_rule
 from fedlora.server.sampling import sample_clients
 
@@ -65,7 +67,7 @@ def checked_folder(folder: Path) -> list[Row]:
 def _place(there: FederationFolder) -> list[Row]:
     """Absolute paths are in several files: a folder that was moved is found out."""
     home = str(there.path)
-    text = (there.flower_home / "config.toml").read_text(encoding="utf-8")
+    text = read_given(there.connection).decode()
     if f'"{there.certificates}/ca.crt"' not in text:
         found = re.search(r'^root-certificates = "(.*)/certs/ca.crt"', text, re.MULTILINE)
         return [("place", f"was made at {found[1] if found else '?'}: fedlora flower renew {home}", False)]
@@ -95,7 +97,7 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
         limit = max(map(int, found), default=2**20)  # that of objects; without any, nginx's own
         chunk = int(os.environ.get("FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", _CHUNK))
         rows.append(("proxy's body limit", f"{limit / 2**20:.0f} MiB", limit >= 1.2 * chunk))
-    done = len(there.rounds.read_bytes().splitlines()) if there.rounds.is_file() else 0
+    done = len(read_given(there.rounds, RECORDS).splitlines()) if there.rounds.exists() else 0
     rows.append(("rounds done", f"{done} of {settings.run.rounds}", True))
     needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps some rounds, the checkpoints two
     free = shutil.disk_usage(there.path).free
@@ -245,14 +247,22 @@ def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str
 
 
 def _nginx_says(there: FederationFolder, nginx: str) -> str:
-    """What nginx finds wrong with its configuration, as the folder's owner, whose logs it opens; "" for nothing."""
+    """What nginx finds wrong with its configuration, as the folder's owner; "" for nothing."""
     facts = there.path.stat()
     other = os.getuid() == 0 and facts.st_uid != 0
-    tried = subprocess.run(
-        [nginx, "-e", str(there.proxy_state / "error.log"), "-t", "-q", "-c", str(there.proxy)],
-        capture_output=True, text=True, check=False, user=facts.st_uid if other else None,
-        group=facts.st_gid if other else None, extra_groups=[] if other else None,
-    )  # fmt: skip
+    with TemporaryDirectory() as place:  # it opens its logs and its pid file: not those that the unit may have replaced
+        Path(place).chmod(0o755)
+        tested = Path(place) / "nginx.conf"
+        state = Path(place) / "state"
+        state.mkdir()
+        tested.write_text(there.proxy.read_text(encoding="utf-8").replace(str(there.proxy_state), str(state)))
+        if other:
+            os.chown(state, facts.st_uid, facts.st_gid)
+        tried = subprocess.run(
+            [nginx, "-e", str(state / "error.log"), "-t", "-q", "-c", str(tested)],
+            capture_output=True, text=True, check=False, user=facts.st_uid if other else None,
+            group=facts.st_gid if other else None, extra_groups=[] if other else None,
+        )  # fmt: skip
     lines = [line for line in tried.stderr.strip().splitlines() if "bind() to" not in line]  # a port is the unit's
     failed = tried.returncode and not ("bind() to" in tried.stderr and all("[emerg]" not in line for line in lines))
     return (lines or ["nginx refuses it"])[0] if failed else ""

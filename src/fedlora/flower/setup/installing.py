@@ -18,10 +18,11 @@ from pathlib import Path
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.ownership import owner
-from fedlora.flower.places import FederationFolder
+from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup import units
 from fedlora.flower.site.site_checks import is_site
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
 from fedlora.privacy.outside import state_folder
 
 UNITS = Path("/etc/systemd/system")
@@ -86,7 +87,9 @@ def _site(home: Path, user: str | None, memory: str | None, metrics: str | None,
     if metrics is not None:
         raise ConfigError("--metrics is of a federation's server; a site has none. Leave it out.")
     more = {} if memory is None else {"memory": memory}
-    return {units.unit_name("site", label): units.site_unit(home, user=user, label=label, **more)}
+    site = Site.read(SiteFolder(home).site)
+    reads = [Path(path) for path in (site.data, site.model) if Path(path).is_absolute()]
+    return {units.unit_name("site", label): units.site_unit(home, user=user, label=label, reads=reads, **more)}
 
 
 def _server(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> dict[str, str]:
@@ -98,10 +101,12 @@ def _server(home: Path, user: str | None, memory: str | None, metrics: str | Non
     if ledger is not None:
         known = _known(user or owner(home))
     more = {} if memory is None else {"memory": memory}
+    mine = settings.at_server
+    reads = [Path(path) for path in (mine.model, mine.validation, mine.test) if path and Path(path).is_absolute()]
     return {
         units.unit_name("proxy", label): units.proxy_unit(home, settings.network.port, user=user, label=label),
         units.unit_name("server", label): units.server_unit(
-            home, user=user, metrics=metrics, ledger=ledger, known=known, label=label, **more
+            home, user=user, metrics=metrics, ledger=ledger, known=known, label=label, reads=reads, **more
         ),
     }
 

@@ -6,8 +6,9 @@ that is run or believed (programs, settings, keys, certificates) is read-only to
 * /run is empty but for what finds names: the sockets there (the user's own systemd, D-Bus, containers, ssh and tmux in
   /tmp) would start programs outside of the unit.
 * A user namespace (PrivateUsers): processes of the same user outside of the unit cannot be traced, nor their memory or
-  their view of the files (/proc/PID/root) be written. nginx on a port below 1024 is without, for in one it could not
-  open that; it runs nobody's code.
+  their view of the files (/proc/PID/root) be written. In one nginx could not open a port below 1024: there it has no
+  /proc, and no calls that reach into other processes.
+* No /dev/pts: the terminals of people who are logged in as the same user could be read and written.
 * MemoryDenyWriteExecute stays off where torch runs: oneDNN and TorchScript make code as they go, and are refused memory
   that is both written and run. nginx has it.
 * A site may have an accelerator: its devices are closed but for NVIDIA's and AMD's. The server has none.
@@ -46,6 +47,7 @@ ReadWritePaths={writable}
 PrivateTmp=yes
 {bound}TemporaryFileSystem=/run:ro /dev/shm:mode=1777
 BindReadOnlyPaths=-/run/systemd/resolve -/run/resolvconf -/run/NetworkManager -/run/nscd
+InaccessiblePaths=/dev/pts
 PrivateIPC=yes
 ProtectKernelTunables=yes
 ProtectKernelModules=yes
@@ -66,6 +68,10 @@ SystemCallFilter=~@privileged
 SystemCallErrorNumber=EPERM
 """
 _NO_DEVICES = "PrivateDevices=yes\n"
+_NO_PROCESSES = """\
+InaccessiblePaths=/proc
+SystemCallFilter=~@debug process_vm_readv process_vm_writev pidfd_open pidfd_getfd kcmp
+"""
 _ACCELERATORS = """\
 BindReadOnlyPaths=-/run/nvidia-persistenced -/run/opengl-driver
 DevicePolicy=closed
@@ -119,14 +125,15 @@ def unit_name(kind: str, label: str = "") -> str:
 
 def server_unit(
     folder: Path, *, user: str | None = None, memory: str = "8G", metrics: str | None = None,
-    ledger: Path | None = None, known: Path | None = None, label: str = "",
+    ledger: Path | None = None, known: Path | None = None, label: str = "", reads: Sequence[Path] = (),
 ) -> str:  # fmt: skip
     """Of `fedlora flower serve FOLDER`: started again when it fails, and not when all rounds are played.
 
     Args:
         folder: of the federation. user: as whom it runs; default: who owns the folder. memory: its limit. metrics:
             HOST:PORT for Prometheus. ledger: of a private federation; what charges it writes beside it, too. known:
-            the folder of what is known of ledgers outside of theirs (`privacy.outside`).
+            the folder of what is known of ledgers outside of theirs (`privacy.outside`). reads: its own
+            base model and data, if any.
 
     Raises:
         ConfigError: a path or a user that a unit cannot name; root; a ledger beside what must not be written.
@@ -136,7 +143,7 @@ def server_unit(
     more = f"Environment={_word(f'FEDLORA_STATE_DIR={known}')}\n" if known else ""
     return _unit(
         folder, unit_name("server", label), "fedlora: a federation's server", command, user=user, memory=memory,
-        writable=[*FederationFolder(folder).written, *beside], restart="on-failure", more=more,
+        writable=[*FederationFolder(folder).written, *beside], restart="on-failure", more=more, reads=reads,
     )  # fmt: skip
 
 
@@ -153,8 +160,13 @@ def proxy_unit(folder: Path, port: int, *, user: str | None = None, memory: str 
     )  # fmt: skip
 
 
-def site_unit(folder: Path, *, user: str | None = None, memory: str = "16G", label: str = "") -> str:
+def site_unit(
+    folder: Path, *, user: str | None = None, memory: str = "16G", label: str = "", reads: Sequence[Path] = ()
+) -> str:
     """Of `fedlora flower node FOLDER`, at a site: started again however it ends, for Flower's node may end with code 0.
+
+    Args:
+        reads: its data and its base model, whose disks must be mounted first.
 
     Raises:
         ConfigError: as `server_unit`.
@@ -162,7 +174,7 @@ def site_unit(folder: Path, *, user: str | None = None, memory: str = "16G", lab
     return _unit(
         folder, unit_name("site", label), "fedlora: a site of a federation",
         [*program(), "flower", "node", str(folder)], user=user, memory=memory, writable=[SiteFolder(folder).state],
-        restart="always", accelerators=True,
+        restart="always", accelerators=True, reads=reads,
     )  # fmt: skip
 
 
@@ -187,7 +199,7 @@ def check_apart(folder: Path, writable: Sequence[Path]) -> None:
 def _unit(
     folder: Path, name: str, what: str, command: list[str], *, user: str | None, memory: str, restart: str,
     writable: Sequence[Path], after: str = "", capabilities: str = "", more: str = "", accelerators: bool = False,
-    compiles: bool = True, users: bool = True,
+    compiles: bool = True, users: bool = True, reads: Sequence[Path] = (),
 ) -> str:  # fmt: skip
     user = user or owner(folder)
     if user == "root":
@@ -200,6 +212,12 @@ def _unit(
     if not _MEMORY.fullmatch(memory):
         raise ConfigError(f"a unit's memory limit is such as 8G or 800M; got {quoted(memory)}.")
     check_apart(folder, writable)
+    for path in reads:
+        if any(path.is_relative_to(place) for place in (*_SHARED, Path("/run"))) and not path.is_relative_to(folder):
+            raise ConfigError(
+                f"{path} lies where a unit has folders of its own (/tmp, /var/tmp, /run): it would not be there. "
+                f"Put it elsewhere, and name it in {folder}."
+            )
     places = " ".join(map(_listed, writable))
     bound = ""
     if any(folder.is_relative_to(place) for place in _SHARED):  # it would not be there
@@ -208,10 +226,12 @@ def _unit(
         writable=places, capabilities=capabilities, bound=bound, users="PrivateUsers=yes\n" if users else ""
     )
     hardened += _ACCELERATORS if accelerators else _NO_DEVICES
+    hardened += "" if users else _NO_PROCESSES
     hardened += "" if compiles else "MemoryDenyWriteExecute=yes\n"
     return _UNIT.format(
         folder_=_shown(folder), name=name, what=what, user=user, after=after, command=_words(command), more=more,
-        folder=_path(folder), mounts=_listed(folder), restart=restart, memory=memory, hardened=hardened,
+        folder=_path(folder), mounts=" ".join(map(_listed, [folder, *reads])), restart=restart,
+        memory=memory, hardened=hardened,
     )  # fmt: skip
 
 

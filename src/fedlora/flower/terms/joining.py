@@ -14,7 +14,6 @@ import base64
 import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.names import check_site, checked_rank
-from fedlora.given_files import read_given
+from fedlora.given_files import parse_toml, read_given
 
 JOIN, REQUEST = "fedlora-join/1", "fedlora-request/1"
 _MOST = 2**20  # bytes of either file: a certificate and a page of settings are a hundredth of it
@@ -189,7 +188,7 @@ def _read(path: Path, what: str, form: str, where: str) -> dict[str, Any]:
             f"the site (fedlora flower site --rotate); {where}."
         )
     try:
-        raw = tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n"))
+        raw = parse_toml(content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n"))
         if not _is_plain(raw):
             raise ValueError("it has a date or a time, where only text, numbers and lists of them belong")
     except (ValueError, RecursionError) as error:
