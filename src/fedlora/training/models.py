@@ -342,7 +342,8 @@ class AdaptedModel:
 
     def _check_rank(self, rank: int) -> None:
         """Raises `ConfigError` for a rank above both sides of every adapted matrix, before anything is made of it."""
-        adapter, _ = read_model(self._model, self._adapter_for(1), scaling=self.settings.scaling)
+        name = self._adapter_for(1)  # which makes the peft model
+        adapter, _ = read_model(self._model, name, scaling=self.settings.scaling)
         sides = [max(len(B), A.shape[1]) for B, A in (lora.factors for lora in adapter.modules.values())]
         if rank > max(sides, default=rank):
             raise ConfigError(
