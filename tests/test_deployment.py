@@ -152,7 +152,8 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     prepared: Any = prepare(loaded_config)
     state = start(prepared.server, prepared.seed_adapter)
     expected = list(simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=ROUNDS))[-1]
-    loaded = checkpoint.load_newest(folder.checkpoints, FlowerState, prepared.server.method.State)
+    kind = prepared.server.method.State
+    loaded = checkpoint.load_newest(folder.checkpoints, FlowerState, kind, of=folder.settings().id)
     assert loaded is not None and loaded[0] == ROUNDS
     assert bits(loaded[1].state.server) == bits(expected.state.server)
 

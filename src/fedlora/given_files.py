@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import io
+import json
+import math
 import os
 import re
 import stat
@@ -91,6 +93,23 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON as dicts and lists, of what another program may have written: NaN and infinities become None.
+
+    Raises:
+        ValueError: no JSON, or nested too deep.
+    """
+    try:
+        return json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def _finite(digits: str) -> float | None:
+    number = float(digits)
+    return number if math.isfinite(number) else None
 
 
 def half_the_memory() -> int:

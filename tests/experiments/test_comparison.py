@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from fedlora.experiments.grid.spec import Experiment, Tune
 from fedlora.experiments.running.comparison import PROFILE, ComparedRuns, comparison
 from fedlora.experiments.tables.cells import CellScore, difference, orders, placings, smaller_is_better
 from fedlora.runs.config import RunConfig, parse_config
+from fedlora.runs.folder import RunFolder
 from fedlora.runs.sections import MethodSection
 
 BASE = parse_config(
@@ -55,7 +55,7 @@ def test_runs_are_named_for_people_and_found_by_digest(tmp_path: Path) -> None:
     assert kept.folder(one).path == tmp_path / "glora" / "train.lr=0.02" / "seed-3"
     elsewhere = tmp_path / "glora" / "renamed"
     elsewhere.mkdir(parents=True)
-    (elsewhere / "manifest.json").write_text(json.dumps({"config_digest": one.digest, "data": {}}))
+    RunFolder(elsewhere).write_json("manifest.json", {"config_digest": one.digest, "data": {}})
     assert kept.folder(one).path == elsewhere and kept.finished() == {}
 
 

@@ -160,7 +160,7 @@ def test_uploads_of_another_round_than_the_last_are_refused(
     folder = RunFolder(shutil.copytree(places.folder(run).path, tmp_path / "run"))
     prepared = prepare(run.config)
     assert len(_uploads(prepared, folder)) == 3
-    folder.append_metrics({**folder.metrics()[0], "round": 2})
+    folder.append_metrics({**folder.metrics()[0], "round": 2}, folder.read_json("manifest.json")["run"])
     with pytest.raises(CheckpointError, match="2 rounds, and of their uploads those of round 1 are kept"):
         _uploads(prepared, folder)
     shutil.rmtree(folder.path / "uploads")

@@ -23,8 +23,9 @@ def begun(path: Path, commit: object, rounds: int, *, kept: bool) -> RunFolder:
     """A run folder with so many rounds in its log; kept: the last of them has a checkpoint."""
     folder = RunFolder(path)
     folder.create("{}", manifest(commit))
+    link = ""
     for k in range(rounds):
-        folder.append_metrics({"round": k + 1})
+        link = folder.append_metrics({"round": k + 1}, link)
     if kept:
         folder.checkpoints.mkdir()
         (folder.checkpoints / f"round-{rounds:05d}.{'0' * 16}.safetensors").write_bytes(b"")

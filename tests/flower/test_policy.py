@@ -41,7 +41,7 @@ def test_a_share_that_so_few_cannot_keep_makes_all_alike() -> None:
         ("max_rank = 4\n[clients]\na = 8\n", "max_rank = 4"),
         ("colour = 1\n[clients]\na = 8\n", "unknown field 'colour'"),
         ("max_weight_share = 0\n[clients]\na = 8\n", "positive number"),
-        ("[clients\n", "cannot be read"),
+        ("[clients\n", "is not TOML"),
     ],
 )
 def test_a_bad_policy_is_refused(tmp_path: Path, text: str, said: str) -> None:

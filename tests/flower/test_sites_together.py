@@ -54,7 +54,8 @@ def rewrite(made: FederationOnDisk, name: str, **changes: Any) -> None:
 
 def state_of(made: FederationOnDisk) -> Any:
     server = made.settings().server.build(made.settings().method.build(), 0)
-    loaded = checkpoint.load_newest(made.home / "server" / "checkpoints", FlowerState, server.method.State)
+    folder, run = made.home / "server" / "checkpoints", made.settings().id
+    loaded = checkpoint.load_newest(folder, FlowerState, server.method.State, of=run)
     assert loaded is not None
     return loaded[1].state.server
 

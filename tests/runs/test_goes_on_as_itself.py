@@ -104,7 +104,8 @@ def replaced(path: Path, folder: Path, source: Path) -> bool:
 
 def flipped(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
+    where = content.find(b'"lr"') + 1 if path.name == "config.json" else len(content) // 2  # its middle may be a path
+    content[where] ^= 4
     path.write_bytes(content)
 
 

@@ -63,9 +63,12 @@ class Watching(Toy):
 
     def __init__(self) -> None:
         self.got: dict[tuple[str, int], Any] = {}
+        self.bases: dict[tuple[str, int, str], Tensor] = {}  # a site adds up steps: rounding differs
 
     def train(self, download: Any, adapter: Adapter, position: int) -> Trained:
-        self.got[download.client.id, download.round] = bits(adapter)
+        self.got[download.client.id, download.round] = bits(replace(adapter, base=None))
+        for module, change in (adapter.base or {}).items():
+            self.bases[download.client.id, download.round, module] = change.delta()
         return super().train(download, adapter, position)
 
 

@@ -806,7 +806,7 @@ class TestFederationOfTasks:
         assert [next(playing).round for _ in range(2)] == [1, 2]
         playing.close()  # type: ignore[attr-defined]
         other = write_root(tmp_path / "root", seed=1)
-        with pytest.raises(CheckpointError, match="holds a run with another content of: the data of"):
+        with pytest.raises(CheckpointError, match="another content of: the data of"):
             next(execute(prepare(config, other), folder, resume=True))
         assert [record.round for record in execute(prepare(config, project / "root"), folder, resume=True)] == [3, 4]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import ConfigError
-from fedlora.given_files import read_given
+from fedlora.given_files import parse_json, read_given
 from fedlora.training.hub_models import source
 
 _MOST_HEADER = 100_000_000  # bytes; the largest that safetensors itself reads
@@ -96,7 +96,7 @@ def _facts(file: Path) -> list[str | int]:
 
 def _known(cache: Path | None) -> dict[str, str]:
     try:
-        found = json.loads(read_given(cache)) if cache is not None else {}
+        found = parse_json(read_given(cache)) if cache is not None else {}
     except (OSError, ValueError):
         return {}
     return {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fedlora.core.echo import shown
 from fedlora.core.read_only import ReadOnly
-from fedlora.given_files import opened
+from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
 Fate = Literal["trained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
@@ -258,7 +258,7 @@ def as_line(event: Event) -> str:
 def as_event(line: bytes) -> Event | None:
     """The event of a line; None for a torn one, or one of a kind that is not known here."""
     try:
-        said = json.loads(line, parse_constant=lambda _: None)
+        said = parse_json(line)
         kind = _KINDS[said.pop("event")]
         at, number = said.pop("at"), said["round"]
         if not isinstance(at, str) or not isinstance(number, int):
@@ -267,7 +267,7 @@ def as_event(line: bytes) -> Event | None:
             return Done(number, _frozen(said), at)
         known = {f.name for f in fields(kind)}
         event = kind(**{name: _frozen(value) for name, value in said.items() if name in known}, at=at)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return None if isinstance(event, Fated) and event.fate not in FATES else event
 

@@ -42,6 +42,7 @@ from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.runs.folder import plain
 from fedlora.runs.private_plan import PrivacyPlan
 from fedlora.runs.private_run import PrivateRun
@@ -322,7 +323,7 @@ def numbers(federation: Federation, line: Line) -> dict[str, float]:
 def _finished(federation: Federation) -> dict[str, Any] | None:
     """The summary of a federation that has nothing left to do, with these settings."""
     try:
-        summary = json.loads(federation.folder.summary.read_text(encoding="utf-8"))
+        summary = parse_json(read_given(federation.folder.summary, RECORDS))
         rounds, settings = summary["rounds"], summary["settings"]
     except (OSError, ValueError, TypeError, KeyError):
         return None

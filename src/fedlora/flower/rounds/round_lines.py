@@ -7,7 +7,6 @@ is ever missing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from fedlora.core import files
 from fedlora.errors import CheckpointError
 from fedlora.flower.rounds.events import json_line
-from fedlora.given_files import RECORDS, read_given
+from fedlora.given_files import RECORDS, parse_json, read_given
 
 
 class RoundLines:
@@ -70,8 +69,8 @@ class RoundLines:
 
 def _line(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text, parse_constant=lambda _: None)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         return None
     number = found.get("round") if isinstance(found, dict) else None
     return found if isinstance(number, int) and not isinstance(number, bool) and number >= 1 else None

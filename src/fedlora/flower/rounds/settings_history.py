@@ -17,7 +17,7 @@ from typing import Any
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.flower.terms.settings import FederationSettings, changed
-from fedlora.given_files import RECORDS, read_given
+from fedlora.given_files import RECORDS, parse_json, read_given
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class History:
     def read(cls, path: Path) -> History:
         """None where there is no file. Raises `CheckpointError` for a damaged one."""
         try:
-            found = json.loads(read_given(path, RECORDS))
+            found = parse_json(read_given(path, RECORDS))
             if not all(isinstance(entry["settings"], dict) and isinstance(entry["rounds"], int) for entry in found):
                 raise ValueError("it is no list of settings")
         except FileNotFoundError:

@@ -16,7 +16,7 @@ from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.given_files import RECORDS, read_given
+from fedlora.given_files import RECORDS, parse_json, read_given
 
 _LEAST_ROOM = 16_000_000  # bytes
 
@@ -97,7 +97,7 @@ def rounds_done(folder: FederationFolder) -> int:
         return 0
     for line in lines:
         try:
-            most = max(most, int(json.loads(line)["round"]))
+            most = max(most, int(parse_json(line)["round"]))
         except (ValueError, KeyError, TypeError):
             continue  # torn by a crash
     return most
@@ -148,7 +148,7 @@ def _loaded(path: Path, changed: int, size: int) -> FederationSettings:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(read_given(path, RECORDS))
+        found = parse_json(read_given(path, RECORDS))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.tailing import Tail
+from fedlora.given_files import parse_json
 
 NAME = "work.jsonl"
 _MOST = 4 * 2**20  # bytes; then the file begins anew
@@ -83,7 +84,7 @@ class Follower:
 
 def _read(line: str) -> Work | None:
     try:
-        facts = json.loads(line)
+        facts = parse_json(line)
         loss = facts["loss"]
         return Work(
             str(facts["did"]), int(facts["round"]), int(facts["examples"]), float(facts["seconds"]),
