@@ -1,0 +1,100 @@
+"""`make mutants`: python -m mutation COMMAND, in the project's folder, with tools/ on PYTHONPATH.
+
+note        run all tests once and note which places they pass; as long as `make test`, alone on the machine
+try         what was not tried yet; --part 1/4: a quarter of it; stops after each batch without loss
+check       only the cases that are stored: does each change that was killed still die? minutes
+table       what CONTRIBUTING.md shows
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mutation import killing, stored
+from mutation.sites import SHARES, SOURCE, possible
+from mutation.stored import Tried
+
+BATCH = 40  # changes that one process tries; what it found is stored after each
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="mutation", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("command", choices=["note", "try", "check", "table"])
+    parser.add_argument("tests", nargs="*", help="of note: only these files and folders")
+    parser.add_argument("--part", default="1/1", help="of try: i/n")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for the tests of one change")
+    parser.add_argument("--workers", type=int, default=2)
+    said = parser.parse_args()
+    if said.command == "note":
+        killing.note(said.tests)
+    elif said.command == "try":
+        part, parts = map(int, said.part.split("/"))
+        _try(part, parts, said.seconds, said.workers)
+    elif said.command == "check":
+        return _check(said.seconds, said.workers)
+    print(table(stored.read()))
+    return 0
+
+
+def _try(part: int, parts: int, seconds: float, workers: int) -> None:
+    reached = killing.noted()
+    todo = [k for k, each in enumerate(stored.read()) if not each.verdict and k % parts == part - 1]
+    for begin in range(0, len(todo), BATCH):
+        began, batch = time.monotonic(), todo[begin : begin + BATCH]
+        orders = {k: killing.in_order(reached[k]) for k in batch if k in reached}
+        found = killing.tried(orders, seconds, workers)
+        everything = stored.read()
+        for k in batch:
+            verdict, by, ran, spent = found.get(k, ("not reached", [], 0, 0.0))
+            functions = len({stored.function_of(case) for case in orders.get(k, ())})
+            everything[k] = replace(
+                everything[k], verdict=verdict, by=tuple(by), reached=functions, ran=ran, seconds=spent
+            )
+        stored.write(everything)
+        left = len(todo) - begin - len(batch)
+        print(f"{len(batch)} tried in {time.monotonic() - began:.0f} s, {left} left", flush=True)
+
+
+def _check(seconds: float, workers: int) -> int:
+    """Names each change whose stored cases do not find it any more. 1 where there is one."""
+    everything = stored.read()
+    killed = {k: each.by for k, each in enumerate(everything) if each.verdict == "killed"}
+    files = {each.change.file for each in everything if (SOURCE / each.change.file).exists()}
+    there = {change.id for file in files for change in possible(file)}
+    gone = [k for k in killed if everything[k].change.id not in there]
+    found = killing.tried({k: by for k, by in killed.items() if k not in gone}, seconds, workers)
+    lost = [k for k, (verdict, *_) in found.items() if verdict != "killed"]
+    print(
+        f"{len(killed)} were killed; the code of {len(gone)} is gone, {len(lost)} are not killed by the stored cases:"
+    )
+    for k in lost:
+        change = everything[k].change
+        print(f"  {change.file}, {change.function}: {change.before} -> {change.after}")
+        print(*(f"    was killed by {case}" for case in everything[k].by), sep="\n")
+    return 1 if lost else 0
+
+
+def table(everything: Sequence[Tried]) -> str:
+    """Package, changes, and what became of them."""
+    words = ("killed", "survived", "time", "not reached", "")
+    rows = [
+        "| package | changes | killed | survived | time over | not reached | not tried |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    whole: Counter[str] = Counter()
+    for name in SHARES:
+        found = Counter(each.verdict for each in everything if each.change.file.startswith(f"fedlora/{name}"))
+        whole += found
+        rows.append(f"| {name} | {found.total()} | " + " | ".join(str(found[word]) for word in words) + " |")
+    rows.append(f"| all | {whole.total()} | " + " | ".join(str(whole[word]) for word in words) + " |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,121 @@
+"""Which tests find a change: the cheapest case of each function that reaches it, then further cases of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mutation.stored import function_of
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "mutants"
+NOTES = FOLDER / "passed"
+# No import hook but ours (shape annotations are off), and no order of workers
+OPTIONS = ("-q", "--import-mode=importlib", "-p", "mutation.plugin", "-p", "no:cacheprovider", "-o", "timeout=120")
+ENOUGH = 3  # functions that find a change: those that did not run by then are left out
+QUICK = "not deployment and not deployment_all and not exhaustive and not release"
+
+
+def note(tests: Sequence[str] = ()) -> None:
+    """Runs all tests once, unchanged, and notes what each passes."""
+    shutil.rmtree(NOTES, ignore_errors=True)
+    NOTES.mkdir(parents=True)
+    _pytest(["-n", "2", "--dist", "worksteal", "-m", QUICK, *tests], MUTATION_NOTES=str(NOTES))
+
+
+def noted() -> dict[int, list[tuple[str, float]]]:
+    """Number of a change -> the cases that reach it, with their seconds."""
+    found: dict[int, list[tuple[str, float]]] = defaultdict(list)
+    for path in sorted(NOTES.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            case, seconds, numbers = json.loads(line)
+            for number in numbers:
+                found[number].append((case, seconds))
+    return found
+
+
+def in_order(cases: Sequence[tuple[str, float]]) -> list[str]:
+    """The cheapest case of each function, the cheapest function first; then the second of each, and so on."""
+    by_function: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for case, seconds in cases:
+        by_function[function_of(case)].append((seconds, case))
+    ranked = [(k, each) for those in by_function.values() for k, each in enumerate(sorted(those))]
+    return [case for _, (_, case) in sorted(ranked)]
+
+
+def tried(
+    numbers: Mapping[int, Sequence[str]], seconds: float, workers: int
+) -> dict[int, tuple[str, list[str], int, float]]:
+    """Number -> verdict, cases that fail, how many ran, seconds. numbers: with the cases to run, in this order.
+
+    A case that fails without the change, too, when it runs in a fork by itself, counts for nothing.
+    """
+    out = FOLDER / "outcomes"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    tasks = [
+        {
+            "number": number,
+            "cases": list(cases),
+            "seconds": seconds,
+            "enough": ENOUGH,
+            "out": str(out / f"{number}.jsonl"),
+        }
+        for number, cases in numbers.items()
+    ]
+    _forks(tasks, workers)
+    found = {number: _outcome(out / f"{number}.jsonl") for number in numbers}
+    suspects = sorted({case for _, by, _, _ in found.values() for case in by})
+    controls = [
+        {"number": None, "cases": [case], "seconds": seconds, "enough": 1, "out": str(out / f"control-{k}.jsonl")}
+        for k, case in enumerate(suspects)
+    ]
+    _forks(controls, workers)
+    false = {case for k, case in enumerate(suspects) if _outcome(out / f"control-{k}.jsonl")[1]}
+    if false:
+        print("fail by themselves in a fork, and are not counted:", *sorted(false), sep="\n  ")
+    done = {}
+    for number, (verdict, by, ran, spent) in found.items():
+        left = [case for case in by if case not in false]
+        done[number] = (verdict if left or verdict != "killed" else "survived", left, ran, spent)
+    return done
+
+
+def _forks(tasks: Sequence[Mapping[str, object]], workers: int) -> None:
+    listed = FOLDER / "tasks.json"
+    listed.write_text(json.dumps(tasks))
+    wanted = sorted({str(case).partition("::")[0] for task in tasks for case in task["cases"]})  # type: ignore[attr-defined]
+    if tasks:
+        _pytest(["-s", "-m", QUICK, *wanted], MUTATION_TASKS=str(listed), MUTATION_WORKERS=str(workers))
+
+
+def _outcome(path: Path) -> tuple[str, list[str], int, float]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    by = [name for word, name, _ in lines if word == "failed"]
+    began = [name for word, name, _ in lines if word == "began"]
+    word = lines[-1][0] if lines else "end"
+    if word in ("began", "broke") and began and began[-1] not in by:
+        by.append(began[-1])  # it ended the process, or hung it
+    return (
+        ("killed" if by else "time" if word == "time" else "survived"),
+        by,
+        len(began),
+        max((at for _, _, at in lines), default=0.0),
+    )
+
+
+def _pytest(words: Sequence[str], **more: str) -> None:
+    path = os.pathsep.join(filter(None, (str(ROOT / "tools"), os.environ.get("PYTHONPATH", ""))))
+    environment = {**os.environ, **more, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-o", "addopts=", *OPTIONS, *words], cwd=ROOT, env=environment, check=False
+    )
+    print(f"{time.monotonic() - began:.0f} s")
