@@ -68,19 +68,22 @@ def test_bytes_that_are_not_approved_never_get_to_flower(
 ) -> None:
     """Whatever hash the server claims for them: what counts is the SHA-256 of what came. The answer is an error in the
     same words; with the digest in site.toml the same bytes pass. Before: Flower unpacked and ran whatever came."""
-    app, opened, answers = b"PK of another app", list[bytes](), list[Message]()
+    app, opened, answers = bundle(), list[bytes](), list[Message]()
     other, found = "0" * 64, hashlib.sha256(app).hexdigest()
     site = tmp_path / "site.toml"
     site.write_text(line.format(other=other))
 
-    def flower(*, state: object, receive: Any, get_fab: Any, node_config: object, object_store: object) -> int:
+    def flower(*, receive: Any, get_run: Any, get_fab: Any, **more: object) -> int:
         receive()
-        opened.append(get_fab(other, 5).content)  # the hash that the server claims is the approved one
+        opened.append(get_fab(get_run(5).fab_hash, 5).content)
         return 5
 
     pull = with_approved_app(flower)
+    run = SimpleNamespace(
+        fab_id="fedlora/fedlora-app", fab_version="1.0.0", fab_hash=other
+    )  # an approved one's, it claims
     given: dict[str, Any] = {
-        "state": None, "object_store": None, "node_config": {"site": str(site)},
+        "get_run": lambda asked: run, "state": None, "object_store": None, "node_config": {"site": str(site)},
         "receive": lambda: (question(), None), "get_fab": lambda claimed, run: SimpleNamespace(content=app),
     }  # fmt: skip
     monkeypatch.setattr(loop, "_insert_message", lambda reply, state, store: answers.append(reply))
@@ -89,6 +92,11 @@ def test_bytes_that_are_not_approved_never_get_to_flower(
     said = capfd.readouterr().err
     assert "app refused" in said and (line in ("app = 3", "no toml") or found in answers[0].error.reason)
     site.write_text(f'app = "{found}"')
+    for name, value in (("fab_hash", other), ("fab_version", "1.0.0/../../evil"), ("fab_id", "../..")):
+        before = {"fab_hash": found, "fab_version": "1.0.0", "fab_id": "fedlora/fedlora-app"}
+        run.__dict__.update({**before, name: value})  # the folder in which Flower looks for the unpacked app
+        assert pull(**given) == 5 and not opened and value in answers[-1].error.reason
+    run.__dict__.update(before)
     assert pull(**given) == 5 and opened == [app]
 
 

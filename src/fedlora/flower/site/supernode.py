@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fedlora.core.echo import quoted
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.site.owner import OWNER
 
@@ -53,22 +54,30 @@ def with_approved_app(pull: Callable[..., int | None]) -> Callable[..., int | No
     """Flower's pull, which asks for the app of each run that is new to it. An app that the site's operator has not
     approved never gets as far as Flower; the server's message is answered with an error that says so."""
 
-    def pulled(*, receive: Any, get_fab: Any, state: Any, object_store: Any, node_config: Any, **more: Any) -> Any:
+    def pulled(
+        *, receive: Any, get_run: Any, get_fab: Any, state: Any, object_store: Any, node_config: Any, **more: Any
+    ) -> Any:
         came: list[Any] = []
+        runs: list[Any] = []
 
         def received() -> Any:
             found = receive()
             came.extend(found[:1] if found is not None else ())
             return found
 
+        def described(*asked: Any) -> Any:
+            runs.append(get_run(*asked))
+            return runs[-1]
+
         def fetched(*asked: Any) -> Any:
             app = get_fab(*asked)
             require_approved(app.content, Path(str(node_config["site"])))
+            require_its_names(app.content, runs[-1])
             return app
 
         more |= {"state": state, "object_store": object_store, "node_config": node_config}
         try:
-            return pull(receive=received, get_fab=fetched, **more)
+            return pull(receive=received, get_run=described, get_fab=fetched, **more)
         except NotApproved as refused:
             from flwr.app import Error, Message
             from flwr.common.constant import ErrorCode
@@ -96,6 +105,20 @@ def require_approved(app: bytes, site_file: Path) -> None:
         f"the server's Flower app has the SHA-256 {found}, and site.toml approves {approved or 'none'}. Nothing of it "
         f'was unpacked or run. It is {ours} the fedlora here would send. To approve it: app = "{found}" in site.toml.'
     )
+
+
+def require_its_names(app: bytes, run: Any) -> None:
+    """Raises `NotApproved` where the server names the app otherwise than its own bytes do: Flower looks for the
+    unpacked app in a folder of that name, and with `..` in it that is any folder of this machine."""
+    from flwr.cli.config_utils import get_fab_metadata
+
+    own = (*get_fab_metadata(app), digest(app))
+    said = (run.fab_id, run.fab_version, run.fab_hash)
+    if said != own:
+        raise NotApproved(
+            f"the server's app is {' '.join(own)}, and the server calls it {quoted(' '.join(map(str, said)))}: Flower "
+            f"would run what lies in a folder of that name. Nothing was run."
+        )
 
 
 def with_replies_left(pull: Callable[..., int | None]) -> Callable[..., int | None]:
