@@ -7,20 +7,23 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedlora import LoRA, read_adapter
+from fedlora.adapters import merge
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import ModuleReport, RankRule, budget_ranks, merge_module, total_error
 from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
-from support.adapter_folders import HEADS, SHAPES, lora, saved, updates
+from support.adapter_folders import HEADS, SHAPES, bare, lora, saved, updates
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_models import peft_updates
@@ -111,6 +114,39 @@ def test_a_file_is_read_module_by_module(tmp_path: Path) -> None:
     for module in file.modules:
         for mine, theirs in zip(file.lora(module).factors, whole.modules[module].factors, strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("alpha", [33, 8])
+def test_what_is_left_when_adapters_nearly_cancel_is_right(stored: torch.dtype, alpha: int, tmp_path: Path) -> None:
+    """Their difference, from the numbers in the files in numpy's float64: alpha / r has no end in binary, and rounding
+    it into B would leave noise as large as what remains (0.3 % before, reported as 0)."""
+    q, head = "base_model.model.q.lora_B.weight", torch.rand(3, 4)
+    bare(tmp_path / "one", {"q": 7}, dtype=stored, lora_alpha=alpha, beside={"score.weight": head},
+         modules_to_save=["score"], task_type="SEQ_CLS")  # fmt: skip
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    tensors = load_file(tmp_path / "two" / "adapter_model.safetensors")
+    step = 2e-2 if stored == torch.bfloat16 else 1e-5
+    tensors[q] = (tensors[q].double() * (1 + step * torch.linspace(-1, 1, 7))).to(stored)
+    tensors["base_model.model.score.weight"] = head / 3
+    save_file(tensors, tmp_path / "two" / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    def dense(name: str) -> Any:
+        found = load_file(tmp_path / name / "adapter_model.safetensors")
+        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        B, A = (found[f"base_model.model.q.lora_{x}.weight"].double().numpy() for x in "BA")
+        return B @ A * (config["lora_alpha"] / config["r"])
+
+    merge(
+        [tmp_path / "one", tmp_path / "two"], tmp_path / "out", sum=True, weights=[1, -1], heads="drop", dtype="float64"
+    )
+    want = dense("one") - dense("two")
+    assert np.linalg.norm(dense("out") - want) <= 1e-9 * np.linalg.norm(want)
+    merge([tmp_path / "one", tmp_path / "two"], tmp_path / "mean", weights=[1, 2], dtype="float64")
+    means = load_file(tmp_path / "mean" / "adapter_model.safetensors")
+    torch.testing.assert_close(
+        means["base_model.model.score.weight"], head.double() / 3 + (head / 3).double() * 2 / 3, rtol=0, atol=1e-15
+    )
 
 
 def test_two_adapters_merge_in_one_line_and_peft_loads_them(tmp_path: Path, main: Callable[..., Said]) -> None:

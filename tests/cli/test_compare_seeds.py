@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ from fedlora.errors import ConfigError, DataError
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, cells, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import contents, pixels, written
+from support.projects import contents, pixels, without_seconds, written
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 METHODS = ("glora", "svd", "padded-average")
@@ -259,6 +260,19 @@ def test_runs_of_other_data_are_not_compared(project: Path, tmp_path: Path, main
     data.write_text("".join(lines))
     said = invoke(*both, "--resume").stdout
     assert "svd failed on seed 0: " in said and "manifest.json" in said
+
+
+def test_a_result_without_its_digests_is_made_again(project: Path, tmp_path: Path, undrawn: None) -> None:
+    """Another seed's summary in its place was believed where SHA256SUMS was gone, too. Reference: the runs before."""
+    out = tmp_path / "runs"
+    words = ("--seeds", "0,1", "--set", "run.rounds=1", "--out", out)
+    compared = ("compare", project / "config.toml", "--methods", "svd", "--json", *words)
+    before = json.loads(invoke(*compared).stdout)
+    (out / "svd" / "seed-0" / "SHA256SUMS").unlink()
+    shutil.copy(out / "svd" / "seed-1" / "summary.json", out / "svd" / "seed-0")
+    after = json.loads(invoke(*compared, "--resume").stdout)
+    assert without_seconds(after) == without_seconds(before)
+    assert (out / "svd" / "seed-0" / "SHA256SUMS").is_file()
 
 
 # ---- kills -----------------------------------------------------------------------------------------------------------

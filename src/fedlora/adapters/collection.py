@@ -11,7 +11,7 @@ from collections.abc import Collection as Names
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Literal, get_args
 
 import torch
@@ -193,14 +193,15 @@ class Collection:
         held = self.holders(module, missing)
         needed = allocation.bytes_to_merge([file.pair(module) for file, _ in held])
         allocation.check(needed, f"merging {quoted(module)}", self.files[0].limits)
-        loras = [file.lora(module) for file, _ in held]
+        loras, scales = zip(*(file.unscaled(module) for file, _ in held), strict=True)
         shapes = {(len(B), A.shape[1]) for B, A in (lora.factors for lora in loras)}
         if len(shapes) > 1:
             where = ", ".join(str(file.directory) for file, _ in held)
             raise AdapterFormatError(
                 f"module {quoted(module)} has different shapes {sorted(shapes)} in {where}: other models."
             )
-        return combine(module, loras, [w for _, w in held], dtype)
+        weights = [w * scale for (_, w), scale in zip(held, scales, strict=True)]
+        return combine(module, loras, weights, reduce(torch.promote_types, (f.wide(module) for f, _ in held), dtype))
 
     def merged(
         self, module: str, rule: RankRule, missing: Missing, dtype: torch.dtype = torch.float32
@@ -234,6 +235,7 @@ class Collection:
         self._check_rule(rule, stay)
         self._check_embeddings(stay)
         found, used, gone, rounding = {}, {}, {}, {}
+        wide = torch.promote_types(dtype or torch.float32, torch.float32)
         for path in sorted(stay.difference(self.modules)):
             kind, held = self._held(path, rule)
             needed = allocation.bytes_to_average([file.stored_head(path) for file, _ in held])
@@ -241,7 +243,7 @@ class Collection:
             if kind == "added":  # part of the update: one that lacks it adds zero
                 module = path.removesuffix(".lora_B.bias")
                 held = [(file, w) for file, w in self.holders(module, missing) if path in self._has[id(file)]]
-                mean = _sum(path, held)
+                mean = _sum(path, held, wide)
             elif not held:
                 gone[path] = kind
                 continue
@@ -249,7 +251,7 @@ class Collection:
                 held = [(self.files[0], 1.0)]
                 mean = self.files[0].head(path)
             else:
-                mean = _mean(path, held, signed=self.counts.sum)
+                mean = _mean(path, held, wide, signed=self.counts.sum)
                 total = math.fsum(w for _, w in held)
                 held = [(file, w / total) for file, w in held] if total else []  # else they are all the same tensor
             if held:
@@ -353,13 +355,13 @@ def modules_of(found: Mapping[str, object]) -> list[str]:
     return sorted(found, key=_in_order)
 
 
-def _sum(path: str, held: Sequence[tuple[AdapterFile, float]]) -> Tensor:
+def _sum(path: str, held: Sequence[tuple[AdapterFile, float]], wide: torch.dtype) -> Tensor:
     tensors = _alike(path, held)
-    return weighted_mean([_wide(t) for t in tensors], [w for _, w in held])
+    return weighted_mean([_widened(t, wide) for t in tensors], [w for _, w in held])
 
 
-def _mean(path: str, held: Sequence[tuple[AdapterFile, float]], *, signed: bool) -> Tensor:
-    """The weighted mean of a tensor over its holders."""
+def _mean(path: str, held: Sequence[tuple[AdapterFile, float]], wide: torch.dtype, *, signed: bool) -> Tensor:
+    """The weighted mean of a tensor over its holders, computed in `wide` or wider."""
     tensors, weights = _alike(path, held), [w for _, w in held]
     if all(torch.equal(t, tensors[0]) for t in tensors[1:]):
         return tensors[0]
@@ -373,7 +375,7 @@ def _mean(path: str, held: Sequence[tuple[AdapterFile, float]], *, signed: bool)
         )
     if not total:
         raise ConfigError(f"{quoted(path)} is held only by adapters of weight 0.")
-    return weighted_mean([_wide(t) for t in tensors], [w / total for w in weights])
+    return weighted_mean([_widened(t, wide) for t in tensors], [w / total for w in weights])
 
 
 def _moved(before: Tensor, after: Tensor) -> float:
@@ -393,8 +395,8 @@ def _alike(path: str, held: Sequence[tuple[AdapterFile, float]]) -> list[Tensor]
     return [found[str(file.directory)] for file, _ in held]
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def _widened(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, wide))
 
 
 def _some(names: Sequence[str]) -> str:

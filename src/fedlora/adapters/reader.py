@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from fedlora.adapters.config import (
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.loadable import adalora_ranks, check_layers, check_parameters, check_saved, check_tokens
+from fedlora.adapters.narrowing import common_type
 from fedlora.adapters.open_targets import check_kinds, check_without_base
 from fedlora.adapters.patterns import PatternLimits
 from fedlora.adapters.resolved import (
@@ -384,10 +384,25 @@ class AdapterFile:
         return relative_scaling(self._said, self._asked(path), scaling)
 
     def lora(self, module: str) -> LoRA:
-        """One module's pair, in units of `scaling`.
+        """One module's pair, in units of `scaling`, in the types that it is stored in; in float32, if they are narrower
+        and not of that unit.
 
         Raises:
             AdapterFormatError: it cannot be read, or holds NaN or Inf.
+        """
+        pair, scale = self.unscaled(module)
+        return scaled(pair.map(lambda t: t.to(self.wide(module)) if t.dtype == torch.float64 else t), scale)
+
+    def wide(self, module: str) -> torch.dtype:
+        """float32, or float64 where a factor is stored so: what a result that is made of the module has digits for."""
+        return torch.promote_types(common_type(each.dtype for each in self.pair(module))[0], torch.float32)
+
+    def unscaled(self, module: str) -> tuple[LoRA, float]:
+        """One module's pair with the numbers of the file, and by how much its product counts in units of `scaling`. In
+        a sum the scale goes into the weights, which are float64: in B, float32 would round it.
+
+        Raises:
+            AdapterFormatError: as `lora`.
         """
         path = module if module in self.layouts else stored_path(module)
         layout = self.layouts[path]
@@ -396,7 +411,7 @@ class AdapterFile:
         _, B, A = self._cached
         if layout.kind != "parameter":
             self._cached = None
-        return scaled(layout.unpacked(B, A, layout.expert(path, module)), self._scales[path])
+        return layout.unpacked(B, A, layout.expert(path, module)), self._scales[path]
 
     def pair(self, module: str) -> tuple[Stored, ...]:
         """The stored B and A of a module, by the header; of AdaLoRA also E."""
@@ -446,8 +461,7 @@ class AdapterFile:
         (B, _), (A, _) = read["B"], read["A"]
         if "E" in keys:
             E = read["E"][0]
-            wide = reduce(torch.promote_types, (B.dtype, A.dtype, E.dtype), torch.float32)
-            B, A = B.to(wide), A.to(wide) * E.to(wide)
+            B, A = B.double(), A.double() * E.double()  # exact but for float64's own factors
             if not len(A):
                 B, A = B.new_zeros(len(B), 1), A.new_zeros(1, A.shape[1])
         return B, A

@@ -25,7 +25,9 @@ def same_value(one: Step, other: Step) -> bool:
 
 
 def _oriented(update: Update) -> tuple[Tensor, Tensor]:
-    B, A = (t.double() for t in update.file.lora(update.layout.modules(update.path)[0]).factors)
+    pair, scale = update.file.unscaled(update.layout.modules(update.path)[0])
+    B, A = (t.double() for t in pair.factors)
+    B = B * scale
     return (A.mT, B.mT) if update.transposed else (B, A)
 
 

@@ -104,12 +104,12 @@ class Combined:
         return ModuleReport(self.module, self.stacked, len(s), kept, error, math.sqrt(total) * unit, s)
 
 
-def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], least: torch.dtype = torch.float32) -> Combined:
+def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: torch.dtype | None = None) -> Combined:
     """The weighted sum of updates in energy order.
 
     Args:
-        loras: of one matrix, any ranks and types; computed in float64, the result in float32, or float64 where a
-            factor is. weights: one for each; they need not sum to 1. least: no narrower than that.
+        loras: of one matrix, any ranks and types; computed in float64. weights: one for each; they need not sum to 1.
+        dtype: of the result; None: float32, or float64 where a factor is.
 
     Raises:
         ShapeError: the updates are of different matrices. AdapterFormatError: their sum is too large for its type.
@@ -118,9 +118,7 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], least: t
     shapes = sorted({(len(B), A.shape[1]) for B, A in pairs})
     if len(shapes) > 1:
         raise ShapeError(f"module {quoted(name)}: the updates are of different matrices, {shapes}.")
-    dtype = reduce(
-        torch.promote_types, [t.dtype for pair in pairs for t in pair], torch.promote_types(least, torch.float32)
-    )
+    dtype = dtype or reduce(torch.promote_types, [t.dtype for pair in pairs for t in pair], torch.float32)
     Bs, As = [B for B, _ in pairs], [A for _, A in pairs]
     try:
         found = product(Bs, As, weights, tolerance=rank_tolerance(dtype), dtype=dtype)

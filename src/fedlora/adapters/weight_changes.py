@@ -41,8 +41,9 @@ class Update:
     def ready(self) -> Changing:
         pairs = []
         for module in self.layout.modules(self.path):
-            B, A = (factor.double() for factor in self.file.lora(module).factors)
-            B = B * self.times
+            pair, scale = self.file.unscaled(module)
+            B, A = (factor.double() for factor in pair.factors)
+            B = B * (self.times * scale)
             pairs.append((A.mT, B.mT) if self.transposed else (B, A))
 
         def change(m: int, i: int, j: int, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,6 +131,15 @@ class RunFolder:
             )
         return missing
 
+    def whole(self) -> bool:
+        """Whether the run has finished, and all of its results are there and what it left. What is missing, be it the
+        list of digests alone, is made again by a resume; nothing of the folder is believed before.
+
+        Raises:
+            CheckpointError: as `lacking`.
+        """
+        return self.finished() and all(name.startswith("checkpoints/") for name in self.lacking())
+
     def check_place(self) -> None:
         """May a run be written here? Where nothing is, in an empty folder, where a run is already, and where a start of
         one was killed before its manifest. To ask before long work: nothing is written.

@@ -138,8 +138,8 @@ class ComparedRuns:
         done: dict[str, Result] = {}
         for folder in self.folders():
             digest = _digest(folder)
-            if folder.finished() and digest is not None:
-                done.setdefault(digest, Result(digest, _summarised(folder)))
+            if folder.finished() and digest is not None and (told := _summarised(folder)) is not None:
+                done.setdefault(digest, Result(digest, told))
         return done
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
@@ -202,10 +202,10 @@ def folder_name(label: str) -> str:
     return label.replace(" ", "_").replace(":", ".").replace("/", "-")
 
 
-def _summarised(folder: RunFolder) -> dict[str, Any]:
+def _summarised(folder: RunFolder) -> dict[str, Any] | None:
+    """A finished run's result; None where a part of it is gone, so that the run has to make it again."""
     try:
-        folder.lacking()  # raises where a file of the result is another one by now
-        return summarise(folder, 0.0)
+        return summarise(folder, 0.0) if folder.whole() else None
     except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(

@@ -278,8 +278,7 @@ def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
     if resuming.changes(folder, prepared.config) and not run.files:  # with files of one's own these may have moved
         return False
     resuming.check_content(folder, prepared.manifest)
-    folder.lacking()
-    return True
+    return folder.whole()
 
 
 def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
