@@ -295,7 +295,7 @@ def test_whom_a_rule_left_out_is_on_the_screen_and_scraped(tmp_path: Path, main:
     done = main("flower", "status", home)
     assert done.code == 0, done.err
     said = " ".join(done.out.split())
-    assert "robust rule: multi-krum leaves out cork (1 of 2)" in said and "50.0%, 0.0%" in said
+    assert "robust rule, last round: multi-krum leaves out cork (1 of 2)" in said and "50.0%, 0.0%" in said
     assert "note: cork was left out in all 2 rounds" in said.replace("cork (rank 8, the largest)", "cork")
 
 

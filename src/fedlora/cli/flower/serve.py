@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,6 +118,7 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
         return
     progress = progress_of(read_events(place.events))
     console.print(_rounds_table(progress, 20))
+    _tell_rule(progress, now.ranks)
     text = f"{now.name}: {now.why} after {now.done} rounds; the adapter is {place.adapter}."
     if not place.adapter.is_dir():
         text = f"{now.name}: {now.why} after {now.done} rounds; the summary is {place.summary}."
@@ -125,6 +126,17 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
     if now.privacy is not None:
         more = "Epsilon was promised for these rounds: more are another federation, charged to the same ledger."
     console.print(f"{text} {more}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _tell_rule(progress: Any, ranks: Mapping[str, Any]) -> None:
+    """What the robust rule did in the last round, and a note on each client that it always held back."""
+    from fedlora.server.judged import of_run, remarks, told
+
+    last = progress.lines.get(progress.round, {}).get("defence") or {}
+    if last.get("clients"):
+        console.print(f"robust rule, last round: {told(last) or 'all changes counted as they came'}", soft_wrap=True)
+        for remark in remarks(of_run(list(progress.lines.values())), ranks):
+            console.print(f"note: {remark}", soft_wrap=True)
 
 
 @contextmanager
@@ -144,7 +156,6 @@ def _metrics(place: Any, address: str | None) -> Iterator[Any]:
 def _show(found: Any, rounds: int) -> None:
     from fedlora.flower.serving.lines import size_of
     from fedlora.flower.serving.status import seen_ago
-    from fedlora.server.judged import of_run, remarks, told
 
     console.print(found.headline(), markup=False, highlight=False, soft_wrap=True)
     if found.private:
@@ -166,10 +177,7 @@ def _show(found: Any, rounds: int) -> None:
     for site in found.sites:
         if site.why:
             console.print(f"{site.name}: {site.fate}: {site.why}", markup=False, highlight=False, soft_wrap=True)
-    if judged:
-        console.print(f"robust rule: {told(last) or 'all changes counted as they came'}", soft_wrap=True)
-        for remark in remarks(of_run(list(found.progress.lines.values())), {s.name: s.rank for s in found.sites}):
-            console.print(f"note: {remark}", soft_wrap=True)
+    _tell_rule(found.progress, {site.name: site.rank for site in found.sites})
     if rounds and found.progress.lines:
         console.print(_rounds_table(found.progress, rounds))
     console.print(

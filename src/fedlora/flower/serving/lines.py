@@ -9,6 +9,7 @@ from fedlora.core.echo import shown
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.serving.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
+from fedlora.server.judged import told
 
 WIDTH = 71  # columns: with the time before a line, 80
 _QUIET = ("trained", "offline", "not drawn", "quarantined")  # told with the round, and not by a line each
@@ -130,11 +131,19 @@ def _overstated(line: Mapping[str, Any], number: int) -> list[str]:
 
 
 def _beside(event: Done) -> list[str]:
-    """What else is worth a line of a round: whose share was cut, and who could not be measured though it trained."""
+    """What else is worth a line of a round: what a robust rule did, whose share was cut, whose update is far larger
+    than the others', and who could not be measured though it trained."""
     found = [
         f"round {event.round}: {name}: counts for {100 * share['counted']:.0f}% of the mean; by its examples it would "
         f"be {100 * share['claimed']:.0f}% (max_weight_share)"
         for name, share in (event.line.get("capped") or {}).items()
+    ]
+    if (defence := event.line.get("defence")) and (said := told(defence)):
+        found.append(f"round {event.round}: {said}")
+    found += [
+        f"round {event.round}: {name}: the norm of its update is {_number(times, 1)} times the round's median: look at "
+        f"its data and at train.lr"
+        for name, times in (event.line.get("far") or {}).items()
     ]
     if alike := event.line.get("alike"):
         found.append(
