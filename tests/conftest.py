@@ -33,6 +33,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell star
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before -m chooses."""
+    from support.tiers import divide
+
+    divide(items)
+
+
 def pytest_collection_finish() -> None:
     """What the tests imported stays until they end; without this every full collection of garbage looks at it again."""
     gc.collect()
