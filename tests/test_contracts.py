@@ -102,6 +102,7 @@ def played_once() -> Iterator[None]:
         yield
 
 
+@pytest.mark.quick(130)
 @pytest.mark.parametrize("name", ["rank", "alive", "order", "purity", "exact"])
 @every_play
 def test_a_contract_is_kept_in_every_federation(name: str, row: Row, ranks: dict[str, int], who: tuple) -> None:
@@ -112,6 +113,7 @@ def test_a_contract_is_kept_in_every_federation(name: str, row: Row, ranks: dict
         assert measured.least > VISIBLE
 
 
+@pytest.mark.quick(92)
 @pytest.mark.parametrize("name", ["gauge", "state"])
 @every_play
 def test_gauge_invariance_holds_where_it_is_claimed_and_only_there(
@@ -149,12 +151,14 @@ def test_a_method_without_global_model_says_so(row: Row) -> None:
     assert row.claim.global_model or "Evaluate the clients" in measured.says
 
 
+@pytest.mark.quick(34)
 @every_row
 @pytest.mark.parametrize("name", ["protocol", "pickle", "dtype", "weights"])
 def test_every_method_is_one_and_travels(name: str, row: Row) -> None:
     assert CONTRACTS[name](row.server(), row.claim).holds is (name != "weights" or row.claim.weights)
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize(
     ("row", "ranks"),
     [p.values[:2] for p in PLAYS if p.values[2] is FULL],

@@ -183,6 +183,7 @@ def test_readout_uses_the_history_of_before_the_round():
 # ---- the paper's propositions ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exact_when_the_server_rank_covers_the_union(name, dtype):
@@ -204,6 +205,7 @@ def test_exact_for_generic_clients_at_full_rank_ratio(shape, seed):
     assert rel(result.U_ref @ result.Z_g, mean_update(case)) < 1e-12
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("R", [1, 3, 5, 11])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_projection_identity(name, R):
@@ -316,6 +318,7 @@ def test_naive_qr_is_exact_only_when_the_budget_holds_the_invented_directions_to
 # ---- readout ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("rho", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["generic", "zero_padded", "wide", "one_client", "cancelling", "deficient_A"])

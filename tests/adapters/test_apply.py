@@ -75,6 +75,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("name", CASES)
 def test_the_written_model_answers_as_peft_with_the_adapter_beside_it(
     name: str, tmp_path: Path, main: Callable[..., Said]

@@ -141,6 +141,7 @@ def cases(what: str) -> list[Any]:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name", CASES)
 def test_the_inputs_are_what_the_test_says(name: str, made: Callable[[str], Made]) -> None:
     """The two adapters differ and change what they should, by a lot; peft's dense models say what its adapters say."""
@@ -157,6 +158,7 @@ def test_the_inputs_are_what_the_test_says(name: str, made: Callable[[str], Made
     assert any(not torch.equal(x.states[0][k], x.states[1][k]) for k in both)
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("name", cases(READ))
 def test_what_is_read_is_written_with_the_same_meaning(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """peft loads the copy on a fresh base: its weights and logits are those of the original."""
@@ -169,6 +171,7 @@ def test_what_is_read_is_written_with_the_same_meaning(name: str, made: Callable
         assert_states(dense(x.case, tmp_path / folder.name).state_dict(), state, x, (k,))
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("name", cases(MERGED))
 def test_a_merge_is_the_mean_of_the_dense_models(
     name: str, made: Callable[[str], Made], main: Callable[..., Said], tmp_path: Path

@@ -764,6 +764,7 @@ def test_patterns_that_adalora_does_not_use_compile(tmp_path: Path) -> None:
         AdapterFile(folder)
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("field", sorted({*FULL, *ADA}))
 def test_every_field_of_every_type(field: str, tmp_path: Path) -> None:
     """Success or a refusal, for each value in place of the sound one, in three kinds of adapters."""

@@ -396,6 +396,7 @@ def like(name, ranks, dtype=torch.float32):
 
 
 class TestWriteAdapter:
+    @pytest.mark.quick(23)
     @pytest.mark.parametrize(
         ("ranks", "scaling"),
         [((4,), 2.0), ((4,), 0.7), ((3,), 1 / 3), ((3, 4, 8), 1.0), ((3, 4, 8), 0.7), ((2, 1), 1 / 3)],

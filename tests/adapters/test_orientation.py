@@ -169,6 +169,7 @@ FITS: list[tuple[Any, str, Layout, tuple[int, int], tuple[int, ...], bool | str]
 ]  # fmt: skip
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("given", FITS, ids=lambda x: f"{x[0].get('model_type')}-{x[1]}-{x[2].kind}-{x[3]}-{x[4]}")
 def test_an_update_fits_one_way_round_or_is_refused(given: Any) -> None:
     """By hand, from the table at the head of orientation.py."""

@@ -40,6 +40,7 @@ def odd_base(folder: Path, base: str) -> Path:
     return folder
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("name", list(FOLDERS))
 @pytest.mark.parametrize("command", ["inspect", "diff", "validate", "merge", "refusal"])
 def test_names_are_letters(name: str, command: str, main: Callable[..., Said], tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_a_card_s_front_matter_keeps_its_one_key(text: str) -> None:
     assert found == {"base_model": clean, "tags": ["lora"]}
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("text", NASTY)
 def test_a_card_s_table_keeps_its_columns(text: str) -> None:
     """A cell is one code span: nothing in it ends the span, the cell or the row."""

@@ -59,6 +59,7 @@ def test_what_a_run_has() -> None:
         assert parse_number(name).lacks(config(run={"rounds": 3})) is None
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("name", [*(known for known in KNOWN if known[-1] not in "KX"), "rounds to 0.9",
                                   "validation, mean of last 3"])  # fmt: skip
 @pytest.mark.parametrize("history", [[], [0.5], [None], [0.5, None], [0.5, 0.6, None]])

@@ -134,6 +134,7 @@ def call(main: Callable[..., Said], place: Path, name: str) -> Said:
     return main("experiment", *args, *where(place, *words))
 
 
+@pytest.mark.quick(18)
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("what", NO_JSON)
 def test_files_that_are_none_are_one_line_in_every_command(

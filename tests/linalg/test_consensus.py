@@ -78,6 +78,7 @@ def every_family(shape: tuple[int, int]) -> dict[str, int]:
     return {"d_out": shape[0], "d_in": max(shape[1], shape[0] // 4 + 2)}
 
 
+@pytest.mark.quick(46)
 @pytest.mark.parametrize("stored", [np.float32, np.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -108,6 +109,7 @@ def test_it_is_the_mean_or_its_projection_and_says_how_far_off(
                 assert c.gap == math.inf and off < max(6 * u, arithmetic)
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_the_batched_route_is_the_reference_where_it_answers(name: str, shape: tuple[int, int]) -> None:
@@ -134,6 +136,7 @@ def test_the_batched_route_is_the_reference_where_it_answers(name: str, shape: t
             assert float((alignment - (basis.double().mT @ U).square().sum(dim=0)).abs().max()) < 1e-5
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("basis", ["projector", "energy"])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -334,6 +337,7 @@ def test_threads_to_come_have_as_many_as_before() -> None:
     assert seen == [2]
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("ranks", [(1,), (1, 1, 1), (1, 4), (8, 8, 8, 8)], ids=str)
 @pytest.mark.parametrize("hparams", [{}, {"rho": 0.5}, {"rho": 0.1}], ids=str)
 @pytest.mark.parametrize("shape", [(96, 80), (32, 32), (24, 200), (200, 24)], ids=str)

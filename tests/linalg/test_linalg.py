@@ -135,6 +135,7 @@ def test_a_large_row_of_a_behind_a_zero_column_of_b_hides_nothing() -> None:
     assert U.shape[1] == 3
 
 
+@pytest.mark.quick(46)
 @pytest.mark.parametrize("canonical", ["product", "B"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", families.FAMILIES)

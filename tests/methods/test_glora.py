@@ -66,6 +66,7 @@ def projector_error(case: families.Case, R: int, state: ServerState) -> float:
 # ------------------------------------------------------------------------------------------------------ exactness
 
 
+@pytest.mark.quick(23)
 @every_family
 @every_dtype
 def test_the_mean_is_exact_at_full_rank(name: str, dtype: str) -> None:
@@ -75,6 +76,7 @@ def test_the_mean_is_exact_at_full_rank(name: str, dtype: str) -> None:
     assert relative(dense(server, state), families.mean_update(case)) <= EXACT[dtype]
 
 
+@pytest.mark.quick(23)
 @every_family
 @every_dtype
 def test_r_equal_to_the_union_rank_is_enough(name: str, dtype: str) -> None:
@@ -84,6 +86,7 @@ def test_r_equal_to_the_union_rank_is_enough(name: str, dtype: str) -> None:
     assert relative(dense(server, state), families.mean_update(case)) <= EXACT[dtype]
 
 
+@pytest.mark.quick(30)
 @every_family
 @pytest.mark.parametrize("R", [1, 3, 5, 12])
 def test_a_cut_gives_the_papers_projection(name: str, R: int) -> None:
@@ -131,6 +134,7 @@ def test_wrong_rank_rules_would_be_seen() -> None:
 WELL_SCALED = [name for name in families.FAMILIES if name not in ("column_scales", "gauge_1e4", "gauge_1e6")]
 
 
+@pytest.mark.quick(53)
 @pytest.mark.parametrize("name", WELL_SCALED)
 @pytest.mark.parametrize("cond", [10.0, 1e3])
 @pytest.mark.parametrize("hparams", [{}, {"rho": 0.5}, {"rho": 0.3}, {"rank": 1}], ids=str)

@@ -43,6 +43,7 @@ def changes(name: str, client: str, scale: float, cond: float, seed: int) -> LoR
     return LoRA(torch.from_numpy(np.hstack([B, B0]) * scale), torch.from_numpy(np.vstack([A, -A0])))
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"{g.shape}-{g.dims}")
 def test_one_client_never_moves_the_sum_by_more_than_the_ledger_says(name: str, geometry: Geometry) -> None:

@@ -197,6 +197,7 @@ HARD: dict[str, Callable[[Upload], Upload]] = {
 }
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("name", ["glora", "ffa-lora"])
 @pytest.mark.parametrize("shape", GEOMETRIES)
 @pytest.mark.parametrize("hard", HARD)

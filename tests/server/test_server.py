@@ -517,6 +517,7 @@ def test_strict_mode_stops_at_the_first_bad_upload() -> None:
     assert caught.value.client == "c"
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("n", [0, 0.0, -0.0])
 @every_method
 def test_zero_examples_abstain_outside_weights_total_rank_and_quorum(name: str, n: float) -> None:
@@ -584,6 +585,7 @@ def test_the_tally_and_the_round_number(name: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- heads
 
 
+@pytest.mark.quick(23)
 @every_method
 @pytest.mark.parametrize("heads", ["average", "local", "frozen", None])
 def test_heads_average_stay_local_or_frozen(name: str, heads: str | None) -> None:

@@ -24,20 +24,20 @@ def divide(items: Sequence[pytest.Item]) -> None:
             of_function[item.nodeid.partition("[")[0]].append(item)
     for cases in of_function.values():
         count = int(cases[0].get_closest_marker("quick").args[0])
-        stay = chosen([case.callspec.indices for case in cases], count)
+        stay = chosen([dict(_named(case.callspec.params)) for case in cases], count)
         for k, case in enumerate(cases):
             if k not in stay:
                 case.add_marker(pytest.mark.exhaustive)
 
 
-def chosen(cases: Sequence[Mapping[str, int]], count: int) -> set[int]:
-    """Which cases stay. cases: parameter -> the index of its value.
+def chosen(cases: Sequence[Mapping[str, str]], count: int) -> set[int]:
+    """Which cases stay. cases: parameter -> its value.
 
     Example:
-        >>> sorted(chosen([{"a": a, "b": b} for a in range(2) for b in range(2)], 2))
+        >>> sorted(chosen([{"a": a, "b": b} for a in "xy" for b in "uv"], 2))
         [0, 3]
     """
-    values = [set(_values(case)) for case in cases]
+    values = [set(case.items()) for case in cases]
     pairs = [set(combinations(sorted(each), 2)) for each in values]
     found: set[int] = set()
     for parts in (values, pairs):
@@ -53,5 +53,8 @@ def chosen(cases: Sequence[Mapping[str, int]], count: int) -> set[int]:
     return found | {left[k * len(left) // missing] for k in range(missing)} if missing > 0 else found
 
 
-def _values(case: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    yield from case.items()
+def _named(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each parameter's value in words. A text "linear: rsLoRA" is two of them."""
+    for name, value in params.items():
+        words = value.split(": ") if isinstance(value, str) else [repr(value)]
+        yield from ((f"{name} {k}", word) for k, word in enumerate(words))
