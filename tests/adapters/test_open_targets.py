@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -150,9 +150,7 @@ def test_all_linear_is_asked_with_a_base_and_told_without(base: Path, tmp_path: 
 def test_what_is_tied_to_a_target_is_one_where_the_base_model_ties_it(base: Path, tmp_path: Path) -> None:
     config = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
     folder = put(tmp_path / "a", (*Q, EMBEDDING, HEAD), **config)
-    assert (
-        re.search("ensure_weight_tying, the base model.* 'lm_head'", AdapterFile(folder).notes[0])
-    )
+    assert re.search("ensure_weight_tying, the base model.* 'lm_head'", AdapterFile(folder).notes[0])
     with pytest.raises(AdapterFormatError, match="ties it with nothing"):
         apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(base), tmp_path / "none")
     before = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64).state_dict())

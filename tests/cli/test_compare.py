@@ -5,8 +5,8 @@ Kinds of evidence: *end-to-end* (real runs on tiny transformers), *contract* (ba
 
 from __future__ import annotations
 
-import re
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import csv
 import io
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -195,9 +195,7 @@ def test_a_value_of_a_search_that_fails_is_dropped_and_the_method_goes_on(
     assert {path.name for path in search.iterdir()} >= {"train.lr=0.01", "train.lr=0.0100000001"}
     assert list(said["methods"]) == ["glora"] and said["methods"]["glora"]["n"] == 2
     assert said["methods"]["glora"]["tuned"] in (0.01, 0.0100000001) and said["failed"] == []
-    assert any(
-        w.startswith("glora: train.lr = 1e+30 is dropped") for w in said["dropped"]
-    )
+    assert any(w.startswith("glora: train.lr = 1e+30 is dropped") for w in said["dropped"])
     assert any(w.startswith("svd: train.lr = 0.0100000001 is dropped") for w in said["dropped"])
     assert list(said["refused"]) == ["svd"] and "train.lr = 0.01, 0.0100000001, 1e+30 " in said["refused"]["svd"]
     assert "svd not run: " in result.stderr

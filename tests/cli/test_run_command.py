@@ -6,8 +6,8 @@ Kinds of evidence: *end-to-end* (the bits of the run in this process), *contract
 
 from __future__ import annotations
 
-import re
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
