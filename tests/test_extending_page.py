@@ -28,7 +28,7 @@ def test_the_rule_leaves_out_who_shouts_in_any_coordinates(capsys: pytest.Captur
     names = played("rule")
     assert capsys.readouterr().out == "{'site-3': 'its change is among the longest'}\n"
     assert names["elsewhere"].left_out == names["judged"].left_out
-    with pytest.raises(QuorumNotMet, match="longest-out with 1 liar among 2 clients needs 3"):
+    with pytest.raises(QuorumNotMet, match=r"longest-out with 1 liar .* 3"):
         names["server"].aggregate(names["state"], names["uploads"][:2])
 
 

@@ -138,7 +138,7 @@ def test_nobody_counts_twice_or_goes_without_a_word(tmp_path: Path, main: Callab
     a, b = upload(tmp_path, "a"), upload(tmp_path, "b", round=7, num_examples=0)
     again = upload(tmp_path / "again", "a")
     for same in (a, again):
-        with pytest.raises(AdapterFormatError, match="both of client 'a'.*twice"):
+        with pytest.raises(AdapterFormatError, match=r"both of client 'a'.*twice"):
             merge([a, same, b], tmp_path / "m", weights_from="num_examples")
     assert re.search("both of client 'a'.*2 times", str(merge([a, again], tmp_path / "m").warnings))
     for k, how in enumerate((["--method", "glora"], [])):

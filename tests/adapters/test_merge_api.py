@@ -118,7 +118,7 @@ def test_a_rank_that_is_not_given_is_said(tmp_path: Path) -> None:
     assert found[0] == 8 and "rank 2 is written as 8" in found[1]
     for rank in (1, 5, "exact", "budget=2"):
         assert merge([a, b], tmp_path / "n", rank=rank, force=True).warnings == ()
-    with pytest.raises(ConfigError, match="600.*--rank 512"):
+    with pytest.raises(ConfigError, match=r"600.*--rank 512"):
         resize(b, tmp_path / "t", rank=600, serve="vllm")
 
 
@@ -148,15 +148,10 @@ def test_rounding_of_what_lies_beside_the_pairs_is_reported(tmp_path: Path, main
     a = bare(tmp_path / "a", {Q: 2}, beside=head, modules_to_save=["score"])
     report = merge([a], tmp_path / "m", dtype="bfloat16")
     assert math.isclose(report.beside_rounding, 0.001 / 1.001, rel_tol=1e-4)
-    with pytest.raises(
-        ConfigError, match=r"'score.weight' by 0.001.*the base.*--dtype float32"
-    ):
+    with pytest.raises(ConfigError, match=r"'score.weight' by 0.001.*the base.*--dtype float32"):
         merge([a], tmp_path / "n", dtype="bfloat16", max_error=0.5)
     assert merge([a], tmp_path / "o", max_error=0.5).beside_rounding == 0
-    assert (
-        "up to 9.99e-04"
-        in main("merge", a, "-o", tmp_path / "p", "--dtype", "bfloat16").out
-    )
+    assert "up to 9.99e-04" in main("merge", a, "-o", tmp_path / "p", "--dtype", "bfloat16").out
 
 
 def test_float64_is_computed_in_float64(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 
 
 def test_an_adapter_of_other_shapes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterFormatError, match="rank 2.* config .*3"):
+    with pytest.raises(AdapterFormatError, match=r"rank 2.* config .*3"):
         path = saved(tmp_path, "a", 2)
         config = json.loads((path / "adapter_config.json").read_text())
         (path / "adapter_config.json").write_text(json.dumps(config | {"r": 3}))

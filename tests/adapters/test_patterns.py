@@ -581,7 +581,7 @@ def test_no_pattern_of_theirs_is_written(what: str, tmp_path: Path) -> None:
 
 def test_a_saved_module_whose_name_is_a_pattern_is_not_written(tmp_path: Path) -> None:
     folder = put(tmp_path / "a", {"q": (2, 2)}, modules_to_save=["(h+)+$"], more={"(h+)+$.weight": (3,)})
-    with pytest.raises(AdapterFormatError, match="name .*peft .*pattern"):
+    with pytest.raises(AdapterFormatError, match=r"name .*peft .*pattern"):
         write_adapter(tmp_path / "b", *read_adapter(folder))
 
 

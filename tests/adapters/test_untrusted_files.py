@@ -233,7 +233,7 @@ def test_anything_is_json_or_refused(parts: list[bytes]) -> None:
     ],
 )  # fmt: skip
 def test_json_that_is_refused(text: bytes, why: str) -> None:
-    with pytest.raises(ValueError, match=f"(?i){why}"):
+    with pytest.raises(ValueError, match=rf"(?i){why}"):
         bounded_json.parse(text, Limits())
 
 

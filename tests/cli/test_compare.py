@@ -115,7 +115,7 @@ def test_compare_writes_into_no_folder_of_other_files(project: Path, tmp_path: P
     (begun / "glora" / "seed-0").mkdir(parents=True)
     (begun / "failures").mkdir()
     ComparedRuns(begun).check_place(["glora", "svd"])
-    with pytest.raises(ConfigError, match="2 entries, .* 'glora'"):
+    with pytest.raises(ConfigError, match=r"2 entries, .* 'glora'"):
         ComparedRuns(begun).check_place(["svd"])
 
 

@@ -532,7 +532,7 @@ def test_a_full_disk(small_disk: Path, main: Callable[..., Said]) -> None:
     assert main("merge", a, b, "-o", small_disk / "merged").code == 0
     (small_disk / "ballast").write_bytes(b"x" * (900 << 10))
     before = tree(small_disk)
-    with pytest.raises(ConfigError, match="out .*: No space left on device"):
+    with pytest.raises(ConfigError, match=r"out .*: No space left on device"):
         put(small_disk / "out", "x" * (1 << 20), force=True, kind=NOTES)
     with pytest.raises(OSError, match="No space left") as refused:
         files.write(small_disk / "file", "x" * (1 << 20))

@@ -155,7 +155,7 @@ def test_bad_clients(clients):
 
 
 def test_iid_with_fewer_examples_than_clients():
-    with pytest.raises(DataError, match="3 examples .* 4 clients"):
+    with pytest.raises(DataError, match=r"3 examples .* 4 clients"):
         iid(3, 4, seed=0)
 
 

@@ -87,7 +87,7 @@ def test_runs_of_a_cell_that_spent_differently_are_no_cell(experiment: Experimen
     results = stored(experiment)
     run = next(run for run in mains(experiment, "mini", {}) if run.cell["epsilon"] == "8")
     results[run.digest].raw["privacy"]["epsilon_planned"] = 3.0  # type: ignore[index]
-    with pytest.raises(ConfigError, match="6, 8: .*not spent the same"):
+    with pytest.raises(ConfigError, match=r"6, 8: .*not spent the same"):
         spendings(experiment, "mini", results)
     del results[run.digest].raw["privacy"]  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"1 of its 2 runs .*privacy.*budgets.none"):

@@ -132,7 +132,7 @@ def test_a_verdict_below_the_margin_says_so_wherever_it_stands() -> None:
 def test_a_map_has_one_unit_and_says_it() -> None:
     """Log-loss in nats and accuracy in points are two maps: 0.012 nats, and by hand 100 * 0.012 points."""
     loss, accuracy = answered({"one": "better"}), answered({"one": "better"}, metric="accuracy")
-    with pytest.raises(ValueError, match="one unit; .*accuracy and loss"):
+    with pytest.raises(ValueError, match=r"one unit; .*accuracy and loss"):
         map_figure([loss, accuracy])
     assert by_score([loss, accuracy, loss]) == {"loss": [loss, loss], "accuracy": [accuracy]}
     for one, number, unit, margin in (
@@ -157,7 +157,8 @@ def test_a_margin_is_drawn_in_pictures_of_its_own_score_alone() -> None:
     [
         ("better", [0.01, 0.012, 0.014], r"new is better than old: .*0\.0120 nats lower \(0\.0070 to 0\.0170\)\.$"),
         ("worse", [-0.01, -0.012, -0.014], r"new is worse than old: .*0\.0120 nats higher \(0\.0070 to 0\.0170\)\.$"),
-        ("equivalent", [0.0, 0.001, -0.001], r"new and old .*equally.*\+0\.0000 nats \(-0\.0025 to \+0\.0025\).* 0\.005"),
+        ("equivalent", [0.0, 0.001, -0.001],
+         r"new and old .*equally.*\+0\.0000 nats \(-0\.0025 to \+0\.0025\).* 0\.005"),
         ("undecided", [0.0, 0.02, -0.02], r"new or old: .*3 seeds.* \+0\.0000 nats \(-0\.0497 to \+0\.0497\)"),
         ("better", [0.002, 0.0021, 0.0022],
          r"better than old, .*the margin: .*0\.0021 nats lower \(0\.0019 to 0\.0023\)\..* 0\.005 "),

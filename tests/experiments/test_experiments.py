@@ -316,7 +316,7 @@ def test_results_round_trip_and_a_damaged_one_is_refused(experiment: Experiment,
     path = write_result(tmp_path, {**raw, "wall_seconds": 1 / 3})
     assert read_results(tmp_path)[run.digest].raw["wall_seconds"] == 0.333333
     path.rename(tmp_path / "other.json")
-    with pytest.raises(CheckpointError, match=f"other.json .* the result of '{run.digest}'"):
+    with pytest.raises(CheckpointError, match=rf"other.json .* the result of '{run.digest}'"):
         read_results(tmp_path)
     (tmp_path / "other.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be used"):
@@ -526,7 +526,7 @@ def test_the_page_is_self_contained_and_keeps_the_papers_numbers_apart(finished:
 
 
 def test_no_result_no_page(experiment: Experiment, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no experiment .*profile mini"):
+    with pytest.raises(ConfigError, match=r"no experiment .*profile mini"):
         write_report(tmp_path / "r.html", [experiment], "mini", {}, tmp_path / "none.toml")
     assert not (tmp_path / "r.html").exists()
 

@@ -58,7 +58,7 @@ def test_the_first_budget_that_is_named_stays_and_holds_for_everybody(path: Path
     of(path).charge(an_event(3), Budget(50.0, 1e-3))  # which changes nothing of the ledger's
     before = path.read_bytes()
     for own in (Budget(50.0, 1e-3), Budget(50.0, 1e-5), None):
-        with pytest.raises(BudgetSpent, match=r"the budget is 7\.5, and 3 releases.*Line 2 .*--budget EPSILON"):
+        with pytest.raises(BudgetSpent, match=r"budget is 7\.5, .*3 releases.*Line 2 .*--budget EPSILON"):
             of(path).charge(an_event(4), own)
     assert path.read_bytes() == before
     of(path).charge(an_event(4), left=True)  # what may have left is charged all the same
@@ -96,7 +96,7 @@ def test_an_earlier_training_counts_as_its_releases(path: Path) -> None:
         of(path).charge(an_event(round))
     assert of(path).spent(1e-3) == recompute(path).epsilon == epsilon(1.0, 7, 1e-3)
     assert of(path).planned(1e-3) == epsilon(1.0, 25, 1e-3)
-    with pytest.raises(BudgetSpent, match="and 1 earlier trainings, have spent"):
+    with pytest.raises(BudgetSpent, match="1 earlier trainings"):
         of(path).check(an_event(3), Budget(epsilon(1.0, 7, 1e-3) + 1e-6, 1e-3))
     (told,) = of(path).describe(1e-3)["earlier"]
     assert told == {"reason": "adapters of 2025", "noise_multiplier": 1.0, "rounds": 5, "sampling": 1.0}
@@ -131,7 +131,7 @@ def test_a_reason_is_a_line_that_prints(path: Path, reason: Any) -> None:
         lambda: of(path).charge_earlier(Earlier(reason, 1.0, 5)),
         lambda: of(path).adopt(reason),
     ):
-        with pytest.raises(LedgerError, match="say in a few words why"):
+        with pytest.raises(LedgerError, match="in a few words"):
             decide()
     assert path.read_bytes() == before
 

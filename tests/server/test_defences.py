@@ -57,7 +57,7 @@ def test_it_can_change_what_an_upload_counts_for() -> None:
 def test_the_quorum_is_of_those_who_are_left() -> None:
     server = Server(build("glora"), quorum=3, defences=(without("a", "b"),))
     played = next(rounds(Server(build("glora")), EQUAL, FULL))
-    with pytest.raises(QuorumNotMet, match=r"2 usable uploads, the quorum is 3.*a: too far"):
+    with pytest.raises(QuorumNotMet, match=r"2 usable uploads, .* 3.*a: too far"):
         server.aggregate(played.before, played.uploads)
 
 
@@ -66,11 +66,11 @@ def test_a_client_that_a_defence_forgets_is_no_silence() -> None:
         return Verdict(uploads[1:], {u.client.id: 1.0 for u in uploads[1:]})
 
     played = next(rounds(Server(build("glora")), EQUAL, FULL))
-    with pytest.raises(HyperparameterError, match="must name every client once"):
+    with pytest.raises(HyperparameterError, match="every client once"):
         Server(build("glora"), defences=(forgetful,)).aggregate(played.before, played.uploads)
 
 
 @pytest.mark.parametrize("options", [{"memory": 10.0}, {"sketch": Sketch(4)}], ids=str)
 def test_where_uploads_are_not_there_together_there_is_no_defence(options: dict) -> None:
-    with pytest.raises(HyperparameterError, match="leave out one of the two"):
+    with pytest.raises(HyperparameterError, match="leave out one of"):
         Server(build("glora"), defences=(without("a"),), **options)

@@ -33,7 +33,7 @@ def test_somebody_should_look_at_who_always_loses() -> None:
     """Left out in every round, or below 60 % of its weight; a rank that is the largest is named as a likely cause."""
     rounds = [{"defence": line("multi-krum (liars = 1)", a=0.0, b=0.375, c=0.1, d=0.525)} for _ in range(3)]
     first, second = remarks(of_run(rounds), {"a": 16, "b": 4, "c": 8, "d": 8})
-    assert first.startswith("a (rank 16, the largest) was left out in all 3 rounds. A rule takes a large rank")
+    assert first.startswith("a (rank 16, the largest) was left out")
     assert second.startswith("c kept 40% of its weight")
     one = of_run(rounds[:1])
     assert [x.split()[0] for x in remarks(one, {})] == ["a", "c"], "one round is no habit, but no weight is little"
