@@ -143,7 +143,7 @@ def test_all_linear_is_asked_with_a_base_and_told_without(base: Path, tmp_path: 
     said = invoke("validate", str(folder), "--base", str(base))
     assert said.exit_code == 0 and "decides" not in said.stderr
     other = _model(tmp_path / "other", model_type="some")
-    with pytest.raises(AdapterFormatError, match=r"base model of type some .*linear"):
+    with pytest.raises(AdapterFormatError, match=r"of type some .*linear"):
         apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(other), tmp_path / "none")
 
 

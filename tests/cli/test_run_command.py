@@ -57,9 +57,9 @@ BAD: dict[str, tuple[list[str], str]] = {
     "unknown key": (["run.round=3"], "did you mean 'rounds'?"),
     "wrong type": (["run.rounds=many"], "run.rounds: "),
     "bad override": (["run.rounds"], "--set takes KEY=VALUE"),
-    "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries for 5 clients"),
+    "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries"),
     "too many clients": (["clients.count=90", "clients.ranks=[2]"], "90 clients"),
-    "mixed ranks": (["method.name=fedit"], "all clients need one rank"),
+    "mixed ranks": (["method.name=fedit"], "clients need one rank"),
     "no such target module": (['lora.targets=["q_proj"]'], "lora.targets: 'q_proj' matches no module"),
     "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
 }

@@ -127,7 +127,7 @@ def test_a_mistyped_command_is_answered_once(typed: str) -> None:
     [
         ("run x.toml --rounds 3", "key of the config: --set run.rounds=VALUE"),
         ("demo --method svd", "key of the config: --set method.name=VALUE"),
-        ("run x.toml --rank 4", "Keys of the config are clients.ranks, privacy.rank: --set KEY=VALUE"),
+        ("run x.toml --rank 4", "clients.ranks, privacy.rank: --set KEY=VALUE"),
         ("run x.toml --resum", "Did you mean '--resume'?"),  # an option of the command, and no key
         ("merge a --rounds 3", "No such option '--rounds'."),  # a command without --set has no keys
     ],

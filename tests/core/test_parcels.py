@@ -314,7 +314,7 @@ def test_a_round_can_be_tried_again_after_a_crash(label: str) -> None:
         assert not again.base and not again.steps
         replace(visit, got=unpack(again, cache)).check()
         if visit.got.base:
-            with pytest.raises(KeptStateError, match=r"base weight of 'attn.[qv]' was left out"):
+            with pytest.raises(KeptStateError, match=r"base weight of 'attn.[qv]'.*left out"):
                 unpack(again, None)
 
 

@@ -114,19 +114,21 @@ def test_a_verdict_below_the_margin_says_so_wherever_it_stands() -> None:
     gaps = {"one": SMALL, "two": [-gap for gap in SMALL], "four": SMALL}
     verdicts: dict[str, Verdict | None] = {"one": "better", "two": "worse", "three": "better", "four": "equivalent"}
     found = answered(verdicts, gaps)
-    said = [f"{word} by less than the margin" for word in ("better", "worse")] + ["better", "equivalent"]
-    assert [row[-1] for row in rows_in_words(found)] == said and list(tally([found])) == said
+    said = [row[-1] for row in rows_in_words(found)]
+    assert [words.split()[0] for words in said] == ["better", "worse", "better", "equivalent"]
+    assert ["margin" in words for words in said] == [True, True, False, False] and list(tally([found])) == said
     assert [mark(answer) for answer in found.answers] == ["(▲)", "(▼)", "▲", "≈"]
     assert [(r["verdict"], r["below margin"]) for r in records(found)] == [
         ("better", True), ("worse", True), ("better", False), ("equivalent", False),
     ]  # fmt: skip
     assert [a["below_margin"] for a in plain_answers(found)["answers"]] == [True, True, False, False]
-    keys = "( ) by less than the margin"
+    keys = "( ) by less"
 
     def legend(figure: Figure) -> list[str]:
         return [text.get_text() for text in figure.legends[0].get_texts()]
 
-    assert keys in legend(map_figure([found])) and keys not in legend(map_figure([answered({"one": "better"})]))
+    assert keys in str(legend(map_figure([found])))
+    assert keys not in str(legend(map_figure([answered({"one": "better"})])))
 
 
 def test_a_map_has_one_unit_and_says_it() -> None:
@@ -155,8 +157,8 @@ def test_a_margin_is_drawn_in_pictures_of_its_own_score_alone() -> None:
 @pytest.mark.parametrize(
     ("verdict", "gaps", "says"),
     [
-        ("better", [0.01, 0.012, 0.014], r"new is better than old: .*0\.0120 nats lower \(0\.0070 to 0\.0170\)\.$"),
-        ("worse", [-0.01, -0.012, -0.014], r"new is worse than old: .*0\.0120 nats higher \(0\.0070 to 0\.0170\)\.$"),
+        ("better", [0.01, 0.012, 0.014], r"new .*better than old: .*0\.0120 nats lower \(0\.0070 to 0\.0170\)\.$"),
+        ("worse", [-0.01, -0.012, -0.014], r"new .*worse than old: .*0\.0120 nats higher \(0\.0070 to 0\.0170\)\.$"),
         ("equivalent", [0.0, 0.001, -0.001],
          r"new and old .*equally.*\+0\.0000 nats \(-0\.0025 to \+0\.0025\).* 0\.005"),
         ("undecided", [0.0, 0.02, -0.02], r"new or old: .*3 seeds.* \+0\.0000 nats \(-0\.0497 to \+0\.0497\)"),

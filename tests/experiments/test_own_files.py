@@ -154,7 +154,7 @@ def test_what_is_not_there_is_said_before_anything_runs(
     (folder / "mine.jsonl").unlink()
     said = main("experiment", "run", folder / "mine.toml", *where(tmp_path)).complaint()
     assert f"data.train: {folder / 'mine.jsonl'} does not exist" in said
-    assert "folder of the experiment's file" in said and not (tmp_path / "work").exists()
+    assert "the experiment's file" in said and not (tmp_path / "work").exists()
 
 
 def test_a_model_of_the_working_directory_is_not_taken_for_one_beside_the_file(

@@ -60,7 +60,7 @@ def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_too_few_clients_are_refused_before_and_in_a_round(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="krum with 2 liars among 5 clients needs 7"):
+    with pytest.raises(ConfigError, match=r"krum with 2 liars .* 5 clients needs 7"):
         federation(tmp_path, Server(build("glora"), rule=Krum(liars=2)), FIVE)
     strategy, grid = federation(tmp_path, Server(build("glora"), rule=Krum(liars=1)), FIVE)
     grid.offline = {"b"}

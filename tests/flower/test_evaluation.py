@@ -204,7 +204,7 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
         fed.play()
     fed.write(run={"rounds": 7}, lora={"scaling": 3.0})
     before = adapters(fed)
-    with pytest.raises(ConfigError, match=r"lora.scaling was 2.0 and is 3.0 now"):
+    with pytest.raises(ConfigError, match=r"lora.scaling was 2.0 and is 3.0"):
         fed.play()
     assert adapters(fed) == before and len(fed.lines()) == 5
 

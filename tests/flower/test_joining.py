@@ -74,7 +74,7 @@ def test_a_request_is_signed_by_its_key(join: JoinFile, tmp_path: Path) -> None:
         ('    "no",\r\n    "yes",', '    "yes",\r\n    "no",'),
     ):  # fmt: skip
         path.write_text(request.text().replace("\n", "\r\n").replace(old, new))
-        with pytest.raises(ConfigError, match="changed after the site signed"):
+        with pytest.raises(ConfigError, match=r"changed after .*signed"):
             Request.read(path)
     path.write_text(request.text().replace("[facts]", "[fact]"))
     with pytest.raises(ConfigError, match=r"its request\.toml anew"):

@@ -87,7 +87,7 @@ def test_a_federation_without_the_table_travels_as_before() -> None:
     ("tables", "words"),
     [
         ({"privacy": {"sampling": "poisson"}}, "traffic and timing"),
-        ({"run": {"participation": 0.5}}, "all of them in every round"),
+        ({"run": {"participation": 0.5}}, "in every round"),
         ({"server": {"quorum": 2}}, "would say who came"),
         ({"defence": {"rule": "clip"}}, "no bound"),
         ({"data": {"validation": 0.1}}, r"data\.validation = 0\.1 "),

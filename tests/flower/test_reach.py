@@ -148,7 +148,7 @@ def test_another_authority_of_the_same_name_is_another_one(tmp_path: Path) -> No
     (tmp_path / "ca.crt").write_text(ca.pem)
     with answering(400, files=server_files(tmp_path / "s", twin, ["127.0.0.1"])) as port:
         found = look(Server("127.0.0.1", port, tmp_path / "ca.crt"), written_key(tmp_path / "key"))
-    assert found.fate == "certificate" and "the CA of the join file" in found.why
+    assert found.fate == "certificate" and "CA of the join file" in found.why
 
 
 def test_a_closed_port_an_unknown_name_a_silent_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

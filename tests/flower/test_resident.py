@@ -235,7 +235,7 @@ def test_a_site_works_by_the_settings_that_come_with_the_message(tmp_path: Path,
     [
         (Facts(base="0" * 64), "base model .* 000000000000"),
         (Facts(tokenizer="0" * 64), "the server's tokenizer is 000000000000"),
-        (Facts(architecture={"hidden_size": 64}), "hidden_size is 64 at the server .*32 at one"),
+        (Facts(architecture={"hidden_size": 64}), "hidden_size is 64 .*32 at one"),
         (Facts(versions={"torch": "1.13.0"}), r"torch is 1\.13\.0 "),
         (Facts(versions={"fedlora": "99.0.0"}), r"fedlora is 99\.0\.0 "),
         (Facts(labels=("2", "1", "0")), "classes are"),

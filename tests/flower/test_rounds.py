@@ -252,7 +252,7 @@ def test_an_update_that_is_far_larger_than_the_others_is_told_and_counts(
         strategy.start(grid, num_rounds=1)
     [line] = lines_of(tmp_path / "o")
     assert set(line["norms"]) == set(RANKS) and set(line["far"]) == {"three"} and line["far"]["three"] > 10
-    assert "update of three has norm" in caplog.text and line["fates"]["three"]["fate"] == "trained"
+    assert "update of three" in caplog.text and line["fates"]["three"]["fate"] == "trained"
 
 
 def test_the_norm_is_that_of_the_dense_difference_in_any_gauge() -> None:
@@ -482,7 +482,7 @@ def test_a_round_goes_on_where_its_events_cannot_be_written(tmp_path: Path, capl
     (tmp_path / "o" / "events.jsonl").mkdir(parents=True)
     strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o")
     strategy.start(grid, num_rounds=1)
-    assert strategy.round == 1 and "event could not be written" in caplog.text
+    assert strategy.round == 1 and "could not be written" in caplog.text
 
 
 def test_after_round_may_end_the_run(tmp_path: Path) -> None:
@@ -586,7 +586,7 @@ with server_lock.held(Path({str(tmp_path)!r}) / "server"):
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        said = rf"played by process {other.pid}, since 20.*wait for that one"
+        said = rf"by process {other.pid}, since 20"
         with pytest.raises(ConfigError, match=said), server_lock.held(tmp_path / "server"):
             pytest.fail("both have it")
     finally:

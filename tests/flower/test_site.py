@@ -220,7 +220,7 @@ def test_the_checks_name_each_fault_of_a_folder(place: Place, made: Callable[...
     faults: list[tuple[Callable[[], object], str, str]] = [
         (lambda: here.key.chmod(0o644), "key", "mode 0644"),
         (lambda: here.path.chmod(0o755), "folder", "mode 0755"),
-        (lambda: here.ca.write_text(authority().pem), "ca.crt", "what the join file has"),
+        (lambda: here.ca.write_text(authority().pem), "ca.crt", "the join file"),
         (lambda: here.site.write_text(here.site.read_text().replace("acme", "other")), "name", "for 'acme'"),
         (lambda: here.key.unlink(), "key", "cannot be read"),
         (lambda: here.join.write_text("nonsense = 1"), "site", "join"),

@@ -53,7 +53,7 @@ def test_the_first_budget_that_is_named_stays_and_holds_for_everybody(path: Path
     assert of(path).budget() is None
     of(path).charge(an_event(2), Budget(7.5, 1e-3))
     assert of(path).budget() == Budget(7.5, 1e-3) and kinds(path) == ["ledger", "event", "budget", "event"]
-    with pytest.raises(BudgetSpent, match=r"the budget is 2, .*this run's own privacy\.budget"):
+    with pytest.raises(BudgetSpent, match=r"budget is 2, .*privacy\.budget"):
         of(path).charge(an_event(3), Budget(2.0, 1e-3))
     of(path).charge(an_event(3), Budget(50.0, 1e-3))  # which changes nothing of the ledger's
     before = path.read_bytes()
@@ -73,9 +73,8 @@ def test_a_raised_budget_is_a_line_with_its_reason_and_gives_room(path: Path) ->
     assert of(path).set_budget(Budget(6.0, 1e-3), "the ethics board, 3 May") == 3
     assert of(path).charge(an_event(2)).number == 4
     found = recompute(path)
-    assert [(b.number, b.budget.epsilon, b.reason) for b in found.budgets] == [
-        (1, 4.0, "named by the run one"), (3, 6.0, "the ethics board, 3 May"),
-    ]  # fmt: skip
+    assert [(b.number, b.budget.epsilon) for b in found.budgets] == [(1, 4.0), (3, 6.0)]
+    assert "run one" in found.budgets[0].reason and found.budgets[1].reason == "the ethics board, 3 May"
     told = of(path).describe(1e-3)["budgets"]
     assert [b["epsilon"] for b in told] == [4.0, 6.0] and told[1]["reason"] == "the ethics board, 3 May"
     of(path).set_budget(Budget(1.0, 1e-3), "never again")  # less: nothing more may be spent
@@ -177,8 +176,8 @@ def test_a_decision_is_not_written_to_a_copy_nor_to_others(path: Path, tmp_path:
     path.with_name("ledger.jsonl.tip").unlink()
     with pytest.raises(LedgerError, match=r"tip is missing.*--adopt"):
         of(path).charge(an_event(2))
-    of(path).adopt("the disk lost the other file")  # whoever says so stands in it
-    assert of(path).charge(an_event(2)).number == 3 and recompute(path).moves == ("the disk lost the other file",)
+    of(path).adopt("the disk lost it")  # whoever says so stands in it
+    assert of(path).charge(an_event(2)).number == 3 and recompute(path).moves == ("the disk lost it",)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

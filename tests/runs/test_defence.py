@@ -74,7 +74,7 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
         (("defence.rule=krum", "defence.liars=1"), "krum with 1 liar .* 5"),
         (
             ("defence.rule=geometric-median", "clients.count=2", "clients.ranks=[4]"),
-            "1 of 2 clients can hold 50%.*liars = 0 says that",
+            "1 of 2 clients .*50%.*liars = 0",
         ),
         (("defence.rule=clip", "method.name=fedit"), "averages the factors B and A"),
         (("defence.rule=clip", "defence.factor_averages=true"), "averages no factors"),

@@ -220,5 +220,5 @@ def test_a_changed_own_test_set_is_other_data() -> None:
     data = {"train": {}, "probes": {}, "validation": None, "test": None, "labels": []}
     ours = {**data, "own_test": {"a": {"examples": 3, "sha256": "x"}}}
     theirs = {**data, "own_test": {"a": {"examples": 3, "sha256": "y"}}}
-    assert re.search(r"own test set of 'a' \(3 examples there, 3 here, ", *_other_data(theirs, ours))
+    assert re.search(r"test set of 'a' \(3 examples there, 3 here, ", *_other_data(theirs, ours))
     assert _other_data(ours, ours) == []

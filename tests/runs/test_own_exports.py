@@ -68,7 +68,7 @@ def test_weights_that_were_trained_on_are_not_replaced(project: Path, folder: Ru
     """By a thousandth: much less than a step of training at a small rate."""
     saved_by_peft(folder.path / place / WEIGHTS, 1.001)
     said = refused(project, folder, *LONGER)
-    assert f"{place} holds weights that `fedlora run`" in said
+    assert f"{place} holds weights that" in said
 
 
 def test_an_adapter_of_another_command_is_not_replaced(
@@ -121,7 +121,7 @@ def test_adapters_that_are_gone_are_made_again(
     arguments = ("run", project / "config.toml", "--out", folder.path, "--resume")
     sets = [a for s in BASE for a in ("--set", s)]
     said = main(*arguments, *sets)
-    assert said.code == 0 and "checkpoint of round 2; nothing is trained" in said.err
+    assert said.code == 0 and "checkpoint of round 2; nothing" in said.err
     assert all(f"{name}/" in said.err for name in gone)
     assert written(folder) == written(whole)
     same_run(folder, whole)

@@ -178,8 +178,8 @@ def test_a_method_of_ones_own_is_asked_for_its_types_as_far_as_they_are_known(
         ("much", True, "much is .*'auto' or none; got True."),
         ("much", "all", "much is .*'auto' or none; got 'all'."),
         ("much", 2.5, "much is .*'auto' or none; got 2.5."),
-        ("on", 1, "on is true or false; got 1."),
-        ("on", "yes", "on is true or false; got 'yes'."),
+        ("on", 1, "on is .*false; got 1."),
+        ("on", "yes", "on is .*false; got 'yes'."),
         ("word", 3, "word is a word; got 3."),
     ]:
         with pytest.raises(HyperparameterError) as caught:

@@ -20,7 +20,7 @@ from support.federations import EQUAL, FULL, SHAPES, rounds
 def without(*names: str):  # type: ignore[no-untyped-def]
     def defence(state: ServerState, uploads: Sequence[Upload], counts: Mapping[str, float]) -> Verdict:
         left = [u for u in uploads if u.client.id not in names]
-        gone = {c: "too far from the others" for c in counts if c in names}
+        gone = {c: "too far" for c in counts if c in names}
         return Verdict(left, {u.client.id: counts[u.client.id] for u in left}, gone)
 
     return defence
@@ -35,7 +35,7 @@ def test_what_a_defence_refuses_does_not_count_and_is_named() -> None:
     got = server.aggregate(played.before, played.uploads)
     assert got.tally is not None and want.tally is not None
     assert dict(got.tally.weights) == dict(want.tally.weights)
-    assert got.tally.refused == {"b": "too far from the others", "d": "too far from the others"}
+    assert got.tally.refused == {"b": "too far", "d": "too far"}
     for module in SHAPES:
         assert torch.equal(server.global_update(got)[module].delta(), plain.global_update(want)[module].delta())
     for name, head in want.heads.items():

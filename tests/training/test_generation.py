@@ -837,7 +837,7 @@ class TestFederationOfTasks:
         "no room for a prompt": (["evaluate.max_new_tokens=48"], "no room for a prompt"),
         "a classifier": (["model.task=classification", "evaluate.max_new_tokens=64"], "set model.task = 'causal-lm'"),
         "too many tasks": (["data.tasks=6"], "6 tasks in 5 categories"),
-        "ranks for another number": (["clients.ranks=[2, 4]"], "clients.ranks has 2 entries for 3 clients"),
+        "ranks for another number": (["clients.ranks=[2, 4]"], "clients.ranks has 2 entries"),
         "a response that is too long": (["data.max_length=4", "evaluate.max_new_tokens=2"], "leaves no room"),
     }
 
