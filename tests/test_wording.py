@@ -32,8 +32,8 @@ MEANT = {
 
 
 def prose(text: str) -> bool:
-    """A clause of `WORDS` lower-case words: between gaps of a pattern, marks and cells; names in quotes are facts."""
-    clauses = re.split(r"\.[*+]\??|[\n|│;:,()]|\. ", text)
+    """A clause of `WORDS` lower-case words: between gaps of a pattern, marks and cells; names in quotes are facts, and so are commands."""
+    clauses = re.split(r"\.[*+]\??|[\n|│;:,()]|\. ", re.sub(r"`[^`]*`", "``", text))
     return any(len(re.findall(r"(?<![\w'.=/\\-])[a-z][a-z']+(?![\w=/-]|\.\w)", each)) >= WORDS for each in clauses)
 
 

@@ -204,7 +204,7 @@ def test_planted_effects_are_found_and_the_gate_throws_out(place: Path, once: Ex
     gates = {g["setup"]: g["passed"] for g in found["half-budget"]["gates"]}
     assert gates == {"25 local steps": True, "10 local steps": True, "mixed ranks": False}
     table = invoke("experiment", "decide", "map_rounds", *options(place)).stdout
-    assert re.search("LoRA .*a head alone.* 0.005", table.replace("\n", " "))
+    assert re.search("do not show .*LoRA .*head alone.* 0.005", table.replace("\n", " "))
 
 
 def test_accuracy_stands_beside_and_turns_with_the_loss(place: Path, once: Experiment, rounds: Experiment) -> None:
@@ -243,7 +243,9 @@ def test_a_plan_is_written_once_and_the_old_one_is_kept(place: Path, main: Calla
 def test_no_plan_no_verdict_and_no_pilot_no_plan(place: Path, main: Callable[..., Said]) -> None:
     assert "there is no plan" in main("experiment", "decide", "map_rounds", *options(place)).error()
     shutil.rmtree(place / "results")
-    assert "pilot of map_rounds" in main("experiment", "plan", "map_rounds", *options(place)).error()
+    assert re.search(
+        "pilot of map_rounds .*not done", main("experiment", "plan", "map_rounds", *options(place)).error()
+    )
 
 
 def test_changed_questions_need_another_plan(place: Path, main: Callable[..., Said]) -> None:
@@ -289,9 +291,9 @@ def test_a_lost_run_of_the_gate_is_no_finding(place: Path, once: Experiment, rou
         lambda *of: float("nan") if of == ("FlexLoRA", "25 local steps", 1) else bad(*of),
     )  # fmt: skip
     found = {(name, a["setup"]): a for name, f in decide(place, "map_rounds").items() for a in f["answers"]}
-    assert "FlexLoRA on seed 1" in found["half-budget", "25 local steps"]["why"]
+    assert re.search("no number .*FlexLoRA on seed 1", found["half-budget", "25 local steps"]["why"])
     said = " ".join(invoke("experiment", "decide", "map_rounds", *options(place)).stdout.split())
-    assert re.search("25 local steps .* FlexLoRA on seed 1", said)
+    assert re.search("25 local steps .*not known.* FlexLoRA on seed 1", said)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +422,7 @@ def test_a_label_that_stands_for_something_else_is_refused(place: Path, main: Ca
         assert old in text
         path.write_text(text.replace(old, new))
         said = main("experiment", "decide", "map_rounds", *options(place)).error()
-        assert "runs of map_rounds are not" in said
+        assert re.search("runs of map_rounds .*not .*plan", said)
     path.write_text(text)
     assert decide(place, "map_rounds")
     once = place / "experiments" / "map_once.toml"  # the gate takes its head from there
@@ -441,7 +443,7 @@ def test_a_pilot_on_seeds_of_the_answer_is_refused(place: Path, main: Callable[.
     path = place / "experiments" / "map_rounds.toml"
     path.write_text(path.read_text().replace("seeds = [100, 101, 102, 103]", "seeds = [100, 101, 102, 3]"))
     said = main("experiment", "plan", "map_rounds", *options(place)).error()
-    assert "seed 3 of map_rounds" in said
+    assert re.search("seed 3 of map_rounds .*pilot", said)
 
 
 def test_verdicts_of_a_second_plan_say_that_the_first_was_answered(
@@ -568,4 +570,4 @@ def test_claims_that_are_named_and_not_there_are_refused(
     where = options(place)
     where[-1] += "x"
     said = main("experiment", *command, *(where if command[0] != "fill" else [*where[:4], *where[-2:]])).error()
-    assert "claims.tomlx: " in said
+    assert re.search("claims.tomlx: .*no such file", said)

@@ -74,7 +74,7 @@ def changed(path: Path, keys: str, value: object) -> None:
         ("versions", ["torch"], "versions is ['torch']"),
         ("versions", None, "versions is None"),
         ("privacy", {"epsilon_planned": 1.0}, "privacy.delta is missing"),
-        ("parts", [], "parts: "),
+        ("parts", [], "parts: the first one starts"),
         ("parts", [{"after": 0, "commit": None, "machine": None}], "(parts) is of a changed checkout"),
     ],
 )  # fmt: skip

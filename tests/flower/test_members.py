@@ -192,7 +192,7 @@ def test_requests_of_others_are_refused_and_change_nothing(fed: FederationFolder
     before = snapshot(fed)
     for path, words in (
         (request(federation="fed-other"), "is for the federation 'fed-other'"),
-        (request(site="eve"), "asked the site 'eve'"),
+        (request(site="eve"), "nobody asked the site 'eve'"),
         (request(site="ACME"), "as 'acme'"),
         (fed.join("acme"), "the server's join file"),
         (asked(fed, "acme", tmp_path, base="00" * 32), "the server's base model"),
