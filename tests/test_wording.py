@@ -32,7 +32,10 @@ MEANT = {
 
 
 def prose(text: str) -> bool:
-    """A clause of `WORDS` lower-case words: between gaps of a pattern, marks and cells; names in quotes are facts, and so are commands."""
+    """A clause of `WORDS` lower-case words: between gaps of a pattern, marks and cells.
+
+    What stands in quotes or has a mark in it is a name or a command, and so a fact.
+    """
     clauses = re.split(r"\.[*+]\??|[\n|│;:,()]|\. ", re.sub(r"`[^`]*`", "``", text))
     return any(len(re.findall(r"(?<![\w'.=/\\-])[a-z][a-z']+(?![\w=/-]|\.\w)", each)) >= WORDS for each in clauses)
 
