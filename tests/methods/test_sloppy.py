@@ -379,10 +379,10 @@ def test_what_goes_wrong_elsewhere_is_a_broken_contract_and_no_traceback() -> No
     """Functions that the server does not guard, and other errors of ours: `check` says whose they are."""
     for cls, says in (
         (WrongDiagnostics, "has no attribute 'shape'"),
-        (AsksForWhatStaysHome, "roles leave"),
+        (AsksForWhatStaysHome, "leave to the client"),
         (NoRoles, "None"),
         (ForgetsAMatrix, "states came back for"),
-        (TransposedModel, "effective(state) returned an update"),
+        (TransposedModel, "update of a matrix (22, 30)"),
     ):
         findings = check(cls())
         assert not sound(findings)

@@ -95,7 +95,7 @@ class TestDealGlue:
     def test_without_a_root_it_is_the_hub_that_is_asked(self, hub: Hub) -> None:
         """And what the hub's transport says arrives in one line."""
         hub(ConnectionError("offline"))
-        with pytest.raises(DataError, match="nyu-mll/glue/sst2, split 'train' ") as error:
+        with pytest.raises(DataError, match="nyu-mll/glue/sst2, split 'train' cannot be loaded") as error:
             deal(config_of({"task": "sst2"}, clients=CLIENTS), None)
         one_line(error)
 

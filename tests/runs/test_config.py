@@ -139,8 +139,8 @@ def test_an_impossible_share_is_one_complaint_under_the_key_of_the_file() -> Non
 @pytest.mark.parametrize(
     ("table", "key", "value", "says"),
     [
-        ("train", "class_weights", {"a": 0}, "train.class_weights.a: .*; got 0"),
-        ("train", "class_weights", {"a": True}, "train.class_weights.a: .*; got True"),
+        ("train", "class_weights", {"a": 0}, "train.class_weights.a: .*greater than 0; got 0"),
+        ("train", "class_weights", {"a": True}, "train.class_weights.a: .*number; got True"),
         (
             "train", "class_weights", {},
             "train.class_weights: .*at least 1 item.*; got {}",

@@ -193,7 +193,7 @@ def test_a_missing_tracker_leaves_no_folder_behind(
     monkeypatch.setitem(sys.modules, "wandb", None)
     arguments = ("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.rounds=1")
     said = main(*arguments, "--set", 'run.track=["wandb"]')
-    assert "run.track names wandb" in said.complaint()
+    assert re.search("run.track names wandb, .*not installed", said.complaint())
     assert not (tmp_path / "run").exists()
     assert main(*arguments).code == 0
 
@@ -202,7 +202,7 @@ def test_a_round_on_the_way_is_not_made_the_last_one(project: Path, tmp_path: Pa
     """It was not evaluated (every = 3), nor checked, nor were its uploads kept: fewer rounds than that are refused."""
     folder = ran(configured(project, "run.rounds=4", "evaluate.every=3"), tmp_path / "run", 2)
     fewer = configured(project, "run.rounds=2", "evaluate.every=3", "run.keep_uploads=last")
-    with pytest.raises(CheckpointError, match=r"round 2 .*run.rounds = 3 "):
+    with pytest.raises(CheckpointError, match=r"round 2 .*on the way.*run.rounds = 3 "):
         ran(fewer, folder.path, resume=True)
     ran(configured(project, "run.rounds=3", "evaluate.every=3"), folder.path, resume=True)
     assert folder.read_json("summary.json")["rounds"] == 3

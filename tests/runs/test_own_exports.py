@@ -68,7 +68,7 @@ def test_weights_that_were_trained_on_are_not_replaced(project: Path, folder: Ru
     """By a thousandth: much less than a step of training at a small rate."""
     saved_by_peft(folder.path / place / WEIGHTS, 1.001)
     said = refused(project, folder, *LONGER)
-    assert f"{place} holds weights that" in said
+    assert f"{place} holds weights that" in said and "did not write" in said
 
 
 def test_an_adapter_of_another_command_is_not_replaced(
