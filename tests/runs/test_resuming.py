@@ -189,7 +189,7 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["--set", "train.lr=0.5"], "train.lr is 0.02 there"),
+        (["--set", "train.lr=0.5"], "train.lr is 0.02 there and 0.5 here. "),
         (["--set", "run.seed=9", "--set", "method.name=svd"], "9 here; method.name is 'glora'"),
         (["--set", "run.rounds=1"], "holds 2 rounds, and run.rounds = 1 "),
         (["--set", "train.schedule=linear"], "train.schedule is 'constant' there"),
@@ -236,7 +236,7 @@ def test_a_finished_run_is_not_shown_as_the_result_of_another_configuration(
         "--set", "train.lr=0.1", "--set", "run.rounds=6",
     )  # fmt: skip
     assert contents(finished.folder.path) == before
-    assert "train.lr is 0.02 there" in said.complaint()
+    assert "train.lr is 0.02 there and 0.1 here" in said.complaint()
 
 
 def test_two_processes_do_not_write_one_run(project: Path, tmp_path: Path) -> None:
