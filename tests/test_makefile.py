@@ -6,6 +6,7 @@ Kind: end-to-end of make. Expected values are what the Makefile's comments promi
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys

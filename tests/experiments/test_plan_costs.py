@@ -7,6 +7,7 @@ ceil(20 / 4) * 4 + ceil(6 / 3) * 3 = 26.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
