@@ -547,7 +547,7 @@ def test_a_value_at_the_edge_of_its_grid_is_said_under_verdicts(
         write_runs(place / "results" / "runs", experiment, "mini", same_level(0.001))
     found = decide(place, "map_rounds")
     edge = "train.lr = 0.001, the largest tried, was chosen for GLoRA; GLoRA 0.5"
-    assert edge in found["half-budget"]["notes"] and edge not in found["flexlora-or-glora"]["notes"]
+    assert edge in str(found["half-budget"]["notes"]) and edge not in str(found["flexlora-or-glora"]["notes"])
     pages = Stored.read(place / "experiments", place / "results" / "runs", place / "claims.toml")
     for kind, says in (
         ("decisions half-budget", edge), ("rates", "| GLoRA | 0.001 (largest tried) |"),
