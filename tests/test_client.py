@@ -120,7 +120,7 @@ def test_a_module_kept_and_one_new_to_the_client() -> None:
 @pytest.mark.parametrize(("roles", "factor"), [(Roles(B="local"), "B"), (Roles(A="local"), "A")])
 @pytest.mark.parametrize("held", [1, 3])
 def test_a_kept_factor_of_another_rank_is_refused(roles: Roles, factor: str, held: int) -> None:
-    with pytest.raises(KeptStateError, match=rf"kept factor {factor} of module 'm' has rank {held}, .* rank 2"):
+    with pytest.raises(KeptStateError, match=rf"kept factor {factor} .*'m' .*rank {held}, .* rank 2"):
         receive(downloaded(roles), part(KEPT, roles, ("local",), rank=held))
 
 
@@ -128,7 +128,7 @@ def test_a_kept_factor_of_another_rank_is_refused(roles: Roles, factor: str, hel
 @pytest.mark.parametrize("kept", [None, Adapter({}), Adapter({"other": pair(KEPT)})], ids=["None", "empty", "other"])
 def test_a_local_factor_neither_sent_nor_kept_is_named(roles: Roles, factor: str, kept: Adapter | None) -> None:
     download = replace(downloaded(roles), start=Adapter({}))
-    with pytest.raises(KeptStateError, match=rf"factor {factor} of module 'm' is local: it was neither sent nor kept"):
+    with pytest.raises(KeptStateError, match=rf"factor {factor} .*'m' is local: .*kept"):
         receive(download, kept)
 
 
@@ -189,7 +189,7 @@ def test_factors_that_neither_travel_nor_stay_leave_no_module_behind(roles: Role
 
 
 def test_an_incomplete_adapter_cannot_be_sent() -> None:
-    with pytest.raises(FactorNotShared, match="factor A of this update is absent"):
+    with pytest.raises(FactorNotShared, match=r"factor A .*absent"):
         send(Adapter({"m": pair(TRAINED, A=False)}), Roles())
 
 
@@ -203,7 +203,7 @@ def test_the_subspace_form_needs_both_factors_shared(roles: Roles) -> None:
         assert set(got.modules) == {"m"}
         assert set(got.heads) == ({"h"} if roles.heads == "shared" else set())
     else:
-        with pytest.raises(HyperparameterError, match="the subspace form needs both factors shared; the roles are"):
+        with pytest.raises(HyperparameterError, match=r"subspace form .*both factors"):
             send(complete(), roles, "subspace")
 
 
@@ -249,13 +249,13 @@ def test_the_whole_protocol_with_a_method_that_keeps_b_and_heads() -> None:
 
 @pytest.mark.parametrize("id", ["", None, 7, b"a"])
 def test_a_client_id_is_a_string(id: object) -> None:
-    with pytest.raises(HyperparameterError, match="a client id is a non-empty string; got"):
+    with pytest.raises(HyperparameterError, match=r"client id is .*; got"):
         Client(id, 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rank", [0, -1, 2.0, True, None, "4", math.nan, {"m": 0}, {"m": 4, "n": True}, {"m": 2.5}])
 def test_ranks_are_integers_from_one(rank: object) -> None:
-    with pytest.raises(HyperparameterError, match="client 'a': ranks are integers >= 1; got"):
+    with pytest.raises(HyperparameterError, match=r"client 'a': ranks are .*; got"):
         Client("a", rank)  # type: ignore[arg-type]
 
 

@@ -183,14 +183,14 @@ def test_what_is_claimed_is_what_is_measured_without_being_told(label: str) -> N
 @pytest.mark.parametrize(
     ("label", "name", "claim", "says"),
     [
-        ("fedit", "exact", {"exact": True}, "claimed yes; measured: off the mean update by"),
-        ("glora", "exact", {"exact": False}, "promises less than it does"),
-        ("fedit", "gauge", {"gauge": True}, "claimed yes; measured: in other coordinates it moves by"),
-        ("ffa-lora", "gauge", {"gauge": True}, "claimed yes; measured: one factor travels"),
-        ("glora", "gauge", {"gauge": None}, "claimed no gauge to change; measured: in other coordinates it moves by"),
-        ("fedex-lora", "state", {"state": True}, "claimed yes; measured: in other coordinates readouts move by"),
+        ("fedit", "exact", {"exact": True}, "claimed yes; measured: off the mean"),
+        ("glora", "exact", {"exact": False}, "promises less"),
+        ("fedit", "gauge", {"gauge": True}, "claimed yes; measured: in other coordinates it "),
+        ("ffa-lora", "gauge", {"gauge": True}, "claimed yes; measured: one factor"),
+        ("glora", "gauge", {"gauge": None}, "claimed no gauge.*; measured: in other coordinates it "),
+        ("fedex-lora", "state", {"state": True}, "claimed yes; measured: in other coordinates readouts"),
         ("fedit", "mixed", {"mixed": True}, "claimed yes; measured: refused: FedIT averages"),
-        ("glora", "mixed", {"mixed": False}, "promises less than it does"),
+        ("glora", "mixed", {"mixed": False}, "promises less"),
         ("fedsa-lora", "global model", {"global_model": True}, "claimed yes; measured: the server says"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_false_claim_is_refused_with_what_was_measured(
     """Each claim of a row turned round: the error names the method, the contract, the claim and the number."""
     (found,) = [r for r in CLAIMS if r.label == label]
     false = Claim(**{**vars(found.claim), **claim})  # type: ignore[arg-type]
-    with pytest.raises(ContractBroken, match=f"{found.name} breaks the contract '{name}': .*{says}"):
+    with pytest.raises(ContractBroken, match=rf"{found.name} breaks the contract '{name}': .*{says}"):
         CONTRACTS[name](found.server(), false, MIXED if name == "mixed" else EQUAL, FULL)
 
 

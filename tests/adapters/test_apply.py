@@ -66,11 +66,11 @@ def said(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 # Cases that cannot be written, and what the refusal says.
 REFUSED = {
-    "Mixtral": "its experts are stored one by one",
-    "Mixtral, all-linear": "its experts are stored one by one",
+    "Mixtral": "experts.*one by one",
+    "Mixtral, all-linear": "experts.*one by one",
     "layers repeated": "layer_replication makes another model",
     "AdaLoRA, convolution": "linear layer, a matrix",
-    "experts, three": "which of its nested pairs is whose",
+    "experts, three": "nested pairs",
     "embedding of another name": "without a config.json",
 }
 
@@ -186,7 +186,7 @@ def test_a_vanished_update_is_told(tmp_path: Path, main: Callable[..., Said]) ->
 
     rewrite(adapter, shrink)
     done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
-    assert done.code == 0 and "rounding loses all of the update in 2 tensors" in done.err
+    assert done.code == 0 and re.search("loses .*update in 2 tensors", done.err)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_a_classifier_is_loaded_by_its_own_config(
     assert written.startswith(front) and "AutoModelForSequenceClassification" in written
     assert (
         written.index("A full model with a LoRA adapter")
-        < written.index("It is not of this model")
+        < written.index("not of this model")
         < written.index("# Of the base")
     )
     assert (
@@ -379,7 +379,7 @@ def test_a_head_of_no_known_class_is_said(tmp_path: Path, main: Callable[..., Sa
     peft_model.save_pretrained(tmp_path / "adapter")
     reconfigure(tmp_path / "adapter", modules_to_save=["judge"])
     done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
-    assert done.code == 0 and "which class of transformers has this head cannot be told here" in done.err, done.err
+    assert done.code == 0 and "class of transformers" in done.err, done.err
     config = json.loads((tmp_path / "full" / "config.json").read_text())
     assert config["architectures"] == ["BertModel"] and config["num_labels"] == 4
 
@@ -428,7 +428,7 @@ def test_a_base_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     opened = BaseFiles(base)
     content = (base / "model.safetensors").read_bytes()
     (base / "model.safetensors").write_bytes(content[:-4] + b"abcd")
-    with pytest.raises(AdapterFormatError, match="has changed while it was read"):
+    with pytest.raises(AdapterFormatError, match="has changed"):
         apply_adapter(AdapterFile(adapter), opened, tmp_path / "full")
     assert not (tmp_path / "full").exists()
 
@@ -462,7 +462,7 @@ def test_another_name_of_the_same_weights_is_no_cause_for_alarm(
     def alarmed() -> bool:
         done = main("validate", adapter, "--base", base)
         assert done.code == 0, done.err
-        return "it may be another model" in done.err
+        return "another model" in done.err
 
     assert alarmed()
     digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()

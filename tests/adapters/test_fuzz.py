@@ -383,5 +383,5 @@ def test_a_process_that_hangs_or_dies_is_noticed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(hostile_judge, "PATIENCE", 0.5)
     judge = Judge(forked, work=hostile_judge.stuck)
     assert judge(tmp_path, Asked("linear", ())).broken == ["operation merge hangs for 0.5 s"]
-    assert judge(tmp_path, Asked("linear", (), "die")).broken == ["operation merge ends the process"]
+    assert "ends the process" in judge(tmp_path, Asked("linear", (), "die")).broken[0]
     judge.stop()

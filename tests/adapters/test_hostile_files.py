@@ -327,9 +327,7 @@ def test_weights_that_are_refused(what: str, main: Callable[..., Said], tmp_path
     refused(put(tmp_path / "bad", content=make()), why, main, validate=False)
 
 
-@pytest.mark.parametrize(
-    ("count", "why"), [(110_000, "names 110,000 tensors, more than the 100,000"), (30_000, "m0' lacks lora_B")]
-)
+@pytest.mark.parametrize(("count", "why"), [(110_000, "110,000 tensors.* 100,000 "), (30_000, "m0' lacks lora_B")])
 def test_very_many_empty_tensors(count: int, why: str, tmp_path: Path) -> None:
     line = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     header = {f"{PREFIX}m{k}.lora_A.weight": line for k in range(count)}

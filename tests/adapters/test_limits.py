@@ -144,7 +144,7 @@ def test_every_command_that_reads_adapters_takes_them(
         "train": ["--base", "demo", "--data", "d.jsonl", "-o", "out", "--client", "a", "--adapter", folder],
     }  # fmt: skip
     said = main(command, *more.get(command, [folder]), "--limit", "tensors=1").error()
-    assert "names 2 tensors, more than the 1 allowed; --limit tensors=2 would take it" in said
+    assert "names 2 tensors" in said and "--limit tensors=2" in said
     assert not (tmp_path / "out").exists()
 
 

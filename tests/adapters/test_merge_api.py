@@ -90,7 +90,7 @@ def test_a_zero_result_says_why(tmp_path: Path) -> None:
     zero = bare(tmp_path / "zero", {Q: 2}, scale=0.0)
     a = bare(tmp_path / "a", {Q: 2})
     said = resize(zero, tmp_path / "o", rank=2).warnings[-1]
-    assert said == "the update is zero (B A = 0 in every module), and so is the result"
+    assert "B A = 0" in said
     assert "B A = 0" in str(merge([zero, a], tmp_path / "p", weights=[1, 0]).warnings)
     assert "the updates cancel" in str(merge([a, a], tmp_path / "m", sum=True, weights=[1, -1]).warnings)
 
@@ -106,19 +106,19 @@ def test_a_rank_that_is_not_given_is_said(tmp_path: Path) -> None:
         return report.rank, " | ".join(report.warnings)
 
     for rank, words in (
-        (1000, "rank 1000 was asked for, and the update has 5"),
+        (1000, "rank 1000"),
         ("budget=9", "budget=9 is no less than"),
     ):
         assert (found := said(merge([a, b], tmp_path / "m", rank=rank, force=True)))[0] == 5 and words in found[1]
     found = said(merge([a, b], tmp_path / "v", rank=4, serve="vllm"))
     assert found[0] == 8 and "rank 4 is written as 8" in found[1] and "cannot train" in found[1]
     found = said(resize(b, tmp_path / "r", rank=32, ranks="each"))
-    assert found[0] == 3 and "rank 32 was asked for, and the update has 3" in found[1]
+    assert found[0] == 3 and "rank 32" in found[1]
     found = said(resize(b, tmp_path / "s", rank=2, serve="vllm"))
     assert found[0] == 8 and "rank 2 is written as 8" in found[1]
     for rank in (1, 5, "exact", "budget=2"):
         assert merge([a, b], tmp_path / "n", rank=rank, force=True).warnings == ()
-    with pytest.raises(ConfigError, match="would have 600: give --rank 512 or less"):
+    with pytest.raises(ConfigError, match=r"600.*--rank 512"):
         resize(b, tmp_path / "t", rank=600, serve="vllm")
 
 
@@ -133,8 +133,8 @@ def test_a_refused_loss_names_its_parts_and_what_makes_them_less(tmp_path: Path)
 
     cut = merge([a, b], tmp_path / "n", rank=2).error
     said = refused(merge, [a, b], rank=2)
-    assert f"off the weighted mean of the adapters by {cut:.2g} of its size ({cut:.2g} by the cut to rank 2)" in said
-    assert "--rank energy=0.99 cuts less; --rank exact cuts nothing" in said and "--dtype" not in said
+    assert said.count(f"by {cut:.2g} ") == 1 and f"({cut:.2g} by the cut" in said
+    assert "--rank energy=0.99" in said and "--rank exact" in said and "--dtype" not in said
     said = refused(merge, [a, b], dtype="bfloat16")
     assert "by writing bfloat16)" in said and "--dtype float32 rounds less" in said and "rank" not in said
     said = refused(merge, [a, b], sum=True, rank=2, dtype="bfloat16")
@@ -148,15 +148,10 @@ def test_rounding_of_what_lies_beside_the_pairs_is_reported(tmp_path: Path, main
     a = bare(tmp_path / "a", {Q: 2}, beside=head, modules_to_save=["score"])
     report = merge([a], tmp_path / "m", dtype="bfloat16")
     assert math.isclose(report.beside_rounding, 0.001 / 1.001, rel_tol=1e-4)
-    with pytest.raises(
-        ConfigError, match=r"moves 'score.weight' by 0.001.*not known without the base.*--dtype float32"
-    ):
+    with pytest.raises(ConfigError, match=r"'score.weight' by 0.001.*the base.*--dtype float32"):
         merge([a], tmp_path / "n", dtype="bfloat16", max_error=0.5)
     assert merge([a], tmp_path / "o", max_error=0.5).beside_rounding == 0
-    assert (
-        "tensors beside the pairs by up to 9.99e-04"
-        in main("merge", a, "-o", tmp_path / "p", "--dtype", "bfloat16").out
-    )
+    assert "up to 9.99e-04" in main("merge", a, "-o", tmp_path / "p", "--dtype", "bfloat16").out
 
 
 def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
@@ -172,7 +167,7 @@ def test_weights_that_lie_too_far_apart_are_said(tmp_path: Path) -> None:
     """float32 has 7 digits: of 1 beside 1e9 nothing is left, and float64 keeps it (rank 2 + 3)."""
     a, b = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {Q: 3})
     report = merge([a, b], tmp_path / "m", sum=True, weights=[1e9, 1])
-    assert "beside a weight of 1e+09 one of 1 is lost" in str(report.warnings) and report.rank == 2
+    assert re.search(r"1e\+09.* 1 ", str(report.warnings)) and report.rank == 2
     report = merge([a, b], tmp_path / "n", sum=True, weights=[1e9, 1], dtype="float64")
     assert (report.rank, report.warnings) == (5, ())
     assert merge([a, b], tmp_path / "o", weights=[1e4, 1]).warnings == ()
@@ -203,13 +198,13 @@ def test_heads_that_a_rule_leaves_out_are_named(tmp_path: Path, main: Callable[.
         assert "Left out, heads: score.weight." in card(tmp_path / "m")
         assert not AdapterFile(tmp_path / "m").heads
     done = main("merge", a, b, "-o", tmp_path / "n", "--heads", "first")
-    assert "left out, heads: 1, such as score.weight" in done.out and "--heads holders keeps it" in done.err
+    assert "heads: 1, such as score.weight" in done.out and "--heads holders keeps it" in done.err
     report = merge([b, a], tmp_path / "o", heads="first")
     assert (report.dropped, report.beside) == ({}, ("score.weight",))
-    assert "1 tensors beside the pairs, such as score.weight" in main(
+    assert "beside the pairs, such as score.weight" in main(
         "merge", b, a, "-o", tmp_path / "p", "--heads", "first").out  # fmt: skip
     report = merge([b, headed(tmp_path / "c", "score.weight")], tmp_path / "q", heads="first", sum=True)
-    assert "first adapter's whole, and no sum" in str(report.warnings)
+    assert "no sum" in str(report.warnings)
 
 
 def test_the_weights_of_tensors_beside_the_pairs_are_reported(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -229,7 +224,7 @@ def test_the_weights_of_tensors_beside_the_pairs_are_reported(tmp_path: Path, ma
         told = ", ".join(f"{w:.6g}" for w in weights)
         assert f"| score.weight | {told} |" in card(tmp_path / "m")
     said = main("merge", a, b, "-o", tmp_path / "n", "--heads", "holders").out
-    assert "others in 1 modules and tensors" in said and "score.weight: 0, 1" in said
+    assert "in 1 modules" in said and "score.weight: 0, 1" in said
     assert merge([b, c], tmp_path / "o").module_weights == {}
     assert merge([b, c, c], tmp_path / "p", weights=[0.7, 0.2, 0.1]).module_weights == {}
 
@@ -345,7 +340,7 @@ def test_one_base_under_two_names(tmp_path: Path, main: Callable[..., Said]) -> 
     b = bare(tmp_path / "b", {Q: 2}, base_model_name_or_path="meta-llama/Llama-3.1-8B", revision=None)
     c = bare(tmp_path / "c", {Q: 2}, base_model_name_or_path="mine", revision=None)
     report = merge([a, b], tmp_path / "m")
-    assert "taken as one base model" in report.warnings[0]
+    assert "one base model" in report.warnings[0]
     assert config_of(tmp_path / "m")["base_model_name_or_path"] == "meta-llama/Llama-3.1-8B"
     assert "--same-base" in main("merge", a, c, "-o", tmp_path / "n").complaint()
     assert main("merge", a, c, "--same-base", "-o", tmp_path / "n").code == 0
@@ -363,12 +358,12 @@ def test_a_sum_takes_weights_as_they_are(tmp_path: Path, main: Callable[..., Sai
     assert main("merge", a, b, "--sum", "--weights", "1,-1", "-o", tmp_path / "p").code == 0
     assert updates(tmp_path / "n").keys() == updates(tmp_path / "p").keys()
     report = merge([a, a], tmp_path / "zero", sum=True, weights=[1, -1])
-    assert "the updates cancel: the result is zero" in report.warnings
+    assert "cancel" in str(report.warnings)
 
 
 def test_a_sum_of_heads_has_no_meaning_unless_weights_add_up_to_one(tmp_path: Path) -> None:
     a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 2)
-    with pytest.raises(AdapterFormatError, match=r"add up to 2 have no meaning"):
+    with pytest.raises(AdapterFormatError, match=r"add up to 2"):
         merge([a, b], tmp_path / "m", sum=True)
     merge([a, b], tmp_path / "m", sum=True, weights=[2, -1])
     for path in HEADS:
@@ -436,7 +431,7 @@ def test_float16_that_overflows_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 1e200), (torch.float32, 1e25)])
 def test_updates_beyond_every_number_are_refused(dtype: torch.dtype, size: float) -> None:
     huge = lora(20, 2, 12, "huge").map(lambda t: (t * size).to(dtype))
-    with pytest.raises(AdapterFormatError, match="larger than numbers can be"):
+    with pytest.raises(AdapterFormatError, match="larger than numbers"):
         merge_module("m", [huge], [1.0], RankRule("exact"))
 
 
@@ -495,7 +490,7 @@ def test_padding_that_would_more_than_double_the_file_is_left_out_and_said(tmp_p
     ranks = {f"m.{k}": 1 for k in range(6)} | {Q: 10}
     a = bare(tmp_path / "a", ranks)
     report = merge([a], tmp_path / "m")
-    assert not report.one_rank and "--ranks one is right in all, at 4.4 times the size" in report.warnings[0]
+    assert not report.one_rank and re.search("--ranks one .*4.4 times", report.warnings[0])
     assert config_of(tmp_path / "m")["r"] == 10  # the largest: readers of r make room for it
     for name in ("peft", "alpha / config r"):
         for module, update in dense_by(tmp_path / "m", READERS[name]).items():

@@ -315,7 +315,7 @@ def test_saved_modules_within_each_other(saved: list[str], tmp_path: Path) -> No
     try:
         PeftModel.from_pretrained(Nested(), tmp_path)
     except KeyError:
-        with pytest.raises(AdapterFormatError, match="no saved module within another"):
+        with pytest.raises(AdapterFormatError, match="saved module within"):
             AdapterFile(tmp_path)
     else:
         AdapterFile(tmp_path)
@@ -339,7 +339,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", pairs, AdapterSpec(config, 2.0))
     before = (tmp_path / "a" / "adapter_config.json").read_bytes()
     for place in ("a", "b"):
-        with pytest.raises(AdapterFormatError, match=r"could not be loaded, so nothing was written: .*alpha"):
+        with pytest.raises(AdapterFormatError, match=r"nothing was written: .*alpha"):
             write_adapter(tmp_path / place, pairs, AdapterSpec(config, 20_000.0))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a" / "adapter_config.json").read_bytes() == before

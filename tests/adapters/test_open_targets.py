@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -111,13 +112,13 @@ def test_no_targets_are_those_of_the_base_models_type(config: dict[str, Any], ba
     """peft's table has q_proj and v_proj for a Llama."""
     folder, more = put(tmp_path / "a", Q + V, **config), put(tmp_path / "more", Q + K, **config)
     for adapter in (folder, more):
-        with pytest.raises(AdapterFormatError, match="target_modules is null, so that the type"):
+        with pytest.raises(AdapterFormatError, match="target_modules is null"):
             AdapterFile(adapter)
-        with pytest.raises(AdapterFormatError, match="target_modules is null, so that the type"):
+        with pytest.raises(AdapterFormatError, match="target_modules is null"):
             resize(adapter, tmp_path / "small", rank=1)
     apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(base), tmp_path / "full")
     _same(load_file(tmp_path / "full" / "model.safetensors"), loaded_by_peft(base, folder))
-    with pytest.raises(AdapterFormatError, match=r"for a base model of type llama peft takes q_proj v_proj"):
+    with pytest.raises(AdapterFormatError, match=r"type llama .*q_proj v_proj"):
         apply_adapter(AdapterFile(more, with_base=True), BaseFiles(base), tmp_path / "none")
     before = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64).state_dict())
     assert torch.equal(loaded_by_peft(base, more)[f"{K[0]}.weight"], before[f"{K[0]}.weight"])  # peft leaves it out
@@ -131,28 +132,26 @@ def test_all_linear_is_asked_with_a_base_and_told_without(base: Path, tmp_path: 
     apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(base), tmp_path / "full")
     _same(load_file(tmp_path / "full" / "model.safetensors"), loaded_by_peft(base, folder))
     report = resize(folder, tmp_path / "same", rank=2)
-    assert any("with target_modules = all-linear, the base model decides" in line for line in report.warnings)
+    assert any("target_modules = all-linear" in line for line in report.warnings)
     _same(loaded_by_peft(base, tmp_path / "same"), loaded_by_peft(base, folder))
     with pytest.warns(UserWarning, match="all-linear, the base model decides"):
         read_adapter(folder)
     said = invoke("validate", str(folder))
-    assert said.exit_code == 0 and "fedlora validate --base asks a base model" in said.stderr
+    assert said.exit_code == 0 and "fedlora validate --base" in said.stderr
     said = invoke("validate", str(folder), "--json")
     assert "the base model decides" in json.loads(said.stdout)[str(folder)]["notes"][0]
     said = invoke("validate", str(folder), "--base", str(base))
     assert said.exit_code == 0 and "decides" not in said.stderr
     other = _model(tmp_path / "other", model_type="some")
-    with pytest.raises(AdapterFormatError, match="which layers of a base model of type some are linear is not known"):
+    with pytest.raises(AdapterFormatError, match=r"of type some .*linear"):
         apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(other), tmp_path / "none")
 
 
 def test_what_is_tied_to_a_target_is_one_where_the_base_model_ties_it(base: Path, tmp_path: Path) -> None:
     config = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
     folder = put(tmp_path / "a", (*Q, EMBEDDING, HEAD), **config)
-    assert (
-        "with ensure_weight_tying, the base model decides whether peft loads 'lm_head'" in AdapterFile(folder).notes[0]
-    )
-    with pytest.raises(AdapterFormatError, match="the base model ties it with nothing"):
+    assert re.search("ensure_weight_tying, the base model.* 'lm_head'", AdapterFile(folder).notes[0])
+    with pytest.raises(AdapterFormatError, match="ties it with nothing"):
         apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(base), tmp_path / "none")
     before = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64).state_dict())
     assert torch.equal(loaded_by_peft(base, folder)["lm_head.weight"], before["lm_head.weight"])

@@ -245,7 +245,7 @@ def test_a_square_layer_of_an_unknown_type_is_refused(tmp_path: Path, main: Call
     content = json.loads(config.read_text())
     config.write_text(json.dumps(content | {"model_type": "mine"}))
     done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
-    assert done.code == 2 and "of type mine keeps it is not known here" in done.err
+    assert done.code == 2 and "of type mine keeps" in done.err
     config.unlink()
     done = main("validate", tmp_path / "adapter", "--base", tmp_path / "base")
     assert done.code == 2 and "without a model_type in a config.json" in done.err

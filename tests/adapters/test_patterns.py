@@ -214,10 +214,10 @@ def test_a_pattern_beyond_a_bound_is_refused_with_the_number(what: str) -> None:
 
 
 def test_as_many_patterns_as_a_file_may_have() -> None:
-    with pytest.raises(AdapterFormatError, match=r"1,001 of its patterns are more than names, and 1,000 are allowed"):
+    with pytest.raises(AdapterFormatError, match=r"1,001 of its patterns.* 1,000 "):
         matches([Question("rank_pattern", "end", tuple(f"a{k}?" for k in range(1_001)))], ["q_proj"])
     many = tuple("a" * 3_990 + str(k) for k in range(2_100))
-    with pytest.raises(AdapterFormatError, match="letters, more than the 8,000,000 allowed"):
+    with pytest.raises(AdapterFormatError, match="letters, more than the 8,000,000"):
         matches([Question("rank_pattern", "end", many)], ["q_proj"])
 
 
@@ -288,7 +288,7 @@ def test_the_memory_of_the_child_is_bounded() -> None:
     code, peak = map(int, done.stdout.split())
     assert code == 3 and peak < 100 * 1024  # kB
     limits = PatternLimits(counts=10**10, memory=64 * 2**20)
-    with pytest.raises(AdapterFormatError, match="takes more than 64 MB; peft, which has no such limit, would hang"):
+    with pytest.raises(AdapterFormatError, match="more than 64 MB; peft"):
         matches([Question("rank_pattern", "end", ("(?:(?:x?){30000}){30000}",))], ["a"], limits)
 
 
@@ -397,7 +397,7 @@ def test_where_no_process_can_be_started_nothing_is_matched(
     executable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patterns.sys, "executable", executable)
-    with pytest.raises(AdapterFormatError, match="none can be started here") as caught:
+    with pytest.raises(AdapterFormatError, match="none can be started") as caught:
         ask()
     assert "\n" not in str(caught.value)
     assert matches([Question("rank_pattern", "end", ("v_proj",))], NAMES) == [[None, 0, None]]
@@ -467,7 +467,7 @@ def test_names_made_to_be_compared_are_refused_after_a_while(no_child: None) -> 
     ]  # fmt: skip
     for kind, keys, asked in cases:
         begun = time.process_time()
-        with pytest.raises(AdapterFormatError, match="more comparisons of its names"):
+        with pytest.raises(AdapterFormatError, match="comparisons of its names"):
             matches([Question("rank_pattern", kind, keys)], asked, PatternLimits(lookups=5_000_000))
         assert time.process_time() - begun < 5  # a fifth of what files have
 
@@ -520,7 +520,7 @@ def test_factors_that_peft_would_leave_out_are_refused(what: str, tmp_path: Path
     name = "model.layers.0.q_proj"
     assert not peft_targets(NOT_TARGETED[what], name)
     folder = put(tmp_path / "bad", {name: (2, 2)}, **NOT_TARGETED[what])
-    with pytest.raises(AdapterFormatError, match="does not target: peft would leave them out"):
+    with pytest.raises(AdapterFormatError, match="does not target: peft"):
         AdapterFile(folder)
 
 
@@ -533,7 +533,7 @@ def test_all_linear_layers_are_not_all(name: str, fields: dict[str, Any], tmp_pa
     embeddings, against peft itself: test_fuzz.py."""
     more = {"q.bias": (3,)} if "modules_to_save" in fields else {}
     AdapterFile(put(tmp_path / "a", {"a.k": (2, 2)}, target_modules="all-linear", more=more, **fields))
-    with pytest.raises(AdapterFormatError, match=r"peft would leave (them )?out"):
+    with pytest.raises(AdapterFormatError, match=r"peft would leave"):
         AdapterFile(put(tmp_path / "b", {name: (2, 2)}, target_modules="all-linear", more=more, **fields))
 
 
@@ -581,7 +581,7 @@ def test_no_pattern_of_theirs_is_written(what: str, tmp_path: Path) -> None:
 
 def test_a_saved_module_whose_name_is_a_pattern_is_not_written(tmp_path: Path) -> None:
     folder = put(tmp_path / "a", {"q": (2, 2)}, modules_to_save=["(h+)+$"], more={"(h+)+$.weight": (3,)})
-    with pytest.raises(AdapterFormatError, match="has a name that peft would take for a pattern"):
+    with pytest.raises(AdapterFormatError, match=r"name .*peft .*pattern"):
         write_adapter(tmp_path / "b", *read_adapter(folder))
 
 

@@ -80,7 +80,7 @@ def made_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-NOTICED = r"has changed while it was read|is no ordinary file|cannot be read"
+NOTICED = r"has changed|no ordinary file|cannot be read"
 CHANGES = (rewritten, replaced, cut, grown, made_link, made_fifo)
 
 
@@ -126,7 +126,7 @@ def test_a_config_that_changes_before_the_weights_are_read(tmp_path: Path, monke
         return header_of(StrangersFile(file.path), limits)
 
     monkeypatch.setattr("fedlora.adapters.reader.header_of", swap)
-    with pytest.raises(AdapterFormatError, match=r"adapter_config\.json has changed while it was read"):
+    with pytest.raises(AdapterFormatError, match=r"adapter_config\.json has changed"):
         AdapterFile(folder)
 
 
@@ -172,7 +172,7 @@ def test_a_cache_that_is_none(how: str, tmp_path: Path) -> None:
         shutil.copy(secret, target)
     (folder / WEIGHTS_FILE).unlink()
     (folder / WEIGHTS_FILE).symlink_to(target)
-    with pytest.raises(AdapterFormatError, match="is a link to another place"):
+    with pytest.raises(AdapterFormatError, match="is a link"):
         AdapterFile(folder)
 
 
@@ -233,7 +233,7 @@ def test_anything_is_json_or_refused(parts: list[bytes]) -> None:
     ],
 )  # fmt: skip
 def test_json_that_is_refused(text: bytes, why: str) -> None:
-    with pytest.raises(ValueError, match=f"(?i){why}"):
+    with pytest.raises(ValueError, match=rf"(?i){why}"):
         bounded_json.parse(text, Limits())
 
 

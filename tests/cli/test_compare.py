@@ -6,6 +6,7 @@ Kinds of evidence: *end-to-end* (real runs on tiny transformers), *contract* (ba
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 def test_compare_runs_all_that_can_and_names_those_that_cannot(compared: tuple[Path, Any]) -> None:
     out, result = compared
     assert {path.name for path in out.iterdir()} == {"glora", "padded-average", "comparison.png"}
-    assert result.stdout.count("fedit not run: FedIT averages factors entry by entry") == 1
-    assert "one seed: there will be no interval; add --seeds 0:8" in result.stderr
-    assert "One seed: no interval and no verdict." in result.stdout and "undecided" not in result.stdout
+    assert result.stdout.count("fedit not run: ") == 1
+    assert re.search("one seed: .*--seeds 0:8", result.stderr)
+    assert "One seed: no interval" in result.stdout and "undecided" not in result.stdout
 
 
 def test_compare_shows_each_methods_numbers(compared: tuple[Path, Any], project: Path) -> None:
@@ -89,7 +90,7 @@ def test_compare_as_json(compared: tuple[Path, Any], project: Path) -> None:
         del summary["diagnostics"]
         assert found["runs"] == {"0": summary}
         assert found["mean"] == summary["test"]["best"]["accuracy"] and (found["n"], found["sd"]) == (1, None)
-    assert list(said["refused"]) == ["fedit"] and "all clients need one rank" in said["refused"]["fedit"]
+    assert list(said["refused"]) == ["fedit"] and "need one rank" in said["refused"]["fedit"]
 
 
 def test_compare_without_resume_leaves_old_runs_alone(
@@ -108,26 +109,26 @@ def test_compare_writes_into_no_folder_of_other_files(project: Path, tmp_path: P
     theirs.mkdir()
     (theirs / "comparison.png").write_bytes(b"of a paper")
     said = main("compare", project / "config.toml", "--methods", "glora", "--out", theirs)
-    assert "is not empty and holds no run: 1 entry" in said.complaint() and "'comparison.png'" in said.complaint()
+    assert "holds no run: 1 entry" in said.complaint() and "'comparison.png'" in said.complaint()
     assert {path.name: path.read_bytes() for path in theirs.iterdir()} == {"comparison.png": b"of a paper"}
     begun = tmp_path / "begun"
     (begun / "glora" / "seed-0").mkdir(parents=True)
     (begun / "failures").mkdir()
     ComparedRuns(begun).check_place(["glora", "svd"])
-    with pytest.raises(ConfigError, match="2 entries, the first that is not of a comparison is 'glora'"):
+    with pytest.raises(ConfigError, match=r"2 entries, .* 'glora'"):
         ComparedRuns(begun).check_place(["svd"])
 
 
 def test_compare_in_which_nothing_can_run_is_an_error(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
     said = main("compare", project / "config.toml", "--methods", "fedit,fedrot-lora", "--out", tmp_path / "runs")
-    assert "no method could run: fedit: FedIT averages" in said.error() and "fedrot-lora: " in said.error()
+    assert "no method could run: fedit: " in said.error() and "fedrot-lora: " in said.error()
     assert not (tmp_path / "runs").exists()
 
 
 def test_compare_checks_all_names_before_it_runs(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
     said = main("compare", project / "config.toml", "--methods", "glora,glroa,svd rho=1", "--out", tmp_path / "runs")
     complaint = said.complaint()
-    assert "glroa: no method is called 'glroa'; did you mean 'glora'" in complaint and "svd rho=1: " in complaint
+    assert "glroa: " in complaint and "did you mean 'glora'" in complaint and "svd rho=1: " in complaint
     assert not (tmp_path / "runs").exists()
 
 
@@ -192,10 +193,10 @@ def test_the_comparison_names_labels_in_full_and_resumes(
 @pytest.mark.parametrize(
     ("methods", "says"),
     [
-        ("glora gamma=1, glora gamma=1", "the method 'glora gamma=1' is named twice"),
-        ("glora, fedit, glora", "the method 'glora' is named twice"),
-        ("glora gamma=1,glora    gamma=1", "the method 'glora gamma=1' is named twice"),
-        ("all, flora", "the method 'flora' is named twice"),
+        ("glora gamma=1, glora gamma=1", "'glora gamma=1' is named twice"),
+        ("glora, fedit, glora", "'glora' is named twice"),
+        ("glora gamma=1,glora    gamma=1", "'glora gamma=1' is named twice"),
+        ("all, flora", "'flora' is named twice"),
         ("glora gamma", "a method is NAME [KEY=VALUE ...]"),
         (",", "no method is named"),
         ("glora gama=1, glora gamma=7", "did you mean 'gamma'?"),

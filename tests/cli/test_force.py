@@ -34,7 +34,7 @@ def forced(main: Main, command: Sequence[object], out: Path, stranger: str, agai
     """The command; again without and with --force; and with somebody's own file in the way."""
     assert main(*command, "-o", out).code == 0
     first = contents(out)
-    assert f"{out} is not empty; name another directory, or " in main(*command, *again, "-o", out).complaint()
+    assert f"{out} is not empty" in main(*command, *again, "-o", out).complaint()
     assert contents(out) == first
     done = main(*command, *again, "-o", out, "--force")
     assert done.code == 0, done.err
@@ -42,7 +42,7 @@ def forced(main: Main, command: Sequence[object], out: Path, stranger: str, agai
     (out / stranger).parent.mkdir(exist_ok=True)
     (out / stranger).write_text("mine")
     before = contents(out)
-    assert f"holds '{stranger}', which is no part of " in main(*command, "-o", out, "--force").complaint()
+    assert f"holds '{stranger}'" in main(*command, "-o", out, "--force").complaint()
     assert contents(out) == before and sorted(os.listdir(out.parent)) == [out.name]
 
 

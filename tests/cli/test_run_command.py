@@ -7,6 +7,7 @@ Kinds of evidence: *end-to-end* (the bits of the run in this process), *contract
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -37,29 +38,29 @@ def test_as_a_process_it_gives_the_same_bits_and_only_json_on_stdout(
 
 def test_as_a_process_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
     done = process("run", tmp_path / "nowhere.toml", "--out", tmp_path / "run")
-    assert "cannot be read: No such file" in Said(done.returncode, done.stdout, done.stderr).complaint()
+    assert "No such file" in Said(done.returncode, done.stdout, done.stderr).complaint()
     assert done.stdout == "" and not (tmp_path / "run").exists()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no such model": (["model.path=nowhere"], "the model 'nowhere' cannot be loaded"),
+    "no such model": (["model.path=nowhere"], "model 'nowhere' cannot be loaded"),
     "no such data": (["data.train=nowhere.jsonl"], "nowhere.jsonl does not exist"),
     "unknown suffix": (["data.train=config.toml"], "suffix '.toml' is not known"),
     "no such column": (["data.text=txt"], "no column 'txt'"),
     "no such test file": (["data.test=nowhere.csv"], "nowhere.csv does not exist"),
-    "unknown method": (["method.name=gloro"], "no method is called 'gloro'; did you mean 'glora'?"),
+    "unknown method": (["method.name=gloro"], "'gloro'; did you mean 'glora'?"),
     "unknown hyper-parameter": (["method.gama=1"], "did you mean 'gamma'?"),
     "impossible hyper-parameter": (["method.rho=2"], "glora: rho is a share"),
     "no such class": (["method.name=nowhere:Method"], "'nowhere:Method' cannot be made"),
     "unknown key": (["run.round=3"], "did you mean 'rounds'?"),
     "wrong type": (["run.rounds=many"], "run.rounds: "),
     "bad override": (["run.rounds"], "--set takes KEY=VALUE"),
-    "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries for 5 clients"),
+    "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries"),
     "too many clients": (["clients.count=90", "clients.ranks=[2]"], "90 clients"),
-    "mixed ranks": (["method.name=fedit"], "FedIT averages factors entry by entry, so all clients need one rank"),
-    "no such target module": (['lora.targets=["q_proj"]'], "lora.targets: 'q_proj' matches no module of the model"),
+    "mixed ranks": (["method.name=fedit"], "clients need one rank"),
+    "no such target module": (['lora.targets=["q_proj"]'], "lora.targets: 'q_proj' matches no module"),
     "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
 }
 
@@ -77,7 +78,7 @@ def test_bad_input_is_one_line_and_code_2_and_writes_nothing(
 LATE: dict[str, tuple[list[str], str]] = {
     "hyper-parameter of a wrong type": (["method.rho=half"], "rho"),
     "no such device": (["model.device=banana"], "banana"),
-    "a device that holds no numbers": (["model.device=meta"], "the model cannot be put on device 'meta': "),
+    "a device that holds no numbers": (["model.device=meta"], "device 'meta': "),
     "server target without a server model": ([*FEDSA, "evaluate.target=server"], "no global model"),
     "subspace form of local factors": ([*FEDSA, "server.upload=subspace"], "subspace"),
     "quorum of more than take part": (["server.quorum=4"], "quorum"),
@@ -105,7 +106,7 @@ def test_copies_in_a_test_file_of_ones_own_are_told_and_empty_columns_left_out(
     sets = ("data.test=test.jsonl", "data.validation=0", "run.rounds=1")
     said = main("run", own / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
     assert said.code == 0
-    assert "of the 8 examples of test, 5 are copies of training texts" in said.err
+    assert re.search("8 examples of test, 5 are copies", said.err)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["copies"] == {"test": {"examples": 8, "in training": 5, "in validation": 0}}
     assert "own readout" not in said.out and "KB / " in said.out and "last loss" in said.out

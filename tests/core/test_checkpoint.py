@@ -299,20 +299,20 @@ class Inner:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1], "a list at /value cannot be stored"),
-        ({1, 2}, "a set at /value cannot be stored"),
-        (b"bytes", "a bytes at /value cannot be stored"),
-        (object(), "a object at /value cannot be stored"),
-        (1j, "a complex at /value cannot be stored"),
-        (np.zeros(2), "a ndarray at /value cannot be stored"),
-        (np.float32(1), "a float32 at /value cannot be stored"),
-        (torch.float32, "a dtype at /value cannot be stored"),
-        (Box, "a type at /value cannot be stored"),
-        (lambda: None, "a function at /value cannot be stored"),
-        ({1: 2}, "a mapping at /value has keys that are no strings"),
-        ({None: 2}, "a mapping at /value has keys that are no strings"),
-        ({"a": (1, {"b": [2]})}, "a list at /value/a/1/b cannot be stored"),
-        (Inner(Inner({"deep": Path("x")})), r"a \w*Path at /value/x/x/deep cannot be stored"),
+        ([1], "list at /value "),
+        ({1, 2}, "set at /value "),
+        (b"bytes", "bytes at /value "),
+        (object(), "object at /value "),
+        (1j, "complex at /value "),
+        (np.zeros(2), "ndarray at /value "),
+        (np.float32(1), "float32 at /value "),
+        (torch.float32, "dtype at /value "),
+        (Box, "a type at /value "),
+        (lambda: None, "function at /value "),
+        ({1: 2}, "mapping at /value has keys"),
+        ({None: 2}, "mapping at /value has keys"),
+        ({"a": (1, {"b": [2]})}, "list at /value/a/1/b "),
+        (Inner(Inner({"deep": Path("x")})), r"a \w*Path at /value/x/x/deep "),
     ],
     ids=range(14),
 )  # fmt: skip
@@ -324,7 +324,7 @@ def test_what_cannot_be_stored_is_refused_with_its_place(value: object, message:
 
 
 def test_a_mapping_without_string_keys_at_the_top_is_named_too(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="a mapping at / has keys that are no strings"):
+    with pytest.raises(CheckpointError, match="mapping at / has keys"):
         save(tmp_path, 1, {1: 2})
 
 
@@ -372,7 +372,7 @@ DAMAGE = {
 def test_a_damaged_newest_one_warns_and_the_one_before_it_is_used(damage: str, tmp_path: Path) -> None:
     *_, newest = series(tmp_path)
     DAMAGE[damage](newest)
-    with pytest.warns(UserWarning, match=rf"{newest.name} is damaged: .* Trying the one before it") as caught:
+    with pytest.warns(UserWarning, match=rf"{newest.name} is damaged: .* Trying") as caught:
         found = load_newest(tmp_path, Box)
     assert found is not None
     assert (found[0], found[1].value["round"], len(caught)) == (2, 2, 1)
@@ -384,7 +384,7 @@ def test_all_damaged_is_an_error_after_a_warning_for_each(tmp_path: Path) -> Non
         DAMAGE[damage](path)
     with (
         pytest.warns(UserWarning) as caught,
-        pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* can be used"),
+        pytest.raises(CheckpointError, match=r"none of the 3 checkpoints"),
     ):
         load_newest(tmp_path, Box)
     assert len(caught) == 3
@@ -539,7 +539,7 @@ def test_a_full_disk_leaves_the_older_ones_and_no_part(owner: Any, name: str, in
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(owner, name, instead)
-        with pytest.raises(CheckpointError, match=r"of round 3 \([\d,]+ bytes\) could not be written .*No space left"):
+        with pytest.raises(CheckpointError, match=r"round 3 \([\d,]+ bytes\) .*No space left"):
             save(tmp_path, 3, Box(3), keep=1)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     assert loaded(tmp_path).value["round"] == 2
@@ -567,7 +567,7 @@ def test_a_class_that_was_renamed_is_told_how_to_keep_its_files(tmp_path: Path) 
     save(tmp_path, 1, Box(old(3)))
     with (
         pytest.warns(UserWarning),
-        pytest.raises(CheckpointError, match=r"Give it the class attribute TAG = 'mine.Old'"),
+        pytest.raises(CheckpointError, match=r"TAG = 'mine.Old'"),
     ):
         load_newest(tmp_path, Box, new)
     new.TAG = "mine.Old"  # type: ignore[attr-defined]

@@ -65,7 +65,7 @@ class TestReading:
         row = talk(SYSTEM, ASK, ANSWER)
         assert read_answers(written(tmp_path, row), prompt="prompt", response="response").history is not None
         path = written(tmp_path, row | {"prompt": "a", "response": "b"})
-        with pytest.raises(DataError, match=r"'prompt' and 'response', and conversations in 'messages' too"):
+        with pytest.raises(DataError, match=r"'prompt'.*'response'.*'messages' too"):
             read_answers(path, prompt="prompt", response="response")
         assert read_answers(path, prompt="prompt", response="response", messages="messages").text == ("Hi",)
         assert read_answers(written(tmp_path, {"talk": [ASK, ANSWER]}), prompt="p", response="r", messages="talk").text
@@ -73,28 +73,28 @@ class TestReading:
     @pytest.mark.parametrize(
         ("messages", "said"),
         [
-            ([], "messages' must be a list of messages .* it is empty"),
+            ([], "messages' .* it is empty"),
             ("Hi", "it is a string, 'Hi'"),
             (
                 [ASK, {"role": "bot", "content": "x"}],
-                r"message 2: the role 'bot' is not one of system, user, assistant",
+                r"message 2: .*'bot'.* system, user, assistant",
             ),
-            ([ASK, {"role": "assistant", "content": 3}], "message 2: 'content' must be a string; got int 3"),
+            ([ASK, {"role": "assistant", "content": 3}], "message 2: 'content' .*got int 3"),
             (
                 [ASK, {"role": "assistant", "content": [{"text": "x"}]}],
-                "message 2: 'content' must be a string; got list",
+                "message 2: 'content' .*got list",
             ),
-            ([ASK, {"role": "assistant", "content": " "}], "message 2: the assistant's content is empty"),
+            ([ASK, {"role": "assistant", "content": " "}], "message 2: .*content is empty"),
             ([ASK, {"from": "gpt", "value": "x"}], "message 2 has no 'role'.*ShareGPT"),
             ([ASK, "Hello"], "message 2 must be .* got str 'Hello'"),
-            ([ASK, ASK], "no message is the assistant's"),
+            ([ASK, ASK], "no message .*assistant's"),
             ([ANSWER, ASK, ANSWER], "the assistant speaks first"),
             ([SYSTEM, ANSWER], "the assistant speaks first"),
-            ([ASK, ANSWER, ASK], "the last message is the user's and has no answer"),
-            ([ASK, ANSWER, ANSWER], "message 3: two messages of the assistant follow each other"),
-            ([ASK, SYSTEM, ANSWER], "message 2: a system message can only come first"),
+            ([ASK, ANSWER, ASK], "last message .*no answer"),
+            ([ASK, ANSWER, ANSWER], "message 3: two messages"),
+            ([ASK, SYSTEM, ANSWER], "message 2: .*first"),
             ([ASK, ANSWER | {"tool_calls": [{"name": "f"}]}], r"message 2 has \['tool_calls'\]"),
-            ([ASK, ANSWER | {"content": "\ud83d"}], "message 2: 'content' holds half of a surrogate pair"),
+            ([ASK, ANSWER | {"content": "\ud83d"}], "message 2: 'content' .*surrogate"),
         ],
     )
     def test_what_is_no_conversation(self, tmp_path: Path, messages: Any, said: str) -> None:
@@ -108,5 +108,5 @@ class TestReading:
         assert read_chat(written(tmp_path, talk(ASK, ASK, ANSWER))).history == ((("user", "Hi"),),)
 
     def test_a_history_has_known_roles(self) -> None:
-        with pytest.raises(DataError, match="a role of a history is system, user or assistant; got 'tool'"):
+        with pytest.raises(DataError, match="system, user or assistant; got 'tool'"):
             TextData("instruction", ("a",), responses=("b",), history=((("tool", "x"),),))

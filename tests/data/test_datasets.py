@@ -78,11 +78,11 @@ class TestObjects:
         ("columns", "said"),
         [
             ({}, "got none"),
-            ({"text": "text"}, "got text and label, and one of them is missing"),
-            ({"text": "text", "label": "label", "messages": "m"}, "got text and label beside messages"),
-            ({"messages": "text", "pair": "text"}, "pair and label_names belong to text and label"),
-            ({"text": "txt", "label": "label"}, r"no column 'txt'; it has \['text', 'label'\]"),
-            ({"messages": "text"}, "row 1: 'text' must be a list of messages"),
+            ({"text": "text"}, "text and label, .*missing"),
+            ({"text": "text", "label": "label", "messages": "m"}, "label beside messages"),
+            ({"messages": "text", "pair": "text"}, "pair and label_names belong"),
+            ({"text": "txt", "label": "label"}, r"no column 'txt'.* \['text', 'label'\]"),
+            ({"messages": "text"}, "row 1: 'text' .*list of messages"),
         ],
     )
     def test_columns_of_one_task(self, news: Any, columns: dict[str, str], said: str) -> None:
@@ -91,7 +91,7 @@ class TestObjects:
         assert "\n" not in str(error.value)
 
     def test_a_dictionary_of_splits_and_a_stream(self, news: Any) -> None:
-        with pytest.raises(DataError, match=r"dictionary of the splits \['train'\]"):
+        with pytest.raises(DataError, match=r"splits \['train'\]"):
             from_dataset(datasets.DatasetDict({"train": news}), text="text", label="label")
         with pytest.raises(DataError, match="without streaming=True"):
             from_dataset(news.to_iterable_dataset(), text="text", label="label")
@@ -130,7 +130,7 @@ class TestParquet:
             read_classification(tmp_path / "twice.parquet", text="text", label="label")
         broken = pyarrow.table({"text": ["a"], "label": [0]}).replace_schema_metadata({"huggingface": "{"})
         parquet.write_table(broken, tmp_path / "broken.parquet")
-        with pytest.raises(DataError, match="what the library datasets has written"):
+        with pytest.raises(DataError, match="library datasets"):
             read_classification(tmp_path / "broken.parquet", text="text", label="label")
 
     def test_conversations_and_instructions(self, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ class TestParquet:
         features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=NAMES)})
         rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [2, -1]}, features=features)
         rows.to_parquet(tmp_path / "a.parquet")
-        with pytest.raises(DataError, match=r"row 2: 'label' is -1, and its classes are 0\.\.2 .*unlabelled"):
+        with pytest.raises(DataError, match=r"row 2: 'label' is -1.* 0\.\.2 .*unlabelled"):
             read_classification(tmp_path / "a.parquet", text="text", label="label")
 
     def test_what_is_no_parquet_and_without_the_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ class TestAddresses:
         "wrong", ["hf://", "hf://a/b?splits=x", "hf://a/b?split=", "hf://a/b?x", "hf://a?split=a&split=b"]
     )
     def test_what_is_none(self, wrong: str) -> None:
-        with pytest.raises(DataError, match=r"no address of a data set: write hf://owner/name"):
+        with pytest.raises(DataError, match=r"hf://owner/name"):
             hub_source(wrong)
 
     def test_the_hub_is_asked_as_written(self, hub: Hub) -> None:
@@ -191,8 +191,6 @@ class TestAddresses:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         began = time.monotonic()
-        with pytest.raises(
-            DataError, match=r"me/films, split 'train' cannot be loaded .*local files.*HF_HUB_OFFLINE=1"
-        ):
+        with pytest.raises(DataError, match=r"me/films, split 'train' .*local files.*HF_HUB_OFFLINE=1"):
             load_split("me/films", None, "train")
         assert time.monotonic() - began < 8

@@ -45,7 +45,7 @@ class TestHub:
         """Whichever column it is; the message has the data set, its configuration and the split."""
         hub({"test": HubRows(FILMS)})
         columns = {"text": "review", "label": "mood", "pair": "by"} | {wrong: "moood"}
-        with pytest.raises(DataError, match=r"f/c, split 'test' has no column 'moood'; it has \['review', ") as error:
+        with pytest.raises(DataError, match=r"f/c, split 'test' .* 'moood'; .*\['review', ") as error:
             read_hub("f", "c", "test", **columns)  # type: ignore[arg-type]
         one_line(error)
 
@@ -53,16 +53,14 @@ class TestHub:
         """GLUE's public test sets hold -1 in place of each label."""
         rows = [row | {"mood": -1} for row in FILMS]
         hub({"test": HubRows(rows, {"mood": ("neg", "pos")})})
-        with pytest.raises(
-            DataError, match=r"row 1: 'mood' is -1, and its classes are 0\.\.1 .*unlabelled split\?"
-        ) as error:
+        with pytest.raises(DataError, match=r"row 1: 'mood' is -1.* 0\.\.1 .*unlabelled") as error:
             read_hub("f", None, "test", text="review", label="mood")
         one_line(error)
 
     def test_a_label_beyond_the_given_names_is_refused(self, hub: Hub) -> None:
         """Two names are the classes 0 and 1."""
         hub({"train": HubRows([*FILMS, {"review": "so-so", "mood": 2, "by": "c"}])})
-        with pytest.raises(DataError, match=r"row 3: label '2' is not among the 2 label_names"):
+        with pytest.raises(DataError, match=r"row 3: label '2' .* 2 label_names"):
             read_hub("f", None, "train", text="review", label="mood", label_names=("neg", "pos"))
 
     def test_labels_that_are_strings_are_read_or_refused(self, hub: Hub) -> None:
@@ -91,7 +89,7 @@ class TestHub:
     def test_whatever_the_transport_raises_is_one_line(self, hub: Hub, raised: Exception, reason: str) -> None:
         """Its first line, or its type where it says nothing; the cause is chained."""
         hub(raised)
-        with pytest.raises(DataError, match="the data set me/films/c, split 'train' cannot be loaded") as error:
+        with pytest.raises(DataError, match="me/films/c, split 'train' cannot be loaded") as error:
             read_hub("me/films", "c", "train", text="review", label="mood")
         assert f"from the hub: {reason}" in one_line(error)
         assert error.value.__cause__ is raised

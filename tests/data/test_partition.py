@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -134,7 +136,7 @@ def test_label_counts_by_hand():
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
 def test_bad_alpha(alpha):
-    with pytest.raises(DataError, match=r"alpha must be a finite number > 0; got"):
+    with pytest.raises(DataError, match=r"alpha .* > 0; got"):
         dirichlet(BALANCED, 3, alpha, seed=0)
 
 
@@ -153,14 +155,12 @@ def test_bad_clients(clients):
 
 
 def test_iid_with_fewer_examples_than_clients():
-    with pytest.raises(DataError, match="3 examples cannot give each of 4 clients one"):
+    with pytest.raises(DataError, match=r"3 examples .* 4 clients"):
         iid(3, 4, seed=0)
 
 
 def test_impossible_min_size_says_what_is_possible():
-    with pytest.raises(
-        DataError, match=r"10 clients with at least 8 examples each need 80, .* only 50.*at most 6"
-    ) as e:
+    with pytest.raises(DataError, match=r"10 clients .*8 examples.* 80, .* 50.*at most 6") as e:
         dirichlet(BALANCED[:50], 10, 0.5, seed=0)
     assert "min_size <= 5" in str(e.value)
     assert min(map(len, dirichlet(BALANCED[:50], 10, 100.0, seed=0, min_size=2))) >= 2
@@ -169,16 +169,16 @@ def test_impossible_min_size_says_what_is_possible():
 @pytest.mark.parametrize(
     ("size", "clients", "min_size", "advice"),
     [
-        (50, 10, 8, "Use at most 6 clients, or min_size <= 5."),
-        (9, 10, 8, "Use at most 1 client."),
-        (9, 8, 10, "Use min_size <= 1."),
-        (5, 10, 8, "Use more examples, or at most 5 clients and min_size = 1."),
+        (50, 10, 8, "at most 6 clients.*min_size <= 5"),
+        (9, 10, 8, r"at most 1 client\."),
+        (9, 8, 10, "min_size <= 1"),
+        (5, 10, 8, "at most 5 clients.*min_size = 1"),
     ],
 )
 def test_what_is_recommended_is_accepted(size: int, clients: int, min_size: int, advice: str) -> None:
     with pytest.raises(DataError) as e:
         dirichlet(BALANCED[:size], clients, 0.5, seed=0, min_size=min_size)
-    assert str(e.value).endswith(f" {advice}")
+    assert re.search(advice, str(e.value))
 
 
 def test_no_min_size_is_recommended_where_the_best_draw_leaves_a_client_nothing() -> None:
@@ -187,7 +187,7 @@ def test_no_min_size_is_recommended_where_the_best_draw_leaves_a_client_nothing(
 
 
 def test_unreached_min_size_tells_the_best_draw():
-    with pytest.raises(DataError, match=r"none of 7 draws of Dir\(0.5\) gave each of 8 clients 300 examples") as e:
+    with pytest.raises(DataError, match=r"7 draws of Dir\(0.5\) .* 8 clients 300 examples") as e:
         dirichlet(BALANCED, 8, 0.5, seed=0, min_size=300, max_draws=7)
     best = int(str(e.value).split("smallest client ")[1].split()[0])
     assert 0 < best < 300

@@ -30,7 +30,7 @@ class TestScoringFields:
     @pytest.mark.parametrize("field", ["references", "droppable"])
     def test_a_class_has_neither(self, field: str) -> None:
         """They are of generated text; `kind` says which fields belong."""
-        with pytest.raises(DataError, match="references, droppable and history are of instruction data"):
+        with pytest.raises(DataError, match="references, droppable and history"):
             TextData("classification", ("a",), labels=(0,), label_names=("x",), **{field: ((0, 1),)})
 
     def test_select_takes_them_along(self) -> None:

@@ -60,7 +60,7 @@ def test_runs_are_named_for_people_and_found_by_digest(tmp_path: Path) -> None:
 
 
 def test_a_search_on_compared_seeds_is_refused() -> None:
-    with pytest.raises(ConfigError, match="seed 3 is both searched on and compared on"):
+    with pytest.raises(ConfigError, match="seed 3 is both"):
         compared(tune=Tune(values=[0.1, 0.2], seeds=[3]))
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 import subprocess
 import warnings
@@ -182,18 +183,18 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('over = ["method"]', 'over = ["methods"]', "'methods' is no axis; there are split, method"),
-        ('axes = {{ split = ["skewed"] }}', 'axes = {{ split = ["odd"] }}', "names split = 'odd', which no axis has"),
+        ('over = ["method"]', 'over = ["methods"]', "'methods' is no axis; .* split, method"),
+        ('axes = {{ split = ["skewed"] }}', 'axes = {{ split = ["odd"] }}', "split = 'odd'"),
         ('title = "Tiny"', "titel = 3", "titel: Extra inputs"),
         ("[run.model]", "[run.model", "is not TOML"),
-        ("seeds = [0, 1]", "seeds = []", "seeds: List should have at least 1"),
-        ("seeds = [0, 1]", "seeds = [0, 0]", "profile mini names a seed twice"),
-        ("seeds = [7]", "seeds = [1]", "seed 1 is both searched on and of profile mini"),
-        ('reference = "FedIT"', 'reference = "fedit"', "reference names method = 'fedit', which no axis has"),
+        ("seeds = [0, 1]", "seeds = []", "seeds: .*at least 1"),
+        ("seeds = [0, 1]", "seeds = [0, 0]", "mini names a seed twice"),
+        ("seeds = [7]", "seeds = [1]", "seed 1 is both .*profile mini"),
+        ('reference = "FedIT"', 'reference = "fedit"', "reference .*method = 'fedit'"),
         ('rows = ["method"]', "rows = []", "names no axis"),
         ('at = {{ split = "skewed" }}', 'at = {{ splt = "skewed" }}', "tune.at names splt = 'skewed'"),
         ('paper = "tiny"', 'paper = "tiny"\nskip = [{{ split = "odd" }}]', "skip names split = 'odd'"),
-        ('paper = "tiny"', 'paper = "tiny"\nmetric = "test last"', "no number of a run is called 'test last'"),
+        ('paper = "tiny"', 'paper = "tiny"\nmetric = "test last"', "called 'test last'"),
         ("values = [1e-3, 1e-2]", 'key = "run.seed"\nvalues = [1, 2]', "no setting to search"),
     ],
 )
@@ -207,15 +208,15 @@ def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, old: str, new: str
 def test_an_impossible_key_names_the_cell(experiment: Experiment) -> None:
     axes = {**experiment.axes, "method": {"FedIT": {"method.nam": "fedit"}}}
     wrong = experiment.model_copy(update={"axes": axes | {"split": {"skewed": {"clients.alhpa": 1}}}})
-    with pytest.raises(ConfigError, match=r"experiment tiny, .*unknown key 'clients.alhpa'; did you mean 'alpha'"):
+    with pytest.raises(ConfigError, match=r"experiment tiny, .*'clients.alhpa'; did you mean 'alpha'"):
         mains(wrong, "one", {})
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tune": Tune(key="train.lr.x", values=[1, 2])}, "train.lr: input should be a valid number"),
-        ({"tune": Tune(key="train.steps.x", values=[1, 2])}, "'train.steps.x' is no key: train.steps is a value"),
+        ({"tune": Tune(key="train.lr.x", values=[1, 2])}, "train.lr: .*valid number"),
+        ({"tune": Tune(key="train.steps.x", values=[1, 2])}, "'train.steps.x' is no key"),
         ({"tune": Tune(key="model.checkpointing", values=[0, 1])}, "model.checkpointing: input .* boolean; got 0.0"),
         ({"tune": Tune(key="train.class_weights.x", values=[1, 2])}, "train.class_weights.x is none: it became None"),
         ({"tune": Tune(key="train", values=[1, 2])}, "train"),
@@ -230,7 +231,7 @@ def test_a_search_is_over_numbers_that_there_are(experiment: Experiment, changes
 
 def test_a_change_below_a_value_is_refused(experiment: Experiment) -> None:
     axes = {**experiment.axes, "method": {"FedIT": {"run.rounds.z": 1}}}
-    with pytest.raises(ConfigError, match=r"'run.rounds.z' is no key: run.rounds is a value, not a table"):
+    with pytest.raises(ConfigError, match=r"'run.rounds.z' is no key"):
         mains(experiment.model_copy(update={"axes": axes}), "one", {})
 
 
@@ -247,7 +248,7 @@ def test_a_value_of_the_search_whose_run_fails_is_dropped(experiment: Experiment
     assert len(mains(experiment, "mini", left, large)) == 8
     every = [r.digest for r in search]
     assert mains(experiment, "mini", {}, every) == []
-    assert "no run of the search over train.lr = 0.001, 0.01" in (dead_end(experiment, "mini", cell, {}, every) or "")
+    assert "over train.lr = 0.001, 0.01" in (dead_end(experiment, "mini", cell, {}, every) or "")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.stem)
@@ -273,10 +274,10 @@ def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
     [
         (
             '"method.name" = "flexlra"',
-            "one, seed 0 cannot be run: no method is called 'flexlra'; did you mean 'flexlora'",
+            "one, seed 0 .* 'flexlra'; did you mean 'flexlora'",
         ),
-        ('"clients.ranks" = [2, 4, 8]', "one, seed 0 cannot be run: clients.ranks has 3 entries for 10 clients"),
-        ('"method.name" = "glora", "method.rho" = 2', "one, seed 0 cannot be run: "),
+        ('"clients.ranks" = [2, 4, 8]', "one, seed 0 .* clients.ranks .* 3 .* 10 clients"),
+        ('"method.name" = "glora", "method.rho" = 2', "one, seed 0 .*rho"),
     ],
 )
 def test_hours_are_told_of_no_run_that_cannot_be(
@@ -290,7 +291,7 @@ def test_hours_are_told_of_no_run_that_cannot_be(
     where = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     for more in (["--plan"], []):
         said = main("experiment", "run", str(tmp_path / "mine.toml"), *where, *more)
-        assert said.code == 2 and says in " ".join(said.err.split()) and not (tmp_path / "work").exists()
+        assert said.code == 2 and re.search(says, " ".join(said.err.split())) and not (tmp_path / "work").exists()
 
 
 # ---- results and statistics ------------------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ def test_results_round_trip_and_a_damaged_one_is_refused(experiment: Experiment,
     path = write_result(tmp_path, {**raw, "wall_seconds": 1 / 3})
     assert read_results(tmp_path)[run.digest].raw["wall_seconds"] == 0.333333
     path.rename(tmp_path / "other.json")
-    with pytest.raises(CheckpointError, match=f"other.json cannot be used: it holds the result of '{run.digest}'"):
+    with pytest.raises(CheckpointError, match=rf"other.json .* the result of '{run.digest}'"):
         read_results(tmp_path)
     (tmp_path / "other.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be used"):
@@ -485,7 +486,7 @@ def test_a_plan_counts_the_clients_that_there_are(tmp_path: Path, changes: dict[
     )
     where = ["--results", tmp_path / "results", "--work", tmp_path / "work"]
     said = invoke("experiment", "run", tmp_path / "mine.toml", "--plan", *where).stdout
-    assert f"│ at most {clients * 2 * 3 * 4} " in said and "its data were not read: " in said
+    assert f"│ at most {clients * 2 * 3 * 4} " in said and "data were not read" in said
 
 
 def inline(value: Any) -> str:
@@ -525,7 +526,7 @@ def test_the_page_is_self_contained_and_keeps_the_papers_numbers_apart(finished:
 
 
 def test_no_result_no_page(experiment: Experiment, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no experiment has a result of profile mini"):
+    with pytest.raises(ConfigError, match=r"no experiment .*profile mini"):
         write_report(tmp_path / "r.html", [experiment], "mini", {}, tmp_path / "none.toml")
     assert not (tmp_path / "r.html").exists()
 
@@ -554,4 +555,4 @@ def test_the_page_in_a_browser(finished: Path, tmp_path: Path) -> None:
 
 def test_bad_names_get_one_line(tmp_path: Path, main: Callable[..., Said]) -> None:
     said = main("experiment", "run", "nothing", "--experiments", tmp_path)
-    assert "error: there is no experiment" in said.error()
+    assert "no experiment" in said.error()

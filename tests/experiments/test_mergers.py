@@ -161,10 +161,10 @@ def test_uploads_of_another_round_than_the_last_are_refused(
     prepared = prepare(run.config)
     assert len(_uploads(prepared, folder)) == 3
     folder.append_metrics({**folder.metrics()[0], "round": 2}, folder.read_json("manifest.json")["run"])
-    with pytest.raises(CheckpointError, match="2 rounds, and of their uploads those of round 1 are kept"):
+    with pytest.raises(CheckpointError, match=r"2 rounds, .*uploads.*round 1 "):
         _uploads(prepared, folder)
     shutil.rmtree(folder.path / "uploads")
-    with pytest.raises(CheckpointError, match="of their uploads none are kept"):
+    with pytest.raises(CheckpointError, match="uploads none are kept"):
         _uploads(prepared, folder)
 
 
@@ -250,7 +250,7 @@ def test_a_client_that_lacks_a_class_has_no_head(experiment: Experiment, places:
     )
     name, part = next(iter(dealt.parts.items()))
     single = replace(dealt, parts={name: part.select([k for k, y in enumerate(part.labels) if y == 0])})
-    with pytest.raises(ConfigError, match=f"the client {name} has no example of class 1"):
+    with pytest.raises(ConfigError, match=rf"client {name} .*no example of class 1"):
         head_alone(prepared, single, ["test"], apart={name: 1.0})
 
 

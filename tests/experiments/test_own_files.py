@@ -4,6 +4,7 @@ and a value of a search that fails is the worst. Kinds: contract, end-to-end on 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -122,7 +123,7 @@ def test_a_moved_folder_finds_its_results_and_a_changed_file_does_not(
     (changed,) = mains(loaded(new), "mini", {})
     said = main("experiment", "status", new / "mine.toml", *where(tmp_path)).err.replace("\n", " ")
     assert f"with SHA-256 {run.files['data.train'][:12]}, and {new / 'mine.jsonl'} has" in said
-    assert changed.files["data.train"][:12] in said and "1 finished run of the same configuration" in said
+    assert changed.files["data.train"][:12] in said and "1 finished run " in said
     table = json.loads(invoke("experiment", "table", new / "mine.toml", "--json", *where(tmp_path)).stdout)
     assert table["cells"][0]["scores"] == {}
 
@@ -133,7 +134,7 @@ def test_a_result_of_an_older_version_is_named_and_not_taken(bench: Callable[...
     raw = json.loads(run.config.canonical())
     raw["data"]["train"], raw["model"]["path"] = "data/mine.jsonl", "some/model"
     lines = other_files([run], {"0": Result("0", {"digest": "0", "config": raw})})
-    assert len(lines) == 2 and all("whose content an older version did not note" in line for line in lines)
+    assert len(lines) == 2 and all("an older version" in line for line in lines)
     raw["train"]["steps"] = 2
     assert other_files([run], {"0": Result("0", {"digest": "0", "config": raw})}) == [], "another configuration"
 
@@ -153,7 +154,7 @@ def test_what_is_not_there_is_said_before_anything_runs(
     (folder / "mine.jsonl").unlink()
     said = main("experiment", "run", folder / "mine.toml", *where(tmp_path)).complaint()
     assert f"data.train: {folder / 'mine.jsonl'} does not exist" in said
-    assert "start at the folder of the experiment's file" in said and not (tmp_path / "work").exists()
+    assert "the experiment's file" in said and not (tmp_path / "work").exists()
 
 
 def test_a_model_of_the_working_directory_is_not_taken_for_one_beside_the_file(
@@ -162,7 +163,7 @@ def test_a_model_of_the_working_directory_is_not_taken_for_one_beside_the_file(
     folder = bench("one")
     (folder / "model").rename(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="the working directory has one of that name"):
+    with pytest.raises(ConfigError, match="working directory has one"):
         mains(loaded(folder), "mini", {})
 
 
@@ -172,7 +173,7 @@ def test_a_file_that_changes_while_it_is_experimented_on_is_noticed(bench: Calla
     todo = missing(loaded(folder), "mini", places)
     (folder / "mine.jsonl").write_text(rows(classification(60, 5)))
     (outcome,) = run_all(todo, places)
-    assert "data.train changed after the experiment was started" in (outcome.error or "")
+    assert "data.train changed after" in (outcome.error or "")
     assert kept(tmp_path) == {} and outcome.by_machine and places.given_up() == {}
 
 
@@ -184,14 +185,14 @@ def test_a_value_that_fails_is_the_worst_and_the_cell_goes_on(bench: Callable[..
     forgets it."""
     folder = bench("one", text=MINE + TUNE)
     run = invoke("experiment", "run", folder / "mine.toml", *where(tmp_path))
-    line = "FedIT: train.lr = 1e+30 is dropped from the search, for it failed on seed 7: "
-    assert line in run.stderr.replace("\n", " ")
+    line = r"FedIT: train.lr = 1e\+30 is dropped .* seed 7: "
+    assert re.search(line, run.stderr.replace("\n", " "))
     said = json.loads(invoke("experiment", "status", folder / "mine.toml", "--json", *where(tmp_path)).stdout)
     assert said["mine"] == {"search": [2, 3], "runs": [1, 1], "failed": 1, "to_do": 0}
     places = Places(tmp_path / "work" / "unclean", tmp_path / "work", None)
     places = replace(places, results=tmp_path / "results") if (tmp_path / "results").exists() else places
     table = invoke("experiment", "table", folder / "mine.toml", "--results", places.results, "--work", places.work)
-    assert line in table.stdout and "│ FedIT  │ 1 │" in table.stdout
+    assert re.search(line, table.stdout) and "│ FedIT  │ 1 │" in table.stdout
     experiment, done = loaded(folder), places.finished()
     (cell,) = experiment.cells("mini")
     tried = {run.tuned: done[run.digest].validation_best for run in searches(experiment, "mini") if run.digest in done}
@@ -240,7 +241,7 @@ def test_seeds_as_a_range(bench: Callable[..., Path], tmp_path: Path, main: Call
     folder = bench("one", text=MINE.replace("seeds = [0]", "seeds = [0, 1, 2]"))
     run = ("experiment", "run", folder / "mine.toml", *where(tmp_path), "--plan", "--seeds")
     assert "│ 2 " in invoke(*run, "0:2").stdout
-    assert "--seeds 3 is no seed of mine" in main(*run, "0:4").complaint()
+    assert "--seeds 3 is no seed" in main(*run, "0:4").complaint()
     assert "--seeds takes seeds as 0:8" in main(*run, "a").complaint()
 
 
@@ -265,7 +266,7 @@ def test_a_damaged_experiment_or_result_is_one_line(
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "0.json").write_text("[1]")
     said = main("experiment", "status", folder / "mine.toml", *where(tmp_path)).complaint()
-    assert "0.json cannot be used: it is no table of keys" in said
+    assert re.search("0.json .*no table of keys", said)
     (tmp_path / "results" / "0.json").unlink()
     (folder / "mine.toml").write_bytes(MINE.replace("Mine", "Café").encode("latin-1"))
     assert "mine.toml is not TOML" in main("experiment", "status", folder / "mine.toml", *where(tmp_path)).complaint()

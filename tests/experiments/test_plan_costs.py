@@ -7,6 +7,7 @@ ceil(20 / 4) * 4 + ceil(6 / 3) * 3 = 26.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_another_profile_is_of_its_own_rounds_and_methods(folder: Path) -> None:
     row, said = planned(folder, "--profile", "more")
     assert row["examples to train"] == f"{6 * 5 * 21 + 6 * 5 * 26:,}" == "1,410"
     assert row["texts to score"] == str(8 * (5 * 5 + 2 * 7) + 4 * (5 * 10 + 2 * 14))
-    assert row["hours"] == "unknown: no run like 12 runs is finished" and "--rate" not in said
+    assert re.match("unknown: .* 12 runs", row["hours"]) and "--rate" not in said
 
 
 def test_without_its_data_a_run_by_epochs_has_no_number(folder: Path) -> None:
@@ -101,7 +102,7 @@ def test_without_its_data_a_run_by_epochs_has_no_number(folder: Path) -> None:
     (folder / "small.jsonl").unlink()
     row, said = planned(folder, "--rate", "10")
     assert {row[name] for name in ("examples to train", "texts to score", "hours")} == {"not counted: no data"}
-    assert "its data were not read: " in said and "small.jsonl" in said
+    assert "data were not read" in said and "small.jsonl" in said
     row, said = planned(folder, "--profile", "steps", "--rate", "10")
     assert row["examples to train"] == "at most 48" and row["texts to score"] == "not counted: no data"
 

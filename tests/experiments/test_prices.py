@@ -111,7 +111,7 @@ def test_other_experiments_have_no_prices(tmp_path: Path) -> None:
     ("was", "now", "words"),
     [
         ('label = "none" }', 'label = "war" }', "no axis has"),
-        ('axis = "attack"', 'axis = "rule"', "another axis than the first row"),
+        ('axis = "attack"', 'axis = "rule"', "another axis"),
         ('reference = "none"\n', "", "beside a reference"),
     ],
 )
@@ -153,10 +153,10 @@ def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(gr
         write_result(places.results, found.raw)
     write_report(tmp_path / "r.html", [grid], "mini", places.finished(), tmp_path / "none.toml")
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "Under attack, on purpose: sign-flip by 20% of the clients." in page
+    assert "Under attack, on purpose: sign-flip by 20%" in page
     assert "<td>0.600 (+0.300, " in page and ">flip: saved</th>" in page
     said = invoke("experiment", "table", tmp_path / "grid.toml", "--results", places.results, "--work", places.work)
-    assert "UNDER ATTACK, on purpose: sign-flip by 20% of the clients." in said.stdout + said.stderr
+    assert "UNDER ATTACK, on purpose: sign-flip by 20%" in said.stdout + said.stderr
     assert "0.600 (+0.300, " in said.stdout
     value = invoke("experiment", "table", tmp_path / "grid.toml", "--results", places.results, "--json").stdout
     assert json.loads(value)["attacks"] and len(json.loads(value)["prices"]) == 8

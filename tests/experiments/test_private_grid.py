@@ -112,7 +112,7 @@ def test_each_run_charges_its_own_ledger_alone_and_its_result_says_so(
         found = recompute(folder.path / LEDGER)
         assert len(found.events) == 2 and "SIMULATED" in found.population
         card = " ".join((folder.path / "adapter" / "README.md").read_text().split())
-        assert "no account of anybody's data (SIMULATED" in card
+        assert "anybody's data (SIMULATED" in card
 
 
 def test_a_result_is_found_again_wherever_the_folders_are(finished: Places, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_an_experiment_names_no_population_and_no_ledger(tmp_path: Path) -> None
         folder = tmp_path / key
         folder.mkdir()
         theirs = made(folder, ('"privacy.delta" = 0.01', f'"privacy.delta" = 0.01, "privacy.{key}" = "x"'))
-        with pytest.raises(ConfigError, match=rf"privacy\.{key}: an experiment's clients are simulated"):
+        with pytest.raises(ConfigError, match=rf"privacy\.{key}: .*simulated"):
             mains(theirs, "mini", {})
 
 
@@ -133,7 +133,7 @@ def test_a_run_of_ones_own_is_no_simulation(tmp_path: Path) -> None:
     told = simulated({"privacy": {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-3}})["privacy"]
     words = "\n".join(f"{key} = {value!r}" for key, value in told.items())
     (tmp_path / "c.toml").write_text(f'[model]\npath = "demo"\n[data]\ntrain = "demo"\n[privacy]\n{words}\n')
-    with pytest.raises(ConfigError, match="name whose data these are"):
+    with pytest.raises(ConfigError, match="whose data these are"):
         load_config(tmp_path / "c.toml")
 
 

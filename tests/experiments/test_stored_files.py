@@ -44,29 +44,29 @@ def changed(path: Path, keys: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("keys", "value", "says"),
     [
-        ("test/last/loss", True, "test.last.loss is True: input should be a valid number"),
-        ("test/last/loss", "0.5", "test.last.loss is '0.5': input should be a valid number"),
+        ("test/last/loss", True, "test.last.loss is True"),
+        ("test/last/loss", "0.5", "test.last.loss is '0.5'"),
         ("test/last/loss", [0.5], "test.last.loss is [0.5]"),
-        ("test/last/loss", 1e308, "loss = 1e+308, and such a score is between 0 and 3.5e+38"),
+        ("test/last/loss", 1e308, "between 0 and 3.5e+38"),
         ("test/last/loss", -0.1, "loss = -0.1"),
-        ("test/last/accuracy", 1.5, "accuracy = 1.5, and such a score is between 0 and 1"),
+        ("test/last/accuracy", 1.5, "accuracy = 1.5"),
         ("test/last/loss", 10**400, "a whole number of 401 digits"),
         ("config/run/seed", 12, "digest is"),
         ("config/run", ..., "digest is"),
-        ("config", {}, "is no configuration of this version"),
+        ("config", {}, "no configuration of"),
         ("commit", ..., "commit is missing"),
-        ("commit/clean", 1, "commit.clean is 1: input should be a valid boolean"),
+        ("commit/clean", 1, "commit.clean is 1"),
         ("commit/clean", "yes", "commit.clean is 'yes'"),
         ("commit/id", "main", "commit.id is 'main'"),
         ("machine", ..., "machine is missing"),
-        ("machine/device", "cpu\n<!-- end -->", "is no word or two"),
+        ("machine/device", "cpu\n<!-- end -->", "no word or two"),
         ("metric", ..., "metric is missing"),
-        ("metric", "accuracy", "metric is 'accuracy', and evaluate.metric of its configuration is 'loss'"),
+        ("metric", "accuracy", "metric is 'accuracy'"),
         ("method", "svd", "method is 'svd'"),
-        ("history/1/round", 3, "the rounds of history is [1, 3]"),
+        ("history/1/round", 3, "history is [1, 3]"),
         ("history", [1], "history.0 is 1"),
-        ("validation/last/loss", 0.01, "validation.last.loss is 0.01, and that of history is"),
-        ("history/0/metrics", {"accuracy": 0.5}, "round 1 has scores and no loss"),
+        ("validation/last/loss", 0.01, "validation.last.loss is 0.01"),
+        ("history/0/metrics", {"accuracy": 0.5}, "round 1 has scores"),
         ("mergers", [], "mergers is []"),
         ("mergers", {"a": {"test": {}}}, "mergers.a.merger is missing"),
         ("mergers", {"a": {"merger": {}, "test": {}, "strength": "a"}}, "mergers.a.strength is 'a'"),
@@ -74,8 +74,8 @@ def changed(path: Path, keys: str, value: object) -> None:
         ("versions", ["torch"], "versions is ['torch']"),
         ("versions", None, "versions is None"),
         ("privacy", {"epsilon_planned": 1.0}, "privacy.delta is missing"),
-        ("parts", [], "parts: the first one starts before round 1"),
-        ("parts", [{"after": 0, "commit": None, "machine": None}], "a part of it (parts) is of a changed checkout"),
+        ("parts", [], "parts: the first one starts"),
+        ("parts", [{"after": 0, "commit": None, "machine": None}], "(parts) is of a changed checkout"),
     ],
 )  # fmt: skip
 def test_a_changed_result_is_named_with_its_key_and_value(place: Path, keys: str, value: object, says: str) -> None:
@@ -93,7 +93,7 @@ def test_test_scores_agree_with_what_else_tells_of_them(place: Path) -> None:
     changed(path, "best_round", 2)
     read_results(path.parent)
     changed(path, "test/best/loss", 0.123)
-    with pytest.raises(CheckpointError, match=r"test.best is .* and test.last, of the same round"):
+    with pytest.raises(CheckpointError, match=r"test.best is .*test.last, .*same round"):
         read_results(path.parent)
     changed(path, "best_round", 1)
     read_results(path.parent)
@@ -153,7 +153,7 @@ def test_files_that_are_none_are_one_line_in_every_command(
     (place / "results" / "plans").mkdir(exist_ok=True)
     (place / "results" / "plans" / "small.json").write_bytes(content)
     said = call(main, place, name).error()
-    assert says in said and "Restore it from where it was written" in said
+    assert says in said and "Restore it" in said
 
 
 def test_links_in_a_circle_folders_and_pipes_are_one_line(place: Path, main: Callable[..., Said]) -> None:
@@ -179,8 +179,8 @@ def test_links_in_a_circle_folders_and_pipes_are_one_line(place: Path, main: Cal
 @pytest.mark.parametrize(
     ("keys", "value", "says"),
     [
-        ("seeds", [0, 1], "looks.0 saw [4] of 4 seeds, and 2 are planned"),
-        ("spreads/which/new against old, here", 0.5, "says spreads, which: new against old, here = 0.5"),
+        ("seeds", [0, 1], "looks.0 saw [4] of 4 seeds"),
+        ("spreads/which/new against old, here", 0.5, "new against old, here = 0.5"),
         ("spreads/which", {}, "spreads, which"),
         ("needed/which", 40, "needed.which = 40"),
         ("needed", {}, "needed.which = None"),
@@ -192,7 +192,7 @@ def test_links_in_a_circle_folders_and_pipes_are_one_line(place: Path, main: Cal
         ("profile", "pilot", "says profile = 'pilot'"),
         ("before", [{}], "before.0: "),
         ("before", 3, "before is 3"),
-        ("experiment", "other", "it is the plan of 'other'"),
+        ("experiment", "other", "plan of 'other'"),
         ("results", {"there": "none", "of": 8}, "results.there is 'none'"),
         ("commit", "clean", "commit is 'clean'"),
     ],
@@ -217,7 +217,7 @@ def test_a_plan_is_not_believed_when_its_pilot_is_another_one(place: Path, main:
         raw = json.loads(path.read_text())
         if raw["config"]["run"]["seed"] == 11 and raw["method"] == "glora":
             changed(path, "test/last/loss", 0.7)
-    assert "its pilot, its search and its families give" in call(main, place, "fill").error()
+    assert "its pilot, its search" in call(main, place, "fill").error()
 
 
 def test_a_plan_without_its_pilot_is_said_to_be_unchecked(place: Path, main: Callable[..., Said]) -> None:
@@ -225,13 +225,13 @@ def test_a_plan_without_its_pilot_is_said_to_be_unchecked(place: Path, main: Cal
     for path in (place / "results" / "runs").glob("*.json"):
         path.unlink()
     make(place, "mini")
-    assert "is not checked: its pilot is not among these results" in call(main, place, "decide").out.replace("\n", " ")
-    assert "is not checked: its pilot" in call(main, place, "fill").error(), "it shows the plan's own numbers"
+    assert "not checked: its pilot" in call(main, place, "decide").out.replace("\n", " ")
+    assert "not checked: its pilot" in call(main, place, "fill").error(), "it shows the plan's own numbers"
 
 
 def test_a_result_that_would_be_refused_is_not_written(tmp_path: Path, place: Path) -> None:
     raw = dict(next(iter(read_results(place / "results" / "runs").values())).raw)
-    with pytest.raises(CheckpointError, match="is not written: rounds is 7"):
+    with pytest.raises(CheckpointError, match="rounds is 7"):
         write_result(tmp_path / "new", {**raw, "rounds": 7})
     assert not (tmp_path / "new").exists()
     path = write_result(tmp_path / "new", {**raw, "wall_seconds": 1 / 3})

@@ -79,7 +79,7 @@ def test_no_mean_and_no_difference_where_a_run_has_no_number(tmp_path: Path, fif
     assert row[1] == "median 5.0000; 4 of 5 have a number"
     assert paired(cells, "method", "slow") == [] == table_of("differences", source)[1]
     for said in (without_number(cells), reservations("scores", source), reservations("differences", source)):
-        assert any("fast: no number on seed 4: the run diverged, failed or never got there." in line for line in said)
+        assert any("fast: no number on seed 4: " in line for line in said)
     [first, second] = placings(cells, "method", smaller_is_better=True)
     assert first.counts == (1, 4) and second.counts == (4, 1), "the one that never gets there is last on that seed"
     assert orders(cells, smaller_is_better=True) == (2, 5)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_shards_and_one_file_are_the_same_model(model: Path, tmp_path: Path) -> 
     (there / "model.safetensors.index.json").write_text(json.dumps(index))
     assert base_digest(there) == base_digest(model)
     (there / "model-2.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"lacks model-2\.safetensors, which its index names"):
+    with pytest.raises(ConfigError, match=r"lacks model-2\.safetensors"):
         base_digest(there)
 
 
@@ -191,7 +192,7 @@ def test_every_fact_is_compared() -> None:
 
 
 def test_who_says_nothing_has_not_agreed() -> None:
-    assert "does not say its base, tokenizer, labels" in differences(SERVER, Facts(), "acme", whole=True)[0]
+    assert "its base, tokenizer, labels" in differences(SERVER, Facts(), "acme", whole=True)[0]
     assert differences(SERVER, Facts(), "acme") == []
 
 
@@ -201,7 +202,7 @@ def test_facts_come_back_from_their_text_and_forged_ones_do_not() -> None:
     assert Facts.from_table({"base": "a" * 64, "of a later version": 1}) == Facts(base="a" * 64)
     for name in ("base", "tokenizer", "template"):
         for odd in ("x", "b" * 63, "b" * 65, "B" * 64, "b" * 64 + "\n", "\x1b[2J" + "b" * 60, "\u0660" * 64):
-            with pytest.raises(Disagreement, match=f"the other side's facts cannot be read: {name} = ") as raised:
+            with pytest.raises(Disagreement, match=f"facts cannot be read: {name} = ") as raised:
                 Facts.from_text(json.dumps({name: odd}))
             assert str(raised.value).isprintable()
     forged = ("{", "[]", "[" * 100_000, '{"base": 1}', '{"labels": "no"}', '{"labels": [1]}', '{"scaling": true}')
@@ -225,7 +226,7 @@ V = {"protocol": PROTOCOL, "fedlora": "0.1.0", "torch": "2.12.0+cpu", "transform
         ({}, "", ""),
         ({"fedlora": "0.1.7"}, "", ""),
         ({"torch": "2.12.0+cu129"}, "", ""),
-        ({"torch": "2.13.1"}, "", "torch is 2.12.0.cpu at the server and 2.13.1 at acme"),
+        ({"torch": "2.13.1"}, "", "torch is 2.12.0.cpu .*2.13.1 at acme"),
         ({"peft": "0.22.0"}, "", "peft is 0.21.2"),
         ({"torch": "3.0.0"}, r"torch is 2\.12\.0.*3\.0\.0 at acme.*pip install 'torch==2\.12\.\*'", ""),
         ({"transformers": "4.57.1"}, r"transformers is 5\.23\.0.*4\.57\.1", ""),
@@ -234,15 +235,14 @@ V = {"protocol": PROTOCOL, "fedlora": "0.1.0", "torch": "2.12.0+cpu", "transform
         ({"fedlora": "1.1.0"}, r"fedlora is 0\.1\.0.*1\.1\.0", ""),
         (
             {"protocol": "fedlora/2"},
-            r"fedlora/4' and acme 'fedlora/2'; acme is the older one: upgrade fedlora there",
+            r"fedlora/4' and acme 'fedlora/2'; acme .*older.* upgrade fedlora there",
             "",
         ),
-        ({"protocol": "fedlora/10"}, "the server is the older one", ""),
+        ({"protocol": "fedlora/10"}, "the server .*older", ""),
         ({"torch": None}, "", ""),
     ],
 )
 def test_which_versions_may_meet(changes: dict[str, str | None], refused: str, told: str) -> None:
-    import re
 
     other = {k: v for k, v in {**V, **changes}.items() if v is not None}
     meeting = versions_meet(V, other, "acme")
@@ -279,10 +279,10 @@ def test_the_first_site_tells_a_server_that_has_no_model(model: Path, tmp_path: 
     assert again == agreement and admitted(settings(), again, "cork", first) == (again, (), ())
     there = copy(model, tmp_path / "other")
     save_file({n: t + 1 for n, t in load_file(there / "model.safetensors").items()}, there / "model.safetensors")
-    with pytest.raises(Disagreement, match=r"base model has the weights .* that of 'cork'"):
+    with pytest.raises(Disagreement, match=r"base model has .*'cork'"):
         admitted(settings(), again, "cork", model_facts(str(there), settings()))
     (tmp_path / "agreement.json").write_text("{")
-    with pytest.raises(ConfigError, match="restore it, or remove it"):
+    with pytest.raises(ConfigError, match="restore it, or"):
         Agreement.read(tmp_path / "agreement.json")
 
 
@@ -306,7 +306,7 @@ def test_a_request_that_leaves_a_fact_out_is_not_admitted(model: Path, fact: str
         else:
             there[fact] = empty
         for agreement in (known, Agreement()):
-            with pytest.raises(Disagreement, match=f"does not say its .*{fact.replace('_', ' ')}"):
+            with pytest.raises(Disagreement, match=rf"does not say its .*{fact.replace('_', ' ')}"):
                 admitted(settings(), agreement, "acme", Facts.from_table(table))
 
 

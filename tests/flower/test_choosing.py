@@ -96,7 +96,7 @@ def test_patience_counts_what_was_measured() -> None:
     lines = by_sites(one, {}, {"a": (0.54, 10)}, {}, {"a": (0.545, 10)}, {"a": (0.9, 10)})
     stopped = choosing.stop(lines, 9, patience)
     assert stopped is not None and (stopped["round"], stopped["best_round"], stopped["best"]) == (5, 1, 0.5)
-    assert "2 evaluations at the sites in a row" in stopped["why"]
+    assert "2 evaluations at the sites" in stopped["why"]
     assert choosing.stop(lines[:4], 9, patience) is None and choosing.stop(lines, 9, None) is None
     server = Choosing("accuracy", "server").stop(by_server(0.5, 0.5, 0.5), 9, patience)
     assert server is not None and "at the server" in server["why"] and server["round"] == 3

@@ -6,6 +6,7 @@ The grid is a script: what the SuperLink would give at which second, on a clock 
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -145,27 +146,25 @@ def test_a_reply_to_another_message_is_no_answer_and_the_right_one_still_counts(
     assert answers["berlin"].fate == "late"
     assert "late or replayed" in caplog.text
     answers, _ = collected(acme=[(1, stale)])
-    assert answers["acme"].why == (
-        "no answer within 100 s (what came from it answers another message: late or replayed)"
-    )
+    assert re.search("100 s .*late or replayed", answers["acme"].why)
 
 
 def test_a_second_reply_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     answers, _ = collected(acme=[(1, good(11)), (1, good(11)), (2, error(2, 11, "g"))], berlin=[(9, good(12))])
     assert answers["acme"].fate is None
-    assert "acme: a second reply in one round; the first one stands" in caplog.text
+    assert "acme: a second reply" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (good(11, group="of yesterday\x1b"), r"it answers 'of yesterday\x1b', and this is 'g': late or replayed"),
-        (good(12), "node 12 answered in its place, and node 11 was asked"),
+        (good(11, group="of yesterday\x1b"), r"'of yesterday\\x1b'.* 'g'.*replayed"),
+        (good(12), "node 12 .*node 11 "),
     ],
 )
 def test_a_reply_of_another_group_or_node_is_refused(made: Callable[[str], Message], why: str) -> None:
     answers, _ = collected(acme=[(1, made)])
-    assert answers["acme"].fate == "refused" and answers["acme"].why == why
+    assert answers["acme"].fate == "refused" and re.search(why, answers["acme"].why)
 
 
 def test_a_reply_over_its_limit_is_refused_with_both_numbers() -> None:

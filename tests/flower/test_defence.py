@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,11 @@ def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_too_few_clients_are_refused_before_and_in_a_round(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="krum with 2 liars among 5 clients needs 7 of them, and a round has 5"):
+    with pytest.raises(ConfigError, match=r"krum with 2 liars .* 5 clients needs 7"):
         federation(tmp_path, Server(build("glora"), rule=Krum(liars=2)), FIVE)
     strategy, grid = federation(tmp_path, Server(build("glora"), rule=Krum(liars=1)), FIVE)
     grid.offline = {"b"}
-    with pytest.raises(QuorumNotMet, match="krum with 1 liar among 4 clients needs 5"):
+    with pytest.raises(QuorumNotMet, match=r"krum .*1 liar among 4 clients .* 5"):
         strategy.start(grid, num_rounds=1)
     assert strategy.round == 0
 
@@ -84,7 +85,7 @@ def test_a_site_refused_for_what_it_sent_is_one_of_the_liars(tmp_path: Path, rub
     assert strategy.fates["c"].fate == "quarantined"
     two, grid = federation(tmp_path / "two", Server(build("glora"), rule=Krum(liars=1), quorum=2), FIVE)
     grid.meddle = {"c": rubbish, "d": rubbish}
-    with pytest.raises(QuorumNotMet, match=r"krum with 1 liar among 3 .* \(2 more were refused for what they sent\)"):
+    with pytest.raises(QuorumNotMet, match=r"krum with 1 liar among 3 .* \(2 more were refused"):
         two.start(grid, num_rounds=1)
 
 
@@ -104,7 +105,7 @@ def test_the_share_cap_is_of_those_who_count(tmp_path: Path, caplog: pytest.LogC
     assert strategy.memory.state.server.tally.weights == pytest.approx(dict.fromkeys("abe", 1 / 3))
     lines = [json.loads(line) for line in (tmp_path / "o" / "rounds.jsonl").read_text().splitlines()]
     assert [bool(line["alike"]) for line in lines] == [False, True] and set(lines[1]["alike"]) == set(SHAPES)
-    assert "max_weight_share = 0.25 cannot hold among fewer than 4 clients: those who count are alike in" in caplog.text
+    assert re.search("max_weight_share = 0.25 .* fewer than 4 clients", caplog.text)
 
 
 def test_half_of_the_weight_is_refused_at_the_start_and_more_than_a_third_is_warned_of(

@@ -290,7 +290,7 @@ def test_a_second_reply_and_a_late_one_do_not_count(tmp_path: Path, caplog: pyte
     grid.meddle = {"two": twice}
     strategy.start(grid, num_rounds=1)
     assert set(facts[0]["weights"]) == set(RANKS) and not facts[0]["refused"]
-    assert "two: a second reply in one round" in caplog.text
+    assert "two: a second reply" in caplog.text
     grid.meddle = {"two": late}
     strategy.start(grid, num_rounds=2)
     assert set(facts[1]["weights"]) == {"one", "three"} and "late or replayed" in facts[1]["refused"]["two"]
@@ -378,7 +378,7 @@ def test_a_node_that_lost_its_state_says_so_and_is_sent_everything_next_time(tmp
     for path in (tmp_path / "nodes" / "two").rglob("*.safetensors"):
         path.unlink()
     strategy.start(grid, num_rounds=3)
-    assert "left out of what came" in facts[1]["refused"]["two"]
+    assert "left out" in facts[1]["refused"]["two"]
     assert set(facts[2]["weights"]) == set(RANKS) and not facts[2]["refused"]
 
 

@@ -74,10 +74,10 @@ def test_a_request_is_signed_by_its_key(join: JoinFile, tmp_path: Path) -> None:
         ('    "no",\r\n    "yes",', '    "yes",\r\n    "no",'),
     ):  # fmt: skip
         path.write_text(request.text().replace("\n", "\r\n").replace(old, new))
-        with pytest.raises(ConfigError, match="was changed after the site signed it"):
+        with pytest.raises(ConfigError, match=r"changed after .*signed"):
             Request.read(path)
     path.write_text(request.text().replace("[facts]", "[fact]"))
-    with pytest.raises(ConfigError, match=r"ask the site for its request\.toml anew"):
+    with pytest.raises(ConfigError, match=r"its request\.toml anew"):
         Request.read(path)
 
 
@@ -85,11 +85,11 @@ def test_other_files_are_named(join: JoinFile, tmp_path: Path) -> None:
     private, public = certificates.new_key()
     path = tmp_path / "file"
     for content, words in (
-        (private, "holds a private key, which must never leave"),
-        (public, "it is a public key alone"),
-        (join.text().encode(), "is the server's join file"),
+        (private, "holds a private key"),
+        (public, "a public key alone"),
+        (join.text().encode(), "the server's join file"),
         (b"\xff\xfe\x00", "cannot be read"),
-        (b"a = 1\n" * 200_000, "it has 1,200,000 bytes, and 1,048,576 are allowed"),
+        (b"a = 1\n" * 200_000, "1,200,000 bytes.* 1,048,576 "),
         (b"a = [" + b"[" * 5000, "cannot be read"),
         (b"format = 'fedlora-request/1'\n[facts.versions]\ntorch = 07:32:00", "a date or a time"),
         (b"title = 'x'", "has no format = 'fedlora-request/1'"),
@@ -99,9 +99,9 @@ def test_other_files_are_named(join: JoinFile, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             Request.read(path)
     path.write_text(Request.make(join, private, {}).text())
-    with pytest.raises(ConfigError, match="a site's request, and here belongs the server's join file"):
+    with pytest.raises(ConfigError, match=r"a site's request, .*join file"):
         JoinFile.read(path)
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         JoinFile.read(tmp_path / "nothing.toml")
 
 
@@ -121,13 +121,13 @@ def test_fingerprints_are_those_of_ssh(tmp_path: Path) -> None:
 def test_keys_of_other_kinds_are_refused() -> None:
     form = (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     edwards = ed25519.Ed25519PrivateKey.generate().public_key().public_bytes(*form).decode()
-    with pytest.raises(ConfigError, match="'ssh-ed25519' is a kind of key that Flower does not take"):
+    with pytest.raises(ConfigError, match=r"'ssh-ed25519' .*key that Flower"):
         certificates.public_key(edwards)
     pem = ec.generate_private_key(ec.SECP384R1()).public_key()
     text = pem.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo).decode()
-    with pytest.raises(ConfigError, match="no public key in OpenSSH's format"):
+    with pytest.raises(ConfigError, match="no public key in OpenSSH"):
         certificates.public_key(text)
-    with pytest.raises(ConfigError, match="private key, which must never leave"):
+    with pytest.raises(ConfigError, match="private key"):
         certificates.public_key(certificates.new_key()[0].decode())
 
 
@@ -138,7 +138,7 @@ def test_keys_of_other_kinds_are_refused() -> None:
         ("acme=0", "from 1 to 4096"),
         ("acme=-2", "whole number from 1"), ("acme=1e3", "whole number"), ("acme=99999999999", "whole number"),
         ("acme=5000", "got 5000"), ("acme=8,acme=4", "is there already"), ("acme=8,ACME=4", "as 'acme'"),
-        ("../up=8", "cannot be the name of a site"), ("a b=8", "cannot be"), ("é=8", "cannot be"),
+        ("../up=8", "the name of a site"), ("a b=8", "cannot be"), ("é=8", "cannot be"),
         (".a=8", "cannot be"),
         ("-a=8", "cannot be"), (f"{'a' * 64}=8", "up to 63 letters"), ("=8", "cannot be"),
     ],

@@ -5,6 +5,7 @@ train, and what stays at the site is untouched), *attack* (answers that no site 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def test_who_holds_nothing_out_or_lost_its_state_says_so(tmp_path: Path) -> None
     strategy.start(grid, num_rounds=1)
     download = strategy.server.download(strategy.memory.state.server, Client("one", 4))
     record = question(download, "test")
-    with pytest.raises(ConfigError, match="'one' holds no test examples out"):
+    with pytest.raises(ConfigError, match="'one' holds no test"):
         Node("one", Toy(), tmp_path / "nodes" / "one").measure(record)
     with pytest.raises(ConfigError, match="this node is 'two'"):
         Node("two", Toy(), tmp_path / "nodes" / "two", evaluators={"test": Ruler()}).measure(record)  # type: ignore[dict-item]
@@ -242,7 +243,7 @@ def test_what_one_site_claims_to_have_measured_counts_for_no_more_than_it_has(ca
     assert found.mean()["accuracy"] == pytest.approx((0.25 * 4 + 0.5 * 8 + 1.0 * 8) / 20)
     assert found.mean()["examples"] == 20 and list(found.capped()) == ["cork"]
     assert found.facts()["site_capped"]["cork"] == {"claimed": pytest.approx(1.0), "counted": pytest.approx(0.4)}
-    assert "what cork measured counts 40 % instead of 100 %" in caplog.text and "known to have 8" in caplog.text
+    assert re.search("cork .*40 % .*100 %", caplog.text) and "known to have 8" in caplog.text
     none = measured_by(said, policy, {"acme": 40.0, "berlin": 80.0})
     assert none.mean()["accuracy"] == pytest.approx(5 / 12), "of whom no upload was taken, nothing counts"
 
@@ -255,7 +256,7 @@ def test_who_claimed_many_examples_in_training_too_has_its_share_and_no_more(sha
     assert found.mean()["accuracy"] == pytest.approx(policy.share if share != 1.0 else 1e9 / (1e9 + 12))
 
 
-@pytest.mark.parametrize(("times", "why"), [(1, "its last upload was refused"), (3, "quarantine")])
+@pytest.mark.parametrize(("times", "why"), [(1, "last upload was refused"), (3, "quarantine")])
 def test_whose_uploads_are_refused_is_not_measured(times: int, why: str) -> None:
     said = {"acme": (0.25, 4), "berlin": (0.5, 8), "cork": (1.0, 8)}
     found = measured_by(said, Policy(dict.fromkeys(said, 4)), dict.fromkeys(said, 50.0), cork=times)

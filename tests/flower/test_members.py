@@ -4,6 +4,7 @@ made by the command line from a tiny model, each fault made on purpose."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import threading
@@ -120,11 +121,11 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
     kept, _ = read_adapter(made / "fed" / "start", scaling=2.0)
     assert all((start.modules[m].factors[1] == kept.modules[m].factors[1]).all() for m in kept.modules)
     for more, words in (
-        (["--labels", "no,yes"], "has a head 'classifier.bias' of 3 rows, and there are 2 classes"),
+        (["--labels", "no,yes"], "a head 'classifier.bias' of 3 rows"),
         (["--labels", "no,yes,maybe", "--set", "lora.scaling=4"], "alpha / r = 2, and lora.scaling = 4"),
         (["--labels", "no,yes,maybe", "--set", 'lora.targets=["query"]'], "and lora.targets = ['query'] is"),
         (["--labels", "no,yes,maybe", "--set", 'lora.targets=["query","value","key"]'], "no module called 'key'"),
-        (["--labels", "no,yes,maybe", "--set", "server.quorum=3"], "server.quorum = 3 can never be met"),
+        (["--labels", "no,yes,maybe", "--set", "server.quorum=3"], "server.quorum = 3 can never"),
         (["--labels", "no,yes,maybe", "--sites", "acme=33"], "a matrix of 32 x 32"),
         ([], "data.labels is missing"),
     ):
@@ -135,13 +136,13 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
 def test_what_contradicts_itself_is_said_before_anything_is_made(tmp_path: Path, main: Callable[..., Said]) -> None:
     real = ["--server-name", "fl.example.org", "--sites", "a=2"]
     for more, words in (
-        (real[:2], "--server-name is there and --sites is not"),
-        (real[2:], "--sites is there and --server-name is not"),
-        (["--labels", "no,yes"], "--labels is for a federation of several machines"),
-        (["--port", "8443"], "--port is for a federation of several machines"),
+        (real[:2], "--server-name is there"),
+        (real[2:], "--sites is there"),
+        (["--labels", "no,yes"], "--labels is for"),
+        (["--port", "8443"], "--port is for"),
         ([*real, "--port", "18080"], "both 18080"),
         (real, "--config is missing"),
-        ([*real, "--config", tmp_path / "x", "--labels", "no,no"], "--labels names two classes or more"),
+        ([*real, "--config", tmp_path / "x", "--labels", "no,no"], "--labels names two classes"),
     ):
         assert words in main("flower", "init", tmp_path / "f", *more).error()
     assert "No such option" in main("flower", "init", tmp_path / "f", "--insecure").err  # a trial has TLS and keys, too
@@ -161,7 +162,7 @@ def test_a_site_is_admitted_and_asked_again_it_is_the_same(fed: FederationFolder
 
 
 def test_a_new_site_is_invited_above_the_starts_rank(fed: FederationFolder, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a new site, and has no rank yet"):
+    with pytest.raises(ConfigError, match=r"new site.* no rank"):
         members.invite(fed.path, "dublin", None)
     assert members.invite(fed.path, "dublin", 16) == fed.join("dublin")
     assert "dublin" not in Policy.read(fed.policy).clients  # not before its key is here
@@ -194,7 +195,7 @@ def test_requests_of_others_are_refused_and_change_nothing(fed: FederationFolder
         (request(site="eve"), "nobody asked the site 'eve'"),
         (request(site="ACME"), "as 'acme'"),
         (fed.join("acme"), "the server's join file"),
-        (asked(fed, "acme", tmp_path, base="00" * 32), "the server's base model has the weights"),
+        (asked(fed, "acme", tmp_path, base="00" * 32), "the server's base model"),
         (asked(fed, "acme", tmp_path, labels=["no", "maybe", "yes"]), "classes"),
         (asked(fed, "acme", tmp_path, versions={"protocol": "fedlora/2"}), "fedlora/2"),
     ):
@@ -224,7 +225,7 @@ def test_another_key_is_a_rotation_and_the_old_one_stays_away(fed: FederationFol
     assert old in str(error.value) and new in str(error.value)
     done = members.admit(fed.path, second, rotate=True)
     assert (done.old_key, done.fingerprint) == (old, new)
-    with pytest.raises(ConfigError, match="was 'acme''s until it was rotated"):
+    with pytest.raises(ConfigError, match=r"'acme''s .*rotated"):
         members.admit(fed.path, first, rotate=True)
 
 
@@ -235,13 +236,13 @@ def test_a_site_goes_and_comes_back(fed: FederationFolder, tmp_path: Path) -> No
     members.remove(fed.path, "acme")
     assert list(Policy.read(fed.policy).clients) == ["berlin", "cork"] and "# far away" in fed.policy.read_text()
     assert not fed.key("acme").exists() and len(list((fed.path / "removed").iterdir())) == 3
-    with pytest.raises(ConfigError, match="there is no site 'acme'"):
+    with pytest.raises(ConfigError, match="no site 'acme'"):
         members.remove(fed.path, "acme")
-    with pytest.raises(ConfigError, match=r"without 'cork': server\.quorum = 2 can never be met: there is one site"):
+    with pytest.raises(ConfigError, match=r"without 'cork': server\.quorum = 2 .*one site"):
         members.remove(fed.path, "cork")
     with pytest.raises(ConfigError, match=r"there is no site '\.\./\.\./etc'"):
         members.remove(fed.path, "../../etc")
-    with pytest.raises(ConfigError, match="nobody asked the site 'acme'"):
+    with pytest.raises(ConfigError, match="asked the site 'acme'"):
         members.admit(fed.path, request)
     assert members.admit(fed.path, request, rank=3).rank == 3
     assert list(Policy.read(fed.policy).clients) == ["berlin", "cork", "acme"]
@@ -272,7 +273,7 @@ def test_a_request_that_leaves_a_fact_out_is_refused_by_name(fed: FederationFold
     known = JoinFile.read(fed.join("acme")).facts
     before = snapshot(fed)
     for empty in (None, type(known[fact])()):
-        with pytest.raises(Disagreement, match=rf"request of 'acme' does not say its .*{fact[:3]}"):
+        with pytest.raises(Disagreement, match=rf"'acme' does not say .*{fact[:3]}"):
             members.admit(fed.path, asked(fed, "acme", tmp_path, **{fact: empty}))
     assert snapshot(fed) == before
 
@@ -286,14 +287,14 @@ def test_a_request_that_leaves_a_version_out_is_refused_or_told(
         request = asked(fed, "acme", tmp_path, versions=versions)
         if package == "torch":
             told = members.admit(fed.path, request, rotate=True).told
-            assert told == ("acme does not say its version of torch",)
+            assert re.fullmatch("acme .* torch", *told)
             continue
-        with pytest.raises(Disagreement, match=f"does not say its version of {package}"):
+        with pytest.raises(Disagreement, match=f"version of {package}"):
             members.admit(fed.path, request)
 
 
 def test_a_request_with_a_fact_that_nobody_asked_for_is_refused(fed: FederationFolder, tmp_path: Path) -> None:
-    with pytest.raises(Disagreement, match=r"has a fact 'tokeniser', which nobody asked for; there are base, tok"):
+    with pytest.raises(Disagreement, match=r"a fact 'tokeniser', .* base, tok"):
         members.admit(fed.path, asked(fed, "acme", tmp_path, tokeniser="00" * 32))
     for base in ("\x1b[2J\x1b]0;own\x07", "x" * 64):
         with pytest.raises(Disagreement, match="cannot be read: base = ") as raised:
@@ -346,11 +347,11 @@ def test_the_doctor_names_each_fault(fed: FederationFolder, tmp_path: Path) -> N
     certificates.write_public(fed.public, "other.example.org")
     found = rows(fed)
     assert "a node would refuse" in found["certificate of fl.example.org"][0]
-    assert found["site cork"] == (
-        f"its join file has another ca.crt: fedlora flower admit {fed.path.resolve()} --new cork", False
-    )  # fmt: skip
+    said, sound = found["site cork"]
+    assert "ca.crt" in said and f"fedlora flower admit {fed.path.resolve()} --new cork" in said and sound is False
     fed.settings.write_text(fed.settings.read_text().replace("quorum = 2", "quorum = 4"))
-    assert rows(fed)["quorum"] == ("server.quorum = 4 can never be met: there are 3 sites.", False)
+    said, sound = rows(fed)["quorum"]
+    assert "server.quorum = 4 " in said and "3 sites" in said and sound is False
 
 
 def test_an_open_control_port_is_found(fed: FederationFolder) -> None:
@@ -447,8 +448,8 @@ def test_a_round_needs_more_than_half_unless_the_file_says_otherwise(
     ("table", "said", "sound"),
     [
         ('rule = "geometric-median"\nweighting = "examples"', "1 of 3 clients can hold 67%", False),
-        ('rule = "krum"\nliars = 1', "krum with 1 liar among 3 clients needs 5 of them, and a round has 3", False),
-        ('rule = "clip"\nliars = 1', "needs 3 of them, so a round that just meets the quorum (2) will not count", True),
+        ('rule = "krum"\nliars = 1', "among 3 clients needs 5", False),
+        ('rule = "clip"\nliars = 1', "quorum (2) will not count", True),
         ('rule = "geometric-median"', "1 of 2 clients can hold 50%", True),
         ('rule = "geometric-median"\nliars = 0', "of 3 sites in a round", True),
     ],

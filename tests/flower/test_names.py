@@ -68,5 +68,5 @@ def test_a_name_is_the_same_at_every_entrance(entrance: Callable[[str, Path], No
             let_in.append(name)
         except ConfigError as error:
             said = str(error)
-            assert "be the name of a site" in said or "has a NUL" in said or name.strip() == "", (name, said)
+            assert "the name of a site" in said or "has a NUL" in said or name.strip() == "", (name, said)
     assert let_in == []

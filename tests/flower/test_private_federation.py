@@ -6,6 +6,7 @@ Kinds of evidence: *contract* (what is refused, written and said).
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,13 @@ def test_a_federation_without_the_table_travels_as_before() -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"privacy": {"sampling": "poisson"}}, "traffic and timing show it"),
-        ({"run": {"participation": 0.5}}, "asks all of them in every round"),
+        ({"privacy": {"sampling": "poisson"}}, "traffic and timing"),
+        ({"run": {"participation": 0.5}}, "all of them .*every round"),
         ({"server": {"quorum": 2}}, "would say who came"),
-        ({"defence": {"rule": "clip"}}, "one site's part has no bound"),
-        ({"data": {"validation": 0.1}}, r"data\.validation = 0\.1 is measured at the sites"),
-        ({"data": {"test": 0.1}}, r"data\.test = 0\.1 is measured at the sites"),
-        ({"evaluate": {"target": "clients"}}, "scores without noise would leave"),
+        ({"defence": {"rule": "clip"}}, "no bound"),
+        ({"data": {"validation": 0.1}}, r"data\.validation = 0\.1 .*at the sites"),
+        ({"data": {"test": 0.1}}, r"data\.test = 0\.1 .*at the sites"),
+        ({"evaluate": {"target": "clients"}}, "scores without noise"),
         ({"run": {"readouts": True}}, r"run\.readouts"),
         ({"evaluate": {"patience": 3}}, "nobody holds anything out"),
         ({"privacy": {"members": None}}, r"privacy\.members is missing"),
@@ -134,13 +135,13 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     rows = privacy_rows(FederationFolder(home), FederationSettings.load(home / "federation.toml"), policy)
     assert [row[0] for row in rows] == ["privacy", "ledger"] and all(row[2] for row in rows)
     assert rows[0][1].startswith("epsilon 706.09") and "nothing is charged yet" in rows[1][1]
-    with pytest.raises(ConfigError, match="'dublin' is none of the 3 members"):
+    with pytest.raises(ConfigError, match=r"'dublin' .* 3 members"):
         invite(home, "dublin", 4)
 
     join = JoinFile.read(home / "join" / "acme.toml")
     site = Site(name="acme", data=str(tmp_path / "acme.jsonl"), model=str(fed.model))
     (row,) = [row for row in checked_work(join, site)[0] if row[0] == "privacy"]
-    assert row[1] == rows[0][1] and "the unit is one site" in row[1] and "The server is trusted" in row[1]
+    assert row[1] == rows[0][1] and "one site" in row[1] and "server is trusted" in row[1]
 
     with pytest.raises(ConfigError, match="this budget leaves nothing"):
         tables = {**run, "privacy": {**run["privacy"], "noise_multiplier": 50.0}}
@@ -158,7 +159,7 @@ def test_a_site_without_the_libraries_still_sees_the_promise(tmp_path: Path, mon
     monkeypatch.setattr(FederationPrivacy, "cost", missing)
     plain = {k: v for k, v in PRIVATE.items() if k != "noise_multiplier"}
     said = promise(FederationPrivacy(**plain, epsilon=8.0), 3)
-    assert said.startswith("epsilon 8.000 at delta 0.001 for all 3 rounds")
+    assert re.match(r"epsilon 8\.000 at delta 0\.001 .* 3 rounds", said)
     assert promise(FederationPrivacy(**plain, epsilon=7.00000049), 3).startswith("epsilon 7.001 ")  # never less
     assert promise(FederationPrivacy(**PRIVATE), 3).startswith("noise multiplier 0.05 ")
 
@@ -171,12 +172,12 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     text = tomli_w.dumps({"retries": 0, "quarantine": 0, "deadline": 30.0, "clients": RANKS})
     (fed.home / "policy.toml").write_text(text)
     assert standing(FederationFolder(fed.home)).quorum == 3  # it begins once all are there
-    assert standing(FederationFolder(fed.home)).needs == "round 1 waits for all 3, and no later one waits"
+    assert standing(FederationFolder(fed.home)).needs.startswith("round 1 waits for all 3")
     grid = fed.grid()
     grid.offline = {"cork"}
     summary = fed.play(grid)
     assert standing(FederationFolder(fed.home)).quorum == 0  # and waits for nobody later
-    assert standing(FederationFolder(fed.home)).needs == "no quorum: who is missing counts as zero"
+    assert standing(FederationFolder(fed.home)).needs.startswith("no quorum")
     assert summary["privacy"]["epsilon"] == summary["privacy"]["epsilon_planned"]
     assert not summary["sites"] and not summary["refusals"] and summary["seconds"] is None
     assert "sites" in summary["withheld"]["federation summary.json"]
@@ -193,7 +194,7 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     assert "cork does not count: offline" in (server / "private" / "log").read_text()
     for secret in ("private", "checkpoints"):
         assert not (server / secret).stat().st_mode & 0o077
-    assert "all 2 rounds are played that epsilon was promised for" in told(summary)
+    assert re.search("all 2 rounds .*epsilon", told(summary))
     fed.write(run={"rounds": 3})
     with pytest.raises(ConfigError, match="epsilon was promised for 2"):
         fed.play()
@@ -204,5 +205,5 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
 
 def test_a_federation_is_no_simulated_population() -> None:
     """A card made of such a ledger would say that it is no account of anybody's data."""
-    with pytest.raises(ValueError, match="sites of a federation are real"):
+    with pytest.raises(ValueError, match="sites of a federation"):
         FederationPrivacy(clip=1.0, epsilon=8.0, delta=1e-3, population=SIMULATED, ledger="l.jsonl")

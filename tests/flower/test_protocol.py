@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,7 @@ def download() -> tuple[Server, Any, Download]:
 def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None:
     assert recorded("parcel")["config"]["protocol"] == "fedlora/2" != PROTOCOL
     node = Node("one", Toy(), tmp_path)
-    words = (
-        "the server sent a message of 'fedlora/2', and this site speaks fedlora/4: it has the older fedlora; upgrade"
-    )
+    words = r"the server .*'fedlora/2', .*fedlora/4: .*older fedlora; upgrade"
     for work in (node.work, node.measure):
         with pytest.raises(RecordError, match=words):
             work(recorded("parcel"))
@@ -52,7 +51,7 @@ def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None
 
 def test_a_server_refuses_an_older_sites_reply_by_name() -> None:
     _, state, asked = download()
-    with pytest.raises(RecordError, match="it sent a message of 'fedlora/2', and this server speaks fedlora/4"):
+    with pytest.raises(RecordError, match="'fedlora/2', and this server speaks fedlora/4"):
         OwnClients().reply(recorded("upload"), asked, state, RUN)
 
 
@@ -74,8 +73,8 @@ def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
 def test_what_an_older_site_says_of_a_newer_message_names_both() -> None:
     """Its words are those of fedlora/2's own code: it knows of no other."""
     theirs = "RecordError: the message is no parcel of fedlora/2; do both sides run the same fedlora?"
-    assert with_versions(theirs).startswith(
-        "that site speaks fedlora/2, and this server fedlora/4: that site has the older fedlora; upgrade it there."
+    assert re.match(
+        "that site .*fedlora/2, .*this server fedlora/4: .*older fedlora; upgrade.* there", with_versions(theirs)
     )
     assert "newer" in with_versions("no parcel of fedlora/12.")
     assert with_versions("out of memory") == "out of memory"

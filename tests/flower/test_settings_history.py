@@ -53,7 +53,7 @@ def test_what_may_change_is_told_and_kept_in_the_history(tmp_path: Path, caplog:
     caplog.set_level("INFO")
     longer = settings(run={"rounds": 20, "participation": 0.5}, train={"lr": 0.1})
     history = played().with_(longer, 3, "sites:0.1")
-    assert "run.rounds was 10 and is 20 from round 4 on" in caplog.text
+    assert "run.rounds was 10 and is 20" in caplog.text
     assert "train.lr was 0.003 and is 0.1" in caplog.text and "run.participation was 1.0" in caplog.text
     history.write(tmp_path / "settings.json")
     again = History.read(tmp_path / "settings.json")
@@ -70,7 +70,7 @@ def test_the_servers_own_paths_are_not_in_it(tmp_path: Path) -> None:
 
 def test_more_rounds_under_a_schedule_are_others_from_the_first_on() -> None:
     before = History().with_(settings(train={"schedule": "linear"}), 0, "x")
-    with pytest.raises(ConfigError, match=r"run.rounds was 10 and is 20 now.*'linear'"):
+    with pytest.raises(ConfigError, match=r"run.rounds was 10 .* 20 .*'linear'"):
         before.with_(settings(train={"schedule": "linear"}, run={"rounds": 20}), 2, "x")
 
 

@@ -114,9 +114,9 @@ def other_numbers(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (one_byte, "the server's base model has the weights"),
+        (one_byte, "the server's base model"),
         (other_words, "the server's tokenizer is"),
-        (other_numbers, "layer_norm_eps is 1e-12 at the server and 0.1 at"),
+        (other_numbers, "layer_norm_eps is 1e-12"),
     ],
 )
 def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(

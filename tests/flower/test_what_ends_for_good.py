@@ -98,4 +98,4 @@ def test_a_node_whose_check_was_killed_is_started_again(
     kill = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL:d})"]
     monkeypatch.setattr(node_process.subprocess, "run", lambda command, **more: real(kill, **more))
     said = main("flower", "node", site.path)
-    assert said.code == 1 and "could not be checked: code -9" in said.err
+    assert said.code == 1 and "checked: code -9" in said.err

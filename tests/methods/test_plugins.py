@@ -8,6 +8,7 @@ plugin that cannot be used is a row that says why, and never a traceback).
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -158,13 +159,13 @@ def test_an_installed_method_is_built_by_its_name(site: Path) -> None:
     assert build("toy-mean") == toy_mean.Toy() == build("toy_mean:Toy")
     assert build("toy-mean", preset="half") == toy_mean.Toy(step=0.5)
     for hparams, says in (
-        ({"stap": 1.0}, "has no hyper-parameter 'stap'; did you mean 'step'"),
-        ({"step": 2.0}, "toy-mean: step is a share, in .0, 1.; got 2.0"),
-        ({"preset": "hlaf"}, "no preset 'hlaf'; known presets: half"),
+        ({"stap": 1.0}, "'stap'; did you mean 'step'"),
+        ({"step": 2.0}, "toy-mean: step .*got 2.0"),
+        ({"preset": "hlaf"}, "no preset 'hlaf'; .*: half"),
     ):
         with pytest.raises(HyperparameterError, match=says):
             build("toy-mean", **hparams)  # type: ignore[arg-type]
-    with pytest.raises(HyperparameterError, match="no method is called 'toy-maen'; did you mean 'toy-mean'"):
+    with pytest.raises(HyperparameterError, match="'toy-maen'; did you mean 'toy-mean'"):
         build("toy-maen")
 
 
@@ -189,9 +190,9 @@ def test_a_plugin_that_cannot_be_used_is_a_row_that_says_why(site: Path, wide: N
     for name, says in {
         "gone": "No module named 'nowhere_to_be_found'",
         "quits": "SystemExit: 3",
-        "no-method": "it has no init(seed, key)",
-        "no-class": "is a function, and a class is needed",
-        "fedit@broken-package": "fedit is built in and stays ours",
+        "no-method": "init(seed, key)",
+        "no-class": "is a function",
+        "fedit@broken-package": "fedit is built in",
     }.items():
         assert says in whys[name] and listed[name]["package"] == "broken-package"
     assert listed["needy"]["hyper-parameters"] == {"step": 1.0, "must": None, "other": "frozenset({1})"}
@@ -217,8 +218,8 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
     said = main("methods", "check", "toy-mean", "step=0.5")
     table = " ".join(said.out.split())
     assert said.code == 0 and not said.err
-    assert "Contracts of toy-mean step=0.5" in table and "│ exact │ no │ off the mean update by" in table
-    assert "│ delivery │ always │ 13 downloads to the bit │ yes │" in table and "It could claim" not in table
+    assert "Contracts of toy-mean step=0.5" in table and "│ exact │ no │ off the mean" in table
+    assert "│ delivery │ always │ 13 downloads" in table and "It could claim" not in table
     facts = json.loads(main("methods", "check", "toy-mean", "--json").out)
     assert facts["sound"] and facts["claims"] == {
         "exact": False, "gauge": False, "state": False, "mixed": False, "global_model": True, "weights": True,
@@ -233,7 +234,7 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
 def test_check_fails_where_a_claim_does(site: Path, main: Callable[..., Said], wide: None) -> None:
     said = main("methods", "check", "toy_mean:Boaster")
     assert said.code == 1 and "Traceback" not in said.out + said.err
-    assert "toy-mean breaks the contract 'exact': claimed yes; measured: off the mean update by" in said.out
+    assert re.search("toy-mean breaks .*'exact': claimed yes; measured: ", said.out)
     facts = json.loads(main("methods", "check", "toy_mean:Boaster", "--json").out)
     assert not facts["sound"] and [f["contract"] for f in facts["contracts"] if f["holds"] is False] == ["exact"]
 
@@ -246,15 +247,15 @@ def test_check_only_measures_a_method_that_claims_nothing(site: Path, main: Call
 
 def test_check_says_where_the_claims_of_a_built_in_method_are(main: Callable[..., Said], wide: None) -> None:
     said = main("methods", "check", "glora")
-    assert said.code == 0 and "tests/test_contracts.py of the repository has its claims" in said.out
+    assert said.code == 0 and "tests/test_contracts.py" in said.out
     assert "could claim" not in said.out and "Claim(exact=True, gauge=True" in said.out
 
 
 def test_check_blames_the_method_for_what_it_raises(site: Path, main: Callable[..., Said], wide: None) -> None:
     said = main("methods", "check", "toy_mean:Crasher")
     assert said.code == 1 and "Traceback" not in said.out + said.err
-    assert "toy-mean.aggregate raised ZeroDivisionError: division by zero" in said.out
-    assert "│ protocol │ always │ all functions are there │ yes │" in " ".join(said.out.split())
+    assert "toy-mean.aggregate raised ZeroDivisionError" in said.out
+    assert re.search("│ protocol │ always │ [^│]* │ yes │", " ".join(said.out.split()))
 
 
 @pytest.mark.parametrize(
@@ -263,11 +264,11 @@ def test_check_blames_the_method_for_what_it_raises(site: Path, main: Callable[.
         (("toy-maen",), "did you mean 'toy-mean'"),
         (("toy-mean", "step=7"), "step is a share"),
         (("toy-mean", "step"), "a method is NAME [KEY=VALUE ...]"),
-        (("toy_mean:Garbled",), "CLAIMS of Garbled is a dict; it must be a fedlora.testing.Claim"),
+        (("toy_mean:Garbled",), "CLAIMS of Garbled is a dict"),
         (("toy_mean:Nope",), "has no attribute 'Nope'"),
-        (("json:JSONDecoder",), "it has no init(seed, key)"),
+        (("json:JSONDecoder",), "init(seed, key)"),
         (("quitting:Method",), "SystemExit: 3"),
-        (("no_such_file:Method",), "go to where the file is, or install it"),
+        (("no_such_file:Method",), "where the file is"),
     ],
 )
 def test_what_is_no_method_is_one_line(site: Path, main: Callable[..., Said], args: tuple[str, ...], says: str) -> None:
@@ -324,7 +325,7 @@ def test_the_working_directory_comes_last_and_only_where_it_is_needed(
     monkeypatch.chdir(here)
     before = list(sys.path)
     assert find("toy_mean:Toy").__module__ == "toy_mean" and sys.path == before
-    with pytest.raises(HyperparameterError, match=f"named 'my_metod'.* in {here}: go to where the file is"):
+    with pytest.raises(HyperparameterError, match=rf"named 'my_metod'.* in {here}: "):
         find("my_metod:Toy")
     with pytest.raises(HyperparameterError, match="No module named 'datasets_of_mine'"):
         find("datasets_of_mine:Method")

@@ -105,11 +105,11 @@ def test_readout_ranks_from_a_file_and_names_that_are_paths(tmp_path: Path, main
     assert done.code == 0, done.err
     got = {path.name: read_adapter(path)[0].ranks for path in (tmp_path / "o" / "clients").iterdir()}
     assert {name: set(ranks.values()) for name, ranks in got.items()} == {"b": {3}, "evil": {1}, "new": {2}}
-    assert "names 'new', and none of the merged adapters is of that client" in done.err
+    assert "names 'new', " in done.err
     (tmp_path / "few.toml").write_text("b = 30\n")
     done = main("merge", *folders, "--readout", tmp_path / "few.toml", "-o", tmp_path / "few")
-    assert done.code == 0 and "names no rank for 'x/../../evil', so no adapter" in done.err
-    assert "rank 30 of client 'b' is more than the update has (8)" in done.err
+    assert done.code == 0 and "no rank for 'x/../../evil'" in done.err
+    assert re.search(r"rank 30 of client 'b' .*\(8\)", done.err)
     (tmp_path / "bad.toml").write_text("b = 0\n")
     done = main("merge", *folders, "--readout", tmp_path / "bad.toml", "-o", tmp_path / "p")
     assert done.code == 2 and "whole ranks from 1" in done.err
@@ -130,13 +130,13 @@ def test_what_clients_get_says_how_far_off_it_is(tmp_path: Path, main: Callable[
         got = updates(folder)
         off = (sum(float((got[m] - whole[m]).square().sum()) for m in whole) / size) ** 0.5
         assert (off > 0.1 or c["client"] == "b") and abs(c["error"] - off) < 1e-5
-        assert f"relative distance {c['error']:.2e} from the global update" in (folder / "README.md").read_text()
+        assert f"relative distance {c['error']:.2e} " in (folder / "README.md").read_text()
     assert json.loads(main(*command, "-o", tmp_path / "p", "--dry-run", "--json").out)["clients"] == said
     table = main(*command, "-o", tmp_path / "q").out
     assert "off the global update" in table and f"{said[0]['error']:.1e}" in table
     worst = max(c["error"] for c in said)
     refused = main(*command, "-o", tmp_path / "r", "--max-error", f"{worst * 0.999}").complaint()
-    assert ("would be off the global update" in refused or method == "hetlora") and not (tmp_path / "r").exists()
+    assert ("off the global update" in refused or method == "hetlora") and not (tmp_path / "r").exists()
 
 
 def test_what_is_asked_of_a_result_holds_for_what_clients_get(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -198,7 +198,7 @@ def test_a_federation_by_files_only(tmp_path: Path, main: Callable[..., Said], k
             facts = json.loads((out / "upload.json").read_text())
             assert facts["client"] == site and facts["num_examples"] == (40 if classifies else 20)
             assert facts["template"] == (None if classifies else "raw")
-            assert "1 training example of 1 client longer than --max-length = 16: cut by " in done.err
+            assert re.search("1 training example .*--max-length = 16: ", done.err)
             assert facts["round"] == number and len(facts["data_sha256"]) == 64
             losses.append(facts["mean_loss"])
             uploads.append(out)
@@ -214,12 +214,12 @@ def test_class_names_need_an_order_that_all_sites_share(tmp_path: Path, main: Ca
     base = save_model(tmp_path / "base", bert(), classifies=True)
     options = ["train", "--base", base, "--data", tmp_path / "d.csv", "--client", "a", "--steps", 1]
     done = main(*options, "-o", tmp_path / "o")
-    assert done.code == 2 and "--labels, the same at every site" in done.err and not (tmp_path / "o").exists()
+    assert done.code == 2 and "--labels, the same" in done.err and not (tmp_path / "o").exists()
     done = main(*options, "--client", "../x", "-o", tmp_path / "o")
     assert done.code == 2 and "--client is letters" in done.err
     (tmp_path / "e.csv").write_text("a,b\n1,2\n")
     done = main("train", "--base", base, "--data", tmp_path / "e.csv", "--client", "a", "-o", tmp_path / "o")
-    assert done.code == 2 and "e.csv has no column 'label' (classes), 'response' (answers) or 'messages'" in done.err
+    assert done.code == 2 and re.search("e.csv .*'label' .*'response' .*'messages'", done.err)
 
 
 def test_an_option_that_would_do_nothing_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -232,11 +232,11 @@ def test_an_option_that_would_do_nothing_is_refused(tmp_path: Path, main: Callab
     assert main("train", "--base", base, "--client", "a", "-o", tmp_path / "in", "--data", tmp_path / "d.csv",
                 "--targets", "query", "--steps", 1).code == 0  # fmt: skip
     for data, more, says in (
-        ("d.csv", ["--steps", 2, "--epochs", 3], "--epochs counts where --steps is 0, and it is 2"),
-        ("d.csv", ["--adapter", tmp_path / "in", "--rank", 4], "--rank is of a fresh adapter, and "),
-        ("d.csv", ["--adapter", tmp_path / "in", "--targets", "query"], "--targets is of a fresh adapter, and "),
-        ("d.csv", ["--prompt", "zz"], "--prompt is of language models, and "),
-        ("d.csv", ["--template", "none"], "--template is of language models, and "),
+        ("d.csv", ["--steps", 2, "--epochs", 3], "--epochs counts where --steps"),
+        ("d.csv", ["--adapter", tmp_path / "in", "--rank", 4], "--rank is of a fresh"),
+        ("d.csv", ["--adapter", tmp_path / "in", "--targets", "query"], "--targets is of a fresh"),
+        ("d.csv", ["--prompt", "zz"], "--prompt is of language"),
+        ("d.csv", ["--template", "none"], "--template is of language"),
         ("asked.csv", ["--label", "zz"], "--label is of classes, and "),
         ("asked.csv", ["--text", "zz"], "--text is of classes, and "),
         ("talk.jsonl", ["--response", "zz"], "--response is of instructions, and "),
@@ -248,8 +248,8 @@ def test_an_option_that_would_do_nothing_is_refused(tmp_path: Path, main: Callab
 @pytest.mark.parametrize(
     ("labels", "says"),
     [
-        ("123", "has the classes ['1', '2', '3'], and another"),
-        ("02", "if there are no more, --labels='0,2'."),
+        ("123", "the classes ['1', '2', '3']"),
+        ("02", " --labels='0,2'."),
         (["-1", "1"], "give --labels='-1,1'."),
         (["1", "+1"], "give --labels='+1,1'."),
     ],

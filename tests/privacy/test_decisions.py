@@ -53,12 +53,12 @@ def test_the_first_budget_that_is_named_stays_and_holds_for_everybody(path: Path
     assert of(path).budget() is None
     of(path).charge(an_event(2), Budget(7.5, 1e-3))
     assert of(path).budget() == Budget(7.5, 1e-3) and kinds(path) == ["ledger", "event", "budget", "event"]
-    with pytest.raises(BudgetSpent, match=r"the budget is 2, .*this run's own privacy\.budget"):
+    with pytest.raises(BudgetSpent, match=r"budget is 2, .*privacy\.budget"):
         of(path).charge(an_event(3), Budget(2.0, 1e-3))
     of(path).charge(an_event(3), Budget(50.0, 1e-3))  # which changes nothing of the ledger's
     before = path.read_bytes()
     for own in (Budget(50.0, 1e-3), Budget(50.0, 1e-5), None):
-        with pytest.raises(BudgetSpent, match=r"the budget is 7\.5, and 3 releases.*Line 2 .*--budget EPSILON"):
+        with pytest.raises(BudgetSpent, match=r"budget is 7\.5, .*3 releases.*Line 2 .*--budget EPSILON"):
             of(path).charge(an_event(4), own)
     assert path.read_bytes() == before
     of(path).charge(an_event(4), left=True)  # what may have left is charged all the same
@@ -73,9 +73,8 @@ def test_a_raised_budget_is_a_line_with_its_reason_and_gives_room(path: Path) ->
     assert of(path).set_budget(Budget(6.0, 1e-3), "the ethics board, 3 May") == 3
     assert of(path).charge(an_event(2)).number == 4
     found = recompute(path)
-    assert [(b.number, b.budget.epsilon, b.reason) for b in found.budgets] == [
-        (1, 4.0, "named by the run one"), (3, 6.0, "the ethics board, 3 May"),
-    ]  # fmt: skip
+    assert [(b.number, b.budget.epsilon) for b in found.budgets] == [(1, 4.0), (3, 6.0)]
+    assert "run one" in found.budgets[0].reason and found.budgets[1].reason == "the ethics board, 3 May"
     told = of(path).describe(1e-3)["budgets"]
     assert [b["epsilon"] for b in told] == [4.0, 6.0] and told[1]["reason"] == "the ethics board, 3 May"
     of(path).set_budget(Budget(1.0, 1e-3), "never again")  # less: nothing more may be spent
@@ -96,7 +95,7 @@ def test_an_earlier_training_counts_as_its_releases(path: Path) -> None:
         of(path).charge(an_event(round))
     assert of(path).spent(1e-3) == recompute(path).epsilon == epsilon(1.0, 7, 1e-3)
     assert of(path).planned(1e-3) == epsilon(1.0, 25, 1e-3)
-    with pytest.raises(BudgetSpent, match="and 1 earlier trainings, have spent"):
+    with pytest.raises(BudgetSpent, match="1 earlier trainings"):
         of(path).check(an_event(3), Budget(epsilon(1.0, 7, 1e-3) + 1e-6, 1e-3))
     (told,) = of(path).describe(1e-3)["earlier"]
     assert told == {"reason": "adapters of 2025", "noise_multiplier": 1.0, "rounds": 5, "sampling": 1.0}
@@ -131,7 +130,7 @@ def test_a_reason_is_a_line_that_prints(path: Path, reason: Any) -> None:
         lambda: of(path).charge_earlier(Earlier(reason, 1.0, 5)),
         lambda: of(path).adopt(reason),
     ):
-        with pytest.raises(LedgerError, match="say in a few words why"):
+        with pytest.raises(LedgerError, match="in a few words"):
             decide()
     assert path.read_bytes() == before
 
@@ -177,8 +176,8 @@ def test_a_decision_is_not_written_to_a_copy_nor_to_others(path: Path, tmp_path:
     path.with_name("ledger.jsonl.tip").unlink()
     with pytest.raises(LedgerError, match=r"tip is missing.*--adopt"):
         of(path).charge(an_event(2))
-    of(path).adopt("the disk lost the other file")  # whoever says so stands in it
-    assert of(path).charge(an_event(2)).number == 3 and recompute(path).moves == ("the disk lost the other file",)
+    of(path).adopt("the disk lost it")  # whoever says so stands in it
+    assert of(path).charge(an_event(2)).number == 3 and recompute(path).moves == ("the disk lost it",)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def rewritten(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
         (lambda found: [*found, b"[1]\n"], "no table"),
         (lambda found: [*found, b"\xff\xfe\n"], "no JSON"),
         (lambda found: [*found, b'{"number": 4, "before": null}\n'], "does not follow"),
-        (lambda found: [b"{}\n", *found], "no ledger of this version"),
+        (lambda found: [b"{}\n", *found], "no ledger of this"),
     ],
 )  # fmt: skip
 def test_a_changed_ledger_is_refused(path: Path, change: Callable[[list[bytes]], list[bytes]], said: str) -> None:
@@ -216,7 +216,7 @@ def test_a_chain_that_was_made_anew_is_told_by_the_tip(path: Path, tmp_path: Pat
     with pytest.raises(LedgerError, match="does not follow"):  # the header's digest is another
         of(path).events()
     rewritten(path, lambda found: other.read_bytes().splitlines(keepends=True))
-    with pytest.raises(LedgerError, match="cut off, changed or exchanged"):
+    with pytest.raises(LedgerError, match="cut off, changed"):
         of(path).events()
     with pytest.raises(LedgerError):
         of(path).charge(an_event(4))
@@ -265,7 +265,7 @@ def test_a_missing_tip_is_refused_but_for_a_ledger_that_is_just_begun(path: Path
         of(path).charge(an_event(2))
     (line, header) = (path.read_bytes().splitlines(True)[0], json.loads(path.read_text().splitlines()[0]))
     rewritten(path, lambda found: found[:1])
-    with pytest.raises(LedgerError, match="is older than what was written"):  # it was not: line 1 is known
+    with pytest.raises(LedgerError, match="older than what"):  # it was not: line 1 is known
         of(path).charge(an_event(2))
     known = Outside("ledgers", header["id"])  # as it is before the first line
     known.write(path, mark=header["mark"], number=0, digest=chain.digest_of(line))
@@ -407,7 +407,7 @@ def test_what_is_no_event_is_refused(path: Path) -> None:
     for bad in ({}, {**plain, "more": 1}, {**plain, "round": "1"}, {**plain, "clip": [1]}, {**plain, "size": 10**400}):
         with pytest.raises(LedgerError):
             Event.from_plain(copy.deepcopy(bad))
-    with pytest.raises(LedgerError, match="digest of what is released"):
+    with pytest.raises(LedgerError, match="digest of what"):
         of(path).charge(Event(**{**plain, "released": ""}))
     for most, delta in ((0, 1e-5), (float("nan"), 1e-5), (1, 0)):
         with pytest.raises(HyperparameterError):

@@ -165,9 +165,9 @@ def from_where_it_was_adopted(path: Path) -> Path:
 
 REFUSED = [
     (a_copy, "as another file"), (a_copy_in_its_place, "as another file"), (a_copy_of_a_begun_one, "as another file"),
-    (an_older_one, "older than what was written: it ends with line 2, and line '?3"),
-    (with_nothing_known, "nothing is known of it in"), (after_the_copy_was_adopted, "as another file"),
-    (from_where_it_was_adopted, "another copy of it was adopted"),
+    (an_older_one, "older than .* line 2, .*line '?3"),
+    (with_nothing_known, "nothing is known"), (after_the_copy_was_adopted, "as another file"),
+    (from_where_it_was_adopted, "another copy .*adopted"),
 ]  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def test_one_goes_on_after_a_move_that_is_meant_and_the_other_never_again(path: 
 
 def test_an_older_one_is_not_adopted_until_somebody_says_that_the_newer_is_lost(path: Path, state: Path) -> None:
     an_older_one(path)
-    with pytest.raises(LedgerError, match=r"older .*remove that file, adopt this one .*--charge"):
+    with pytest.raises(LedgerError, match=r"older .*remove that file, adopt .*--charge"):
         of(path).adopt("the backup")
     (known,) = (state / "ledgers").glob("*.json")
     known.unlink()
@@ -266,7 +266,7 @@ def test_killed_between_a_line_and_what_is_known_of_it_it_goes_on_with_the_line(
             of(path).charge(an_event(3))
     assert of(path).charge(an_event(3)).number == 3
     in_place(path, older)
-    with pytest.raises(LedgerError, match="older than what was written"):
+    with pytest.raises(LedgerError, match="older than what"):
         of(path).charge(an_event(4))
 
 
@@ -290,7 +290,7 @@ def test_copies_that_are_used_at_once_make_one_chain(path: Path, tmp_path: Path)
             of(there).adopt("while the other one is used")
             adopted = True
         except LedgerError as error:
-            assert "older than what was written" in str(error) or "cut off" in str(error)
+            assert "older than what" in str(error) or "cut off" in str(error)
     charging.communicate(timeout=120)
     if adopted:
         lines, own = there.read_bytes().splitlines(), path.read_bytes().splitlines()

@@ -16,11 +16,11 @@ LINES = [json.dumps({"round": k, "metrics": {}}) for k in (1, 2, 3)]
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("\n".join([LINES[0], '{"round"', LINES[2], ""]), "line 2 is not that of round 2"),
-        ("\n".join([*LINES, "", ""]), "line 4 is not that of round 4"),
-        ("\n".join([LINES[0], "{}", ""]), "line 2 is not that of round 2"),
-        ("\n".join([LINES[0], "[1]", ""]), "line 2 is not that of round 2"),
-        ("\n".join([LINES[0], "\udcff", ""]), "line 2 is not that of round 2"),
+        ("\n".join([LINES[0], '{"round"', LINES[2], ""]), "line 2 .*round 2"),
+        ("\n".join([*LINES, "", ""]), "line 4 .*round 4"),
+        ("\n".join([LINES[0], "{}", ""]), "line 2 .*round 2"),
+        ("\n".join([LINES[0], "[1]", ""]), "line 2 .*round 2"),
+        ("\n".join([LINES[0], "\udcff", ""]), "line 2 .*round 2"),
         ("\n".join([LINES[0], LINES[2], ""]), "it is of round 3"),
         ("\n".join([LINES[0], LINES[0], ""]), "it is of round 1"),
     ],

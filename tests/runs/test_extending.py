@@ -7,6 +7,7 @@ bit), *contract* (what is refused and how it is said).
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -113,7 +114,7 @@ def test_a_schedule_over_rounds_cannot_be_extended(project: Path, tmp_path: Path
     sets = (f"train.schedule={schedule}", "run.rounds=2")
     folder = ran(configured(project, *sets), tmp_path / "run", 1)
     before = contents(folder.path)
-    with pytest.raises(CheckpointError, match=rf"run\.rounds = 2, and 4 are asked for.*'{schedule}'.*constant"):
+    with pytest.raises(CheckpointError, match=rf"run\.rounds = 2, .*4 .*'{schedule}'.*constant"):
         ran(configured(project, *sets, "run.rounds=4"), folder.path, resume=True)
     assert contents(folder.path) == before
 
@@ -136,7 +137,7 @@ def test_what_is_done_on_the_way_is_refused_where_no_round_is_left(project: Path
     folder = ran(configured(project, "run.rounds=1", "train.steps=1"), tmp_path / "run")
     before = contents(folder.path)
     name = key.partition("=")[0]
-    with pytest.raises(CheckpointError, match=rf"1 round with none left to play: {name} is .*\(run\.rounds = 2\)"):
+    with pytest.raises(CheckpointError, match=rf"1 round .*{name} is .*\(run\.rounds = 2\)"):
         ran(configured(project, "run.rounds=1", "train.steps=1", key), folder.path, resume=True)
     assert contents(folder.path) == before
     ran(configured(project, "run.rounds=2", "train.steps=1", key), folder.path, resume=True)
@@ -151,7 +152,7 @@ def test_a_run_that_stopped_early_has_no_round_left(project: Path, tmp_path: Pat
     still = ("train.lr=1e-12", "train.steps=1", "evaluate.patience=1")
     folder = ran(configured(project, *still, "run.rounds=5"), tmp_path / "run")
     assert folder.ended() == 2
-    with pytest.raises(CheckpointError, match=r"2 rounds with none left.*Set it as it was, or choose another --out"):
+    with pytest.raises(CheckpointError, match=r"2 rounds with none left.*--out"):
         ran(configured(project, *still, "run.rounds=7", "run.keep_uploads=last"), folder.path, resume=True)
 
 
@@ -178,7 +179,7 @@ def test_a_project_that_was_moved_goes_on_and_one_with_other_data_does_not(tmp_p
     file = tmp_path / "there" / "train.jsonl"
     text = file.read_text()
     file.write_text(text.replace("w9", "w10"))
-    with pytest.raises(CheckpointError, match=r"another content of: the data of 'site-1' \(\d+ examples there"):
+    with pytest.raises(CheckpointError, match=r"another content .*'site-1' \(\d+ examples there"):
         ran(moved, folder.path, resume=True)
     file.write_text(text)
     ran(moved, folder.path, resume=True)
@@ -192,7 +193,7 @@ def test_a_missing_tracker_leaves_no_folder_behind(
     monkeypatch.setitem(sys.modules, "wandb", None)
     arguments = ("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.rounds=1")
     said = main(*arguments, "--set", 'run.track=["wandb"]')
-    assert "run.track names wandb, which is not installed" in said.complaint()
+    assert re.search("run.track names wandb, .*not installed", said.complaint())
     assert not (tmp_path / "run").exists()
     assert main(*arguments).code == 0
 
@@ -201,7 +202,7 @@ def test_a_round_on_the_way_is_not_made_the_last_one(project: Path, tmp_path: Pa
     """It was not evaluated (every = 3), nor checked, nor were its uploads kept: fewer rounds than that are refused."""
     folder = ran(configured(project, "run.rounds=4", "evaluate.every=3"), tmp_path / "run", 2)
     fewer = configured(project, "run.rounds=2", "evaluate.every=3", "run.keep_uploads=last")
-    with pytest.raises(CheckpointError, match=r"round 2 was run as one on the way.*run.rounds = 3 or more"):
+    with pytest.raises(CheckpointError, match=r"round 2 .*on the way.*run.rounds = 3 "):
         ran(fewer, folder.path, resume=True)
     ran(configured(project, "run.rounds=3", "evaluate.every=3"), folder.path, resume=True)
     assert folder.read_json("summary.json")["rounds"] == 3
@@ -219,5 +220,5 @@ def test_a_changed_own_test_set_is_other_data() -> None:
     data = {"train": {}, "probes": {}, "validation": None, "test": None, "labels": []}
     ours = {**data, "own_test": {"a": {"examples": 3, "sha256": "x"}}}
     theirs = {**data, "own_test": {"a": {"examples": 3, "sha256": "y"}}}
-    assert _other_data(theirs, ours) == ["the own test set of 'a' (3 examples there, 3 here, other ones)"]
+    assert re.search(r"test set of 'a' \(3 examples there, 3 here, ", *_other_data(theirs, ours))
     assert _other_data(ours, ours) == []

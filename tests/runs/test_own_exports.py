@@ -6,6 +6,7 @@ changed).
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,8 +59,8 @@ def test_a_file_that_was_put_among_them_ends_the_resume_before_training(
 ) -> None:
     (folder.path / place / "eval.json").write_text("{}")
     said = refused(project, folder, *sets)
-    assert f"{place} holds 'eval.json', which is no part of an adapter that a run left" in said
-    assert said.endswith("it is not replaced. Move it away, or choose another --out.")
+    assert f"{place} holds 'eval.json'" in said
+    assert "not replaced" in said and "--out" in said
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -67,7 +68,7 @@ def test_weights_that_were_trained_on_are_not_replaced(project: Path, folder: Ru
     """By a thousandth: much less than a step of training at a small rate."""
     saved_by_peft(folder.path / place / WEIGHTS, 1.001)
     said = refused(project, folder, *LONGER)
-    assert f"{place} holds weights that `fedlora run` did not write" in said
+    assert f"{place} holds weights that" in said and "did not write" in said
 
 
 def test_an_adapter_of_another_command_is_not_replaced(
@@ -103,10 +104,10 @@ def test_uploads_of_rounds_that_are_played_again_are_looked_at_too(project: Path
     folder = ran(configured(project, *sets), tmp_path / "run", 2)
     weights = folder.uploads(1) / "site-1" / WEIGHTS
     saved_by_peft(weights, 3.0)
-    assert f"round-00001 holds weights that the run did not write (site-1/{WEIGHTS})" in refused(project, folder, *sets)
+    assert re.search(f"round-00001 holds weights .*site-1/{WEIGHTS}", refused(project, folder, *sets))
     shutil.rmtree(folder.uploads(1))
     (folder.uploads(2) / "mine.txt").write_text("x")
-    assert "round-00002 holds 'mine.txt', which is no part of a round's uploads" in refused(project, folder, *sets)
+    assert "round-00002 holds 'mine.txt'" in refused(project, folder, *sets)
     (folder.uploads(2) / "mine.txt").unlink()
     assert ran(configured(project, *sets), folder.path, resume=True).finished()
 
@@ -120,7 +121,7 @@ def test_adapters_that_are_gone_are_made_again(
     arguments = ("run", project / "config.toml", "--out", folder.path, "--resume")
     sets = [a for s in BASE for a in ("--set", s)]
     said = main(*arguments, *sets)
-    assert said.code == 0 and "made again from the checkpoint of round 2; nothing is trained" in said.err
+    assert said.code == 0 and "checkpoint of round 2; nothing" in said.err
     assert all(f"{name}/" in said.err for name in gone)
     assert written(folder) == written(whole)
     same_run(folder, whole)
@@ -136,7 +137,7 @@ def test_without_the_last_checkpoint_the_lack_is_an_error(
     before = contents(folder.path)
     sets = [a for s in BASE for a in ("--set", s)]
     said = main("run", project / "config.toml", "--out", folder.path, "--resume", *sets)
-    assert "a finished run without adapter/, and the checkpoint of round 2, which it would" in said.error()
+    assert re.search("without adapter/, .*checkpoint of round 2", said.error())
     assert contents(folder.path) == before
 
 
@@ -144,6 +145,6 @@ def test_a_finished_run_without_states_is_not_trained_again(project: Path, folde
     """Before: all rounds were played from the start, and the log was emptied, without a word."""
     shutil.rmtree(folder.checkpoints)
     before = contents(folder.path)
-    with pytest.raises(CheckpointError, match=r"ended after 2 rounds, and checkpoints/ has no state of it"):
+    with pytest.raises(CheckpointError, match=r"ended after 2 rounds, .*checkpoints/"):
         ran(configured(project, *LONGER), folder.path, resume=True)
     assert contents(folder.path) == before

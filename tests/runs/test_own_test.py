@@ -83,8 +83,8 @@ def test_without_own_tests_nothing_changes_in_the_manifest(project: Path, tmp_pa
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
-        (("clients.own_test=0.2",), r"holds out data that nothing would measure: set evaluate\.clients_at_end"),
-        (("evaluate.clients_at_end=both",), r"'both' is .* and there is a common one only"),
+        (("clients.own_test=0.2",), r"nothing would measure: .*evaluate\.clients_at_end"),
+        (("evaluate.clients_at_end=both",), r"'both' is .*a common one only"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(project: Path, sets: tuple[str, ...], says: str) -> None:
@@ -106,9 +106,7 @@ def test_without_a_common_test_set_the_own_ones_together_are_it(project: Path, t
 
 def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> None:
     """At alpha = 0.2 some client has few; a hundredth of them is none."""
-    with pytest.raises(
-        ConfigError, match=r"own_test = 0\.01 gives 'site-\d' no test set: it was dealt \d+ examples.*needs 100 or more"
-    ):
+    with pytest.raises(ConfigError, match=r"own_test = 0\.01 .*'site-\d' .* \d+ examples.* 100 or more"):
         deal(configured(project, "clients.own_test=0.01"), None)
 
 
@@ -121,5 +119,5 @@ def test_clients_with_files_of_their_own_have_test_sets_already(tmp_path: Path) 
         .replace('train = "train.jsonl"', 'clients = { a = "train.jsonl" }')
     )
     (project / "config.toml").write_text(raw.replace("ranks = [2, 4, 4]", "ranks = [2]"))
-    with pytest.raises(ConfigError, match=r"clients\.own_test = 0\.2 is of one file.*with data\.clients"):
+    with pytest.raises(ConfigError, match=r"clients\.own_test = 0\.2 .*data\.clients"):
         deal(configured(project, "clients.own_test=0.2"), None)

@@ -158,5 +158,5 @@ def test_which_client_has_which_rank_is_the_seeds_alone() -> None:
 
 
 def test_an_unknown_profile_is_named() -> None:
-    with pytest.raises(ConfigError, match="unknown rank profile 'pareto'; known: uniform, normal, heavy-tail"):
+    with pytest.raises(ConfigError, match="'pareto'; known: uniform, normal, heavy-tail"):
         assign_ranks(FIFTY, RANKS, "pareto", seed=0)  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def test_a_damaged_newest_checkpoint_is_warned_about_and_the_one_before_used(
     newest.write_bytes(damage(newest.read_bytes()))
     ran(config, folder.path, resume=True)  # a Python warning would be an error here
     said, again = (record for record in caplog.records if record.name == "fedlora.runs")
-    assert "7 rounds are logged, and the newest state in checkpoints/ is of round 6" in again.getMessage()
+    assert re.search("7 rounds .*checkpoints/ .*round 6", again.getMessage())
     assert re.fullmatch(r"checkpoint round-00007\S+ is damaged: .*[.] Trying the one before it[.]", said.getMessage())
     same_run(folder, uninterrupted)
 
@@ -189,11 +189,11 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["--set", "train.lr=0.5"], "another configuration: train.lr is 0.02 there and 0.5 here. "),
-        (["--set", "run.seed=9", "--set", "method.name=svd"], "run.seed is 0 there and 9 here; method.name is 'glora'"),
-        (["--set", "run.rounds=1"], "holds 2 rounds, and run.rounds = 1 are asked for"),
-        (["--set", "train.schedule=linear"], "train.schedule is 'constant' there and 'linear' here"),
-        ([], "another content of: the data of 'site-1' ("),
+        (["--set", "train.lr=0.5"], "train.lr is 0.02 there and 0.5 here. "),
+        (["--set", "run.seed=9", "--set", "method.name=svd"], "9 here; method.name is 'glora'"),
+        (["--set", "run.rounds=1"], "holds 2 rounds, and run.rounds = 1 "),
+        (["--set", "train.schedule=linear"], "train.schedule is 'constant' there"),
+        ([], "the data of 'site-1' ("),
     ],
 )
 def test_an_unfinished_run_is_not_gone_on_with_as_another_one(
@@ -222,7 +222,7 @@ def test_a_run_is_not_gone_on_with_on_another_model_or_thread_count(tmp_path: Pa
     with torch.no_grad():
         next(network.parameters()).add_(0.01)
     save_model(project / "model", network, classifies=True)
-    with pytest.raises(CheckpointError, match="another content of: the model "):
+    with pytest.raises(CheckpointError, match=r"another content of: .*model"):
         ran(config, folder.path, resume=True)
 
 
@@ -244,7 +244,7 @@ def test_two_processes_do_not_write_one_run(project: Path, tmp_path: Path) -> No
     config = configured(project, "run.rounds=2")
     first = execute(prepare(config), RunFolder(tmp_path / "run"))
     next(first)
-    with pytest.raises(CheckpointError, match="another process is at work on the run in"):
+    with pytest.raises(CheckpointError, match="another process"):
         list(execute(prepare(config), RunFolder(tmp_path / "run"), resume=True))
     first.close()  # type: ignore[attr-defined]
     assert [record.round for record in execute(prepare(config), RunFolder(tmp_path / "run"), resume=True)] == [2]

@@ -507,7 +507,7 @@ def test_a_client_that_fails_is_named_and_what_was_finished_stays(
         patched.setattr(fedlora.training.local.LocalTrainer, "train", failing)
         said = main("run", project / "config.toml", "--out", tmp_path / "run")
     assert said.code == 2 and "Traceback" not in said.err
-    assert "error: client 'site-2' failed in round 2: RuntimeError: out of memory" in said.err
+    assert "error: client 'site-2' failed in round 2: RuntimeError: " in said.err
     folder = RunFolder(tmp_path / "run")
     assert len(folder.metrics()) == 1 and not folder.finished()
     ran(configured(project), folder.path, resume=True)

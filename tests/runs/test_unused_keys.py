@@ -121,7 +121,7 @@ def test_a_resolved_configuration_names_every_key_and_is_none_the_worse(base: di
 
 def test_epochs_beside_the_default_steps_are_refused_even_at_their_default() -> None:
     """[train] epochs = 1 alone would train ten steps."""
-    with pytest.raises(ConfigError, match=r"train\.epochs = 1\.0 has no effect: train\.steps = 10 .*steps = 0"):
+    with pytest.raises(ConfigError, match=r"train\.epochs = 1\.0 .*train\.steps = 10 .*steps = 0"):
         parse_config(changed(FILE, train__epochs=1.0))
 
 

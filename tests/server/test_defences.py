@@ -20,7 +20,7 @@ from support.federations import EQUAL, FULL, SHAPES, rounds
 def without(*names: str):  # type: ignore[no-untyped-def]
     def defence(state: ServerState, uploads: Sequence[Upload], counts: Mapping[str, float]) -> Verdict:
         left = [u for u in uploads if u.client.id not in names]
-        gone = {c: "too far from the others" for c in counts if c in names}
+        gone = {c: "too far" for c in counts if c in names}
         return Verdict(left, {u.client.id: counts[u.client.id] for u in left}, gone)
 
     return defence
@@ -35,7 +35,7 @@ def test_what_a_defence_refuses_does_not_count_and_is_named() -> None:
     got = server.aggregate(played.before, played.uploads)
     assert got.tally is not None and want.tally is not None
     assert dict(got.tally.weights) == dict(want.tally.weights)
-    assert got.tally.refused == {"b": "too far from the others", "d": "too far from the others"}
+    assert got.tally.refused == {"b": "too far", "d": "too far"}
     for module in SHAPES:
         assert torch.equal(server.global_update(got)[module].delta(), plain.global_update(want)[module].delta())
     for name, head in want.heads.items():
@@ -57,7 +57,7 @@ def test_it_can_change_what_an_upload_counts_for() -> None:
 def test_the_quorum_is_of_those_who_are_left() -> None:
     server = Server(build("glora"), quorum=3, defences=(without("a", "b"),))
     played = next(rounds(Server(build("glora")), EQUAL, FULL))
-    with pytest.raises(QuorumNotMet, match=r"2 usable uploads, the quorum is 3.*a: too far"):
+    with pytest.raises(QuorumNotMet, match=r"2 usable uploads, .*quorum .*3.*a: too far"):
         server.aggregate(played.before, played.uploads)
 
 
@@ -66,11 +66,11 @@ def test_a_client_that_a_defence_forgets_is_no_silence() -> None:
         return Verdict(uploads[1:], {u.client.id: 1.0 for u in uploads[1:]})
 
     played = next(rounds(Server(build("glora")), EQUAL, FULL))
-    with pytest.raises(HyperparameterError, match="must name every client once"):
+    with pytest.raises(HyperparameterError, match="every client once"):
         Server(build("glora"), defences=(forgetful,)).aggregate(played.before, played.uploads)
 
 
 @pytest.mark.parametrize("options", [{"memory": 10.0}, {"sketch": Sketch(4)}], ids=str)
 def test_where_uploads_are_not_there_together_there_is_no_defence(options: dict) -> None:
-    with pytest.raises(HyperparameterError, match="leave out one of the two"):
+    with pytest.raises(HyperparameterError, match="leave out one of"):
         Server(build("glora"), defences=(without("a"),), **options)

@@ -210,7 +210,7 @@ def test_what_each_rule_needs() -> None:
     table = {Krum(2): 7, MultiKrum(0.2): 7, Clip(): 1, GeometricMedian(liars=0.25): 7, Mixing(Clip(), 3): 7}
     assert {rule: rule.least(10) for rule in table} == table
     state, uploads = a_round(Server(build("glora")), clients=4)
-    with pytest.raises(QuorumNotMet, match=r"krum with 1 liar among 4 clients needs 5 of them.*unchanged"):
+    with pytest.raises(QuorumNotMet, match=r"krum with 1 liar among 4 .*needs 5 .*unchanged"):
         Server(build("glora"), rule=Krum(liars=1)).aggregate(state, uploads)
 
 
@@ -382,7 +382,7 @@ def test_a_count_of_examples_that_no_rule_could_weigh_is_refused_and_named() -> 
     after = server.aggregate(state, claims)
     assert after.tally is not None and list(after.tally.refused) == ["c0"]
     assert "1e+30 examples" in after.tally.refused["c0"]
-    with pytest.raises(QuorumNotMet, match=r"5 usable uploads, the quorum is 6"):
+    with pytest.raises(QuorumNotMet, match=r"5 usable uploads, .*quorum .*6"):
         replace(server, quorum=6).aggregate(state, claims)
 
 

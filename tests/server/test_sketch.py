@@ -160,7 +160,7 @@ def test_impossible_plans_and_strangers_are_refused() -> None:
         with pytest.raises(HyperparameterError, match="a sketch has a rank"):
             SketchPlan(D_OUT, D_IN, seed=0, **bad)
     plan = SketchPlan(D_OUT, D_IN, rank=6, seed=1)
-    with pytest.raises(ShapeError, match="the plan is of a matrix"):
+    with pytest.raises(ShapeError, match="plan is of a matrix"):
         range_message(LoRA(torch.ones(3, 1), torch.ones(1, D_IN)), 1.0, plan)
     with pytest.raises(RankMismatch, match="nobody took part"):
         range_basis(range_message(shared(1)[0], 0.0, plan), plan)

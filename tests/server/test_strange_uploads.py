@@ -69,7 +69,7 @@ def test_an_upload_that_is_written_to_before_the_close_is_named(method: str) -> 
         intake.add(upload)
     factor = next(iter(played.uploads[1].adapter.modules["attn.q"].tensors().values()))
     factor.fill_(torch.nan)
-    with pytest.raises(HyperparameterError, match="'b' was written to after it was added"):
+    with pytest.raises(HyperparameterError, match="'b' was written to"):
         intake.close()
 
 
@@ -77,5 +77,5 @@ def test_a_lora_of_numpy_names_its_client() -> None:
     server = Server(build("fedit"))
     state = server.init(Adapter({"m": LoRA(torch.zeros(4, 2), torch.ones(2, 3))}))
     pair: Any = LoRA(torch.ones(4, 2).numpy(), torch.ones(2, 3).numpy())  # type: ignore[arg-type]
-    with pytest.raises(UploadRefused, match="'acme' refused: factor B of module 'm' is a ndarray"):
+    with pytest.raises(UploadRefused, match=r"'acme' refused: .*'m' is a ndarray"):
         server.aggregate(state, [Upload(Client("acme", 2), 1, Adapter({"m": pair}))])

@@ -6,6 +6,8 @@ change", kept, and its columns wiped out everybody), *oracle* (dense float64 sum
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -140,12 +142,12 @@ def test_with_a_multiplier_of_one_a_plain_update_is_itself_and_one_that_cancels_
 def test_who_cannot_be_measured_counts_for_no_quorum_and_for_no_rule() -> None:
     state, uploads = honest(Server(build("glora")), count=5)
     bad = liar(18, 10.0)
-    with pytest.raises(QuorumNotMet, match="site-6: its update cannot be measured"):
+    with pytest.raises(QuorumNotMet, match=r"site-6: .*cannot be measured"):
         Server(build("glora"), rule=Clip(), quorum=6).aggregate(state, [*uploads, bad])
     tally = Server(build("glora"), rule=MultiKrum(liars=1)).aggregate(state, [*uploads[:4], bad]).tally
     assert tally is not None and tally.judged is not None and list(tally.refused) == ["site-6"]
     assert tally.judged.rule == "multi-krum (liars = 0)"  # it was the one
-    with pytest.raises(QuorumNotMet, match="multi-krum with 1 liar among 4 clients needs 5"):
+    with pytest.raises(QuorumNotMet, match=r"multi-krum with 1 liar .* 5"):
         Server(build("glora"), rule=MultiKrum(liars=1)).aggregate(state, uploads[:4])
 
 
@@ -221,7 +223,7 @@ def test_no_round_is_wiped_out_by_terms_that_cancel(name: str) -> None:
             assert after.tally is not None
             got = dense(server.global_update(after)["q"])
             if "site-6" in after.tally.refused:
-                assert "cannot be measured: the terms of its factors cancel" in after.tally.refused["site-6"]
+                assert "cannot be measured" in after.tally.refused["site-6"]
                 assert torch.equal(got, dense(alone)) and "site-6" not in after.tally.weights
                 fates.add("refused")
                 continue
@@ -288,7 +290,7 @@ def test_who_is_handed_on_in_other_columns_is_named(caplog: pytest.LogCaptureFix
         server.aggregate(state, uploads)
         assert not caplog.records
         server.aggregate(state, [*uploads, liar(6, 10.0)])
-    assert "round 1: terms of the factors of site-6 (8.7e+07" in caplog.text and "times in q)" in caplog.text
+    assert re.search(r"round 1: .*site-6 \(8\.7e\+07", caplog.text) and "times in q)" in caplog.text
 
 
 def test_who_is_refused_when_a_round_is_closed_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,8 +298,8 @@ def test_who_is_refused_when_a_round_is_closed_is_in_the_log(caplog: pytest.LogC
     state, uploads = honest(server)
     with caplog.at_level("WARNING", "fedlora.server"):
         server.aggregate(state, [*uploads, liar(18, 10.0)])
-    assert "'site-6' refused: its update cannot be measured" in caplog.text
-    with pytest.raises(QuorumNotMet, match="site-6: its update cannot be measured"):
+    assert re.search("'site-6' refused: .*cannot be measured", caplog.text)
+    with pytest.raises(QuorumNotMet, match=r"site-6: .*cannot be measured"):
         Server(build("glora"), quorum=7).aggregate(state, [*uploads, liar(18, 10.0)])
 
 

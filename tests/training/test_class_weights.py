@@ -53,10 +53,10 @@ def test_a_table_is_by_name_and_the_rest_weighs_one() -> None:
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ({"blue": 2.0, "rde": 1.0}, r"names 'rde', which no example has as its class; the 3 classes are 'blue', 'gree"),
-        ({"blue": 0.0}, r"finite numbers > 0; train\.class_weights has \{'blue': 0\.0\}"),
+        ({"blue": 2.0, "rde": 1.0}, r"names 'rde', .*3 classes are 'blue', 'gree"),
+        ({"blue": 0.0}, r"> 0; train\.class_weights has \{'blue': 0\.0\}"),
         ({"blue": float("nan")}, "finite numbers > 0"),
-        ("even", r'"balanced" or a table of weights; got \'even\''),
+        ("even", r'"balanced" or .*; got \'even\''),
     ],
 )
 def test_wrong_weights_are_refused(weights: Any, says: str) -> None:

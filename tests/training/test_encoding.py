@@ -90,7 +90,7 @@ def test_a_long_prompt_is_cut_from_its_front_and_the_response_never(max_length: 
 
 def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_by_its_place() -> None:
     data = TextData("instruction", ("w0", "w0 w1"), responses=("w1", "w2 w3"))
-    with pytest.raises(DataError, match=r"example 1: its response has 3 tokens .* max_length = 3"):
+    with pytest.raises(DataError, match=r"example 1: .*3 tokens .* max_length = 3"):
         encode(data, tokenizer(classifies=False), max_length=3, template="none")
 
 

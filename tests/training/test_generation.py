@@ -12,6 +12,7 @@ import io
 import json
 import math
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -225,7 +226,7 @@ class TestCuts:
         """Two words and the end token are three places; a prompt needs one more."""
         data = TextData.concat([chat("w0", "w1", (0, 2)), chat("w0", "w1 w2", (0, 2))])
         assert len(encode(data, READER, max_length=4, template="none")) == 2
-        with pytest.raises(DataError, match="example 1: its response has 3 tokens and leaves no room") as error:
+        with pytest.raises(DataError, match=r"example 1: .*3 tokens .*no room") as error:
             encode(data, READER, max_length=3, template="none")
         assert "\n" not in str(error.value)
 
@@ -806,7 +807,7 @@ class TestFederationOfTasks:
         assert [next(playing).round for _ in range(2)] == [1, 2]
         playing.close()  # type: ignore[attr-defined]
         other = write_root(tmp_path / "root", seed=1)
-        with pytest.raises(CheckpointError, match="another content of: the data of"):
+        with pytest.raises(CheckpointError, match="another content of: the data"):
             next(execute(prepare(config, other), folder, resume=True))
         assert [record.round for record in execute(prepare(config, project / "root"), folder, resume=True)] == [3, 4]
 
@@ -833,10 +834,10 @@ class TestFederationOfTasks:
         assert f"{summary['test']['best']['rouge_l']:.3f}" in out
 
     REFUSALS: Mapping[str, tuple[list[str], str]] = {
-        "no room for a prompt": (["evaluate.max_new_tokens=48"], "leaves no room for a prompt within data.max_length"),
+        "no room for a prompt": (["evaluate.max_new_tokens=48"], "no room for a prompt"),
         "a classifier": (["model.task=classification", "evaluate.max_new_tokens=64"], "set model.task = 'causal-lm'"),
-        "too many tasks": (["data.tasks=6"], "6 tasks in 5 categories cannot give 6 clients and 2 unseen tasks"),
-        "ranks for another number": (["clients.ranks=[2, 4]"], "clients.ranks has 2 entries for 3 clients"),
+        "too many tasks": (["data.tasks=6"], "6 tasks in 5 categories"),
+        "ranks for another number": (["clients.ranks=[2, 4]"], "clients.ranks has 2 entries"),
         "a response that is too long": (["data.max_length=4", "evaluate.max_new_tokens=2"], "leaves no room"),
     }
 
@@ -874,7 +875,7 @@ class TestFederationOfTasks:
         code, out, err = main("run", tmp_path / "config.toml", "--out", tmp_path / "run")
         lines = [line for line in err.splitlines() if line.strip()]
         assert (code, out, len(lines)) == (2, "", 1)
-        assert f"evaluate.metric = '{metric}' is of generated text, and model.task is 'classification'" in lines[0]
+        assert re.search(f"evaluate.metric = '{metric}' .*model.task is 'classification'", lines[0])
         assert not (tmp_path / "run").exists()
 
 

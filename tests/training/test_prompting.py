@@ -106,7 +106,7 @@ class TestTurns:
             ("user", (("user", "w1 [SEP] w2"), ("assistant", "w5"))),
             ("assistant", (("user", "w1"), ("assistant", "w5 [EOS]"))),
         ):
-            with pytest.raises(DataError, match=rf"what the {role} says holds '\[(SEP|EOS)\]' at character 3"):
+            with pytest.raises(DataError, match=rf"the {role} says .*'\[(SEP|EOS)\]' at character 3"):
                 converse(find_template(PLAIN, talking(None)), talking(None), talk)
 
     @pytest.mark.parametrize(("template", "left"), [("none", [3, 4]), ("w7 {prompt} w8", [7, 3, 4, 8])])
@@ -124,7 +124,7 @@ class TestTurns:
         """ "w9" stands before every answer, where the template was not asked for one; and it is the answer, too."""
         silent = PLAIN.replace("{% if add_generation_prompt %}w9 {% endif %}", "")
         talk = TextData("instruction", ("w3 w4",), responses=("w9",))
-        with pytest.raises(DataError, match="puts 'w9' before an answer and does not open it"):
+        with pytest.raises(DataError, match="puts 'w9' before an answer"):
             encode(talk, talking(silent), max_length=64)
 
     def test_a_template_that_wants_a_system_message_has_an_end(self) -> None:
@@ -163,9 +163,9 @@ class TestCuts:
             assert example["input_ids"] == [word(7), *words(*left), SEP, *words(9, 5), EOS]
 
     def test_no_room_for_the_template_or_for_the_answer(self) -> None:
-        with pytest.raises(DataError, match=r"example 0: what is never cut .* has 6 tokens"):
+        with pytest.raises(DataError, match=r"example 0: .*never cut .* 6 tokens"):
             encode(TALK, talking(PLAIN), max_length=7)
-        with pytest.raises(DataError, match=r"example 0: its response has 2 tokens and leaves no room"):
+        with pytest.raises(DataError, match=r"example 0: .*2 tokens .*no room"):
             encode(TALK, talking(PLAIN), max_length=2)
 
     def test_of_a_text_the_prompt_is_cut_and_not_the_text(self) -> None:
@@ -192,14 +192,14 @@ class TestWhichTemplate:
 
     def test_a_conversation_needs_a_chat_template(self) -> None:
         for template in ("none", "w7 {prompt} w9 "):
-            with pytest.raises(DataError, match="example 0: it is a conversation with a system message"):
+            with pytest.raises(DataError, match=r"example 0: .*system message"):
                 encode(TALK, talking(None), max_length=64, template=template)
 
     @pytest.mark.parametrize(
         ("wrong", "said"),
         [
             ("raw", "data.template is 'chat'"),
-            ("Q: {prompt} A: {response}", "the response and the end token follow by themselves"),
+            ("Q: {prompt} A: {response}", "follow by themselves"),
             ("{prompt} {prompt}", "once"),
             ("### {{prompt}}", "go through `messages`"),
         ],
@@ -225,7 +225,7 @@ class TestWhichTemplate:
         ids=["rewrites", "opens nothing", "refuses"],
     )
     def test_a_template_that_cannot_be_learned_from(self, template: str, said: str) -> None:
-        with pytest.raises(DataError, match=f"example 0: the chat template .*{said}") as error:
+        with pytest.raises(DataError, match=rf"example 0: the chat template .*{said}") as error:
             encode(TALK, talking(template), max_length=64)
         assert "\n" not in str(error.value)
 

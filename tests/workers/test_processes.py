@@ -74,7 +74,7 @@ def test_only_what_is_named_is_shared() -> None:
 
 def test_what_the_work_raises_is_raised_here_with_where_it_was() -> None:
     with Processes(None, 1) as processes:
-        with pytest.raises(UploadRefused, match="upload of client 'site-1' refused: no") as refused:
+        with pytest.raises(UploadRefused, match="client 'site-1' refused: no") as refused:
             list(processes.map(work.fail, ["ours"]))
         assert refused.value.client == "site-1"
         with pytest.raises(ValueError, match="seven") as failed:
@@ -97,7 +97,7 @@ def test_what_always_kills_its_process_is_named_and_the_rest_is_done(tmp_path: P
     items = [("x", 0), ("always", 0), *((f"z{k}", 0) for k in range(6))]
     with Processes(tmp_path, 2) as processes:
         found = list(processes.map(work.die, items))
-    assert isinstance(found[1], Died) and re.search(r"died \d times, at last with no other at work", found[1].reason)
+    assert isinstance(found[1], Died) and re.search(r"died \d times, at last", found[1].reason)
     assert [f for k, f in enumerate(found) if k != 1] == ["x after 0", *(f"z{k} after 0" for k in range(6))]
 
 
@@ -163,8 +163,8 @@ def test_a_script_that_does_its_work_as_a_worker_imports_it_is_told_so(tmp_path:
                       "with Processes([1], 2) as p:\n    print(list(p.map(operator.getitem, [0])))\n")  # fmt: skip
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and done.stdout == ""
-    assert "a worker process imports the script that started it" in done.stderr
-    assert "worker processes die as they start" in done.stderr.splitlines()[-1]
+    assert "imports the script" in done.stderr
+    assert "die as they start" in done.stderr.splitlines()[-1]
 
 
 def test_there_is_a_core_for_each_that_is_available() -> None:
@@ -180,7 +180,7 @@ def test_too_little_shared_memory_is_said_before(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_shared_is_refused_and_left_alone() -> None:
     """It would be made contiguous in the caller's own model."""
     turned = torch.ones(3, 4).T
-    with pytest.raises(HyperparameterError, match=r"shape \(4, 3\) cannot be shared: it is not contiguous"):
+    with pytest.raises(HyperparameterError, match=r"shape \(4, 3\) .*not contiguous"):
         Processes({"turned": turned}, 2, shared=[turned])
     assert turned.stride() == (1, 4)
     whole = torch.ones(10)
