@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -23,6 +24,8 @@ with warnings.catch_warnings():
     import fedlora.cli
     from fedlora.cli import COMMANDS, app
     from fedlora.cli.lazy import loaded
+
+from support.command_line import Said
 
 HEAVY = {"torch", "transformers", "peft", "numpy", "pydantic", "matplotlib", "sklearn", "flwr", "datasets"}
 NOT_YET = {"compare", "experiment"}  # their tables are made of what experiments import
@@ -109,17 +112,10 @@ def test_every_argument_and_option_has_words(name: str) -> None:
     walk(loaded(name, f"fedlora.cli.{COMMANDS[name][0]}"))
 
 
-def complaint(typed: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-m", "fedlora", *typed.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    return done.stderr
-
-
 @pytest.mark.parametrize("typed", ["merg", "flower sttus"])
-def test_a_mistyped_command_is_answered_once(typed: str) -> None:
+def test_a_mistyped_command_is_answered_once(typed: str, main: Callable[..., Said]) -> None:
     """typer 0.20 and click 8.4 both know what may be meant, and both would say it."""
-    assert complaint(typed).count("Did you mean") == 1
+    assert main(*typed.split()).err.count("Did you mean") == 1
 
 
 @pytest.mark.parametrize(
@@ -132,8 +128,12 @@ def test_a_mistyped_command_is_answered_once(typed: str) -> None:
         ("merge a --rounds 3", "No such option '--rounds'."),  # a command without --set has no keys
     ],
 )
-def test_a_key_of_the_config_that_was_typed_as_an_option_is_found(typed: str, said: str) -> None:
-    answer = complaint(typed)
+def test_a_key_of_the_config_that_was_typed_as_an_option_is_found(
+    typed: str, said: str, main: Callable[..., Said], wide: None
+) -> None:
+    told = main(*typed.split())
+    answer = told.err
+    assert told.code == 2 and "Traceback" not in answer
     assert said in answer and ("--set" in said) == ("--set" in answer)
 
 

@@ -84,7 +84,8 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
     prepared = prepare(config, None)
     dealt = dealt_out(config, prepared, NetworkSection(port=superlink_port, superlink_port=superlink_port))
     clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}
-    settings, start = with_members(dealt.settings, clients), Start(prepared.seed_adapter, prepared.spec)
+    settings = with_members(with_quorum(dealt.settings, len(clients)), clients)
+    start = Start(prepared.seed_adapter, prepared.spec)
     check_quorum(settings, len(clients))
     check_private(settings, start)
     facts = model_facts(config.model.path, settings)
