@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import torch
-import typer
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -85,6 +84,3 @@ def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
 def cores() -> int:
     """The processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-WorkersHelp = typer.Option(metavar="N|auto", help="processes, one run each at a time; auto: one a core")

@@ -44,8 +44,9 @@ def draw(
     work: Work = WORK,
     claims: Claimed = CLAIMS,
 ) -> None:
-    """Curves over rounds, or dots of merged runs, a panel a set-up; with `budgets`, scores by epsilon; of what
-    docs/claims.toml asks the heat map, and the panels in NAME-setups.png."""
+    """Curves over rounds, dots of merged runs, or a map.
+
+    With `budgets` scores by epsilon; of what docs/claims.toml asks the heat map, and the panels in NAME-setups.png."""
     experiment = loaded = load_named(name, experiments)
     target = out or results.parent / "plots" / f"{experiment.name}-{profile}.png"
     places = Places(results, work, None)

@@ -56,6 +56,7 @@ DataRoot = Annotated[
     Path | None,
     typer.Option(envvar="FEDLORA_DATA_ROOT", help="where the files of data.task are (folders glue, superni)"),
 ]
+WorkersHelp = typer.Option(metavar="N|auto", help="processes, one run each at a time; auto: one a core")
 AsJson = Annotated[bool, typer.Option("--json", help="print the summary as JSON instead of tables")]
 
 
