@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ pytest.importorskip("flwr")
 from safetensors.torch import load_file, save_file
 
 from fedlora.core import checkpoint
+from fedlora.errors import ConfigError
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.terms.facts import Agreement, model_facts
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
@@ -58,6 +61,29 @@ def state_of(made: FederationOnDisk) -> Any:
     loaded = checkpoint.load_newest(folder, FlowerState, server.method.State, of=run)
     assert loaded is not None
     return loaded[1].state.server
+
+
+def test_a_site_imports_no_module_of_the_server_s_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server names a class in a module that lies where the site stands: it is not imported, not even to be judged,
+    until the site's operator names it in site.toml. Nor does a method of no sense run what it names."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "here")])
+    ran = tmp_path / "ran"
+    code = f"from pathlib import Path\nPath({str(ran)!r}).write_text('x')\n"
+    (tmp_path / "here" / "theirs_only.py").write_text(f"{code}from fedlora.methods.glora import GLoRA as Theirs\n")
+    made = federation(tmp_path / "fed", run={"rounds": 1})
+    settings = made.settings()
+    named = settings.model_copy(update={"method": settings.method.model_copy(update={"name": "theirs_only:Theirs"})})
+    received = FederationSettings.from_travelling(named.travelling())
+    site = Site.read(made.root / "sites" / "acme" / "site.toml")
+    with pytest.raises(ConfigError, match=r"theirs_only:Theirs.*site\.toml"):
+        received.for_site(site)
+    assert "theirs_only" not in sys.modules and not ran.exists()
+    config = received.for_site(site.model_copy(update={"method": "theirs_only:Theirs"}))
+    assert config.method.build().name == "glora" and ran.read_text() == "x"
 
 
 def test_sites_are_bit_for_bit_the_engine_on_the_same_files(tmp_path: Path) -> None:

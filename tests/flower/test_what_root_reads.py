@@ -1,18 +1,28 @@
-"""`status` and `doctor` are started by root, and read what the units may write: whatever lies there, they end in time,
-within their memory, and change nothing. Kind: *enumeration*, of the files that they read and of what the app could put
-in their place."""
+"""What the units may write is read by root's `status` and `doctor`, and written to by whoever calls `serve` or `node`:
+whatever lies there, they end in time, within their memory, and change nothing elsewhere. Kind: *enumeration*, of the
+files and of what the app could put in their place."""
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr")
 
+from fedlora.errors import ConfigError
+from fedlora.flower import children
+from fedlora.flower.places import FederationFolder, SiteFolder
+from fedlora.flower.rounds import server_lock
+from fedlora.flower.rounds.events import Ended, EventWriter
+from fedlora.flower.rounds.private_words import append_secret
+from fedlora.flower.serving.serve_lock import serving
+from fedlora.flower.site import node_process, work_log
 from support.command_line import Said
 from support.deployed_folders import federation_folder, site_folder
 
@@ -66,3 +76,54 @@ def test_nothing_that_the_app_left_holds_up_root(what: str, tmp_path: Path, main
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         if there:
             kept.rename(path)
+
+
+def serve(fed: FederationFolder, site: SiteFolder) -> None:
+    with serving(fed.lock):
+        pass
+
+
+def rounds(fed: FederationFolder, site: SiteFolder) -> None:
+    with server_lock.held(fed.server):
+        pass
+
+
+def node(fed: FederationFolder, site: SiteFolder) -> None:
+    with node_process.held(site):
+        pass
+
+
+WRITES: dict[str, tuple[str, Callable[[FederationFolder, SiteFolder], object]]] = {
+    "fed/state/serve.lock": ("refuses", serve),
+    "fed/server/.lock": ("refuses", rounds),
+    "site/state/node.lock": ("refuses", node),
+    "fed/state/logs/superlink.log": (
+        "refuses", lambda fed, site: children.started(["true"], fed.logs / "superlink.log", {**os.environ})),
+    "fed/server/events.jsonl": ("refuses", lambda fed, site: EventWriter(fed.events).write(Ended(1, "complete"))),
+    "site/state/logs/work.jsonl": (
+        "goes on", lambda fed, site: work_log.write(site.path, work_log.Work("train", 1, 1, 1.0, 0.5))),
+    "fed/server/private/log": ("refuses", lambda fed, site: append_secret(fed.server / "private", "a site is late")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("linked", ["the file", "its folder"])
+@pytest.mark.parametrize("name", WRITES)
+def test_no_link_leads_what_is_written_elsewhere(name: str, linked: str, tmp_path: Path) -> None:
+    fed = federation_folder(tmp_path / "fed")
+    site = site_folder(tmp_path / "site", fed.join("one"))
+    how, write = WRITES[name]
+    victim = tmp_path / "victim" / Path(name).name
+    victim.parent.mkdir()
+    victim.write_text("another's")
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if linked == "the file":
+        path.symlink_to(victim)
+    elif path.parent.name in ("state", "server"):
+        pytest.skip("a written folder itself is a mount or root's")
+    else:
+        shutil.rmtree(path.parent)
+        path.parent.symlink_to(victim.parent)
+    with pytest.raises(ConfigError, match=path.name) if how == "refuses" else nullcontext():
+        write(fed, site)
+    assert victim.read_text() == "another's"

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fedlora.errors import FedLoRAError
+from fedlora.flower.ownership import opened_here
 
 SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -52,7 +53,7 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subpro
     if program is None:
         raise ChildFailed(f"{command[0]} is not installed: pip install 'fedlora[flower]'.")
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = opened_here(log, os.O_WRONLY | os.O_APPEND)
     with os.fdopen(descriptor, "ab") as file:
         return subprocess.Popen(
             [program, *command[1:]], env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,

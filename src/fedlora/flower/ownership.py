@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 from pathlib import Path
@@ -29,4 +30,24 @@ def check_owner(there: FederationFolder) -> None:
         )
 
 
-__all__ = ["check_owner", "owner"]
+def opened_here(path: Path, how: int) -> int:
+    """A descriptor of a lock or log below a written folder, made if it is not there; only for this user. how: of
+    `os.open`. The app can write there, too: no link leads from there to another file of this user.
+
+    Raises:
+        ConfigError: it is a link, or its folder is one. OSError: the disk refuses.
+    """
+    try:
+        if path.parent.is_symlink():
+            raise OSError(errno.ELOOP, "its folder is a link")
+        return os.open(path, how | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(
+            f"{path} is a link, or lies in one, and would lead what is written there to another file. fedlora makes no "
+            f"such link: look who did, and remove it."
+        ) from error
+
+
+__all__ = ["check_owner", "opened_here", "owner"]

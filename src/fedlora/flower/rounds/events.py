@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fedlora.core.echo import shown
 from fedlora.core.read_only import ReadOnly
+from fedlora.flower.ownership import opened_here
 from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
@@ -161,7 +162,7 @@ class EventWriter:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        descriptor = opened_here(self._path, os.O_RDWR | os.O_APPEND)
         try:
             size = os.fstat(descriptor).st_size
             torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core.echo import shown
+from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Ended, Event, PolicyChanged
 from fedlora.privacy.released import fate_of, filtered, items
@@ -75,7 +76,7 @@ def append_secret(folder: Path, line: str) -> None:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-        descriptor = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = opened_here(folder / "log", os.O_WRONLY | os.O_APPEND)
         try:
             os.write(descriptor, f"{shown(line, 2000)}\n".encode("utf-8", "backslashreplace"))
         finally:

@@ -93,7 +93,8 @@ class Results:
         )  # fmt: skip
 
     def _config(self) -> RunConfig:
-        config = self.settings.for_site(Site(name="site", data="data", model=self._base().name or "model"))
+        model, method = self._base().name or "model", self.settings.method.name
+        config = self.settings.for_site(Site(name="site", data="data", model=model, method=method))
         return config.model_copy(update={"defence": self.settings.defence})
 
     def _base(self) -> BaseName:

@@ -12,6 +12,7 @@ from pathlib import Path
 from fedlora.core import beside
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
+from fedlora.flower.ownership import opened_here
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def held(server: Path) -> Iterator[None]:
     path = server / ".lock"
     try:
         server.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        descriptor = opened_here(path, os.O_RDWR)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be made: {error.strerror}; this run would not be safe from others."

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedlora.core import beside
 from fedlora.errors import ConfigError
+from fedlora.flower.ownership import opened_here
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def serving(path: Path) -> Iterator[None]:
         ConfigError: another process holds it; its id is named.
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    descriptor = opened_here(path, os.O_RDWR)
     try:
         if beside.hold(descriptor) is False:
             raise ConfigError(

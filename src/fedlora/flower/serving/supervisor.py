@@ -8,6 +8,7 @@ a new round, or where the ServerApp says that the settings are wrong: then with 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Protocol
 
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
+from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving import database
@@ -360,9 +362,8 @@ class Supervisor:
         path = self.folder.logs / "serverapp.log"
         with contextlib.suppress(OSError):  # a full disk, which is told elsewhere
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
+            with os.fdopen(opened_here(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
                 file.write(f"--- run {facts.id}, {facts.status}\n{said}\n")
-            path.chmod(0o600)
             children.trim(path)
         return said
 

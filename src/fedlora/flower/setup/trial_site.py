@@ -21,7 +21,8 @@ def write_site(there: FederationFolder, name: str, data: str | TextData, config:
     if isinstance(data, TextData):
         write_rows(site.path / where, data)
     device = None if config.model.device == "auto" else config.model.device
-    said = Site(name=name, data=where, model=config.model.path, device=device)
+    method = config.method.name if ":" in config.method.name else None  # who makes a trial is its sites' operator, too
+    said = Site(name=name, data=where, model=config.model.path, device=device, method=method)
     fill_site(site.path, there.join(name).read_bytes(), said, facts.table())
     files.write(there.request(name), site.request.read_bytes())
     files.write(there.key(name), site.public_key.read_bytes())

@@ -21,6 +21,7 @@ from pathlib import Path
 from fedlora.core import beside
 from fedlora.errors import ConfigError
 from fedlora.flower import children
+from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.node_log import Said, round_of, said
 from fedlora.flower.site.owner import OWNER
@@ -233,7 +234,7 @@ def held(site: SiteFolder) -> Iterator[None]:
     """The site's folder is in use by this process. Raises `ConfigError` where another one has it."""
     site.state.mkdir(mode=0o700, exist_ok=True)
     path = site.state / "node.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = opened_here(path, os.O_RDWR)
     try:
         if beside.hold(descriptor) is False:
             pid = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()

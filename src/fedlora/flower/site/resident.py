@@ -26,6 +26,7 @@ from flwr.app import RecordDict
 
 from fedlora.errors import FedLoRAError
 from fedlora.flower.messages.wire import receive_message, send_message
+from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.owner import end_with, owner_of_this
 from fedlora.flower.site.site_work import Changed, Do, SiteWork, told_to_server
@@ -101,7 +102,7 @@ def _connected(site: SiteFolder) -> socket.socket:
     found = _connect(path)
     if found is not None:
         return found
-    with (site.state / "starting.lock").open("w") as lock:
+    with os.fdopen(opened_here(site.state / "starting.lock", os.O_WRONLY), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = _connect(path)
         if found is not None:
@@ -113,7 +114,7 @@ def _connected(site: SiteFolder) -> socket.socket:
         began = _size(log_file)
         owner = owner_of_this()
         command = [sys.executable, "-m", "fedlora.flower.site.resident", str(site.site)]
-        with log_file.open("ab") as log:
+        with os.fdopen(opened_here(log_file, os.O_WRONLY | os.O_APPEND), "ab") as log:
             process = subprocess.Popen(
                 [*command, *(["--owner", str(owner)] if owner else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True,

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fedlora.errors import ConfigError
+from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.tailing import Tail
 from fedlora.given_files import parse_json
@@ -59,11 +61,11 @@ def write(site: Path, work: Work) -> None:
     facts["error"] = facts["error"][:_LONGEST]
     facts["at"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     path = SiteFolder(site).logs / NAME
-    with suppress(OSError):
+    with suppress(OSError, ConfigError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.is_file() and path.stat().st_size > _MOST:
             os.replace(path, path.with_suffix(".jsonl.1"))
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = opened_here(path, os.O_WRONLY | os.O_APPEND)
         try:
             os.write(descriptor, (json.dumps(facts, ensure_ascii=False) + "\n").encode())  # one write: lines stay whole
         finally:

@@ -20,6 +20,7 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from fedlora.core import files
+from fedlora.core.echo import quoted
 from fedlora.data.demo import PACKAGED
 from fedlora.data.sources import is_hub
 from fedlora.errors import ConfigError
@@ -279,8 +280,15 @@ class FederationSettings(Section):
         The site's columns win over those of the settings. Who else takes part, quorum and stopping are the server's.
 
         Raises:
-            ConfigError: a column that files of this task do not have.
+            ConfigError: a column that files of this task do not have; a module of the server's choice, which would be
+                imported and so run here.
         """
+        if ":" in self.method.name and self.method.name != site.method:
+            raise ConfigError(
+                f"the server's method {quoted(self.method.name)} is a class in a module of its choice, and to import a "
+                f"module is to run it. Nothing was imported. If {site.name} has that module and wants it to run: "
+                f"method = {quoted(self.method.name)} in site.toml."
+            )
         config = self._config(site, rank)
         own = [f"data.{column}" for column in site.columns]
         idle = [line for line in unused(config) if line.split(" ")[0] in own]

@@ -6,6 +6,7 @@ model = "/models/bert"      # a directory, a GGUF file, a hub id, or a packaged 
 text = "note"               # columns of its own file, where the federation calls them otherwise
 device = "cuda"             # and which device, and how many threads
 app = "3f5a..."             # SHA-256 of the server's Flower app that may run here; no other one does
+method = "ours:Method"      # a method by module and class, if the server names one: its module is imported here
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Site(Section):
     data: its file, or a data set "hf://..."; model: the base model, as model.path of a run. text to messages: columns
     of its file, where they are not called as the federation's settings say. device, threads: as model.device and
     run.threads; without, the best device that there is, and the settings' threads. app: SHA-256 of the one Flower app
-    that its operator lets run here; without, none.
+    that its operator lets run here; without, none. method: the one "module:Class" that the server may name as its
+    method; without, it names methods of fedlora and of installed packages alone.
 
     Example:
         >>> Site(name="acme", data="notes.csv", model="demo", text="note").columns
@@ -52,6 +54,7 @@ class Site(Section):
     device: str | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
     app: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    method: str | None = None
 
     @field_validator("name")
     @classmethod
@@ -80,8 +83,8 @@ class Site(Section):
         if foreign:
             raise ConfigError(
                 f"the site file {path}: {foreign[0]!r} does not stand here. It holds name, data, model, the columns of "
-                f"the site's own file ({', '.join(COLUMNS)}), device, threads and app; classes, scaling, lengths, "
-                f"ranks and how to train come from the server, with every message. Leave it out."
+                f"the site's own file ({', '.join(COLUMNS)}), device, threads, app and method; classes, scaling, "
+                f"lengths, ranks and how to train come from the server, with every message. Leave it out."
             )
         try:
             return checked(cls, raw).located(path.parent)
