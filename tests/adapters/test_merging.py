@@ -22,7 +22,7 @@ from fedlora import LoRA, read_adapter
 from fedlora.adapters import merge
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import ModuleReport, RankRule, budget_ranks, merge_module, total_error
-from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
+from fedlora.errors import AdapterFormatError, ConfigError, HyperparameterError, ShapeError
 from support.adapter_folders import HEADS, SHAPES, bare, lora, saved, updates
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
@@ -147,6 +147,30 @@ def test_what_is_left_when_adapters_nearly_cancel_is_right(stored: torch.dtype, 
     torch.testing.assert_close(
         means["base_model.model.score.weight"], head.double() / 3 + (head / 3).double() * 2 / 3, rtol=0, atol=1e-15
     )
+
+
+@pytest.mark.parametrize("left", [1e-9, 1e-12, 1e-13])
+def test_what_float64_cannot_tell_counts_as_error(left: float, tmp_path: Path) -> None:
+    """B and -(1 + left) B in float64: what remains is as large as the rounding of the sum. Reference: the factors in
+    numpy's long doubles. The reported error covers the true one, and --max-error refuses it."""
+    bare(tmp_path / "one", {"q": 4}, dtype=torch.float64)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    tensors = load_file(tmp_path / "two" / "adapter_model.safetensors")
+    tensors["base_model.model.q.lora_B.weight"] *= -(1 + left)
+    save_file(tensors, tmp_path / "two" / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    def dense(name: str) -> Any:
+        found = load_file(tmp_path / name / "adapter_model.safetensors")
+        B, A = (found[f"base_model.model.q.lora_{x}.weight"].numpy().astype(np.longdouble) for x in "BA")
+        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        return B @ A * config["lora_alpha"] / config["r"]
+
+    report = merge([tmp_path / "one", tmp_path / "two"], tmp_path / "out", sum=True, weights=[1, 1])
+    want = dense("one") + dense("two")
+    true = float(np.linalg.norm((dense("out") - want).astype(float)) / np.linalg.norm(want.astype(float)))
+    assert true <= report.error <= max(1e-4, 1000 * true) and (left > 1e-10 or report.error > 1e-5)
+    with pytest.raises(ConfigError, match=r"--max-error 1e-07"):
+        merge([tmp_path / "one", tmp_path / "two"], tmp_path / "no", sum=True, weights=[1, 1], max_error=1e-7)
 
 
 def test_two_adapters_merge_in_one_line_and_peft_loads_them(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -229,6 +229,9 @@ def _check_error(
         if cut and source.mean is not None:
             parts.append(f"{cut:.2g} by the method and rank {wanted.rank}")
             ways.append("Another method, or a higher rank, may be nearer.")
+        elif cut and wanted.rank == "exact":
+            parts.append(f"{cut:.2g} by terms that nearly cancel, of which float64 keeps no more")
+            ways.append("Look at the weights: what remains of these adapters is about the rounding of their sum.")
         elif cut:
             parts.append(f"{cut:.2g} by the cut to rank {wanted.rank}")
             ways.append("A higher rank or --rank energy=0.99 cuts less; --rank exact cuts nothing.")

@@ -24,6 +24,10 @@ from fedlora.linalg import rank_tolerance
 from fedlora.linalg.product import Product, product
 
 
+_FLOAT64 = 8 * 2.0**-52  # how far a sum may be off, relative to its terms: measured up to 5 roundings
+_TOLD = 1e-9  # relative: below it nobody asks
+
+
 @dataclass(frozen=True)
 class RankRule:
     """How many components to keep: "exact" all, "rank" at most `value`, "energy" the least that hold this share.
@@ -70,7 +74,7 @@ class RankRule:
 @dataclass(frozen=True)
 class ModuleReport:
     """What became of one module. stacked: the inputs' ranks added up. full: the rank of their sum. error: relative, of
-    what was cut; norm: of the sum. rounding: relative, of writing it in a narrow type."""
+    what was cut, and of what float64 can tell of a sum whose terms nearly cancel; norm: of the sum. rounding: relative, of writing it in a narrow type."""
 
     module: str
     stacked: int
@@ -101,6 +105,8 @@ class Combined:
         energy = [(x / unit) ** 2 for x in s]  # squares of tiny numbers are zero, of large ones infinite
         total = math.fsum(energy)
         error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
+        lost = _FLOAT64 * self.product.terms / (math.sqrt(total) * unit) if total else 0.0
+        error = math.hypot(error, lost) if lost > _TOLD else error
         return ModuleReport(self.module, self.stacked, len(s), kept, error, math.sqrt(total) * unit, s)
 
 

@@ -42,12 +42,13 @@ class _Side:
 class Product:
     """A weighted sum of products in energy order: `s` descending, and balanced factors of any rank up to their number.
 
-    noise, rounding: as `Spectrum` has them.
+    noise, rounding: as `Spectrum` has them. terms: the norm of the sizes of all terms, before any of them cancel.
     """
 
     s: tuple[float, ...]
     noise: float
     rounding: float
+    terms: float
     _left: _Side
     _right: _Side
     _O: Tensor
@@ -111,7 +112,7 @@ def product(
         s.tolist(), terms=terms, stored=terms * tolerance, worked_in=torch.float64, stored_in=dtype
     )
     values = tuple(s[:keep].tolist())
-    return Product(values, noise, rounding, left, right, O[:, :keep], Wh[:keep].mT, dtype)
+    return Product(values, noise, rounding, terms, left, right, O[:, :keep], Wh[:keep].mT, dtype)
 
 
 def _side(parts: Sequence[Tensor], exact: bool) -> _Side:
