@@ -23,7 +23,6 @@ from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
 from fedlora.linalg import rank_tolerance
 from fedlora.linalg.product import Product, product
 
-
 _FLOAT64 = 8 * 2.0**-52  # how far a sum may be off, relative to its terms: measured up to 5 roundings
 _TOLD = 1e-9  # relative: below it nobody asks
 
