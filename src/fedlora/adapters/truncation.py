@@ -73,7 +73,8 @@ class RankRule:
 @dataclass(frozen=True)
 class ModuleReport:
     """What became of one module. stacked: the inputs' ranks added up. full: the rank of their sum. error: relative, of
-    what was cut, and of what float64 can tell of a sum whose terms nearly cancel; norm: of the sum. rounding: relative, of writing it in a narrow type."""
+    what was cut, and of what float64 can tell of a sum whose terms nearly cancel. norm: of the sum. rounding: relative,
+    of writing it in a narrow type."""
 
     module: str
     stacked: int
