@@ -70,6 +70,7 @@ def verdict_of(judge: Judge, case: Case, home: Path) -> Verdict:
     return judge(home, case.asked)
 
 
+@pytest.mark.exhaustive
 def test_nothing_drawn_is_accepted_that_is_wrong(judge: Judge, tmp_path: Path) -> None:
     """The first rounds, of one seed each, and as many more as the time allows. A failure is made smaller by hypothesis,
     and its folders are kept."""
@@ -239,6 +240,7 @@ def known(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.xfail(strict=True, reason=DEFECTS[name])] if name in DEFECTS else []
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize("what", [pytest.param(name, marks=known(name)) for name in NAMED])
 def test_a_named_attack_is_refused_in_a_line_or_right(what: str, judge: Judge, tmp_path: Path) -> None:
     """Beside a sound adapter of the same base."""

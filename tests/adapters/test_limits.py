@@ -268,6 +268,7 @@ for folder in sys.stdin.read().splitlines():
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="memory is measured as Linux tells it")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(5))

@@ -64,6 +64,7 @@ def drift(name: str, ranks: Mapping[str, int], condition: float, **options: Any)
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("condition", [1.0, 10.0, 1000.0])
 @pytest.mark.parametrize("name", ["glora", "flexlora", "svd"])
 def test_a_method_of_updates_trains_on_as_if_nothing_had_happened(name: str, condition: float) -> None:
@@ -270,6 +271,7 @@ def stress(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pyte
     return runs
 
 
+@pytest.mark.quick(1)
 def test_the_first_round_trains_before_anything_is_aggregated(stress: Runs) -> None:
     """So its losses are those without stress, bit for bit."""
     assert len({tuple(folder.metrics()[0]["losses"].items()) for folder in stress.values()}) == 1

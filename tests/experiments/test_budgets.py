@@ -173,6 +173,7 @@ def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_pat
     assert "8.00" in table and "account of anybody's data" in table
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
     """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""

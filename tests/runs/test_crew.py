@@ -41,6 +41,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
     return {"summary": summary, "lines": lines, "files": files}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "sets",
     [

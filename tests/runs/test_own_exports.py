@@ -112,6 +112,7 @@ def test_uploads_of_rounds_that_are_played_again_are_looked_at_too(project: Path
     assert ran(configured(project, *sets), folder.path, resume=True).finished()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("gone", [("adapter",), ("best",), ("clients/site-2",), PLACES], ids=str)
 def test_adapters_that_are_gone_are_made_again(
     project: Path, whole: RunFolder, folder: RunFolder, main: Callable[..., Said], gone: tuple[str, ...]

@@ -243,6 +243,7 @@ PROFILES = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("method", "profile", "count", "want"), PROFILES, ids=[f"{m} {p}" for m, p, *_ in PROFILES])
 def test_flexloras_profiles_run_to_their_end(
     project: Path, tmp_path: Path, method: str, profile: str, count: int, want: dict[tuple[int, int], int]

@@ -315,6 +315,7 @@ def unpacked(gguf: ModuleType, file: Path, heads: dict[str, int]) -> dict[str, n
     return weights
 
 
+@pytest.mark.exhaustive
 def test_smollm2_is_loaded_kept_and_speaks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real file, once: its weights, the cache, and greedy answers.
 
