@@ -213,15 +213,16 @@ def _unit(
         raise ConfigError(f"a unit's memory limit is such as 8G or 800M; got {quoted(memory)}.")
     check_apart(folder, writable)
     for path in reads:
-        if any(path.is_relative_to(place) for place in (*_SHARED, Path("/run"))) and not path.is_relative_to(folder):
+        if path.is_relative_to("/run") and not path.is_relative_to(folder):
             raise ConfigError(
-                f"{path} lies where a unit has folders of its own (/tmp, /var/tmp, /run): it would not be there. "
-                f"Put it elsewhere, and name it in {folder}."
+                f"{path} lies in /run, of which a unit sees nothing. Put it elsewhere, and name it in {folder}."
             )
-    places = " ".join(map(_listed, writable))
-    bound = ""
-    if any(folder.is_relative_to(place) for place in _SHARED):  # it would not be there
-        bound = f"BindReadOnlyPaths={_listed(folder)}\nBindPaths={places}\n"
+    places, bound = " ".join(map(_listed, writable)), ""
+    shared = [path for path in (folder, *reads) if any(path.is_relative_to(place) for place in _SHARED)]
+    if shared:  # they would not be there
+        bound = f"BindReadOnlyPaths={' '.join(map(_listed, shared))}\n"
+    if folder in shared:
+        bound += f"BindPaths={places}\n"
     hardened = _HARDENED.format(
         writable=places, capabilities=capabilities, bound=bound, users="PrivateUsers=yes\n" if users else ""
     )
