@@ -74,7 +74,9 @@ def test_classes_that_do_not_fit_are_left_out_and_it_is_said(tmp_path: Path) -> 
     a, b = (saved(tmp_path, name, 2) for name in "ab")
     for where, names in ((a, CLASSES), (b, CLASSES[::-1])):
         (where / "labels.json").write_text(json.dumps({"num_labels": 3, "id2label": dict(enumerate(names))}))
-    assert "name their classes differently" in str(merge([a, b], tmp_path / "n").warnings)
+    with pytest.raises(AdapterFormatError, match=r"number their classes.*labels\.json.*--heads first"):
+        merge([a, b], tmp_path / "n")
+    assert merge([a, b], tmp_path / "n", heads="drop").written
     assert not (tmp_path / "m" / "labels.json").exists() and not (tmp_path / "n" / "labels.json").exists()
     (b / "labels.json").write_text('{"id2label": {"1": "x"}}')
     with pytest.raises(AdapterFormatError, match=r"labels\.json .*0, 1, 2"):

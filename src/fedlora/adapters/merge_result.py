@@ -37,7 +37,7 @@ from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Missing
 from fedlora.core.read_only import ReadOnly
-from fedlora.errors import ConfigError
+from fedlora.errors import AdapterFormatError, ConfigError
 
 Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, what is done) -> the steps
 _MUCH_ROUNDING = 0.02  # bfloat16 has 0.003 of numbers that it holds
@@ -329,6 +329,12 @@ def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[st
         return (), []
     first, names = next(iter(said.items()))
     other = next((where for where in said if said[where] != names), None)
+    if other is not None and wanted.heads in ("average", "holders") and len(names) in rows:
+        raise AdapterFormatError(
+            f"{first} and {other} number their classes differently, {quoted(list(names))} and "
+            f"{quoted(list(said[other]))} in labels.json, so a mean of their heads would mix them. --heads first takes "
+            f"the first adapter's, --drop heads leaves them out."
+        )
     if other is not None:
         return (), [f"{first} and {other} name their classes differently, so the result has no labels.json"]
     if len(names) not in rows:

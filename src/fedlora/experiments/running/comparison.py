@@ -177,18 +177,26 @@ def check_data(runs: Sequence[PlannedRun], results: Mapping[str, Result], places
 
 
 def check_alike(runs: Mapping[str, Mapping[int, Result]]) -> None:
-    """Raises `ConfigError` where two methods had other data or another model on one seed. runs: label -> seed -> it."""
+    """Raises `ConfigError` where two runs had another model, or two methods other data on one seed. runs: label -> seed
+    -> it."""
     first: dict[int, tuple[str, Result]] = {}
+    one: tuple[str, int, Result] | None = None
     for label, by_seed in runs.items():
         for seed, result in by_seed.items():
+            one = one or (label, seed, result)
+            if one[2].raw["model_sha256"] != result.raw["model_sha256"]:
+                raise ConfigError(
+                    f"{one[0]}, seed {one[1]}, and {label}, seed {seed}, had another model: its files have changed "
+                    f"between these runs, and they cannot be compared. Delete the folders of the older ones and go on "
+                    f"with --resume, or choose another --out."
+                )
             theirs, their = first.setdefault(seed, (label, result))
             other = _other(their.raw["data"], result.raw["data"])
-            what = f"{other} data" if other else "model"
-            if other or their.raw["model_sha256"] != result.raw["model_sha256"]:
+            if other:
                 raise ConfigError(
-                    f"{theirs} and {label} had another {what} on seed {seed}: a file has changed between these runs, "
-                    f"and they cannot be compared. Delete the folders of the older ones and go on with --resume, or "
-                    f"choose another --out."
+                    f"{theirs} and {label} had another {other} data on seed {seed}: a file has changed between these "
+                    f"runs, and they cannot be compared. Delete the folders of the older ones and go on with --resume, "
+                    f"or choose another --out."
                 )
 
 
