@@ -508,10 +508,19 @@ def in_unit(B: Tensor, A: Tensor, settings: LoRASettings) -> tuple[Tensor, Tenso
     return (B, A) if scale == settings.scaling else (B * (scale / settings.scaling), A)
 
 
+_SLOW_TOKENIZER = [
+    "vocab.txt", "vocab.json", "merges.txt", "*.model", "added_tokens.json", "special_tokens_map.json",
+    "tokenizer_config.json",
+]  # fmt: skip
+
+
 def model_digests(path: str | os.PathLike[str]) -> dict[str, str]:
     """File name -> SHA-256 of a local model's weights and tokenizer, for the manifest; empty for a hub id."""
     folder = Path(path)
     if folder.is_file():  # GGUF
         return {folder.name: hashlib.sha256(folder.read_bytes()).hexdigest()}
-    files = [*folder.glob("*.safetensors"), *folder.glob("tokenizer.json"), *folder.glob("config.json")]
+    names = ["*.safetensors", "config.json", "tokenizer.json"]
+    if not (folder / "tokenizer.json").exists():  # which has all of them in it
+        names += _SLOW_TOKENIZER
+    files = [file for name in names for file in folder.glob(name)]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}

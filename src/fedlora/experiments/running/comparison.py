@@ -164,16 +164,17 @@ class ComparedRuns:
 
 def check_data(runs: Sequence[PlannedRun], results: Mapping[str, Result], places: ComparedRuns) -> None:
     """Raises `ConfigError` where a finished one of the runs was of other data than there are now: what is still to be
-    run could not be compared with it. One is looked at, for all read the same files."""
+    run could not be compared with it. One of each seed is looked at, for all of a seed read the same files."""
+    seen: set[int] = set()
     for run in runs:
-        if run.digest in results:
+        if run.digest in results and run.seed not in seen:
+            seen.add(run.seed)
             now = data_facts(deal(run.config, places.data_root, places.classes(run)))
             if other := _other(results[run.digest].raw["data"], now):
                 raise ConfigError(
                     f"{run.label} is finished, and its {other} data are not those that there are now: a file has "
                     f"changed since, and the two cannot be compared. Put the old file back, or choose another --out."
                 )
-            return
 
 
 def check_alike(runs: Mapping[str, Mapping[int, Result]]) -> None:
