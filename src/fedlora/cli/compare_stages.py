@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fedlora.cli.scores import records
 from fedlora.cli.screen import can_write, complain, notes, plotted
 from fedlora.cli.seeds import parse_seeds
 from fedlora.cli.tuning import parse_search
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, DataError
 from fedlora.experiments.grid.plan import dead_end, mains, searches
 from fedlora.experiments.grid.spec import Experiment, Tune
 from fedlora.experiments.running.comparison import (
@@ -83,9 +84,10 @@ def compare_all(
         raise typer.Exit(
             complain(f"{kept.root} already holds a run; add --resume to go on with it, or choose another --out.")
         )
-    if planned and resume:
+    if resume:
         done = kept.finished()
-        check_data([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], done, kept)
+        with suppress(DataError) if not planned else nullcontext():  # what is finished can be shown without its files
+            check_data([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], done, kept)
     if planned:
         say_before(base, compared, seeds is None, workers)
     _print(experiment, kept, run_stages(experiment, kept, workers), form)
