@@ -128,6 +128,21 @@ def test_a_moved_folder_finds_its_results_and_a_changed_file_does_not(
     assert table["cells"][0]["scores"] == {}
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/ask.jinja", "vocab.txt"]
+)
+def test_a_model_with_other_words_for_its_tokens_is_another(name: str, bench: Callable[..., Path]) -> None:
+    """Whatever file transformers reads may change what a run trains on: a result of the old file is not taken."""
+    folder = bench("one")
+    file = folder / "model" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("{}")
+    (before,) = mains(loaded(folder), "mini", {})
+    file.write_text("{ }")
+    (after,) = mains(loaded(folder), "mini", {})
+    assert before.digest != after.digest and before.files["data.train"] == after.files["data.train"]
+
+
 def test_a_result_of_an_older_version_is_named_and_not_taken(bench: Callable[..., Path]) -> None:
     """It was known by its paths as they were written, and what lay there was not noted."""
     (run,) = mains(loaded(bench("one")), "mini", {})

@@ -17,9 +17,10 @@ from fedlora.core.method import Method
 from fedlora.data import TextData, label_counts
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
+from fedlora.runs.own_files import model_content
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.rank_profiles import is_attention
-from fedlora.training.models import AdaptedModel, model_digests
+from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import find_template
 from fedlora.versions import installed
 
@@ -40,7 +41,7 @@ def manifest(
         "device": str(torch.device(config.model.chosen_device())),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
-        "model": {"path": config.model.path, "sha256": model_digests(path)},
+        "model": {"path": config.model.path, "sha256": model_content(path)},
         "data": {
             **data_facts(data),
             **({"own_test": {c: _facts(p) for c, p in data.own_test.items()}} if config.clients.own_test else {}),
