@@ -29,7 +29,7 @@ exhaustive: $(VENV)/.ready
 
 # Which of 430 changes of the program the tests find (docs/decisions/0021). Some four hours on two cores; goes on where it stopped.
 mutants: $(VENV)/.ready
-	[ -d build/mutants/passed ] || PYTHONPATH=tools $(BIN)/python -m mutation note
+	[ -d build/mutants/passed/quick ] || PYTHONPATH=tools $(BIN)/python -m mutation note
 	PYTHONPATH=tools nice $(BIN)/python -m mutation try
 
 # What must not change while code goes: each difference from tests/frozen.json. Minutes.

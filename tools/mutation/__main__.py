@@ -1,7 +1,8 @@
 """`make mutants`: python -m mutation COMMAND, in the project's folder, with tools/ on PYTHONPATH.
 
-note        run all tests once and note which places they pass; as long as `make test`, alone on the machine
-try         what was not tried yet; --part 1/4: a quarter of it; stops after each batch without loss
+note        run a tier's tests once and note which places they pass; as long as these tests take, alone on the machine
+try         what was not tried yet, or, with the exhaustive tier, what nothing quick has found; --part 1/4: a quarter of
+            it; stops after each batch without loss
 check       only the cases that are stored: does each change that was killed still die? minutes
 table       what CONTRIBUTING.md shows
 """
@@ -27,24 +28,30 @@ def main() -> int:
     )
     parser.add_argument("command", choices=["note", "try", "check", "table"])
     parser.add_argument("tests", nargs="*", help="of note: only these files and folders")
+    parser.add_argument("--tier", choices=list(killing.TIERS), default="quick", help="of note and try")
     parser.add_argument("--part", default="1/1", help="of try: i/n")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the tests of one change")
     parser.add_argument("--workers", type=int, default=2)
     said = parser.parse_args()
     if said.command == "note":
-        killing.note(said.tests)
+        killing.note(said.tier, said.tests)
     elif said.command == "try":
         part, parts = map(int, said.part.split("/"))
-        _try(part, parts, said.seconds, said.workers)
+        _try(said.tier, part, parts, said.seconds, said.workers)
     elif said.command == "check":
         return _check(said.seconds, said.workers)
     print(table(stored.read()))
     return 0
 
 
-def _try(part: int, parts: int, seconds: float, workers: int) -> None:
-    reached = killing.noted()
-    todo = [k for k, each in enumerate(stored.read()) if not each.verdict and k % parts == part - 1]
+def _try(tier: str, part: int, parts: int, seconds: float, workers: int) -> None:
+    reached = killing.noted(tier)
+    everything = stored.read()
+    left_by = {"quick": [k for k, each in enumerate(everything) if not each.verdict]}
+    left_by["exhaustive"] = [
+        k for k, each in enumerate(everything) if each.tier == "quick" and each.verdict != "killed" and k in reached
+    ]
+    todo = [k for k in left_by[tier] if k % parts == part - 1]
     for begin in range(0, len(todo), BATCH):
         began, batch = time.monotonic(), todo[begin : begin + BATCH]
         orders = {k: killing.in_order(reached[k]) for k in batch if k in reached}
@@ -52,9 +59,9 @@ def _try(part: int, parts: int, seconds: float, workers: int) -> None:
         everything = stored.read()
         for k in batch:
             verdict, by, ran, spent = found.get(k, ("not reached", [], 0, 0.0))
-            functions = len({stored.function_of(case) for case in orders.get(k, ())})
+            functions = everything[k].reached + len({stored.function_of(case) for case in orders.get(k, ())})
             everything[k] = replace(
-                everything[k], verdict=verdict, by=tuple(by), reached=functions, ran=ran, seconds=spent
+                everything[k], verdict=verdict, tier=tier, by=tuple(by), reached=functions, ran=ran, seconds=spent
             )
         stored.write(everything)
         left = len(todo) - begin - len(batch)
@@ -81,18 +88,18 @@ def _check(seconds: float, workers: int) -> int:
 
 
 def table(everything: Sequence[Tried]) -> str:
-    """Package, changes, and what became of them."""
-    words = ("killed", "survived", "time", "not reached", "")
+    """Package, changes, what all tests find and what `make test` finds, and the others."""
+    words = ("survived", "time", "not reached", "")
     rows = [
-        "| package | changes | killed | survived | time over | not reached | not tried |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| package | changes | killed by any test | by `make test` | survived | time over | not reached | not tried |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    whole: Counter[str] = Counter()
-    for name in SHARES:
-        found = Counter(each.verdict for each in everything if each.change.file.startswith(f"fedlora/{name}"))
-        whole += found
-        rows.append(f"| {name} | {found.total()} | " + " | ".join(str(found[word]) for word in words) + " |")
-    rows.append(f"| all | {whole.total()} | " + " | ".join(str(whole[word]) for word in words) + " |")
+    for name in (*SHARES, ""):
+        those = [each for each in everything if each.change.file.startswith(f"fedlora/{name}")]
+        found = Counter(each.verdict for each in those)
+        quick = sum(each.verdict == "killed" and each.tier == "quick" for each in those)
+        numbers = (found.total(), found["killed"], quick, *(found[word] for word in words))
+        rows.append(f"| {name or 'all'} | " + " | ".join(map(str, numbers)) + " |")
     return "\n".join(rows)
 
 

@@ -20,20 +20,21 @@ NOTES = FOLDER / "passed"
 # No import hook but ours (shape annotations are off), and no order of workers
 OPTIONS = ("-q", "--import-mode=importlib", "-p", "mutation.plugin", "-p", "no:cacheprovider", "-o", "timeout=120")
 ENOUGH = 3  # functions that find a change: those that did not run by then are left out
-QUICK = "not deployment and not deployment_all and not exhaustive and not release"
+HERE = "not deployment and not deployment_all and not release"
+TIERS = {"quick": f"{HERE} and not exhaustive", "exhaustive": f"{HERE} and exhaustive"}
 
 
-def note(tests: Sequence[str] = ()) -> None:
-    """Runs all tests once, unchanged, and notes what each passes."""
-    shutil.rmtree(NOTES, ignore_errors=True)
-    NOTES.mkdir(parents=True)
-    _pytest(["-n", "2", "--dist", "worksteal", "-m", QUICK, *tests], MUTATION_NOTES=str(NOTES))
+def note(tier: str, tests: Sequence[str] = ()) -> None:
+    """Runs all tests of a tier once, unchanged, and notes what each passes."""
+    shutil.rmtree(NOTES / tier, ignore_errors=True)
+    (NOTES / tier).mkdir(parents=True)
+    _pytest(["-n", "2", "--dist", "worksteal", "-m", TIERS[tier], *tests], MUTATION_NOTES=str(NOTES / tier))
 
 
-def noted() -> dict[int, list[tuple[str, float]]]:
-    """Number of a change -> the cases that reach it, with their seconds."""
+def noted(tier: str) -> dict[int, list[tuple[str, float]]]:
+    """Number of a change -> the cases of this tier that reach it, with their seconds."""
     found: dict[int, list[tuple[str, float]]] = defaultdict(list)
-    for path in sorted(NOTES.glob("*.jsonl")):
+    for path in sorted((NOTES / tier).glob("*.jsonl")):
         for line in path.read_text().splitlines():
             case, seconds, numbers = json.loads(line)
             for number in numbers:
@@ -93,7 +94,7 @@ def _forks(tasks: Sequence[Mapping[str, object]], workers: int) -> None:
     listed.write_text(json.dumps(tasks))
     wanted = sorted({str(case).partition("::")[0] for task in tasks for case in task["cases"]})  # type: ignore[attr-defined]
     if tasks:
-        _pytest(["-s", "-m", QUICK, *wanted], MUTATION_TASKS=str(listed), MUTATION_WORKERS=str(workers))
+        _pytest(["-s", "-m", HERE, *wanted], MUTATION_TASKS=str(listed), MUTATION_WORKERS=str(workers))
 
 
 def _outcome(path: Path) -> tuple[str, list[str], int, float]:

@@ -15,11 +15,13 @@ PATH = Path(__file__).parents[2] / "tests" / "mutants.jsonl"
 @dataclass(frozen=True)
 class Tried:
     """What became of a change. verdict: 'killed', 'survived' all tests that reach it, 'time' ran out before they all
-    had run, 'not reached' by any test, or '' where it was not tried yet. by: cases that fail with it, of several
-    functions. reached: functions of tests that pass the place. ran: cases that did run. seconds: of all those."""
+    had run, 'not reached' by any test, or '' where it was not tried yet. tier: the last one that tried it: 'quick', or
+    'exhaustive' after nothing quick had found it. by: cases that fail with it, of several functions. reached:
+    functions of tests that pass the place. ran: cases that did run. seconds: of all those."""
 
     change: Change
     verdict: str = ""
+    tier: str = ""
     by: Sequence[str] = ()
     reached: int = 0
     ran: int = 0
