@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def _try(tier: str, part: int, parts: int, seconds: float, workers: int) -> None:
-    reached = killing.noted(tier)
+    reached = killing.noted()
     everything = stored.read()
     left_by = {"quick": [k for k, each in enumerate(everything) if not each.verdict]}
     left_by["exhaustive"] = [
@@ -55,11 +55,13 @@ def _try(tier: str, part: int, parts: int, seconds: float, workers: int) -> None
     for begin in range(0, len(todo), BATCH):
         began, batch = time.monotonic(), todo[begin : begin + BATCH]
         orders = {k: killing.in_order(reached[k]) for k in batch if k in reached}
-        found = killing.tried(orders, seconds, workers)
+        found = killing.tried(orders, seconds, workers, killing.TIERS[tier])
         everything = stored.read()
         for k in batch:
             verdict, by, ran, spent = found.get(k, ("not reached", [], 0, 0.0))
-            functions = everything[k].reached + len({stored.function_of(case) for case in orders.get(k, ())})
+            functions = len({stored.function_of(case) for case in orders.get(k, ())})
+            if verdict == "not reached" and everything[k].verdict:
+                verdict = everything[k].verdict
             everything[k] = replace(
                 everything[k], verdict=verdict, tier=tier, by=tuple(by), reached=functions, ran=ran, seconds=spent
             )

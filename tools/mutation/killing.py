@@ -20,8 +20,8 @@ NOTES = FOLDER / "passed"
 # No import hook but ours (shape annotations are off), and no order of workers
 OPTIONS = ("-q", "--import-mode=importlib", "-p", "mutation.plugin", "-p", "no:cacheprovider", "-o", "timeout=120")
 ENOUGH = 3  # functions that find a change: those that did not run by then are left out
-HERE = "not deployment and not deployment_all and not release"
-TIERS = {"quick": f"{HERE} and not exhaustive", "exhaustive": f"{HERE} and exhaustive"}
+BOTH = "not deployment and not deployment_all and not release"
+TIERS = {"quick": f"{BOTH} and not exhaustive", "exhaustive": f"{BOTH} and exhaustive"}
 
 
 def note(tier: str, tests: Sequence[str] = ()) -> None:
@@ -31,10 +31,10 @@ def note(tier: str, tests: Sequence[str] = ()) -> None:
     _pytest(["-n", "2", "--dist", "worksteal", "-m", TIERS[tier], *tests], MUTATION_NOTES=str(NOTES / tier))
 
 
-def noted(tier: str) -> dict[int, list[tuple[str, float]]]:
-    """Number of a change -> the cases of this tier that reach it, with their seconds."""
+def noted() -> dict[int, list[tuple[str, float]]]:
+    """Number of a change -> the cases that reach it, with their seconds. Of both tiers: a case may have moved."""
     found: dict[int, list[tuple[str, float]]] = defaultdict(list)
-    for path in sorted((NOTES / tier).glob("*.jsonl")):
+    for path in sorted(NOTES.glob("*/*.jsonl")):
         for line in path.read_text().splitlines():
             case, seconds, numbers = json.loads(line)
             for number in numbers:
@@ -52,9 +52,10 @@ def in_order(cases: Sequence[tuple[str, float]]) -> list[str]:
 
 
 def tried(
-    numbers: Mapping[int, Sequence[str]], seconds: float, workers: int
+    numbers: Mapping[int, Sequence[str]], seconds: float, workers: int, which: str = BOTH
 ) -> dict[int, tuple[str, list[str], int, float]]:
-    """Number -> verdict, cases that fail, how many ran, seconds. numbers: with the cases to run, in this order.
+    """Number -> verdict, cases that fail, how many ran, seconds. numbers: with the cases to run, in this order, of those
+    that pytest selects by -m `which`.
 
     A case that fails without the change, too, when it runs in a fork by itself, counts for nothing.
     """
@@ -71,14 +72,14 @@ def tried(
         }
         for number, cases in numbers.items()
     ]
-    _forks(tasks, workers)
+    _forks(tasks, workers, which)
     found = {number: _outcome(out / f"{number}.jsonl") for number in numbers}
     suspects = sorted({case for _, by, _, _ in found.values() for case in by})
     controls = [
         {"number": None, "cases": [case], "seconds": seconds, "enough": 1, "out": str(out / f"control-{k}.jsonl")}
         for k, case in enumerate(suspects)
     ]
-    _forks(controls, workers)
+    _forks(controls, workers, which)
     false = {case for k, case in enumerate(suspects) if _outcome(out / f"control-{k}.jsonl")[1]}
     if false:
         print("fail by themselves in a fork, and are not counted:", *sorted(false), sep="\n  ")
@@ -89,12 +90,12 @@ def tried(
     return done
 
 
-def _forks(tasks: Sequence[Mapping[str, object]], workers: int) -> None:
+def _forks(tasks: Sequence[Mapping[str, object]], workers: int, which: str) -> None:
     listed = FOLDER / "tasks.json"
     listed.write_text(json.dumps(tasks))
     wanted = sorted({str(case).partition("::")[0] for task in tasks for case in task["cases"]})  # type: ignore[attr-defined]
     if tasks:
-        _pytest(["-s", "-m", HERE, *wanted], MUTATION_TASKS=str(listed), MUTATION_WORKERS=str(workers))
+        _pytest(["-s", "-m", which, *wanted], MUTATION_TASKS=str(listed), MUTATION_WORKERS=str(workers))
 
 
 def _outcome(path: Path) -> tuple[str, list[str], int, float]:
@@ -105,7 +106,7 @@ def _outcome(path: Path) -> tuple[str, list[str], int, float]:
     if word in ("began", "broke") and began and began[-1] not in by:
         by.append(began[-1])  # it ended the process, or hung it
     return (
-        ("killed" if by else "time" if word == "time" else "survived"),
+        ("killed" if by else "time" if word == "time" else "survived" if began else "not reached"),
         by,
         len(began),
         max((at for _, _, at in lines), default=0.0),
