@@ -54,8 +54,8 @@ def in_order(cases: Sequence[tuple[str, float]]) -> list[str]:
 def tried(
     numbers: Mapping[int, Sequence[str]], seconds: float, workers: int, which: str = BOTH
 ) -> dict[int, tuple[str, list[str], int, float]]:
-    """Number -> verdict, cases that fail, how many ran, seconds. numbers: with the cases to run, in this order, of those
-    that pytest selects by -m `which`.
+    """Number -> verdict, cases that fail, how many ran, seconds. numbers: with the cases to run, in this order, as far
+    as pytest selects them by -m `which`.
 
     A case that fails without the change, too, when it runs in a fork by itself, counts for nothing.
     """
