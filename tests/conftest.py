@@ -22,6 +22,7 @@ import torch
 
 if TYPE_CHECKING:
     from support.command_line import Said
+    from support.processes import Program
     from support.projects import Finished
     from support.stand_in_hub import Hub
 
@@ -51,6 +52,16 @@ def pytest_collection_finish() -> None:
 def _one_thread() -> None:
     """Bitwise tests need a fixed thread count; small matrices are fastest with one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shapes(request: pytest.FixtureRequest) -> None:
+    """Annotations of shapes are checked in the tests of linalg, in the contracts, where every method calls it in every
+    federation, and in all of `make exhaustive`. Checked everywhere they took a third of the time of a round."""
+    from jaxtyping import config
+
+    asked = request.path.parent.name == "linalg" or request.path.name == "test_contracts.py"
+    config.update("jaxtyping_disable", not asked and request.config.option.markexpr != "exhaustive")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -101,6 +112,18 @@ def forked() -> Any:
     from support.processes import fork_server
 
     return fork_server()
+
+
+@pytest.fixture(scope="session")
+def program(forked: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Program]:
+    """`python SCRIPT ARGS` without the seconds in which Python imports torch: a process forked from that server."""
+    from support.processes import begun, script
+
+    def begin(path: Path, *args: object) -> Program:
+        said = tmp_path_factory.mktemp("said")
+        return begun(forked, said, script, path, [str(arg) for arg in args], said)
+
+    return begin
 
 
 @pytest.fixture

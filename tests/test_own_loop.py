@@ -28,6 +28,8 @@ from support.tutorials import cells
 
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "own-training-loop.md"
 MOVES = [name for name in METHODS if build(name).roles(0).moves_base]
+# They move the base, keep a half at home, freeze one, take turns; the others are like one of these.
+SOME = ("fedit", "fedex-lora", "fedsa-lora", "ffa-lora", "glora", "rolora")
 ROUNDS = 4  # a change of the base is there from the second on; two of each half of an alternating method
 
 
@@ -52,7 +54,9 @@ class SameBatches(ModuleTrainer):
             yield from torch.randint(len(self.examples(client)), (32,), generator=draw).tolist()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in SOME else pytest.mark.exhaustive) for name in METHODS]
+)
 def test_the_tutorials_loop_gives_the_bits_of_the_engine(page: dict[str, Any], method: str) -> None:
     """Expected: `simulate` with a trainer of the library, on the same examples, in a model of its own."""
     model = LoRAModule(page["Reader"](), targets=["first", "second"], heads=["head"], scaling=2.0)

@@ -649,6 +649,7 @@ def test_the_picture_is_of_the_numbers(
     assert colours(Path("calm.png"), (0xD5, 0x5E, 0x00)) < 1000, "but for the one curve of the second method"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_a_picture_replaces_pictures_of_fedlora_alone(
     mixed: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said], ending: str

@@ -69,6 +69,7 @@ def _one(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive  # the next one asks it in this process
 def test_a_narrow_encoding_prints_codes(tmp_path: Path) -> None:
     """A process of its own, in a system without UTF-8."""
     a, b = _one(tmp_path / "ä日"), _one(tmp_path / "b")

@@ -34,7 +34,7 @@ def test_what_is_shown_prints(text: str) -> None:
     assert escaped(text) == text or not text.isprintable()
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(values)
 def test_any_value_is_quoted_in_200_letters(value: Any) -> None:
     found = quoted(value)

@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 
-import fedlora
 import support
 from fedlora import read_adapter, write_adapter
 from fedlora.adapters.io import AdapterSpec
@@ -33,13 +32,9 @@ from fedlora.core.folders import FolderKind, check_target, recover, replacing_fo
 from fedlora.errors import ConfigError
 from support.adapter_folders import saved
 from support.command_line import Said
+from support.processes import Program
 
 NOTES = FolderKind("a note", "note.txt", r"note\.txt|deep/[^/]+")
-ENV = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(str(Path(str(package.__file__)).parents[1]) for package in (fedlora, support)),
-}
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -74,11 +69,10 @@ SCENARIOS = (
 
 
 @pytest.fixture(scope="module")
-def kills(tmp_path_factory: pytest.TempPathFactory) -> Kills:
+def kills(tmp_path_factory: pytest.TempPathFactory, program: Callable[..., Program]) -> Kills:
     """Scenario -> what was found after each kill (support.killed_writers)."""
     script = Path(str(support.__file__)).parent / "killed_writers.py"
-    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("kills")), *SCENARIOS]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=200)
+    done = program(script, tmp_path_factory.mktemp("kills"), *SCENARIOS).ended()
     assert done.returncode == 0, done.stderr
     found: Kills = json.loads(done.stdout)
     for entries in found.values():  # until the writer came to its end
@@ -550,23 +544,26 @@ def _room(disk: Path) -> int:
     return max(facts.f_bavail * facts.f_bsize - 8192, 0)
 
 
-def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, program: Callable[..., Program]
+) -> None:
     """What any user can have of a full disk: a merge of 400 KB where 100 KB may be written, in a process of its own."""
     for name in "ab":
         saved(tmp_path, name, 64)
     put(tmp_path / "note", "old")
-    code = """
-import resource, signal, sys
+    script = tmp_path_factory.mktemp("script") / "limited.py"
+    script.write_text("""
+import os, resource, signal, sys
 import fedlora.cli
 from fedlora.adapters.io import read_adapter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-sys.argv = ["fedlora", *sys.argv[1:]]
+os.chdir(sys.argv[1])
+sys.argv = ["fedlora", *sys.argv[2:]]
 fedlora.cli.main()
-"""
+""")
     before = tree(tmp_path)
-    command = [sys.executable, "-c", code, "merge", "a", "b", "-o", "new/out", "--rank", "16"]
-    done = subprocess.run(command, env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = program(script, tmp_path, "merge", "a", "b", "-o", "new/out", "--rank", 16).ended()
     assert done.returncode == 2, done
     assert re.fullmatch(r"error: new/out .*: File too large\.\n", done.stderr)
     assert tree(tmp_path) == before and sorted(os.listdir(tmp_path)) == ["a", "b", "note"]

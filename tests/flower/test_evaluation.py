@@ -134,6 +134,7 @@ def test_without_a_model_at_the_server_the_folder_still_loads(tmp_path: Path, ca
 # ---- killed and resumed is not killed --------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("by", ["server", "sites"])
 def test_killed_anywhere_it_measures_chooses_and_stops_the_same(tmp_path: Path, by: str) -> None:
     """Killed in training, while sites measure a round that is stored, and while they measure at the end."""

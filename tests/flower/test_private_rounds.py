@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +36,9 @@ from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.flower_grid import RANKS, LocalGrid, Watching, bits, seed_adapter
 from support.private_flower import DELTA, fixed_noise, private_federation, private_run, same_noise, same_release
+from support.processes import Program
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 Meddle = Callable[[Message, Message], Any]
 
 
@@ -406,14 +404,12 @@ def test_a_private_server_is_for_the_private_strategy_alone(tmp_path: Path) -> N
 # ---- killed ----------------------------------------------------------------------------------------------------------
 
 
-def test_killed_at_any_stage_the_same_sums_leave_and_are_charged_once(tmp_path: Path) -> None:
+def test_killed_at_any_stage_the_same_sums_leave_and_are_charged_once(
+    tmp_path: Path, program: Callable[..., Program]
+) -> None:
     """A real kill in each stage of the second round's end (`killed_private_federations`). After each: what the journal
     held stays, byte for byte; each round has one sum and one event; nobody trains for a sum that was there."""
-    done = subprocess.run(
-        [sys.executable, str(HERE.parent / "support" / "killed_private_federations.py"), str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=200,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE.parent)])},
-    )  # fmt: skip
+    done = program(TESTS / "support" / "killed_private_federations.py", tmp_path).ended()
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     sums = {name: len(one["journal"]) for name, one in found.items()}

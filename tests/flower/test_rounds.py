@@ -13,7 +13,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
 from support.federations import noise
 from support.flower_grid import RANKS, FastClock, LocalGrid, bits, changed, federation, nan, seed_adapter
+from support.processes import Program
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -507,18 +508,21 @@ def test_what_ended_a_run_is_written_down(tmp_path: Path) -> None:
     assert isinstance(last, Ended) and last.why.startswith("failed: RuntimeError: ") and "\\x1b" in last.why
 
 
-def test_a_line_a_round_is_printed_in_a_process_that_has_no_handler(tmp_path: Path) -> None:
+def test_a_line_a_round_is_printed_in_a_process_that_has_no_handler(
+    tmp_path: Path, program: Callable[..., Program]
+) -> None:
     """As a ServerApp's, where Flower gives a handler to its own logger only."""
-    code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+    script = tmp_path / "app.py"
+    script.write_text(f"""
 from pathlib import Path
 from fedlora import Server, build
 from support.flower_grid import federation
-strategy, grid = federation(Path({str(tmp_path)!r}), Server(build("glora"), quorum=1))
+strategy, grid = federation(Path({str(tmp_path / "f")!r}), Server(build("glora"), quorum=1))
 grid.offline = {{"two"}}
 strategy.start(grid, num_rounds=2)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+""")
+    done = program(script).ended()
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("round 1, two: offline")
     assert lines[1].startswith("round 1 of 2: 2 of 3 trained") and lines[1].endswith("; offline: two")

@@ -69,7 +69,8 @@ def test_nothing_that_the_app_left_holds_up_root(what: str, tmp_path: Path, main
         if there := path.exists():
             path.rename(kept)
         PLANTED[what](path)
-        for words in (("flower", "status", fed.path), ("doctor", fed.path), ("doctor", site.path)):
+        ours = path.is_relative_to(fed.path)
+        for words in [("flower", "status", fed.path), ("doctor", fed.path)] if ours else [("doctor", site.path)]:
             said = main(*words)
             told = said.out + said.err
             assert said.code in (0, 1, 2) and "Traceback" not in told and "memory" not in told, (path, words, told)

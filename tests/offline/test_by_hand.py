@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fedlora.cli
 from fedlora import Adapter, Client, Server, Upload, build, read_adapter
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.reader import AdapterFile
@@ -22,8 +23,9 @@ from fedlora.data.demo import PACKAGED
 from fedlora.errors import CheckpointError
 from fedlora.offline import ByHand
 from support.adapter_folders import saved, updates
-from support.command_line import Said, process
+from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.processes import Program
 from support.tiny_models import bert, llama
 from support.training_data import classification, instructions, save_model
 
@@ -299,11 +301,13 @@ def test_an_upload_calls_its_base_model_by_a_name_that_others_can_use(
     assert json.loads(Path("r/adapter_config.json").read_text())["base_model_name_or_path"] == demo
 
 
-def test_a_site_trains_without_reports_of_the_libraries(tmp_path: Path) -> None:
-    """A classifier that is new to the base model is what was asked for, and a bar is ours or none."""
+def test_a_site_trains_without_reports_of_the_libraries(tmp_path: Path, program: Callable[..., Program]) -> None:
+    """A classifier that is new to the base model is what was asked for, and a bar is ours or none. What libraries say
+    as they are imported is asked of `fedlora run` (`test_run_command`)."""
     base = save_model(tmp_path / "base", bert().bert, classifies=True)
-    done = process("train", "--base", base, "--data", blue_and_green(tmp_path), "--client", "a", "--labels",
-                   "blue,green", "--steps", 1, "-o", tmp_path / "o")  # fmt: skip
+    done = program(Path(str(fedlora.cli.__file__)).with_name("__main__.py"), "train", "--base", base, "--data",
+                   blue_and_green(tmp_path), "--client", "a", "--labels", "blue,green", "--steps", 1,
+                   "-o", tmp_path / "o").ended()  # fmt: skip
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 

@@ -159,6 +159,7 @@ def test_without_dp_accounting_nothing_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 @PLD
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("delta", [1e-3, 1e-6])
 def test_with_all_clients_the_budget_is_a_gaussian_filter(delta: float) -> None:
     """By hand: epsilon of Gaussian releases is a function of the sum of 1 / z^2, and grows with it. So to stop by

@@ -81,6 +81,7 @@ def neighbours(mechanism: Mechanism) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @LIBRARIES
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("z", [0.6, 1.0, 3.0])
 def test_an_attacker_finds_less_than_the_ledger_says(z: float) -> None:
     """And not nothing: at z = 0.6 and 1 the audit finds a part of epsilon (a quarter, mostly)."""
@@ -122,6 +123,7 @@ def round_neighbours(z: float) -> tuple[Mechanism, torch.Tensor, torch.Tensor]:
 
 
 @LIBRARIES
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("z", [0.6, 1.0, 3.0])
 def test_nor_does_an_attacker_of_a_whole_round(z: float) -> None:
     mechanism, with_it, without = round_neighbours(z)

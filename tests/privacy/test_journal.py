@@ -6,44 +6,26 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import fedlora
 import support
 from fedlora.errors import BudgetSpent, LedgerError, ShapeError
 from fedlora.privacy import Budget, Event, Journal, Ledger, Mechanism
+from support.processes import Program
 
-PROGRAM = Path(support.__file__).parent / "privacy_rounds.py"
-ENV = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(
-        [
-            *(str(Path(str(package.__file__)).parents[1]) for package in (fedlora, support)),
-            os.environ.get("PYTHONPATH", ""),
-        ]
-    ),
-}
+ROUNDS = Path(support.__file__).parent / "privacy_rounds.py"
 PLD = pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
 SIZE = 6
 MECHANISM = Mechanism.of(1.0, 1.0, SIZE)
 TOTAL = torch.tensor([0, 1, -1, 2**62, -(2**63), 2**63 - 1])
-
-
-def program(*args: str) -> Any:
-    done = subprocess.run([sys.executable, str(PROGRAM), *args], capture_output=True, text=True, env=ENV, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def an_event(round: int = 1, **changed: Any) -> Event:
@@ -64,11 +46,15 @@ def the_file(home: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", ["kills", "torn"])
-def test_a_kill_at_any_step_releases_once_and_charged(tmp_path: Path, how: str) -> None:
+def test_a_kill_at_any_step_releases_once_and_charged(
+    tmp_path: Path, how: str, program: Callable[..., Program]
+) -> None:
     """By definition: after the resume there is one noised sum, one event with its digest, all that ever left was that
     sum, and no other draw is left anywhere. What was in the journal at the kill is what leaves at the end; whatever had
     left was charged."""
-    found = program(how, str(tmp_path))
+    done = program(ROUNDS, how, tmp_path).ended()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert sum(entry["killed"] for entry in found) >= (2 if how == "torn" else 15)
     seen = Counter()
     for entry in found:
@@ -87,20 +73,18 @@ def test_a_kill_at_any_step_releases_once_and_charged(tmp_path: Path, how: str) 
         assert {(False, False, False), (True, False, False), (True, True, False)} <= set(seen), seen
 
 
-def test_sigkill_at_any_time(tmp_path: Path) -> None:
+def test_sigkill_at_any_time(tmp_path: Path, program: Callable[..., Program]) -> None:
     """A process that plays rounds is killed by the system, again and again. By definition: all that ever left of one
     round is the same, and each round has one event, of its bytes."""
     generator = random.Random(0)
     for _ in range(5):
-        process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), "play", str(tmp_path), "400"], env=ENV, stderr=subprocess.DEVNULL
-        )
+        process = program(ROUNDS, "play", tmp_path, 400).process
         began = time.monotonic()
         while not (tmp_path / "ledger.jsonl").exists() and time.monotonic() - began < 60:
             time.sleep(0.01)
         time.sleep(0.2 + generator.random() * 0.3)
         process.kill()
-        process.wait()
+        process.join(60)
     left: dict[str, set[str]] = {}
     for path in (tmp_path / "left").glob("*"):
         left.setdefault(path.name.split("-")[0], set()).add(path.read_text())

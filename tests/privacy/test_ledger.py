@@ -9,8 +9,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -19,19 +17,15 @@ from typing import Any
 
 import pytest
 
-import fedlora
 import support
 from fedlora.errors import BudgetSpent, HyperparameterError, LedgerError
 from fedlora.privacy import Budget, Event, Ledger, Mechanism, chain, epsilon, ledger, locked_file, recompute
 from fedlora.privacy.decisions import Earlier
 from fedlora.privacy.outside import Outside
 from fedlora.privacy.released import fate_of, filtered, unlisted
+from support.processes import Program
 
-PROGRAM = Path(support.__file__).parent / "privacy_rounds.py"
-ROOTS = [str(Path(str(package.__file__)).parents[1]) for package in (fedlora, support)]
-ENV = {
-    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*ROOTS, os.environ.get("PYTHONPATH", "")]),
-}  # fmt: skip
+ROUNDS = Path(support.__file__).parent / "privacy_rounds.py"
 PLD = pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
 SIZE = 100
 
@@ -56,10 +50,6 @@ def of(path: Path) -> Ledger:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def program(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, str(PROGRAM), *args], stdout=subprocess.PIPE, text=True, env=ENV)
 
 
 def test_each_charge_is_a_line_that_follows_from_the_one_before(path: Path) -> None:
@@ -318,21 +308,21 @@ def test_a_link_to_the_ledger_is_the_ledger(path: Path, tmp_path: Path) -> None:
     assert len(of(path).events()) == 2 and (tmp_path / "link.jsonl").is_symlink()
 
 
-def test_two_processes_charge_at_once(path: Path) -> None:
+def test_two_processes_charge_at_once(path: Path, program: Callable[..., Program]) -> None:
     """By definition: every charge of both is there once, in one chain."""
-    both = [program("charge", str(path.parent), run, "6") for run in ("one", "two")]
-    assert [(process.communicate(timeout=60), process.returncode)[1] for process in both] == [0, 0]
+    both = [program(ROUNDS, "charge", path.parent, run, 6) for run in ("one", "two")]
+    assert [each.ended().returncode for each in both] == [0, 0]
     events = of(path).events()
     assert [charged.number for charged in events] == list(range(1, 13))
     assert sorted((c.event.run, c.event.round) for c in events) == [(r, k) for r in ("one", "two") for k in range(1, 7)]
 
 
 @PLD
-def test_two_processes_cannot_spend_one_budget_twice(path: Path) -> None:
+def test_two_processes_cannot_spend_one_budget_twice(path: Path, program: Callable[..., Program]) -> None:
     """At delta 1e-3, 2 rounds of z = 1 are within 5.5, and 3 are not (asked of `epsilon`, which has oracles)."""
     assert epsilon(1.0, 2, 1e-3) < 5.5 < epsilon(1.0, 3, 1e-3)
-    both = [program("spend", str(path.parent), run, "5.5") for run in ("one", "two")]
-    told = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+    both = [program(ROUNDS, "spend", path.parent, run, 5.5) for run in ("one", "two")]
+    told = [json.loads(each.ended().stdout) for each in both]
     assert sum(found["spent"] for found in told) == 2 == len(of(path).events())
 
 

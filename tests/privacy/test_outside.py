@@ -18,8 +18,9 @@ from fedlora.errors import CheckpointError, LedgerError
 from fedlora.privacy import Ledger, outside
 from fedlora.runs.private_releases import OnDisk
 from support.command_line import invoke
+from support.processes import Program
 
-from .test_ledger import an_event, of, program
+from .test_ledger import ROUNDS, an_event, of
 
 TIP = "ledger.jsonl.tip"
 
@@ -279,22 +280,24 @@ def test_killed_before_its_first_line_nothing_is_known_of_it_twice(tmp_path: Pat
     assert of(new).charge(an_event(1)).number == 1
 
 
-def test_copies_that_are_used_at_once_make_one_chain(path: Path, tmp_path: Path) -> None:
+def test_copies_that_are_used_at_once_make_one_chain(
+    path: Path, tmp_path: Path, program: Callable[..., Program]
+) -> None:
     """A process charges the original while a copy is adopted: all its lines are in the copy, or the copy is refused."""
-    charging = program("charge", str(path.parent), "busy", "40")
+    charging = program(ROUNDS, "charge", path.parent, "busy", 40)
     there = copied(path, tmp_path / "there")
     adopted = False
-    while not adopted and charging.poll() is None:
+    while not adopted and charging.process.is_alive():
         copied(path, tmp_path / "there")
         try:
             of(there).adopt("while the other one is used")
             adopted = True
         except LedgerError as error:
             assert "older than what" in str(error) or "cut off" in str(error)
-    charging.communicate(timeout=120)
+    code = charging.ended().returncode
     if adopted:
         lines, own = there.read_bytes().splitlines(), path.read_bytes().splitlines()
-        assert lines[: len(own)] == own and len(lines) == len(own) + 1 and charging.returncode != 0
+        assert lines[: len(own)] == own and len(lines) == len(own) + 1 and code != 0
     else:
         assert len(of(path).events()) == 42
 

@@ -11,9 +11,8 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from fedlora.runs.resuming import check_content
 from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.processes import Program
 from support.projects import make_project
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -49,7 +49,7 @@ delta = 1e-3
 population = "three toy sites"
 ledger = "ledger.jsonl"
 """
-HERE = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -358,12 +358,12 @@ def _named(event: Event) -> Event:
     return replace(event, released="0" * 64)
 
 
-def test_killed_at_its_steps_it_releases_each_sum_once(tmp_path: Path) -> None:
+def test_killed_at_its_steps_it_releases_each_sum_once(tmp_path: Path, program: Callable[..., Program]) -> None:
     """Every seventh step of a run's disk writes (all of them by hand, with stride 1): the journal's bytes stay, each is
     charged once, who was drawn stays drawn, and the journal alone gives the same bits with nobody trained."""
-    program = [sys.executable, str(HERE / "support" / "killed_private_runs.py"), str(tmp_path), "7"]
-    ended = subprocess.run(program, check=True, capture_output=True, text=True, cwd=HERE, env=_env())
-    entries = json.loads(ended.stdout)
+    done = program(TESTS / "support" / "killed_private_runs.py", tmp_path, 7).ended()
+    assert done.returncode == 0, done.stderr
+    entries = json.loads(done.stdout)
     assert len(entries) > 12
     for entry in entries:
         assert entry["journal"].items() <= entry["after"].items() and len(entry["after"]) == 2
@@ -377,12 +377,6 @@ def test_killed_at_its_steps_it_releases_each_sum_once(tmp_path: Path) -> None:
             again = [client for round, client in entry["trained"] if int(round) == drawn["round"]]
             assert again == drawn["clients"], "who was drawn is not drawn anew"
     assert any(entry["sample"] is not None for entry in entries)
-
-
-def _env() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------

@@ -77,10 +77,10 @@ def played(config: RunConfig, out: Path) -> Finished:
         return Finished(config, ran(config, out), calls)
 
 
-METHODS = ("glora", "flexlora", "hetlora", "padded-average", "flora", "ffa-lora")
+SOME, OTHERS = ("glora", "hetlora", "ffa-lora"), ("flexlora", "padded-average", "flora")
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[*SOME, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in OTHERS)])
 def typed(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Two rounds of three clients of three types on all linear layers. Tests read it and change nothing."""
     sets = (
@@ -243,7 +243,7 @@ PROFILES = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("method", "profile", "count", "want"), PROFILES, ids=[f"{m} {p}" for m, p, *_ in PROFILES])
 def test_flexloras_profiles_run_to_their_end(
     project: Path, tmp_path: Path, method: str, profile: str, count: int, want: dict[tuple[int, int], int]

@@ -114,6 +114,7 @@ def test_stopped_by_hand_before_it_stops_by_itself_it_is_the_same_run(
     same_run(ran(configured(project, *FLAT), folder.path, resume=True), stopped)
 
 
+@pytest.mark.exhaustive  # of kills, `test_resuming` has one for `make test`
 def test_killed_and_resumed_it_is_the_same_run(stopped: RunFolder, project: Path, tmp_path: Path, forked: Any) -> None:
     """SIGKILL before, in and behind the round that it stops with; with a checkpoint each round."""
     sets = [s for s in FLAT if "checkpoint_every" not in s]

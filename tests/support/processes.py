@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -28,13 +32,47 @@ def fork_server() -> Any:
     return context
 
 
+def said_to(out: Path, err: Path) -> None:
+    """From now on, whatever this process says goes to these files."""
+    for descriptor, path in ((1, out), (2, err)):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), descriptor)
+
+
 def command_line(args: Sequence[str], log: str) -> None:
     """`fedlora ARGS` in a process of its own; what it says goes to `log`."""
-    with open(log, "a", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    said_to(Path(log), Path(log))
     torch.set_num_threads(1)
     call(args)
+
+
+def script(path: Path, args: Sequence[str], said: Path) -> None:
+    """`python PATH ARGS` in a process of its own."""
+    said_to(said / "out", said / "err")
+    torch.set_num_threads(1)
+    sys.argv = [str(path), *args]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A process at work. said: the folder of what it says."""
+
+    process: Any
+    said: Path
+
+    def ended(self, seconds: float = 200.0) -> subprocess.CompletedProcess[str]:
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"it did not end in {seconds} s"
+        out, err = ((self.said / name).read_text(encoding="utf-8") for name in ("out", "err"))
+        return subprocess.CompletedProcess([], self.process.exitcode, out, err)
+
+
+def begun(forked: Any, said: Path, target: Callable[..., None], *args: object) -> Program:
+    """target: of this module, `script` or `command_line`."""
+    process = forked.Process(target=target, args=args, daemon=True)
+    process.start()
+    return Program(process, said)
 
 
 def started(forked: Any, project: Path, out: Path, sets: Sequence[str]) -> Any:

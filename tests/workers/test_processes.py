@@ -129,33 +129,6 @@ def test_closed_processes_are_gone_and_start_again() -> None:
     assert not first & second
 
 
-def test_other_processes_of_the_program_still_hear_of_ctrl_c() -> None:
-    """In a program of its own, whose first process of this kind is ours: the server that all are forked from must not
-    hold back SIGINT, for what it forks for others would, too."""
-    program = textwrap.dedent("""
-        import multiprocessing
-        from multiprocessing import resource_tracker
-        from fedlora.workers import Processes
-        from support import in_processes as work
-        if __name__ == "__main__":
-            resource_tracker.ensure_running()  # else it is started with the server, and lets go of the signal
-            with Processes({"base": 1}, 1) as processes:
-                assert list(processes.map(work.add, [1])) == [2]
-            context = multiprocessing.get_context("forkserver")
-            here, there = context.Pipe()
-            child = context.Process(target=work.mask, args=(there,))
-            child.start()
-            print("held" if here.recv() else "free")
-            child.join()
-    """)
-    tests = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])},
-    )  # fmt: skip
-    assert done.stdout.strip() == "free"
-
-
 def test_a_script_that_does_its_work_as_a_worker_imports_it_is_told_so(tmp_path: Path) -> None:
     """By the worker that would do it again, and by the program itself: as it stood, another lock or a broken pipe."""
     script = tmp_path / "script.py"
@@ -190,24 +163,34 @@ def test_what_cannot_be_shared_is_refused_and_left_alone() -> None:
 
 
 SLEEPERS = """
-    import os, signal, sys
+    import multiprocessing, os, signal, sys
+    from multiprocessing import resource_tracker
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell started in the background ignores
     sys.path[:0] = {path!r}
     from fedlora.workers import Processes
     from support import in_processes as work
 
     if __name__ == "__main__":
+        resource_tracker.ensure_running()  # else it is started with the server, and lets go of the signal
         with Processes({{}}, 2) as processes:
-            print(*{{pid for _, pid, *_ in processes.map(work.who, [0.3] * 4)}}, flush=True)
+            pids = {{pid for _, pid, *_ in processes.map(work.who, [0.3] * 4)}}
+            context = multiprocessing.get_context("forkserver")
+            here, there = context.Pipe()
+            child = context.Process(target=work.mask, args=(there,))
+            child.start()
+            print("held" if here.recv() else "free", *pids, flush=True)
+            child.join()
             for _ in processes.map(work.asleep_or_stuck, [0, 1, 0, 1]):
                 pass
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_behind(how: signal.Signals, tmp_path: Path) -> None:
     """Killed in the middle of work that would take ten minutes, of one worker that sleeps and one that gives no other
-    thread a turn: workers and their server are gone in seconds."""
+    thread a turn: workers and their server are gone in seconds. And while they work, the server, the program's first,
+    does not hold back SIGINT: what it forks for others hears of Ctrl-C."""
     script = tmp_path / "sleepers.py"
     here = [str(Path(work.__file__).parents[1])]
     script.write_text(textwrap.dedent(SLEEPERS.format(path=here)))
@@ -215,8 +198,9 @@ def test_nothing_is_left_behind(how: signal.Signals, tmp_path: Path) -> None:
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as parent:
         assert parent.stdout is not None
-        workers = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(workers) == 2
+        mask, *pids = parent.stdout.readline().split()
+        workers = [int(pid) for pid in pids]
+        assert mask == "free" and len(workers) == 2
         family = [*workers, *(child.pid for child in psutil.Process(parent.pid).children())]
         time.sleep(0.3)
         parent.send_signal(how)
