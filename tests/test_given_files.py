@@ -95,8 +95,8 @@ def test_rows_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "short.csv": b"text,label\n" + b"a,b\n" * 20_000,
         "short.jsonl": b'{"text":"a","n":1,"m":2}\n' * 10_000,
         "nested.jsonl": b'{"text":"a","l":[[],[],[],[],[],[],[],[]]}\n' * 6_000,
-        "long.csv": b'text\n"' + b"word " * 20_000 + b'"\nb\n',
-        "long.jsonl": b'{"text":"' + b"word " * 20_000 + b'"}\n' + b'{"text":"b"}\n',
+        "long.csv": b'text\n"' + b"word " * 100_000 + b'"\nb\n',
+        "long.jsonl": b'{"text":"' + b"word " * 100_000 + b'"}\n' + b'{"text":"b"}\n',
     }
     for name, content in shapes.items():
         (tmp_path / name).write_bytes(content)

@@ -15,6 +15,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "python.md"
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("forked")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own numbers: three rounds that lower the loss, a run of its own method, an adapter that comes back."""

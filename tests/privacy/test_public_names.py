@@ -43,6 +43,7 @@ def test_every_public_name_says_what_it_is() -> None:
 
 
 @LIBRARIES
+@pytest.mark.exhaustive
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of names, in one folder: `recompute` reads the ledger that `Ledger` made."""
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from fedlora.versions import TOLD, installed, least, report
 from release.conftest import ROOT, Built
 from support.environments import run
 
-pytestmark = pytest.mark.timeout(900)  # the first of them builds
+pytestmark = [pytest.mark.timeout(900), pytest.mark.exhaustive]  # the first of them builds
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

@@ -61,7 +61,7 @@ class Program:
     process: Any
     said: Path
 
-    def ended(self, seconds: float = 200.0) -> subprocess.CompletedProcess[str]:
+    def ended(self, seconds: float = 600.0) -> subprocess.CompletedProcess[str]:
         self.process.join(seconds)
         assert self.process.exitcode is not None, f"it did not end in {seconds} s"
         out, err = ((self.said / name).read_text(encoding="utf-8") for name in ("out", "err"))
