@@ -118,6 +118,7 @@ print("trained")
 
 
 @needs_systemd
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/lib/x86_64-linux-gnu/libseccomp.so.2").exists(), reason="libseccomp is not installed")
 def test_torch_trains_without_the_forbidden_calls() -> None:
     """Every call of systemd's @privileged, @mount, @reboot, @swap, @raw-io, @module, @debug, @cpu-emulation, @clock and

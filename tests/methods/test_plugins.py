@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from fedlora.methods.registry import find, plugins
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.processes import Program
 from support.projects import configured, make_project, ran
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -296,17 +296,17 @@ def test_an_installed_method_runs_and_resumes_to_the_bit(site: Path, tmp_path: P
 
 
 def test_a_method_beside_the_user_is_found_by_the_console_script(
-    site: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    site: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch,
+    program: Callable[..., Program],
+) -> None:  # fmt: skip
     """A script has its own folder on the path, not the one where it is called: the check and the run find it alike."""
     project = make_project(tmp_path / "project")
     (project / "my_method.py").write_text(MODULE)
     script = tmp_path / "bin" / "fedlora"
     script.parent.mkdir()
-    script.write_text("from fedlora.cli import main\nmain()\n")
+    script.write_text(f"import os\nos.chdir({str(project)!r})\nfrom fedlora.cli import main\nmain()\n")
     sets = [f"--set={key}" for key in ("method.name=my_method:Toy", "clients.ranks=[4]", "run.rounds=1")]
-    call = [sys.executable, script, "methods", "check", "my_method:Toy"]
-    done = subprocess.run(call, cwd=project, capture_output=True, text=True, check=False)
+    done = program(script, "methods", "check", "my_method:Toy").ended()
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(project)
     assert str(project) not in sys.path and "" not in sys.path  # as in the script

@@ -358,13 +358,17 @@ def _named(event: Event) -> Event:
     return replace(event, released="0" * 64)
 
 
-def test_killed_at_its_steps_it_releases_each_sum_once(tmp_path: Path, program: Callable[..., Program]) -> None:
-    """Every seventh step of a run's disk writes (all of them by hand, with stride 1): the journal's bytes stay, each is
-    charged once, who was drawn stays drawn, and the journal alone gives the same bits with nobody trained."""
-    done = program(TESTS / "support" / "killed_private_runs.py", tmp_path, 7).ended()
+@pytest.mark.parametrize("stride", [14, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_killed_at_its_steps_it_releases_each_sum_once(
+    tmp_path: Path, program: Callable[..., Program], stride: int
+) -> None:
+    """Every fourteenth step of a run's disk writes (every third in `make exhaustive`, all of them by hand): the
+    journal's bytes stay, each is charged once, who was drawn stays drawn, and the journal alone gives the same bits
+    with nobody trained."""
+    done = program(TESTS / "support" / "killed_private_runs.py", tmp_path, stride).ended()
     assert done.returncode == 0, done.stderr
     entries = json.loads(done.stdout)
-    assert len(entries) > 12
+    assert len(entries) * stride > 84
     for entry in entries:
         assert entry["journal"].items() <= entry["after"].items() and len(entry["after"]) == 2
         assert entry["charged"] == [[k, entry["after"][name]] for k, name in enumerate(sorted(entry["after"]), start=1)]

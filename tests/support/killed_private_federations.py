@@ -1,9 +1,10 @@
 """A private federation on Flower of two rounds, killed in each stage of the second, and gone on with:
 
-    python killed_private_federations.py FOLDER
+    python killed_private_federations.py FOLDER STAGE ...
 
-prints a JSON table with one entry for each stage. A kill is `os._exit`: nothing of Python's own end runs. The sites are
-toys; journal, ledger, checkpoints, lines and events are the real ones. What was spent is not computed, so it is fast.
+prints a JSON table with one entry for each of these stages. A kill is `os._exit`: nothing of Python's own end runs. The
+sites are toys; journal, ledger, checkpoints, lines and events are the real ones. What was spent is not computed, so it
+is fast.
 """
 
 from __future__ import annotations
@@ -102,13 +103,14 @@ def die_at(owner: Any, name: str, round_of: Callable[..., int]) -> None:
     setattr(owner, name, call)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, stages: list[str]) -> None:
     torch.set_num_threads(1)
     os.fsync = lambda descriptor: None
     spent = {"epsilon": 1.0, "epsilon_planned": 2.0, "delta": 1e-3}
     PrivateRun.spent = lambda self, round: spent  # type: ignore[method-assign]
     found = {}
-    for stage, where in STAGES.items():
+    for stage in stages:
+        where = STAGES[stage]
         home, log = folder / stage.replace(" ", "-"), folder / "log"
         home.mkdir()
         log.unlink(missing_ok=True)
@@ -146,6 +148,6 @@ def charged(home: Path) -> list[list[Any]]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
     sys.stdout.flush()
     os._exit(0)  # threads of libraries that were forked from need not end
