@@ -348,7 +348,8 @@ class Server:
 
     @own_modes()
     def global_update(self, state: ServerState) -> Mapping[str, LoRA]:
-        """The server's whole update of each module, base change included: what evaluation and export use.
+        """The server's whole update of each module, base change included: what evaluation and export use. The factors
+        are the caller's own.
 
         Raises:
             NoGlobalModel: the method has none.
@@ -362,7 +363,7 @@ class Server:
                     f"{self.method.name} keeps no global model: its clients hold part of every adapter themselves. "
                     f"Evaluate the clients instead (evaluation target 'clients')."
                 )
-            updates[name] = checked_update(self.method, effective, state.start.modules[name])
+            updates[name] = checked_update(self.method, effective, state.start.modules[name]).map(Tensor.clone)
         return ReadOnly(updates)
 
     def has_global_model(self, state: ServerState) -> bool:
