@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlora.data.strict_json import parse_json
+from fedlora.data.tables import parse_json
 from fedlora.data.text import TextData
 from fedlora.errors import DataError, repeated
 from fedlora.given_files import half_the_memory, read_given

@@ -1,4 +1,4 @@
-"""Text examples as plain values: read them from JSONL, CSV or Parquet, select, join and fingerprint them.
+"""Text examples as plain values: select, join and fingerprint them.
 
 No tokens and no tensors here: that is the trainer's work.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,12 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlora.data.labels import decode_labels
-from fedlora.data.tables import Rows, class_names, read_table
 from fedlora.errors import DataError
 
-_EXTRAS = ("references", "droppable", "history")
 Message = tuple[str, str]  # (role, content)
+ROLES = ("system", "user", "assistant")
+_EXTRAS = ("references", "droppable", "history")
 _PER_EXAMPLE = ("pair", "labels", "responses", *_EXTRAS)
 
 
@@ -77,7 +75,7 @@ class TextData:
         if self.history is not None:
             turns = tuple(tuple((role, content) for role, content in before) for before in self.history)
             object.__setattr__(self, "history", turns)
-            odd = {role for before in turns for role, _ in before} - {"system", "user", "assistant"}
+            odd = {role for before in turns for role, _ in before} - {*ROLES}
             if odd:
                 raise DataError(f"a role of a history is system, user or assistant; got {sorted(odd)[0]!r}.")
         if self.labels is not None:
@@ -188,99 +186,3 @@ class TextData:
             if getattr(first, name) is not None
         }
         return replace(first, text=tuple(x for part in parts for x in part.text), **present)
-
-
-def read_classification(
-    path: str | os.PathLike[str],
-    *,
-    text: str,
-    label: str,
-    pair: str | None = None,
-    label_names: Sequence[str] | None = None,
-    agreed: bool = False,
-) -> TextData:
-    """Read a classification task, one example per row, from JSONL (.jsonl, .json), CSV (.csv, .tsv) or Parquet.
-
-    Use it for your own data. Give `label_names` whenever you read more than one file of a task: without it each file
-    numbers the classes it happens to contain.
-
-    Labels are names, whole numbers, or true and false; a column of more than one of these is refused. Without
-    label_names the classes are what occurs: names by the alphabet, whole numbers by size, "false" before "true"; a
-    number that is negative or written in two ways is refused. With label_names: a label is looked up as a name; a whole
-    number (false is 0, true is 1) is taken as an index, unless some label name is itself a number (then only names
-    count). A ClassLabel in a Parquet file brings its names.
-
-    Args:
-        path: a UTF-8 file. JSONL has one object per line; CSV and TSV have a header row and Excel's quoting.
-        text: the column of the sentence.
-        label: the column of the class.
-        pair: the column of the second sentence, if the task has one.
-        label_names: the classes, by index.
-        agreed: label_names are of several parties' files: a row has one of these names, and no index.
-
-    Raises:
-        DataError: no such file, unknown suffix, not UTF-8, malformed row, missing column, missing or empty value,
-            unknown label, no rows. The message names row and line.
-
-    Example:
-        >>> data = read_classification("train.jsonl", text="text", label="label")
-        >>> data.label_names
-        ('blue', 'green', 'red')
-    """
-    columns = [text, label] if pair is None else [text, label, pair]
-    rows = read_table(path, columns)
-    if label_names is None:
-        label_names = class_names(path, label)
-    labels, names = decode_labels(path, [(where, values[label]) for where, values in rows], label_names, agreed=agreed)
-    return TextData(
-        kind="classification",
-        text=tuple(string(path, where, text, values[text]) for where, values in rows),
-        pair=None if pair is None else tuple(string(path, where, pair, values[pair]) for where, values in rows),
-        labels=labels,
-        label_names=names,
-    )
-
-
-def read_instructions(path: str | os.PathLike[str], *, prompt: str, response: str) -> TextData:
-    """Read prompts and their wanted responses from JSONL (.jsonl, .json), CSV (.csv, .tsv) or Parquet.
-
-    Use it for instruction tuning. The prompt is taken as it stands: what stands around it is the trainer's template.
-
-    Args:
-        path: a UTF-8 file, as for `read_classification`.
-        prompt: the column of what the model reads.
-        response: the column of what it should answer.
-
-    Raises:
-        DataError: as `read_classification`.
-
-    Example:
-        >>> _ = Path("ask.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\\n')
-        >>> read_instructions("ask.jsonl", prompt="prompt", response="response").responses
-        ('4',)
-    """
-    return instructions_of(path, read_table(path, [prompt, response]), prompt, response)
-
-
-def instructions_of(source: object, rows: Rows, prompt: str, response: str) -> TextData:
-    """Prompts and responses from rows that are there already; `source` is for error messages."""
-    return TextData(
-        kind="instruction",
-        text=tuple(string(source, where, prompt, values[prompt]) for where, values in rows),
-        responses=tuple(string(source, where, response, values[response]) for where, values in rows),
-    )
-
-
-def string(source: object, where: str, column: str, value: object) -> str:
-    """`value`, a string that a tokeniser can read. Raises `DataError` with its place."""
-    if not isinstance(value, str):
-        raise DataError(f"{source}, {where}: {column!r} must be a string; got {type(value).__name__} {value!r}.")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{source}, {where}: {column!r} holds half of a surrogate pair at character {error.start}, which no "
-                f"tokeniser can read. The text was cut inside an emoji or the like: mend the row."
-            ) from error
-    return value
