@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlora.data.tables import Table, check_memory, parse_json, unreadable
+from fedlora.data.tables import Table, check_memory, check_names, parse_json, unreadable
 from fedlora.errors import DataError
 from fedlora.given_files import opened
 
@@ -44,6 +44,7 @@ def parquet_table(file: Path, columns: Iterable[str]) -> Table:
         raise DataError(f"{file} cannot be read as Parquet: {reason}") from error
     except OSError as error:
         raise unreadable(file, error) from error
+    check_names(file, table.column_names)
     classes = _classes_written(file, table.schema.metadata or {})
     values = {c: table.column(c).to_pylist() for c in table.column_names if c in columns}
     return _table(str(file), table.column_names, table.num_rows, values, classes)

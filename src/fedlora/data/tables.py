@@ -11,7 +11,7 @@ import difflib
 import errno
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -120,6 +120,12 @@ def unreadable(file: Path, error: OSError) -> DataError:
     return DataError(f"{file} cannot be read: {error.strerror or error}.{hint}")
 
 
+def check_names(file: Path, columns: Sequence[str]) -> None:
+    """Raises `DataError` where two columns have one name."""
+    if twice := repeated(columns):
+        raise DataError(f"{file}: the header names {twice[:5]} more than once: {columns[:20]}. Rename one of them.")
+
+
 def check_memory(file: Path, needed: int, what: str) -> None:
     """Raises `DataError` where the rows of a file take more than half of this machine's memory. needed: bytes."""
     if needed > (most := half_the_memory()):
@@ -206,10 +212,7 @@ def _csv_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object]
                 yield line, dict(zip_longest(header, fields))
             elif fields:
                 header = fields
-                if twice := repeated(header):
-                    raise DataError(
-                        f"{file}: the header names {twice[:5]} more than once: {header[:20]}. Rename one of them."
-                    )
+                check_names(file, header)
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
