@@ -246,7 +246,6 @@ def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -
     all that occur in any of them."""
 
     d = config.data
-    strict = bool(d.labels or begun_with)  # a row has a class by its name, and no index
 
     def read(path: str, names: Sequence[str] | None = None) -> TextData:
         if path == "demo":
@@ -257,7 +256,7 @@ def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -
         if config.model.task == "classification":
             try:
                 return read_classification(
-                    path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=strict,
+                    path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=True,
                     key="data.labels",
                 )  # fmt: skip
             except LabelError as error:
