@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +21,13 @@ Message = tuple[str, str]  # (role, content)
 ROLES = ("system", "user", "assistant")
 _EXTRAS = ("references", "droppable", "history")
 _PER_EXAMPLE = ("pair", "labels", "responses", *_EXTRAS)
+_PLAIN: dict[str, Callable[[Any], tuple[Any, ...]]] = {  # field -> how lists and NumPy's numbers become plain values
+    **dict.fromkeys(("text", "pair", "responses", "label_names"), tuple),
+    "labels": lambda labels: tuple(map(operator.index, labels)),
+    "references": lambda answers: tuple(map(tuple, answers)),
+    "droppable": lambda spans: tuple((int(start), int(end)) for start, end in spans),
+    "history": lambda history: tuple(tuple((role, content) for role, content in before) for before in history),
+}
 
 
 @dataclass(frozen=True)
@@ -63,25 +70,10 @@ class TextData:
     history: tuple[tuple[Message, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("text", "pair", "responses", "label_names"):
+        for name, plain in _PLAIN.items():
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(value))
-        if self.references is not None:
-            object.__setattr__(self, "references", tuple(tuple(answers) for answers in self.references))
-            if not all(self.references):
-                raise DataError("an example without any reference cannot be scored; give at least one answer each.")
-        if self.droppable is not None:
-            object.__setattr__(self, "droppable", tuple((int(a), int(b)) for a, b in self.droppable))
-        if self.history is not None:
-            turns = tuple(tuple((role, content) for role, content in before) for before in self.history)
-            object.__setattr__(self, "history", turns)
-            odd = {role for before in turns for role, _ in before} - {*ROLES}
-            if odd:
-                raise DataError(f"a role of a history is system, user or assistant; got {sorted(odd)[0]!r}.")
-        if self.labels is not None:
-            object.__setattr__(self, "labels", tuple(operator.index(label) for label in self.labels))
-        present = {name: getattr(self, name) for name in _PER_EXAMPLE}
-        lengths = {"text": len(self.text)} | {name: len(v) for name, v in present.items() if v is not None}
+                object.__setattr__(self, name, plain(value))
+        lengths = {name: len(values) for name in ("text", *_PER_EXAMPLE) if (values := getattr(self, name)) is not None}
         if len(set(lengths.values())) > 1:
             raise DataError(f"every field of TextData needs one entry per example; got lengths {lengths}.")
         if self.kind == "classification":
@@ -98,6 +90,11 @@ class TextData:
         elif self.kind == "instruction":
             if self.responses is None or self.labels is not None or self.pair is not None or self.label_names:
                 raise DataError("instruction data has text (the prompts) and responses, and no pair, labels or names.")
+            if not all(self.references or ()):
+                raise DataError("an example without any reference cannot be scored; give at least one answer each.")
+            odd = {role for before in self.history or () for role, _ in before} - {*ROLES}
+            if odd:
+                raise DataError(f"a role of a history is system, user or assistant; got {sorted(odd)[0]!r}.")
         else:
             raise DataError(f"kind is 'classification' or 'instruction'; got {self.kind!r}.")
 
