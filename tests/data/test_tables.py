@@ -104,13 +104,13 @@ ODD_FILES: list[tuple[str, str | bytes, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "said"), ODD_FILES, ids=[str(k) for k in range(len(ODD_FILES))])
-def test_odd_files_are_told_with_their_place(name: str, content: str | bytes, said: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=said) as error:
-        read_instructions(file, prompt="p", response="r")
-    assert str(file) in str(error.value) and "\n" not in str(error.value)
+def test_odd_files_are_told_with_their_place(tmp_path: Path) -> None:
+    for name, content, said in ODD_FILES:
+        file = tmp_path / name
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(DataError, match=said) as error:
+            read_instructions(file, prompt="p", response="r")
+        assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_no_file_a_folder_and_what_is_no_parquet(tmp_path: Path, without: Callable[[str], None]) -> None:
