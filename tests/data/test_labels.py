@@ -69,7 +69,7 @@ def as_file(folder: Path, labels: Labels) -> Path:
     return folder / "d.jsonl"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_each_row_has_the_class_that_is_written_there(data: st.DataObject) -> None:
     """Words, whole numbers or truths; with and without the names, agreed upon or not."""

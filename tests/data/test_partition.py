@@ -183,9 +183,9 @@ def test_no_min_size_is_recommended_where_the_best_draw_leaves_a_client_nothing(
 
 
 def test_unreached_min_size_tells_the_best_draw() -> None:
-    with pytest.raises(DataError, match=r"1000 draws of Dir\(0.5\) .* 8 clients 300 examples") as e:
-        dirichlet(BALANCED[:2500], 8, 0.5, seed=0, min_size=300)
+    with pytest.raises(DataError, match=r"1000 draws of Dir\(0.5\) .* 8 clients 29 examples") as e:
+        dirichlet(BALANCED[:240], 8, 0.5, seed=0, min_size=29)
     best = int(str(e.value).split("smallest client ")[1].split()[0])
-    assert 0 < best < 300
-    reached = dirichlet(BALANCED[:2500], 8, 0.5, seed=0, min_size=best)  # the advice works
+    assert 0 < best < 29
+    reached = dirichlet(BALANCED[:240], 8, 0.5, seed=0, min_size=best)  # the advice works
     assert min(map(len, reached)) == best

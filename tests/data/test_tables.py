@@ -27,7 +27,7 @@ ODD = ["", " ", "NA", "nan", "null", "None", "#N/A", "True", "1", "007", "1e5", 
 CELLS = st.sampled_from(ODD) | st.text(st.characters(codec="utf-8"), max_size=12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=6),
     columns=st.lists(CELLS.filter(lambda name: name.strip("\ufeff")), min_size=2, max_size=2, unique=True),

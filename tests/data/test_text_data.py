@@ -56,7 +56,7 @@ def examples(data: TextData) -> list[tuple[Any, ...]]:
     return [tuple(None if values is None else values[k] for values in given) for k in range(len(data))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=text_data(), draw=st.data())
 def test_select_and_concat_take_whole_examples(data: TextData, draw: st.DataObject) -> None:
     """In the asked order, with repeats; the whole from its parts, empty ones among them; equal data are one key."""
@@ -69,7 +69,7 @@ def test_select_and_concat_take_whole_examples(data: TextData, draw: st.DataObje
     assert whole == data and hash(whole) == hash(data) and whole.digest() == data.digest()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=text_data())
 def test_digest_is_the_documented_hash(data: TextData) -> None:
     """The lines that the docstring of `digest` lists, written here by hand."""
