@@ -97,6 +97,7 @@ def test_the_first_file_that_has_a_text_decides_for_the_others(files: list[list[
         assert examples(*parts) == examples(data[name])
         for k, part in enumerate(parts):
             assert all(places.setdefault(text, k) == k for text in part.text)
+            assert len(part) or not len(before[name][k])
             stay = [text for text in before[name][k].text if places[text] == k]
             assert list(part.text[: len(stay)]) == stay
 

@@ -97,7 +97,7 @@ class TestReadTasks:
         """The template of Stanford Alpaca (train.py, PROMPT_DICT), letter by letter; definitions joined by a blank."""
         raw = task_file(
             Definition=[" Answer the question.", "Be brief. "],
-            Instances=[{"input": "Who?\nMe?", "output": ["You", "Thou", "You"]}, {"input": " x ", "output": [""]}],
+            Instances=[{"input": "Who?\nMe?", "output": ["You", "Thou", "Ye"]}, {"input": " x ", "output": [""]}],
         )
         task = read_tasks(write_tasks(tmp_path, {"task1_a": raw}), ["task1_a"])["task1_a"]
         assert task.data.text[0] == (
@@ -106,7 +106,7 @@ class TestReadTasks:
             "### Instruction:\nAnswer the question. Be brief.\n\n### Input:\nWho?\nMe?\n\n### Response:\n"
         )
         assert task.data.responses == ("You", "")
-        assert task.data.references == (("You", "Thou", "You"), ("",))
+        assert task.data.references == (("You", "Thou", "Ye"), ("",))
         assert (task.name, task.category, task.data.kind) == ("task1_a", "Reasoning", "instruction")
 
     def test_the_prompt_is_alpacas_without_input(self, tmp_path: Path) -> None:
@@ -236,3 +236,12 @@ class TestReadSelection:
         (tmp_path / "a").write_bytes(b"task1_caf\xe9\n")
         with pytest.raises(DataError, match="the task list"):
             read_selection(tmp_path / "a", tmp_path / "a")
+
+    def test_lists_that_are_none(self, tmp_path: Path) -> None:
+        """A task twice, on both sides, and nobody to train."""
+        for train, unseen, said in (("a\na\n", "b", "'a' twice"), ("a\nb", "c\nb", "'b' .*both"), ("\n", "b", "empty")):
+            (tmp_path / "a").write_text(train)
+            (tmp_path / "b").write_text(unseen)
+            with pytest.raises(DataError, match=said) as error:
+                read_selection(tmp_path / "a", tmp_path / "b")
+            one_line(error)
