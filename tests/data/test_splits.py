@@ -102,6 +102,14 @@ def test_the_first_file_that_has_a_text_decides_for_the_others(files: list[list[
             assert list(part.text[: len(stay)]) == stay
 
 
+def test_a_part_that_copies_would_leave_empty_is_refused() -> None:
+    """All that the second file would be tested on is what the first trains on."""
+    texts = TextData("instruction", ("t0", "t1", "t2"), responses=("r",) * 3)
+    first, second = (texts.select([0, 1]), texts.select([]), texts.select([])), (texts.select([2]), texts.select([]))
+    with pytest.raises(DataError, match=r"'second' .*test.* 1 of its 2 examples"):
+        follow({"first": first, "second": (*second, texts.select([0]))})
+
+
 def test_seeds_differ_parts_are_mixed_and_every_example_can_land_everywhere() -> None:
     data = sentences([0] * 100 + [1] * 100)
     one, other = (split(data, validation=0.2, test=0.2, seed=seed) for seed in (0, 1))
