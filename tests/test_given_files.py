@@ -98,6 +98,10 @@ def test_rows_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "long.csv": b'text\n"' + b"word " * 100_000 + b'"\nb\n',
         "long.jsonl": b'{"text":"' + b"word " * 100_000 + b'"}\n' + b'{"text":"b"}\n',
     }
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": [str(k) for k in range(50_000)], "n": range(50_000)})
+    parquet.write_table(table, written := pyarrow.BufferOutputStream())
+    shapes["short.parquet"] = written.getvalue().to_pybytes()
     for name, content in shapes.items():
         (tmp_path / name).write_bytes(content)
         tracemalloc.start()

@@ -1,8 +1,8 @@
 """Tables of text: CSV, TSV and JSONL files, each row with its place for error messages. Nothing is guessed or skipped.
 
-The standard library parses them. In silence pandas drops a field too many, makes "" of one that is missing, skips a line
-of blanks, renames a column that stands twice and reads on behind a closing quote; `datasets` makes times of texts that
-look like them, and leaves a copy of all rows in its cache.
+The standard library parses them. In silence pandas drops a field too many, makes "" of one that is missing, skips a
+line of blanks, renames a column that stands twice and reads on behind a closing quote; `datasets` makes times of texts
+that look like them, and leaves a copy of all rows in its cache.
 """
 
 from __future__ import annotations
