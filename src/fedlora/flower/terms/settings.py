@@ -22,7 +22,7 @@ from pydantic import Field, field_validator, model_validator
 from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.data.demo import PACKAGED
-from fedlora.data.sources import is_hub
+from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewhere, refuse_elsewhere
 from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
