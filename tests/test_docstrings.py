@@ -31,7 +31,7 @@ PACKAGES = (
     "fedlora.adapters", "fedlora.analysis", "fedlora.simulation", "fedlora.training", "fedlora.runs", "fedlora.data",
     "fedlora.testing", "fedlora.offline", "fedlora.workers", "fedlora.attacks",
 )  # fmt: skip
-NOT_RUN = {"read_hub", "demo_data", "demo_model", "smollm2_model"}  # a network, or packages that not everybody has
+NOT_RUN = {"demo_data", "demo_model", "smollm2_model"}  # a network, or packages that not everybody has
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.data.tables import read_table
+from fedlora.data.readers import open_table
 from fedlora.errors import ConfigError, DataError
 from fedlora.given_files import SETTINGS, half_the_memory, parse_toml, read_given, read_toml
 from support.adapter_folders import bare
@@ -83,7 +83,7 @@ def test_the_limit_is_of_bytes_there_and_of_bytes_read(tmp_path: Path) -> None:
 def test_no_row_takes_the_memory_or_the_hour(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=reason) as caught:
-        read_table(tmp_path / name, ["text"])
+        open_table(tmp_path / name, ["text"])
     assert len(str(caught.value)) < 2_000
 
 
@@ -98,16 +98,20 @@ def test_rows_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "long.csv": b'text\n"' + b"word " * 100_000 + b'"\nb\n',
         "long.jsonl": b'{"text":"' + b"word " * 100_000 + b'"}\n' + b'{"text":"b"}\n',
     }
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": [str(k) for k in range(50_000)], "n": range(50_000)})
+    parquet.write_table(table, written := pyarrow.BufferOutputStream())
+    shapes["short.parquet"] = written.getvalue().to_pybytes()
     for name, content in shapes.items():
         (tmp_path / name).write_bytes(content)
         tracemalloc.start()
-        rows = read_table(tmp_path / name, ["text"])
+        rows = open_table(tmp_path / name, ["text"]).rows
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert rows
         monkeypatch.setattr("fedlora.data.tables.half_the_memory", lambda peak=peak: int(peak * 0.99))
         with pytest.raises(DataError, match="bytes"):
-            read_table(tmp_path / name, ["text"])
+            open_table(tmp_path / name, ["text"])
         monkeypatch.undo()
     assert half_the_memory() > 2**27
 

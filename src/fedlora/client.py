@@ -100,7 +100,8 @@ def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = 
 
 def receive(download: Download, kept: Adapter | None) -> Adapter:
     """The complete adapter to train: what came, with local parts from `kept` (from the start, where nothing is kept),
-    and in its `base` how the base weights have moved.
+    and in its `base` how the base weights have moved. Its factors and heads are its own: training in place changes
+    neither `download` nor `kept`.
 
     Raises:
         KeptStateError: what was kept has other modules or another rank than what came.
@@ -119,7 +120,7 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
         for factor in ("B", "A"):
             if factor not in parts:
                 parts[factor] = _local_factor(name, factor, have, download.start, rank)
-        modules[name] = LoRA(parts["B"], parts["A"])
+        modules[name] = LoRA(parts["B"].clone(), parts["A"].clone())
     foreign = sorted(set(have.modules) - set(ranks))
     if foreign:
         raise KeptStateError(
@@ -129,7 +130,8 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
     local_heads = {**download.start.heads, **have.heads} if download.roles.heads == "local" else {}
     for name, start in download.start.heads.items():
         _check_kept(f"head {name!r}", local_heads[name], start)
-    return Adapter(modules, {**local_heads, **download.adapter.heads}, download.base_delta)
+    heads = {name: head.clone() for name, head in {**local_heads, **download.adapter.heads}.items()}
+    return Adapter(modules, heads, download.base_delta)
 
 
 def _local_factor(module: str, factor: str, kept: Adapter, start: Adapter, rank: int) -> Tensor:
@@ -196,7 +198,7 @@ def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
 
 
 def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
-    """What the client holds back for its next `receive`: the local parts. None where there are none.
+    """A copy of what the client holds back for its next `receive`: the local parts. None where there are none.
 
     Example:
         >>> adapter = receive(server.download(state, clients[0]), kept=None)
@@ -206,7 +208,7 @@ def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
         True
     """
     local = _only(adapter, roles, ("local",), adapter.heads if roles.heads == "local" else {})
-    return local if local.modules or local.heads else None
+    return local.map(Tensor.clone) if local.modules or local.heads else None
 
 
 def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:

@@ -1,109 +1,171 @@
-"""Data sets of the hub.
+"""Data of the library `datasets`: its objects, its Parquet files, its addresses on the hub; no network.
 
-Kinds of evidence: *oracle* (small files written here in the schema of the real ones, and what must come out of them,
-by hand), *contract* (bad input is one line). No network: the library `datasets` is a stand-in.
+Kinds of evidence: *oracle* (by hand), *contract* (bad input is one line).
 """
 
 from __future__ import annotations
 
+import os
 import re
-import sys
+import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fedlora.data import TextData, read_hub
+from fedlora.data import TextData, read_classification, read_instructions
+from fedlora.data.hub import hub_source, hub_table
+from fedlora.data.readers import open_table
 from fedlora.errors import DataError
-from support.benchmark_files import Rows, one_line
+from support.benchmark_files import one_line
 from support.stand_in_hub import Hub, HubRows
 
-FILMS: Rows = [{"review": "good", "mood": 1, "by": "a"}, {"review": "bad", "mood": 0, "by": "b"}]
+NAMES = ["world", " sports ", "business"]
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+NAMED = TextData("classification", ("a", "b"), labels=(2, 1), label_names=tuple(NAMES))
 
 
-class TestHub:
-    def test_columns_and_the_names_of_the_data_set(self, hub: Hub) -> None:
-        """Read off the rows; the ask is what `datasets.load_dataset` documents."""
-        asked = hub({"train": HubRows(FILMS, {"mood": ("neg", "pos")})})
-        data = read_hub("me/films", None, "train", text="review", label="mood", revision="abc")
-        assert data == TextData("classification", ("good", "bad"), labels=(1, 0), label_names=("neg", "pos"))
-        assert asked == [("me/films", None, "train", "abc")]
+def news(*labels: int, **columns: list[Any]) -> Any:
+    datasets = pytest.importorskip("datasets")
+    features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=NAMES)}
+    features |= {name: datasets.Value("string") for name in columns}
+    rows = {"text": list("abcd"[: len(labels)]), "label": list(labels), **columns}
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
 
-    def test_names_that_are_given_win_and_a_pair_is_read(self, hub: Hub) -> None:
-        """The docstring: label_names are the classes by index; by default those that the data set names."""
-        hub({"train": HubRows(FILMS, {"mood": ("neg", "pos")})})
-        data = read_hub("f", "c", "train", text="review", label="mood", pair="by", label_names=("no", "yes"))
-        assert data == TextData("classification", ("good", "bad"), ("a", "b"), (1, 0), None, ("no", "yes"))
 
-    def test_classes_without_names_are_called_by_their_numbers(self, hub: Hub) -> None:
-        """As `read_classification` does with whole numbers."""
-        hub({"train": HubRows(FILMS)})
-        assert read_hub("f", None, "train", text="review", label="mood").label_names == ("0", "1")
+@pytest.mark.parametrize("form", ["object", "numpy", "torch", "parquet"])
+def test_a_class_label_brings_its_names_and_goes_by_them(form: str, tmp_path: Path) -> None:
+    """In their own order, blanks at the edge included; among other names by name; never by index through others."""
 
-    @pytest.mark.parametrize("wrong", ["text", "label", "pair"])
-    def test_a_missing_column_is_named_with_those_there_are(self, hub: Hub, wrong: str) -> None:
-        """Whichever column it is; the message has the data set, its configuration and the split."""
-        hub({"test": HubRows(FILMS)})
-        columns = {"text": "review", "label": "mood", "pair": "by"} | {wrong: "moood"}
-        with pytest.raises(DataError, match=r"f/c, split 'test' .* 'moood'; .*\['review', ") as error:
-            read_hub("f", "c", "test", **columns)  # type: ignore[arg-type]
-        one_line(error)
+    def source(rows: Any) -> Any:
+        if form == "parquet":
+            rows.to_parquet(tmp_path / "news.parquet")
+            return tmp_path / "news.parquet"
+        return rows if form == "object" else rows.with_format(form)
 
-    def test_an_unlabelled_split_is_refused(self, hub: Hub) -> None:
-        """GLUE's public test sets hold -1 in place of each label."""
-        rows = [row | {"mood": -1} for row in FILMS]
-        hub({"test": HubRows(rows, {"mood": ("neg", "pos")})})
-        with pytest.raises(DataError, match=r"row 1: 'mood' is -1.* 0\.\.1 .*unlabelled") as error:
-            read_hub("f", None, "test", text="review", label="mood")
-        one_line(error)
+    both = {"text": "text", "label": "label"}
+    assert read_classification(source(news(2, 1)), **both) == NAMED  # type: ignore[arg-type]
+    more = ("business", " sports ", "science", "world")
+    assert read_classification(source(news(2, 1)), **both, label_names=more).labels == (0, 1)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"row 1.*'business'.*'x', 'y', 'z'"):
+        read_classification(source(news(2, 1)), **both, label_names=("x", "y", "z"))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"row 2: 'label' is -1.* 0\.\.2 .*unlabelled") as error:
+        read_classification(source(news(2, -1)), **both)  # type: ignore[arg-type]
+    one_line(error)
 
-    def test_a_label_beyond_the_given_names_is_refused(self, hub: Hub) -> None:
-        """Two names are the classes 0 and 1."""
-        hub({"train": HubRows([*FILMS, {"review": "so-so", "mood": 2, "by": "c"}])})
-        with pytest.raises(DataError, match=r"row 3: label '2' .* 2 label_names"):
-            read_hub("f", None, "train", text="review", label="mood", label_names=("neg", "pos"))
 
-    def test_labels_that_are_strings_are_read_or_refused(self, hub: Hub) -> None:
-        """Many hub data sets have a string column; the docstring promises classes, or a DataError."""
-        hub({"train": HubRows([{"review": "good", "mood": "pos"}, {"review": "bad", "mood": "neg"}])})
-        try:
-            data = read_hub("f", None, "train", text="review", label="mood")
-        except DataError:
-            return
-        assert (data.labels, data.label_names) == ((1, 0), ("neg", "pos"))
-
-    def test_a_split_without_names_in_which_a_class_does_not_occur(self, hub: Hub) -> None:
-        """As `read_classification`: the classes are the whole numbers that occur, and no others."""
-        hub({"train": HubRows([row | {"mood": 2 * row["mood"]} for row in FILMS])})
-        data = read_hub("f", None, "train", text="review", label="mood")
-        assert (data.labels, data.label_names) == ((1, 0), ("0", "2"))
-
-    @pytest.mark.parametrize(
-        ("raised", "reason"),
-        [
-            (ConnectionError("no route to huggingface.co\nand forty lines more"), "no route to huggingface.co. "),
-            (FileNotFoundError("Couldn't find 'me/films'"), "Couldn't find 'me/films'. "),
-            (TimeoutError(), "TimeoutError. "),
-        ],
+def test_instructions_conversations_and_plain_columns(tmp_path: Path) -> None:
+    """Of an object and of a Parquet file of it; without names whole numbers go by size and words by the alphabet."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict(
+        {"q": ["Hi", "Hi"], "a": ["Hello", "Hello"], "talk": [TALK] * 2, "n": [1, 0], "w": ["x", "c"], "odd": [[1], []]}
     )
-    def test_whatever_the_transport_raises_is_one_line(self, hub: Hub, raised: Exception, reason: str) -> None:
-        """Its first line, or its type where it says nothing; the cause is chained."""
-        hub(raised)
-        with pytest.raises(DataError, match="me/films/c, split 'train' cannot be loaded") as error:
-            read_hub("me/films", "c", "train", text="review", label="mood")
-        assert f"from the hub: {reason}" in one_line(error)
-        assert error.value.__cause__ is raised
+    rows.to_parquet(tmp_path / "a.parquet")
+    want = TextData("instruction", ("Hi", "Hi"), responses=("Hello", "Hello"))
+    for source in (rows, tmp_path / "a.parquet"):
+        assert read_instructions(source, prompt="q", response="a") == want
+        assert read_instructions(source, messages="talk") == want
+        assert read_classification(source, text="q", label="n").label_names == ("0", "1")
+        assert read_classification(source, text="q", label="w", pair="a").labels == (1, 0)
+        for columns in (
+            {"text": "q", "label": "nn"},
+            {"text": "qq", "label": "n"},
+            {"text": "q", "label": "n", "pair": "p"},
+        ):
+            with pytest.raises(DataError, match=r"no column '(nn|qq|p)'; .*'q', 'a', 'talk'"):
+                read_classification(source, **columns)
 
-    def test_without_the_library_it_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """None in sys.modules is how Python spells a module that cannot be imported."""
-        monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(DataError, match=re.escape("pip install 'fedlora[hub]'")) as error:
-            read_hub("me/films", None, "train", text="review", label="mood")
+
+def test_an_empty_cell_a_dictionary_of_splits_and_a_stream() -> None:
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(DataError, match="row 2: 'more' is missing"):
+        read_classification(news(0, 1, more=["x", None]), text="more", label="label")
+    with pytest.raises(DataError, match=r"splits \['train'\]"):
+        read_classification(datasets.DatasetDict({"train": news(0)}), text="text", label="label")
+    with pytest.raises(DataError, match="without streaming=True"):
+        read_classification(news(0).to_iterable_dataset(), text="text", label="label")
+
+
+def test_odd_parquet_files(tmp_path: Path) -> None:
+    """A column that is there twice, a broken note of the library, no rows; and a pipe is not waited for."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    plain = pyarrow.table({"text": ["a"], "label": [0]})
+    for table, said in (
+        (pyarrow.table([["a"], ["b"], [0]], names=["text", "text", "label"]), "text"),
+        (plain.replace_schema_metadata({"huggingface": "{"}), "library datasets"),
+        (plain.replace_schema_metadata({"huggingface": '{"info": {"features": [1]}}'}), "library datasets"),
+        (plain.slice(0, 0), "holds no rows"),
+    ):
+        parquet.write_table(table, tmp_path / "odd.parquet")
+        with pytest.raises(DataError, match=rf"odd\.parquet.*{said}") as error:
+            read_classification(tmp_path / "odd.parquet", text="text", label="label")
         one_line(error)
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(DataError, match="a pipe"):
+        open_table(tmp_path / "pipe.parquet", [])
 
-    def test_the_extras_that_error_messages_name_bring_the_library(self) -> None:
-        """hub.py and generation.py tell the reader what to install: pyproject.toml must agree."""
-        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-        extras = project["project"]["optional-dependencies"]
-        for extra, library in (("hub", "datasets"), ("train", "rouge-score")):
-            assert any(need.startswith(library) for need in extras[extra]), (extra, library)
+
+def test_addresses() -> None:
+    assert hub_source("hf://me/films") == ("me/films", None, "train", None)
+    assert hub_source("hf://me/films?config=en&split=train[:10%]&revision=abc") == (
+        "me/films", "en", "train[:10%]", "abc",
+    )  # fmt: skip
+    for wrong in ("hf://", "hf://a/b?splits=x", "hf://a/b?split=", "hf://a/b?x", "hf://a?split=a&split=b"):
+        with pytest.raises(DataError, match=r"hf://owner/name"):
+            hub_source(wrong)
+
+
+def test_the_hub_is_asked_as_written(hub: Hub) -> None:
+    """The ask is what `datasets.load_dataset` documents; errors name the data set, its configuration and the split."""
+    films = [{"review": "good", "mood": 1}, {"review": "bad", "mood": 0}]
+    asked = hub({"train": HubRows([{"messages": TALK}]), "test": HubRows(films, {"mood": ("neg", "pos")})})
+    assert read_instructions("hf://me/chat?revision=abc").text == ("Hi",)
+    data = read_classification("hf://me/chat?config=c&split=test", text="review", label="mood")
+    assert data == TextData("classification", ("good", "bad"), labels=(1, 0), label_names=("neg", "pos"))
+    assert asked == [("me/chat", None, "train", "abc"), ("me/chat", "c", "test", None)]
+    with pytest.raises(DataError, match=r"me/chat/c, split 'test' .* 'moood'; .*\['review', ") as error:
+        read_classification("hf://me/chat?config=c&split=test", text="review", label="moood")
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (ConnectionError("no route to huggingface.co\nand forty lines more"), "no route to huggingface.co. "),
+        (TimeoutError(), "TimeoutError. "),
+    ],
+)
+def test_whatever_the_transport_raises_is_one_line(hub: Hub, raised: Exception, reason: str) -> None:
+    """Its first line, or its type where it says nothing; the cause is chained."""
+    hub(raised)
+    with pytest.raises(DataError, match="me/films/c, split 'train'") as error:
+        hub_table("hf://me/films?config=c", [])
+    assert f"from the hub: {reason}" in one_line(error)
+    assert error.value.__cause__ is raised
+
+
+def test_without_a_network_it_is_said_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not offline mode, but a hub that nobody answers for: a port where nothing listens. `datasets` itself would
+    try again for 23 seconds."""
+    pytest.importorskip("datasets")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"me/films, split 'train' .*local files.*HF_HUB_OFFLINE=1"):
+        hub_table("hf://me/films", [])
+    assert time.monotonic() - began < 8
+
+
+def test_without_the_library_it_names_the_extra_that_brings_it(without: Callable[[str], None]) -> None:
+    without("datasets")
+    with pytest.raises(DataError, match=re.escape("pip install 'fedlora[hub]'")) as error:
+        hub_table("hf://me/films", [])
+    one_line(error)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    for extra, library in (("hub", "datasets"), ("train", "rouge-score")):  # generation.py names the other
+        assert any(need.startswith(library) for need in extras[extra]), (extra, library)

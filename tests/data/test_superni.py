@@ -7,9 +7,7 @@ by hand), *contract* (bad input is one line).
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,59 +54,42 @@ class TestListTasks:
             one_line(error)
 
 
-DAMAGE: dict[str, tuple[bytes, str]] = {
-    "not JSON": (b'{"Definition": ', "cannot be read"),
-    "not UTF-8": (b'{"Definition": ["\xff"]}', "cannot be read"),
-    "a list": (b"[]", "is not a task of natural-instructions v2"),
-    "a number": (b"1", "is not a task of natural-instructions v2"),
-    "another schema": (b'{"instruction": "say", "input": "", "output": ""}', "is not a task"),
-    "a definition that is no list": (json.dumps(task_file(2, Definition="Say.")).encode(), "it needs lists Definition"),
-    "no category": (json.dumps(task_file(2, Categories=[])).encode(), "it needs lists Definition"),
-    "no instances": (json.dumps(task_file(0)).encode(), "it needs lists Definition"),
-    "an instance without output": (json.dumps(task_file(2, Instances=[{"input": "x"}])).encode(), "output: "),
-    "an instance with no outputs": (
-        json.dumps(task_file(2, Instances=[{"input": "x", "output": []}])).encode(), "output: ",
-    ),
-    "an input that is no string": (
-        json.dumps(task_file(2, Instances=[{"input": 1, "output": ["x"]}])).encode(), "output: ",
-    ),
-    "an instance that is no object": (json.dumps(task_file(2, Instances=["x"])).encode(), "output: "),
-}  # fmt: skip
+def raw(**fields: Any) -> bytes:
+    return json.dumps(task_file(2, **fields)).encode()
 
-LOOSE: dict[str, dict[str, Any]] = {
-    "an output that is a string": {"Instances": [{"input": "x", "output": "yes"}]},
-    "a definition of numbers": {"Definition": [1]},
-    "categories of numbers": {"Categories": [1]},
-    "no language at all": {"Input_language": None},
-    "a language that is a string": {"Input_language": "English"},
+
+DAMAGE = {
+    "not JSON": b'{"Definition": ',
+    "not UTF-8": b'{"Definition": ["\xff"]}',
+    "a list": b"[]",
+    "a number": b"1",
+    "another schema": b'{"instruction": "say", "input": "", "output": ""}',
+    "a definition that is no list": raw(Definition="Say."),
+    "a definition of numbers": raw(Definition=[1]),
+    "no category": raw(Categories=[]),
+    "categories of numbers": raw(Categories=[1]),
+    "no language at all": raw(Input_language=None),
+    "a language that is a string": raw(Input_language="English"),
+    "no instances": raw(Instances=[]),
+    "an instance without output": raw(Instances=[{"input": "x"}]),
+    "an instance with no outputs": raw(Instances=[{"input": "x", "output": []}]),
+    "an output that is a string": raw(Instances=[{"input": "x", "output": "yes"}]),
+    "an input that is no string": raw(Instances=[{"input": 1, "output": ["x"]}]),
+    "an instance that is no object": raw(Instances=["x"]),
+    "a key twice": b'{"Definition": ["a"], "Definition": ["b"]}',
 }
 
 
-class TestDamagedTasks:
-    @pytest.mark.parametrize(("content", "says"), DAMAGE.values(), ids=DAMAGE)
-    @pytest.mark.parametrize("read", [list_tasks, lambda folder: read_tasks(folder, ["task1_a"])], ids=["list", "read"])
-    def test_what_is_no_task_is_said_in_one_line(
-        self, tmp_path: Path, content: bytes, says: str, read: Callable[[Path], Any]
-    ) -> None:
-        """The promise of both docstrings: DataError; the message names the file."""
+def test_what_is_no_task_is_said_in_one_line(tmp_path: Path) -> None:
+    """The promise of both docstrings: DataError, with the file. Output "yes" must not become "y", "e", "s"."""
+    for content in DAMAGE.values():
         (tmp_path / "task1_a.json").write_bytes(content)
-        with pytest.raises(DataError, match=re.escape(says)) as error:
-            read(tmp_path)
-        assert "task1_a.json" in one_line(error)
-
-    @pytest.mark.parametrize("fields", LOOSE.values(), ids=LOOSE)
-    def test_a_task_of_nearly_the_schema_is_refused(self, tmp_path: Path, fields: dict[str, Any]) -> None:
-        """Output "yes" must not become the references "y", "e", "s"; and no TypeError reaches the user."""
-        folder = write_tasks(tmp_path, {"task1_a": task_file(2, **fields)})
-        with pytest.raises(DataError, match="is not a task of natural-instructions v2"):
-            list_tasks(folder, min_instances=1)
-        with pytest.raises(DataError, match="is not a task of natural-instructions v2"):
-            read_tasks(folder, ["task1_a"])
-
-    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
-        """A name of a task list with no file."""
-        with pytest.raises(DataError, match=r"task9_z\.json cannot be read"):
-            read_tasks(tmp_path, ["task9_z"])
+        for read in (lambda: list_tasks(tmp_path, min_instances=1), lambda: read_tasks(tmp_path, ["task1_a"])):
+            with pytest.raises(DataError, match=r"task1_a\.json (cannot be read|is not a task)") as error:
+                read()
+            one_line(error)
+    with pytest.raises(DataError, match=r"task9_z\.json cannot be read"):
+        read_tasks(tmp_path, ["task9_z"])
 
 
 class TestReadTasks:
@@ -116,7 +97,7 @@ class TestReadTasks:
         """The template of Stanford Alpaca (train.py, PROMPT_DICT), letter by letter; definitions joined by a blank."""
         raw = task_file(
             Definition=[" Answer the question.", "Be brief. "],
-            Instances=[{"input": "Who?\nMe?", "output": ["You", "Thou", "You"]}, {"input": " x ", "output": [""]}],
+            Instances=[{"input": "Who?\nMe?", "output": ["You", "Thou", "Ye"]}, {"input": " x ", "output": [""]}],
         )
         task = read_tasks(write_tasks(tmp_path, {"task1_a": raw}), ["task1_a"])["task1_a"]
         assert task.data.text[0] == (
@@ -125,7 +106,7 @@ class TestReadTasks:
             "### Instruction:\nAnswer the question. Be brief.\n\n### Input:\nWho?\nMe?\n\n### Response:\n"
         )
         assert task.data.responses == ("You", "")
-        assert task.data.references == (("You", "Thou", "You"), ("",))
+        assert task.data.references == (("You", "Thou", "Ye"), ("",))
         assert (task.name, task.category, task.data.kind) == ("task1_a", "Reasoning", "instruction")
 
     def test_the_prompt_is_alpacas_without_input(self, tmp_path: Path) -> None:
@@ -138,7 +119,7 @@ class TestReadTasks:
         }
         assert task.data.droppable == ((0, 0), (0, 0))
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(text=st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip))
     def test_what_may_be_dropped_is_the_input(self, tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
         """The span, cut out of the prompt, is the input: whatever it holds, and though the definition holds it too."""
@@ -161,11 +142,10 @@ class TestReadTasks:
 
 
 class TestSelectTasks:
-    @pytest.mark.parametrize("seed", range(5))
-    def test_the_papers_rule(self, seed: int) -> None:
+    def test_the_papers_rule(self) -> None:
         """methods.md 12.5: 76 categories; one task of each of 50; 20 unseen ones of 20 of the 26 others."""
         tasks = catalogue(*(1 + k % 5 for k in range(76)))
-        chosen = select_tasks(tasks, 50, 20, seed=seed)
+        chosen = select_tasks(tasks, 50, 20, seed=4)
         train, unseen = ([tasks[name] for name in names] for names in (chosen.train, chosen.unseen))
         assert (len(train), len(unseen)) == (50, 20)
         assert len(set(train)) == 50 and len(set(unseen)) == 20 and not set(train) & set(unseen)
@@ -219,21 +199,21 @@ class TestSelectTasks:
         tasks = catalogue(2, 2)
         assert select_tasks(tasks, 4, 0, seed=0) == Selection(tuple(sorted(tasks)), ())
 
-    @pytest.mark.parametrize(
-        ("sizes", "train", "unseen"), [((3, 3), 6, 1), ((2, 2, 2), 7, 0), ((1,) * 5, 4, 2), ((9,), 1, 1), ((), 1, 0)]
-    )
-    def test_not_enough(self, sizes: tuple[int, ...], train: int, unseen: int) -> None:
+    def test_not_enough(self) -> None:
         """Each impossible by counting: a category is on one side only."""
-        with pytest.raises(DataError, match=f"{train} clients and {unseen} unseen") as error:
-            select_tasks(catalogue(*sizes), train, unseen, seed=0)
-        assert f"{sum(sizes)} tasks in {len(sizes)} categories" in one_line(error)
+        for sizes, train, unseen in (
+            ((3, 3), 6, 1), ((2, 2, 2), 7, 0), ((1,) * 5, 4, 2), ((9,), 1, 1), ((), 1, 0)
+        ):  # fmt: skip
+            with pytest.raises(DataError, match=f"{train} clients and {unseen} unseen") as error:
+                select_tasks(catalogue(*sizes), train, unseen, seed=0)
+            assert f"{sum(sizes)} tasks in {len(sizes)} categories" in one_line(error)
 
-    @pytest.mark.parametrize(("sizes", "train", "unseen"), [((10, 1), 10, 1), ((1, 1, 1, 1, 3), 4, 3)])
-    def test_what_exists_is_found_with_every_seed(self, sizes: tuple[int, ...], train: int, unseen: int) -> None:
+    def test_what_exists_is_found_with_every_seed(self) -> None:
         """Only one category can be the unseen one here: the error "cannot give" would be untrue."""
-        for seed in range(10):
-            chosen = select_tasks(catalogue(*sizes), train, unseen, seed=seed)
-            assert (len(chosen.train), len(chosen.unseen)) == (train, unseen)
+        for sizes, train, unseen in (((10, 1), 10, 1), ((1, 1, 1, 1, 3), 4, 3)):
+            for seed in range(10):
+                chosen = select_tasks(catalogue(*sizes), train, unseen, seed=seed)
+                assert (len(chosen.train), len(chosen.unseen)) == (train, unseen)
 
 
 class TestReadSelection:
@@ -256,3 +236,12 @@ class TestReadSelection:
         (tmp_path / "a").write_bytes(b"task1_caf\xe9\n")
         with pytest.raises(DataError, match="the task list"):
             read_selection(tmp_path / "a", tmp_path / "a")
+
+    def test_lists_that_are_none(self, tmp_path: Path) -> None:
+        """A task twice, on both sides, and nobody to train."""
+        for train, unseen, said in (("a\na\n", "b", "'a' twice"), ("a\nb", "c\nb", "'b' .*both"), ("\n", "b", "empty")):
+            (tmp_path / "a").write_text(train)
+            (tmp_path / "b").write_text(unseen)
+            with pytest.raises(DataError, match=said) as error:
+                read_selection(tmp_path / "a", tmp_path / "b")
+            one_line(error)

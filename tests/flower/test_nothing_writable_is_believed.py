@@ -127,11 +127,22 @@ def test_a_ledger_beside_the_settings_is_refused(tmp_path: Path) -> None:
     for ledger in (tmp_path / "fed" / "ledger.jsonl", tmp_path / "ledger.jsonl", Path(sys.prefix) / "ledger.jsonl"):
         with pytest.raises(ConfigError, match="a folder of its own"):
             server_unit(tmp_path / "fed", user="me", ledger=ledger)
+    fed = federation_folder(tmp_path / "whole")
+    for folder in [path for path in fed.path.rglob("*") if path.is_dir()] + [fed.path / "new", fed.proxy_state / "x"]:
+        if folder not in fed.written:
+            with pytest.raises(ConfigError, match="a folder of its own"):
+                server_unit(fed.path, user="me", ledger=folder / "ledger.jsonl")
     said = server_unit(tmp_path / "fed", user="me", ledger=tmp_path / "ledgers" / "ledger.jsonl")
     assert f"{tmp_path}/fed/state {tmp_path}/ledgers\n" in said
     said = server_unit(tmp_path / "fed", user="me", ledger=tmp_path / "ledgers" / "l.jsonl", known=tmp_path / "known")
     assert f"{tmp_path}/ledgers {tmp_path}/known\n" in said
     assert f"Environment=FEDLORA_STATE_DIR={tmp_path}/known\n" in said
+
+
+def test_a_mounted_path_with_a_colon_is_refused() -> None:
+    """systemd mounts what stands before it at what stands behind it; /tmp is mounted, for a unit has its own."""
+    with pytest.raises(ConfigError, match="':'"):
+        server_unit(Path("/tmp/fed:/etc"), user="me")
 
 
 def test_the_command_shows_all_that_root_runs_and_sudo_is_not_called_twice(

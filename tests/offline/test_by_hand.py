@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,29 @@ def test_a_state_is_of_one_method_and_one_base(tmp_path: Path, main: Callable[..
     other = [saved(tmp_path / "other", name, 2, base="big") for name in "ab"]
     done = main("merge", *other, "--method", "glora", "--state", tmp_path / "s", "-o", tmp_path / "p")
     assert done.code == 2 and "state of base 'tiny'" in done.err
+
+
+def test_a_state_is_of_the_base_weights_that_the_uploads_say(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Another model at the same path is another base: by the digests in upload.json, as soon as one round says them."""
+
+    def folders(number: int, digest: str | None) -> list[Path]:
+        found = [saved(tmp_path / f"{number} {digest}", name, 2) for name in "ab"]
+        for folder in found:
+            facts: dict[str, Any] = {"client": folder.name, "num_examples": 1, "round": number}
+            facts |= {"base_model_sha256": {"model.safetensors": digest}} if digest else {}
+            (folder / "upload.json").write_text(json.dumps(facts))
+        return found
+
+    def merged(number: int, digest: str | None) -> Said:
+        out = tmp_path / f"out {number} {digest}"
+        return main("merge", *folders(number, digest), "--method", "glora", "--state", tmp_path / "s", "-o", out)
+
+    assert merged(1, None).code == merged(2, "a" * 64).code == merged(3, "a" * 64).code == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "s").iterdir()}
+    other = merged(4, "b" * 64)
+    assert other.code == 2 and "a" * 12 in other.err and "b" * 12 in other.err and "--state" in other.err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "s").iterdir()} == before
+    assert merged(4, "a" * 64).code == merged(5, None).code == 0
 
 
 @pytest.mark.parametrize("method", ["fedsa-lora", "fedsvd", "ffa-lora", "rolora", "fedex-lora", "flora"])

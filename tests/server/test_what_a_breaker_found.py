@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from fedlora import Adapter, Client, LoRA, Readout, Roles, Server, Upload, build
+from fedlora.client import keep, receive
 from fedlora.core.trainer import Trained
 from fedlora.errors import HyperparameterError, MethodFault
+from fedlora.methods import METHODS
 from fedlora.methods.fedit import FedIT, FedITState
 from fedlora.server.defences import Verdict
 from fedlora.server.server import start
@@ -39,7 +42,66 @@ def test_training_in_place_reaches_no_state_and_no_other_client() -> None:
     *_, last = simulate(server, three, InPlace(), state, rounds=2)
     for memory in last.state.clients.values():
         assert memory.kept is not None and torch.equal(memory.kept.modules["m"].tensors()["B"], torch.full((3, 2), 2.0))
+    once, twice = (next(iter(simulate(server, three, InPlace(), last.state, rounds=3))).state for _ in range(2))
+    assert _bits(once.clients) == _bits(twice.clients)
     assert not bool(state.server.start.modules["m"].factors[0].any())
+
+
+def _bits(value: Any) -> list[bytes]:
+    """Of every tensor within a value, in order."""
+    found: list[bytes] = []
+
+    def walk(one: Any) -> None:
+        if isinstance(one, torch.Tensor):
+            found.append(one.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(one, Mapping):
+            for key in sorted(one, key=str):
+                walk(one[key])
+        elif isinstance(one, list | tuple):
+            for each in one:
+                walk(each)
+        elif is_dataclass(one):
+            for field in fields(one):
+                walk(getattr(one, field.name))
+
+    walk(value)
+    return found
+
+
+def _overwritten(value: Any) -> None:
+    """Every tensor that somebody was handed, written over."""
+    loras = [value] if isinstance(value, LoRA) else [*value.modules.values(), *(value.base or {}).values()]
+    for lora in loras:
+        for tensor in lora.tensors().values():
+            tensor.fill_(7.0)
+    for head in getattr(value, "heads", {}).values():
+        head.fill_(7.0)
+
+
+@pytest.mark.parametrize("heads", [None, "local"])
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_what_is_handed_out_reaches_no_state_and_no_memory(name: str, heads: Any) -> None:
+    """Whoever writes into a download, a received adapter, a kept part or the global update writes into copies: the
+    state and each client's memory keep their bits, and a round played again from them has the same."""
+    server = Server(build(name), heads=heads)
+    begun = start(server, seed_adapter(4, torch.float32))
+    *_, last = simulate(server, clients(EQUAL), Toy(), begun, rounds=2)
+    before = _bits(last.state)
+    assert before
+    (once,) = simulate(server, clients(EQUAL), Toy(), last.state, rounds=3)
+    for client in clients(EQUAL):
+        download = server.download(last.state.server, client)
+        mine = receive(download, last.state.clients[client.id].kept)
+        kept = keep(mine, download.roles)
+        _overwritten(mine)
+        _overwritten(download.adapter)
+        assert kept is None or not any(bool((t == 7.0).all()) for t in kept.heads.values())
+    if server.has_global_model(last.state.server):
+        for update in server.global_update(last.state.server).values():
+            _overwritten(update)
+    assert _bits(last.state) == before
+    (again,) = simulate(server, clients(EQUAL), Toy(), last.state, rounds=3)
+    assert _bits(again.state) == _bits(once.state)
 
 
 @pytest.mark.parametrize("heads", ["local", "frozen", "average"])

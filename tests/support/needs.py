@@ -54,9 +54,9 @@ NEEDS = {
     "print('sound' if Path('o.png').stat().st_size else '')",
     "train,stats": "from scipy import stats; import fedlora.experiments.deciding.verdicts\n"
     "import fedlora.experiments.tables.cells; print('sound')",
-    "hub": "from datasets import Dataset; from fedlora.data.hub import from_dataset\n"
+    "hub": "from datasets import Dataset; from fedlora.data import read_classification\n"
     "d = Dataset.from_dict({'text': ['good', 'bad'], 'label': [1, 0]})\n"
-    "print('sound' if len(from_dataset(d, text='text', label='label')) == 2 else '')",
+    "print('sound' if len(read_classification(d, text='text', label='label')) == 2 else '')",
     "privacy": "from fedlora.privacy.accounting import epsilon; from fedlora.privacy import Mechanism; import torch\n"
     "Mechanism.of(1.0, 1.0, 4).noised(torch.zeros(4, dtype=torch.int64))\n"
     "print('sound' if 0 < epsilon(2.0, 1, 1e-3) < 10 else '')",

@@ -63,9 +63,9 @@ def train(
 ) -> None:
     """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
     from fedlora.adapters.writer import TRAIN, upload_folder
-    from fedlora.data import read_answers, read_classification
-    from fedlora.data.labels import LabelError, given, shown
-    from fedlora.data.sources import CHAT
+    from fedlora.data import read_classification, read_instructions
+    from fedlora.data.labels import given, shown
+    from fedlora.data.readers import CHAT
     from fedlora.offline.site import Fresh, train_site
     from fedlora.runs.quiet import quiet_libraries
     from fedlora.training.local import TrainSettings
@@ -83,10 +83,7 @@ def train(
     names = [name.strip() for name in labels.split(",")] if labels is not None else None
     examples: TextData
     if label in columns:
-        try:
-            examples = read_classification(data, text=text, label=label, pair=pair, label_names=names)
-        except LabelError as error:
-            raise error.worded("--labels") from None
+        examples = read_classification(data, text=text, label=label, pair=pair, label_names=names, key="--labels")
         found = examples.label_names
         if len(found) < 2:
             raise ConfigError(
@@ -103,7 +100,7 @@ def train(
         if messages is not None or not {prompt, response} <= set(columns):
             talks = f"is of instructions, and {data} holds conversations ({messages or CHAT!r})"
             refuse_idle(context, dict.fromkeys(("prompt", "response"), talks))
-        examples = read_answers(data, prompt=prompt, response=response, messages=messages)
+        examples = read_instructions(data, prompt=prompt, response=response, messages=messages)
     else:
         raise ConfigError(
             f"{data} has no column {label!r} (classes), {response!r} (answers) or {messages or CHAT!r} "
@@ -158,8 +155,7 @@ def read_class_weights(text: str | None, examples: TextData) -> ClassWeights | N
 
 
 def read_columns(data: Path) -> list[str]:
-    """The columns of a file's first row."""
-    from fedlora.data.tables import read_table
+    """The columns of a file."""
+    from fedlora.data.readers import open_table
 
-    rows = read_table(data, [])
-    return list(rows[0][1]) if rows else []
+    return list(open_table(data, []).columns)

@@ -5,15 +5,13 @@ Needs numpy only. It knows nothing of models, adapters or methods.
 
 from __future__ import annotations
 
-from fedlora.data.chat import read_chat
 from fedlora.data.demo import demo_data, demo_model, smollm2_model
 from fedlora.data.glue import GLUE, read_glue
-from fedlora.data.hub import from_dataset, read_hub
 from fedlora.data.partition import dirichlet, iid, label_counts
-from fedlora.data.sources import read_answers, read_classes
+from fedlora.data.readers import read_classification, read_instructions
 from fedlora.data.splits import split
 from fedlora.data.superni import Selection, Task, list_tasks, read_selection, read_tasks, select_tasks
-from fedlora.data.text import TextData, read_classification, read_instructions
+from fedlora.data.text import TextData
 
 __all__ = [
     "GLUE",
@@ -23,16 +21,11 @@ __all__ = [
     "demo_data",
     "demo_model",
     "dirichlet",
-    "from_dataset",
     "iid",
     "label_counts",
     "list_tasks",
-    "read_answers",
-    "read_chat",
-    "read_classes",
     "read_classification",
     "read_glue",
-    "read_hub",
     "read_instructions",
     "read_selection",
     "read_tasks",

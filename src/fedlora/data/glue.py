@@ -12,8 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from fedlora.data.hub import read_hub
-from fedlora.data.text import TextData, read_classification
+from fedlora.data.labels import LabelError
+from fedlora.data.readers import read_classification
+from fedlora.data.text import TextData
 from fedlora.errors import DataError
 
 GlueTask = Literal["sst2", "qqp", "qnli", "mnli"]
@@ -58,24 +59,25 @@ def read_glue(task: GlueTask, root: Path | None) -> tuple[TextData, dict[str, Te
     """
     columns = GLUE[task]
     if root is None:
-        splits = {
-            name: read_hub(
-                HUB, task, name, text=columns.text, label="label", pair=columns.pair, label_names=columns.label_names
+        sources = {name: f"hf://{HUB}?config={task}&split={name}" for name in ("train", *columns.tests)}
+    else:
+        folder = root / "glue" / task
+        if not folder.is_dir():
+            raise DataError(
+                f"{folder} does not exist: --data-root must hold glue/{task}/train.jsonl and validation.jsonl. "
+                f"Leave --data-root out to take {HUB} from the Hugging Face hub."
             )
-            for name in ("train", *columns.tests)
+        sources = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation")}
+    try:
+        found = {
+            name: read_classification(
+                source, text=columns.text, label="label", pair=columns.pair, label_names=columns.label_names
+            )
+            for name, source in sources.items()
         }
-        return splits.pop("train"), splits
-    folder = root / "glue" / task
-    if not folder.is_dir():
+    except LabelError as error:
         raise DataError(
-            f"{folder} does not exist: --data-root must hold glue/{task}/train.jsonl and validation.jsonl. "
-            f"Leave --data-root out to take {HUB} from the Hugging Face hub."
-        )
-    train, test = (
-        read_classification(
-            folder / f"{name}.jsonl", text=columns.text, label="label", pair=columns.pair,
-            label_names=columns.label_names,
-        )
-        for name in ("train", "validation")
-    )  # fmt: skip
-    return train, {"validation": test}
+            f"{error.found} is no class of data.task = {task!r}. GLUE's test sets have -1 in place of labels: take the "
+            f"files of its training and validation sets, or drop the row."
+        ) from error
+    return found.pop("train"), found

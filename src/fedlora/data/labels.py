@@ -1,4 +1,4 @@
-"""A column of labels as class indices and names: one rule, for files and for data sets of the library `datasets`."""
+"""A column of labels as class indices and names: one rule for all sources (`read_classification` states it)."""
 
 from __future__ import annotations
 
@@ -7,43 +7,58 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
-from enum import Enum
 
 from fedlora.errors import DataError
 
-_PASTED = 200  # so many names are written out for the reader to copy
 MAX_LABELS = 10_000  # more classes than this is a column of ids or free text, not of labels
+_PASTED = 200  # so many names are written out for the reader to copy
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _INDEX = re.compile(r"\d{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_NAME, _NUMERAL, _TRUTH = "names", "numbers", "true or false"
 
 Cells = Sequence[tuple[str, object]]  # (where, value)
 
 
-class _Blank(Enum):
-    """What a message has another word for in a run, in a command and in Python."""
-
-    KEY = "what names the classes"
-    GIVEN = "that with names, to type"
-
-
 class LabelError(DataError):
-    """Labels of no class, or whose classes are not clear. Classes are named by an argument, a key or an option.
+    """Labels of no class, or whose classes are not clear. found: the one row and its label, where it is of no class."""
+
+    def __init__(self, message: str, found: str = "") -> None:
+        super().__init__(message)
+        self.found = found
+
+
+def decode_labels(
+    source: object,
+    cells: Cells,
+    label_names: Sequence[str] | None,
+    *,
+    agreed: bool = False,
+    key: str = "label_names",
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Class indices and names, by the rule in `read_classification`, which has the arguments too.
 
     Args:
-        parts: the message, with blanks. names: the classes to give, for the blank GIVEN. key: what names the classes
-            there: "label_names", "data.labels" or "--labels".
+        source: what error messages call it.
+
+    Raises:
+        DataError: a value that is no label, labels of several kinds without names, a label that no name is of.
     """
-
-    def __init__(self, *parts: str | _Blank, names: Sequence[str] = (), key: str = "label_names") -> None:
-        self._parts, self._names = parts, tuple(names)
-        words = {_Blank.KEY: key, _Blank.GIVEN: given(key, names)}
-        super().__init__("".join(words[part] if isinstance(part, _Blank) else part for part in parts))
-
-    def worded(self, key: str) -> LabelError:
-        """The same for somebody who names classes by `key`."""
-        return LabelError(*self._parts, names=self._names, key=key)
+    if label_names is not None and (not label_names or len(set(label_names)) < len(label_names)):
+        raise DataError(f"{key} must be different names, at least one; got {tuple(label_names)}.")
+    raw = [_as_text(source, where, value, label_names or ()) for where, value in cells]
+    names = _found_names(source, cells, raw, key) if label_names is None else tuple(label_names)
+    lookup = {name: k for k, name in enumerate(names)}
+    by_index = not agreed and not any(map(_WHOLE.fullmatch, names))
+    labels: list[int] = []
+    for (where, cell), value in zip(cells, raw, strict=True):
+        k = lookup.get(value)
+        index = str(int(cell)) if isinstance(cell, bool) else value
+        if k is None and by_index and _INDEX.fullmatch(index) and int(index) < len(names):
+            k = int(index)
+        if k is None:
+            raise _unknown(f"{source}, {where}: label {value[:80]!r}", value[:80], names, agreed, key)
+        labels.append(k)
+    return tuple(labels), names
 
 
 def given(key: str, names: Sequence[str]) -> str:
@@ -57,51 +72,7 @@ def given(key: str, names: Sequence[str]) -> str:
     if key.startswith("--"):
         typed = ",".join(some).replace("'", "'\"'\"'")  # as a shell has it
         return f"{key}='{typed}{more}'"
-    listed = json.dumps(some, ensure_ascii=False)[:-1] if key == "data.labels" else str(some)[:-1]
-    return f"{key}{' = ' if key == 'data.labels' else '='}{listed}{more}]"
-
-
-def decode_labels(
-    source: object, cells: Cells, label_names: Sequence[str] | None, *, agreed: bool = False
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Class indices and names, by the rule in `read_classification`.
-
-    Args:
-        source: what error messages call it.
-        agreed: label_names are data.labels, on which several parties agreed: a cell is one of these names, and its
-            index is not, for whose index it was nobody could tell.
-
-    Raises:
-        DataError: a value that is no label, labels of several kinds without names, a label that no name is of.
-    """
-    if label_names is not None and (not label_names or len(set(label_names)) < len(label_names)):
-        raise DataError(f"label_names must be different names, at least one; got {tuple(label_names)}.")
-    raw = [_as_text(source, where, value, label_names or ()) for where, value in cells]
-    names = _found_names(source, cells, raw) if label_names is None else tuple(label_names)
-    lookup = {name: k for k, name in enumerate(names)}
-    by_index = not agreed and not any(_WHOLE.fullmatch(name) for name in names)
-    labels: list[int] = []
-    for (where, given), value in zip(cells, raw, strict=True):
-        k = lookup.get(value)
-        index = str(int(given)) if isinstance(given, bool) else value
-        if k is None and by_index and _INDEX.fullmatch(index) and int(index) < len(names):
-            k = int(index)
-        if k is None:
-            listed = shown(names)
-            if agreed:
-                near = difflib.get_close_matches(value, names, n=1)
-                hint = f" Is {near[0]!r} meant?" if near else ""
-                raise LabelError(
-                    f"{source}, {where}: label {value[:80]!r} is not among the {len(names)} classes of data.labels, "
-                    f"{listed}.{hint} Write the row's class as it is written there, or drop the row; or the list lacks "
-                    f"a class, which then all parties need."
-                )
-            raise LabelError(
-                f"{source}, {where}: label {value!r} is not among the {len(names)} ", _Blank.KEY,
-                f" {listed}. Add it to ", _Blank.KEY, ", or drop the row.",
-            )  # fmt: skip
-        labels.append(k)
-    return tuple(labels), names
+    return f"{key} = {json.dumps(some, ensure_ascii=False)[:-1]}{more}]"  # a list in TOML and in Python
 
 
 def shown(names: Sequence[str]) -> str:
@@ -130,6 +101,18 @@ def one_number(names: Iterable[str]) -> tuple[str, str] | None:
     return next(((rough[float(name)], name) for name in others if float(name) in rough), None)
 
 
+def _unknown(found: str, value: str, names: Sequence[str], agreed: bool, key: str) -> LabelError:
+    near = difflib.get_close_matches(value, names, n=1)
+    hint = f" Is {near[0]!r} meant?" if near else ""
+    cure = f"Add it to {key}, or drop the row."
+    if agreed:
+        cure = (
+            "Write the row's class as it is written there, or drop the row; or the list lacks a class, which then all "
+            "parties need."
+        )
+    return LabelError(f"{found} is not among the {len(names)} classes of {key}, {shown(names)}.{hint} {cure}", found)
+
+
 def _as_text(source: object, where: str, value: object, names: Sequence[str]) -> str:
     """A label as it is looked up. Blanks around it count only where a name has them."""
     if not isinstance(value, str | int | float):
@@ -138,50 +121,49 @@ def _as_text(source: object, where: str, value: object, names: Sequence[str]) ->
     return text if text in names else text.strip()
 
 
-def _found_names(source: object, cells: Cells, raw: Sequence[str]) -> tuple[str, ...]:
+def _found_names(source: object, cells: Cells, raw: Sequence[str], key: str) -> tuple[str, ...]:
     """The classes of labels that nobody named: what occurs, words by the alphabet and whole numbers by size."""
-    first: dict[str, int] = {}  # kind -> its first row
+    kinds: dict[str, int] = {}  # kind -> its first row
     rows: dict[str, int] = {}  # label -> its first row
     for i, ((_, value), text) in enumerate(zip(cells, raw, strict=True)):
-        kind = _TRUTH if isinstance(value, bool) else _NUMERAL if _NUMBER.fullmatch(text) else _NAME
-        first.setdefault(kind, i)
+        kinds.setdefault(
+            "true or false" if isinstance(value, bool) else "numbers" if _NUMBER.fullmatch(text) else "names", i
+        )
         rows.setdefault(text, i)
-    if len(first) > 1:
-        seen = " and ".join(f"{kind} ({cells[i][0]}: {cells[i][1]!r})" for kind, i in first.items())
+    if len(kinds) > 1:
+        seen = " and ".join(f"{kind} ({cells[i][0]}: {cells[i][1]!r})" for kind, i in kinds.items())
         raise LabelError(
             f"{source}: the labels are {seen}, and whether they mean the same classes is not said. Write all of them "
-            f"in one way (a number that is a name, as 'grade 1'), or name every class in ", _Blank.KEY, ".",
-        )  # fmt: skip
+            f"in one way (a number that is a name, as 'grade 1'), or name every class in {key}."
+        )
     names = in_order(rows)
-    if _NUMERAL in first:
-        _check_numbers(source, cells, rows, names)
+    if "numbers" in kinds:
+        _check_numbers(source, {text: cells[i][0] for text, i in rows.items()}, names, key)
     if len(names) > MAX_LABELS:
         raise LabelError(
             f"{source}: the label column would make {len(names)} classes (limit {MAX_LABELS}); first value {raw[0]!r}. "
-            f"Is it a column of ids or of text? If it is right, name every class in ", _Blank.KEY, ".",
-        )  # fmt: skip
+            f"Is it a column of ids or of text? If it is right, name every class in {key}."
+        )
     return names
 
 
-def _check_numbers(source: object, cells: Cells, rows: Mapping[str, int], names: Sequence[str]) -> None:
-    """Raises `LabelError` for numbers that are no classes. rows: label -> its first row. names: all of them."""
-    if same := one_number(rows):
+def _check_numbers(source: object, places: Mapping[str, str], names: Sequence[str], key: str) -> None:
+    """Raises `LabelError` for numbers that are no classes. places: label -> its first row. names: all, in order."""
+    if same := one_number(places):
         one, other = same
         raise LabelError(
-            f"{source}: the labels {one!r} ({cells[rows[one]][0]}) and {other!r} ({cells[rows[other]][0]}) are one "
-            f"number written in two ways, and whether they mean one class is not said. Write them alike; if they are "
-            f"two classes, give ", _Blank.GIVEN, ".", names=names,
-        )  # fmt: skip
-    for value, i in rows.items():
-        if not _WHOLE.fullmatch(value):
-            raise LabelError(
-                f"{source}, {cells[i][0]}: label {value} is not a whole number. Classes are 0, 1, 2, ... or names; "
-                f"scores to regress on (STS-B) are not supported. If it is a name, name every class in ", _Blank.KEY,
-                ".",
-            )  # fmt: skip
-    lowest = names[0]
-    if Decimal(lowest) < 0:
+            f"{source}: the labels {one!r} ({places[one]}) and {other!r} ({places[other]}) are one number written in "
+            f"two ways, and whether they mean one class is not said. Write them alike; if they are two classes, give "
+            f"{given(key, names)}."
+        )
+    broken = next((name for name in places if not _WHOLE.fullmatch(name)), None)
+    if broken is not None:
         raise LabelError(
-            f"{source}, {cells[rows[lowest]][0]}: label {lowest} is negative. GLUE marks the unlabelled rows of its "
-            f"test sets with -1: use the validation set. If {lowest} is a class, give ", _Blank.GIVEN, ".", names=names,
-        )  # fmt: skip
+            f"{source}, {places[broken]}: label {broken} is not a whole number. Classes are 0, 1, 2, ... or names; "
+            f"scores to regress on (STS-B) are not supported. If it is a name, name every class in {key}."
+        )
+    if Decimal(lowest := names[0]) < 0:
+        raise LabelError(
+            f"{source}, {places[lowest]}: label {lowest} is negative. GLUE marks the unlabelled rows of its test sets "
+            f"with -1: use the validation set. If {lowest} is a class, give {given(key, names)}."
+        )

@@ -16,17 +16,10 @@ from fedlora.seeds import derive_seed
 
 Indices = NDArray[np.int64]
 Labels = Sequence[int] | NDArray[np.integer]
+_DRAWS = 1000  # whole draws to try
 
 
-def dirichlet(
-    labels: Labels,
-    clients: int,
-    alpha: float,
-    *,
-    seed: int,
-    min_size: int = 8,
-    max_draws: int = 1000,
-) -> list[Indices]:
+def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size: int = 8) -> list[Indices]:
     """Deal the examples to clients with label skew: the share of class k that each client gets is Dir(alpha 1_n).
 
     Use it for non-IID runs. alpha = 0.1 leaves most clients nearly one class, 0.5 is milder, 100 is close to iid.
@@ -41,14 +34,13 @@ def dirichlet(
         alpha: concentration, > 0 and finite. Smaller means more skew.
         seed: the run's seed; the stream is `derive_seed(seed, "partition", "dirichlet")`.
         min_size: fewest examples that a client may hold, >= 0. Conditioning on it tames the skew a little.
-        max_draws: how many whole draws to try.
 
     Returns:
         n arrays of indices into `labels`, int64, every index exactly once.
 
     Raises:
-        DataError: labels are not whole numbers >= 0, a bad clients / alpha / min_size / max_draws, clients * min_size
-            is more than N, or no draw in max_draws gave every client min_size examples.
+        DataError: labels are not whole numbers >= 0, a bad clients / alpha / min_size, clients * min_size is more than
+            N, or none of 1000 draws gave every client min_size examples.
 
     Source: FedScope's `dirichlet_distribution_noniid_slice` (which redraws until min_size = 1; 8 is our choice).
 
@@ -64,8 +56,8 @@ def dirichlet(
             f"the Dirichlet alpha must be a finite number > 0; got {alpha}. The papers use 0.1 (strong skew) and 0.5; "
             f"for no skew use iid()."
         )
-    if min_size < 0 or max_draws < 1:
-        raise DataError(f"min_size must be >= 0 and max_draws >= 1; got min_size={min_size}, max_draws={max_draws}.")
+    if min_size < 0:
+        raise DataError(f"min_size must be >= 0; got {min_size}.")
     if clients * min_size > y.size:
         raise DataError(
             f"{clients} clients with at least {min_size} examples each need {clients * min_size}, and there are only "
@@ -75,7 +67,7 @@ def dirichlet(
     rng = np.random.default_rng(derive_seed(seed, "partition", "dirichlet"))
     classes = [np.flatnonzero(y == k) for k in np.unique(y)]
     best = -1
-    for _ in range(max_draws):
+    for _ in range(_DRAWS):
         pieces: list[list[Indices]] = [[] for _ in range(clients)]
         for members in classes:
             shuffled = rng.permutation(members)
@@ -94,10 +86,9 @@ def dirichlet(
             return [rng.permutation(np.concatenate(mine)) for mine in pieces]
     lower = f"Lower min_size (to {best} or less), use" if best >= 1 else "Use"
     raise DataError(
-        f"none of {max_draws} draws of Dir({alpha}) gave each of {clients} clients {min_size} examples: the best draw "
+        f"none of {_DRAWS} draws of Dir({alpha}) gave each of {clients} clients {min_size} examples: the best draw "
         f"left the smallest client {best} of the {y.size}. With {len(classes)} classes and {clients} clients some "
-        f"client's shares of all classes come out near zero. {lower} fewer clients or "
-        f"a larger alpha; more max_draws helps only when {best} is close to {min_size}."
+        f"client's shares of all classes come out near zero. {lower} fewer clients or a larger alpha."
     )
 
 

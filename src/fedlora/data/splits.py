@@ -89,31 +89,19 @@ def follow(parts: Mapping[str, Parts]) -> dict[str, Parts]:
     places: dict[tuple[str, str], int] = {}
     found: dict[str, Parts] = {}
     for name, three in parts.items():
-        stay: list[list[int]] = [[], [], []]
-        come: list[list[TextData]] = [[], [], []]
-        for k, part in enumerate(three):
-            for i, one in enumerate(inputs(part)):
-                wanted = places.setdefault(one, k)
-                if wanted == k:
-                    stay[k].append(i)
-                else:
-                    come[wanted].append(part.select([i]))
-        moved = sum(map(len, come))
-        if not moved:
-            found[name] = three
-            continue
+        goes = [[places.setdefault(one, k) for one in inputs(part)] for k, part in enumerate(three)]
+        moved = sum(to != k for k, each in enumerate(goes) for to in each)
+        new: list[TextData] = []
         for k, which in enumerate(("train", "validation", "test")):
-            if len(three[k]) and not stay[k] and not come[k]:
+            order = [k, *(j for j in range(3) if j != k)]  # what comes stands behind what stays
+            new.append(TextData.concat([three[j].select(np.flatnonzero(np.equal(goes[j], k))) for j in order]))
+            if len(three[k]) and not len(new[k]):
                 raise DataError(
                     f"{name!r} has no {which} example left: {moved} of its {sum(map(len, three))} examples are copies "
                     f"of texts in files before it and go where those have them, so that no file is tested on what "
                     f"another trains on. Take the copies out of one of the files, or ask for other shares."
                 )
-        train, validation, test = (
-            TextData.concat([part.select(stay[k]), *come[k]]) if come[k] else part.select(stay[k])
-            for k, part in enumerate(three)
-        )
-        found[name] = (train, validation, test)
+        found[name] = (new[0], new[1], new[2])
     return found
 
 

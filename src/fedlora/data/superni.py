@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlora.data.strict_json import parse_json
+from fedlora.data.tables import parse_json
 from fedlora.data.text import TextData
 from fedlora.errors import DataError, repeated
 from fedlora.given_files import half_the_memory, read_given
@@ -108,10 +108,11 @@ def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int
         aside.append(categories.pop())
     if sum(sizes[c] for c in categories) < train:  # that took too much: set aside as few tasks as will do
         aside = _least_sum([*categories, *aside], sizes, unseen)
-        categories = [c for c in [*categories, *sorted(by_category)] if c not in aside]
-        categories = list(dict.fromkeys(categories))
-    others = [name for turn in range(len(tasks)) for c in aside for name in by_category[c][turn : turn + 1]]
-    mine = [name for turn in range(len(tasks)) for c in categories for name in by_category[c][turn : turn + 1]]
+        categories = [c for c in dict.fromkeys([*categories, *sorted(by_category)]) if c not in aside]
+    others, mine = (
+        [name for turn in range(len(tasks)) for c in chosen for name in by_category[c][turn : turn + 1]]
+        for chosen in (aside, categories)
+    )
     if len(others) < unseen or len(mine) < train:
         raise DataError(
             f"{len(tasks)} tasks in {len(by_category)} categories cannot give {train} clients and {unseen} unseen "

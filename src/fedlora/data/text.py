@@ -1,4 +1,4 @@
-"""Text examples as plain values: read them from JSONL, CSV or Parquet, select, join and fingerprint them.
+"""Text examples as plain values: select, join and fingerprint them.
 
 No tokens and no tensors here: that is the trainer's work.
 """
@@ -8,21 +8,26 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlora.data.labels import decode_labels
-from fedlora.data.tables import Rows, class_names, read_table
 from fedlora.errors import DataError
 
-_EXTRAS = ("references", "droppable", "history")
 Message = tuple[str, str]  # (role, content)
+ROLES = ("system", "user", "assistant")
+_EXTRAS = ("references", "droppable", "history")
 _PER_EXAMPLE = ("pair", "labels", "responses", *_EXTRAS)
+_PLAIN: dict[str, Callable[[Any], tuple[Any, ...]]] = {  # field -> how lists and NumPy's numbers become plain values
+    **dict.fromkeys(("text", "pair", "responses", "label_names"), tuple),
+    "labels": lambda labels: tuple(map(operator.index, labels)),
+    "references": lambda answers: tuple(map(tuple, answers)),
+    "droppable": lambda spans: tuple((int(start), int(end)) for start, end in spans),
+    "history": lambda history: tuple(tuple((role, content) for role, content in before) for before in history),
+}
 
 
 @dataclass(frozen=True)
@@ -65,25 +70,10 @@ class TextData:
     history: tuple[tuple[Message, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("text", "pair", "responses", "label_names"):
+        for name, plain in _PLAIN.items():
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(value))
-        if self.references is not None:
-            object.__setattr__(self, "references", tuple(tuple(answers) for answers in self.references))
-            if not all(self.references):
-                raise DataError("an example without any reference cannot be scored; give at least one answer each.")
-        if self.droppable is not None:
-            object.__setattr__(self, "droppable", tuple((int(a), int(b)) for a, b in self.droppable))
-        if self.history is not None:
-            turns = tuple(tuple((role, content) for role, content in before) for before in self.history)
-            object.__setattr__(self, "history", turns)
-            odd = {role for before in turns for role, _ in before} - {"system", "user", "assistant"}
-            if odd:
-                raise DataError(f"a role of a history is system, user or assistant; got {sorted(odd)[0]!r}.")
-        if self.labels is not None:
-            object.__setattr__(self, "labels", tuple(operator.index(label) for label in self.labels))
-        present = {name: getattr(self, name) for name in _PER_EXAMPLE}
-        lengths = {"text": len(self.text)} | {name: len(v) for name, v in present.items() if v is not None}
+                object.__setattr__(self, name, plain(value))
+        lengths = {name: len(values) for name in ("text", *_PER_EXAMPLE) if (values := getattr(self, name)) is not None}
         if len(set(lengths.values())) > 1:
             raise DataError(f"every field of TextData needs one entry per example; got lengths {lengths}.")
         if self.kind == "classification":
@@ -100,6 +90,11 @@ class TextData:
         elif self.kind == "instruction":
             if self.responses is None or self.labels is not None or self.pair is not None or self.label_names:
                 raise DataError("instruction data has text (the prompts) and responses, and no pair, labels or names.")
+            if not all(self.references or ()):
+                raise DataError("an example without any reference cannot be scored; give at least one answer each.")
+            odd = {role for before in self.history or () for role, _ in before} - {*ROLES}
+            if odd:
+                raise DataError(f"a role of a history is system, user or assistant; got {sorted(odd)[0]!r}.")
         else:
             raise DataError(f"kind is 'classification' or 'instruction'; got {self.kind!r}.")
 
@@ -188,99 +183,3 @@ class TextData:
             if getattr(first, name) is not None
         }
         return replace(first, text=tuple(x for part in parts for x in part.text), **present)
-
-
-def read_classification(
-    path: str | os.PathLike[str],
-    *,
-    text: str,
-    label: str,
-    pair: str | None = None,
-    label_names: Sequence[str] | None = None,
-    agreed: bool = False,
-) -> TextData:
-    """Read a classification task, one example per row, from JSONL (.jsonl, .json), CSV (.csv, .tsv) or Parquet.
-
-    Use it for your own data. Give `label_names` whenever you read more than one file of a task: without it each file
-    numbers the classes it happens to contain.
-
-    Labels are names, whole numbers, or true and false; a column of more than one of these is refused. Without
-    label_names the classes are what occurs: names by the alphabet, whole numbers by size, "false" before "true"; a
-    number that is negative or written in two ways is refused. With label_names: a label is looked up as a name; a whole
-    number (false is 0, true is 1) is taken as an index, unless some label name is itself a number (then only names
-    count). A ClassLabel in a Parquet file brings its names.
-
-    Args:
-        path: a UTF-8 file. JSONL has one object per line; CSV and TSV have a header row and Excel's quoting.
-        text: the column of the sentence.
-        label: the column of the class.
-        pair: the column of the second sentence, if the task has one.
-        label_names: the classes, by index.
-        agreed: label_names are of several parties' files: a row has one of these names, and no index.
-
-    Raises:
-        DataError: no such file, unknown suffix, not UTF-8, malformed row, missing column, missing or empty value,
-            unknown label, no rows. The message names row and line.
-
-    Example:
-        >>> data = read_classification("train.jsonl", text="text", label="label")
-        >>> data.label_names
-        ('blue', 'green', 'red')
-    """
-    columns = [text, label] if pair is None else [text, label, pair]
-    rows = read_table(path, columns)
-    if label_names is None:
-        label_names = class_names(path, label)
-    labels, names = decode_labels(path, [(where, values[label]) for where, values in rows], label_names, agreed=agreed)
-    return TextData(
-        kind="classification",
-        text=tuple(string(path, where, text, values[text]) for where, values in rows),
-        pair=None if pair is None else tuple(string(path, where, pair, values[pair]) for where, values in rows),
-        labels=labels,
-        label_names=names,
-    )
-
-
-def read_instructions(path: str | os.PathLike[str], *, prompt: str, response: str) -> TextData:
-    """Read prompts and their wanted responses from JSONL (.jsonl, .json), CSV (.csv, .tsv) or Parquet.
-
-    Use it for instruction tuning. The prompt is taken as it stands: what stands around it is the trainer's template.
-
-    Args:
-        path: a UTF-8 file, as for `read_classification`.
-        prompt: the column of what the model reads.
-        response: the column of what it should answer.
-
-    Raises:
-        DataError: as `read_classification`.
-
-    Example:
-        >>> _ = Path("ask.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\\n')
-        >>> read_instructions("ask.jsonl", prompt="prompt", response="response").responses
-        ('4',)
-    """
-    return instructions_of(path, read_table(path, [prompt, response]), prompt, response)
-
-
-def instructions_of(source: object, rows: Rows, prompt: str, response: str) -> TextData:
-    """Prompts and responses from rows that are there already; `source` is for error messages."""
-    return TextData(
-        kind="instruction",
-        text=tuple(string(source, where, prompt, values[prompt]) for where, values in rows),
-        responses=tuple(string(source, where, response, values[response]) for where, values in rows),
-    )
-
-
-def string(source: object, where: str, column: str, value: object) -> str:
-    """`value`, a string that a tokeniser can read. Raises `DataError` with its place."""
-    if not isinstance(value, str):
-        raise DataError(f"{source}, {where}: {column!r} must be a string; got {type(value).__name__} {value!r}.")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{source}, {where}: {column!r} holds half of a surrogate pair at character {error.start}, which no "
-                f"tokeniser can read. The text was cut inside an emoji or the like: mend the row."
-            ) from error
-    return value

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fedlora.adapters.agreement import base_weights
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
 from fedlora.adapters.merge_result import Parts, Place, Progress, Result, Source, write_result
@@ -59,7 +60,10 @@ def merge_round(
     ranks, more = readout_ranks(readout, clients, given.files) if readout is not None else ({}, [])
     bases = [file.base for file in given.files]
     handed_on = next(file.base for file in given.files if file.base_model == given.spec().base_model)
-    hand = ByHand(method, label, state, base=handed_on, missing=missing, rule=rule, also_called=bases)
+    weights = next((found for file in given.files if (found := base_weights(file))), {})
+    hand = ByHand(
+        method, label, state, base=handed_on, missing=missing, rule=rule, also_called=bases, weights=weights
+    )  # fmt: skip
     hand.check_apart(place.out)
     after = hand.aggregate(
         given, clients, given.weights, [read_round(file.directory, file.limits) for file in given.files]

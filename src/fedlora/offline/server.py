@@ -52,6 +52,7 @@ class ByHand:
             keeps none. base: their base model. missing: what a module that one lacks counts as. rule: a robust rule; a
             client's change is taken from what this server would hand it at the rank that it sent (without a state:
             from no adapter at all). also_called: other names of the base model, a kept state may have one of them.
+        weights: file of the base model's weights -> its SHA-256, as the uploads say; a kept state must be of the same.
 
     Raises:
         ConfigError: a method whose clients keep a part, or whose base weights move: an adapter alone is not its result.
@@ -76,10 +77,11 @@ class ByHand:
         missing: Missing,
         rule: Rule | None = None,
         also_called: Sequence[str] = (),
+        weights: Mapping[str, str] | None = None,
     ) -> None:
         self._server = Server(method, weighting="examples", heads="frozen", missing=missing, rule=rule)  # as given
         self._label, self._folder, self._base = label, folder, base
-        self._bases = {base, *also_called}
+        self._bases, self._weights = {base, *also_called}, dict(weights or {})
         self._newest: int | None = None  # round in the folder, as this server knows it
         roles = method.roles(0)
         if not roles.both_shared or roles.penalty is not None:
@@ -106,6 +108,15 @@ class ByHand:
                         f"{self._folder} holds the state of {what} {said.get(what)!r}, and this merge is of {mine!r}. "
                         f"Go on with the same {what}, or name another folder with --state."
                     )
+            kept = said.get("weights") or {}
+            if kept and self._weights and kept != self._weights:
+                raise CheckpointError(
+                    f"{self._folder} holds the state of a base model with other weights (SHA-256 of "
+                    f"{', '.join(f'{name}: {str(digest)[:12]}' for name, digest in list(kept.items())[:2])}) than the "
+                    f"uploads say now ({', '.join(d[:12] for d in list(self._weights.values())[:2])}): the base model "
+                    f"was replaced between the rounds. Put it back, or name another folder with --state."
+                )
+            self._weights = kept or self._weights
         loaded = checkpoint.load_newest(self._folder, HandState, self._server.method.State, tell=log.warning)
         return loaded[1].server if loaded else None
 
@@ -200,11 +211,14 @@ class ByHand:
     def _named(self, folder: Path) -> Iterator[None]:
         """A folder without a round says what it is of, unless the block fails."""
         facts = folder / "method.json"
+        said = {"method": self._label, "base": self._base, "weights": self._weights}
         first = self._newest is None or not facts.is_file()
         try:
             if first:
-                files.write(facts, json.dumps({"method": self._label, "base": self._base}) + "\n")
+                files.write(facts, json.dumps(said) + "\n")
             yield
+            if not first and self._weights != (read_json(facts, Limits()).get("weights") or {}):
+                files.write(facts, json.dumps({**read_json(facts, Limits()), "weights": self._weights}) + "\n")
         except BaseException:
             if first:
                 with suppress(OSError):

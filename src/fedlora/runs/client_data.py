@@ -14,9 +14,9 @@ from fedlora.data import (
     dirichlet,
     iid,
     list_tasks,
-    read_answers,
-    read_classes,
+    read_classification,
     read_glue,
+    read_instructions,
     read_selection,
     read_tasks,
     select_tasks,
@@ -128,13 +128,7 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
         )
     if config.model.task != "classification":
         raise ConfigError(f"data.task = {d.task!r} is a classification task; model.task is {config.model.task!r}.")
-    try:
-        train, tests = read_glue(d.task, data_root)
-    except LabelError as error:
-        raise DataError(
-            f"{str(error).partition(' is not among ')[0]} is no class of data.task = {d.task!r}. GLUE's test sets "
-            f"have -1 in place of labels: take the files of its training and validation sets, or drop the row."
-        ) from error
+    train, tests = read_glue(d.task, data_root)
     train, validation, _ = split(train, validation=d.validation, test=0, seed=seed)
     tests = {name: _at_most(part, d.max_test, seed, "test") for name, part in tests.items()}
     first, *others = tests
@@ -252,7 +246,6 @@ def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -
     all that occur in any of them."""
 
     d = config.data
-    strict = bool(d.labels or begun_with)  # a row has a class by its name, and no index
 
     def read(path: str, names: Sequence[str] | None = None) -> TextData:
         if path == "demo":
@@ -262,18 +255,18 @@ def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -
             return demo
         if config.model.task == "classification":
             try:
-                return read_classes(
-                    path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=strict
-                )
+                return read_classification(
+                    path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=True,
+                    key="data.labels",
+                )  # fmt: skip
             except LabelError as error:
                 if d.labels or not begun_with:
-                    raise error.worded("data.labels") from None
+                    raise
                 raise DataError(
-                    f"{str(error).partition(' is not among ')[0]} is none of the {len(begun_with)} classes that the "
-                    f"run was begun with, {shown(begun_with)}. Going on would mix two runs. Put the old file back, or "
-                    f"choose another --out."
+                    f"{error.found} is none of the {len(begun_with)} classes that the run was begun with, "
+                    f"{shown(begun_with)}. Going on would mix two runs. Put the old file back, or choose another --out."
                 ) from error
-        return read_answers(path, prompt=d.prompt, response=d.response, messages=d.messages)
+        return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
 
     if begun_with and not d.labels:
         return {path: read(path, begun_with) for path in paths}

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, model_validator
 
 from fedlora.data.demo import PACKAGED
-from fedlora.data.sources import is_hub
+from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection

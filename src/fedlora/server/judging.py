@@ -167,7 +167,13 @@ def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, floa
     terms = attendance.terms
     refused = len(attendance.refused.keys() - attendance.counts.keys())  # a second upload's first one stands
     p = list(shares({name: counts[name] for name in attendance.counts}, terms.max_weight_share).values())
-    rule = rule.without(refused, p)
+    asked, rule = rule, rule.without(refused, p)
+    if asked.declared(len(p) + refused) and not rule.declared(len(p)):
+        log.warning(
+            "round %d: %d clients were refused for what they sent and count as the liars of %s. The %d others are too "
+            "few to bear one more, so the rule weighs them as if none lied: mend what was refused, or ask more "
+            "clients.", terms.number, refused, asked.said, len(p),
+        )  # fmt: skip
     if few := rule.overcome(p):
         also = f" ({refused} more were refused for what they sent)" if refused else ""
         raise QuorumNotMet(f"round {terms.number}: {few}{also}. The state is unchanged.")

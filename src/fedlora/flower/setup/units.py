@@ -143,7 +143,7 @@ def server_unit(
     more = f"Environment={_word(f'FEDLORA_STATE_DIR={known}')}\n" if known else ""
     return _unit(
         folder, unit_name("server", label), "fedlora: a federation's server", command, user=user, memory=memory,
-        writable=[*FederationFolder(folder).written, *beside], restart="on-failure", more=more, reads=reads,
+        writable=FederationFolder(folder).written, beside=beside, restart="on-failure", more=more, reads=reads,
     )  # fmt: skip
 
 
@@ -184,9 +184,15 @@ def program() -> list[str]:
     return [str(beside)] if os.access(beside, os.X_OK) else [sys.executable, "-m", "fedlora.cli"]
 
 
-def check_apart(folder: Path, writable: Sequence[Path]) -> None:
-    """Raises `ConfigError` where settings, keys or the program itself lie below what the unit's processes may write."""
+def check_apart(folder: Path, writable: Sequence[Path], own: Sequence[Path] = ()) -> None:
+    """Raises `ConfigError` where settings, keys or the program itself lie below what the unit's processes may write, or
+    where that lies among them. own: places in the folder that are made to be written."""
     for place in writable:
+        if place.resolve().is_relative_to(folder.resolve()) and place not in own:
+            raise ConfigError(
+                f"{place} must be writable for the unit, and lies in {folder} among settings, keys and certificates, "
+                f"which must not be. Put it elsewhere (a ledger: into a folder of its own, by privacy.ledger)."
+            )
         for kept in (folder, Path(sys.prefix), Path(fedlora.__file__ or "").parent):
             if kept.resolve().is_relative_to(place.resolve()):
                 raise ConfigError(
@@ -199,7 +205,7 @@ def check_apart(folder: Path, writable: Sequence[Path]) -> None:
 def _unit(
     folder: Path, name: str, what: str, command: list[str], *, user: str | None, memory: str, restart: str,
     writable: Sequence[Path], after: str = "", capabilities: str = "", more: str = "", accelerators: bool = False,
-    compiles: bool = True, users: bool = True, reads: Sequence[Path] = (),
+    compiles: bool = True, users: bool = True, reads: Sequence[Path] = (), beside: Sequence[Path] = (),
 ) -> str:  # fmt: skip
     user = user or owner(folder)
     if user == "root":
@@ -211,7 +217,8 @@ def _unit(
         raise ConfigError(f"{quoted(user)} is no name of a user that a unit can say.")
     if not _MEMORY.fullmatch(memory):
         raise ConfigError(f"a unit's memory limit is such as 8G or 800M; got {quoted(memory)}.")
-    check_apart(folder, writable)
+    check_apart(folder, [*writable, *beside], own=writable)
+    writable = [*writable, *beside]
     for path in reads:
         if path.is_relative_to("/run") and not path.is_relative_to(folder):
             raise ConfigError(
@@ -221,6 +228,8 @@ def _unit(
     shared = [path for path in (folder, *reads) if any(path.is_relative_to(place) for place in _SHARED)]
     if shared:  # they would not be there
         bound = f"BindReadOnlyPaths={' '.join(map(_listed, shared))}\n"
+    if odd := [path for path in shared if ":" in str(path)]:  # of a mount: SOURCE:DESTINATION, also in quotes
+        raise ConfigError(f"{quoted(str(odd[0]))} has a ':', and systemd takes it for two paths. Rename it.")
     if folder in shared:
         bound += f"BindPaths={places}\n"
     hardened = _HARDENED.format(

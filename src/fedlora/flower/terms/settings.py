@@ -22,7 +22,7 @@ from pydantic import Field, field_validator, model_validator
 from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.data.demo import PACKAGED
-from fedlora.data.sources import is_hub
+from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewhere, refuse_elsewhere
 from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
@@ -190,8 +190,11 @@ class FederationSettings(Section):
         Raises:
             ConfigError: keys that would do nothing, or contradict each other.
         """
-        if wrong := list(refusals(self)):
-            raise ConfigError("; ".join(wrong))
+        if self.privacy is not None:
+            held_out = {"validation": self.data.validation, "test": self.data.test}
+            wrong = list(refusals(self.run, self.server, self.defence, self.evaluate, held_out))
+            if wrong:
+                raise ConfigError("; ".join(wrong))
         idle = unused(self._everything())
         if idle:
             raise ConfigError(f"{'; '.join(dict.fromkeys(idle))}. Leave it out")

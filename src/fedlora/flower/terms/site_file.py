@@ -18,7 +18,7 @@ import tomli_w
 from pydantic import Field, field_validator
 
 from fedlora.data.demo import PACKAGED
-from fedlora.data.sources import is_hub
+from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site
 from fedlora.given_files import read_toml

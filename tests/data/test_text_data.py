@@ -1,0 +1,157 @@
+"""The value `TextData`: what it refuses, and that select, concat and digest treat examples as wholes.
+
+Kinds of evidence: *property* (drawn data of both kinds, with every set of optional fields), *oracle* (the hash that the
+docstring of `digest` writes down).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedlora.data import TextData
+from fedlora.errors import DataError
+
+FIELDS = ("text", "pair", "labels", "responses", "references", "droppable", "history")
+WORDS = st.text(st.characters(codec="utf-8"), max_size=5)
+CLASSES = TextData("classification", ("a", "b", "c"), ("p", "q", "r"), (0, 1, 0), None, ("x", "y"))
+ASKED = TextData(
+    "instruction", ("a", "b"), responses=("1", "2"), references=(("1",), ("2", "two")), droppable=((0, 1), (0, 0)),
+    history=((("system", "s"),), ()),
+)  # fmt: skip
+
+
+@st.composite
+def text_data(draw: st.DrawFn) -> TextData:
+    """Of both kinds, with any of the optional fields, in lists."""
+    count = draw(st.integers(0, 6))
+
+    def each(values: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(values, min_size=count, max_size=count))
+
+    def maybe(values: st.SearchStrategy[Any]) -> list[Any] | None:
+        return each(values) if draw(st.booleans()) else None
+
+    if draw(st.booleans()):
+        labels = each(st.integers(0, 2))
+        return TextData("classification", each(WORDS), maybe(WORDS), labels, None, ["x", "y", "z"])  # type: ignore[arg-type]
+    return TextData(
+        "instruction", each(WORDS), responses=each(WORDS),  # type: ignore[arg-type]
+        references=maybe(st.lists(WORDS, min_size=1, max_size=3)),  # type: ignore[arg-type]
+        droppable=maybe(st.lists(st.integers(0, 9), min_size=2, max_size=2)),  # type: ignore[arg-type]
+        history=maybe(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), WORDS), max_size=2)),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def examples(data: TextData) -> list[tuple[Any, ...]]:
+    """All that belongs to each example."""
+    given = [getattr(data, name) for name in FIELDS]
+    return [tuple(None if values is None else values[k] for values in given) for k in range(len(data))]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=text_data(), draw=st.data())
+def test_select_and_concat_take_whole_examples(data: TextData, draw: st.DataObject) -> None:
+    """In the asked order, with repeats; the whole from its parts, empty ones among them; equal data are one key."""
+    wanted = draw.draw(st.lists(st.integers(0, len(data) - 1), max_size=8)) if len(data) else []
+    chosen = data.select(np.array(wanted, dtype=np.int32))
+    assert examples(chosen) == [examples(data)[k] for k in wanted]
+    assert (chosen.kind, chosen.label_names) == (data.kind, data.label_names)
+    cut = draw.draw(st.integers(0, len(data)))
+    whole = TextData.concat([data.select(range(cut)), data.select([]), data.select(range(cut, len(data)))])
+    assert whole == data and hash(whole) == hash(data) and whole.digest() == data.digest()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=text_data())
+def test_digest_is_the_documented_hash(data: TextData) -> None:
+    """The lines that the docstring of `digest` lists, written here by hand."""
+    lines = [json.dumps([data.kind, data.label_names])]
+    lines += [json.dumps([text, pair, label, said]) for text, pair, label, said, *_ in examples(data)]
+    for name in ("references", "droppable", "history"):
+        if getattr(data, name) is not None:
+            lines.append(json.dumps([name, getattr(data, name)]))
+    assert data.digest() == hashlib.sha256("".join(line + "\n" for line in lines).encode()).hexdigest()
+
+
+def test_digest_sees_every_field_and_the_order() -> None:
+    """Two bytes that digests of stored results rest on, and every single change of either kind of data."""
+    line = '["classification", ["x", "y"]]\n["\\u00e9", "p", 1, null]\n'
+    assert TextData("classification", ("é",), ("p",), (1,), None, ("x", "y")).digest() == (
+        hashlib.sha256(line.encode()).hexdigest()
+    )
+    others = [CLASSES, CLASSES.select([1, 0, 2]), CLASSES.select([0, 1]), ASKED, ASKED.select([0])]
+    for change in (
+        {"text": ("a", "b", "d")}, {"pair": ("p", "q", "s")}, {"pair": None}, {"labels": (0, 1, 1)},
+        {"label_names": ("x", "z")},
+    ):  # fmt: skip
+        others.append(replace(CLASSES, **change))  # type: ignore[arg-type]
+    for change in (
+        {"text": ("ab", "")}, {"responses": ("1", "3")}, {"references": None}, {"references": (("1",), ("2",))},
+        {"droppable": None}, {"droppable": ((0, 1), (0, 1))}, {"history": None}, {"history": ((), ())},
+    ):  # fmt: skip
+        others.append(replace(ASKED, **change))  # type: ignore[arg-type]
+    assert len({data.digest() for data in others}) == len(others)
+
+
+def test_concat_joins_parts_of_one_task_only() -> None:
+    """Nothing is dropped or made up; but no history is an empty one."""
+    bare = TextData("instruction", ("d",), responses=("4",))
+    talk = replace(bare, history=((("user", "Hi"),),))
+    assert TextData.concat([bare, talk]).history == ((), (("user", "Hi"),))
+    with pytest.raises(DataError, match="at least one part"):
+        TextData.concat([])
+    for other in (
+        replace(CLASSES, label_names=("x", "z")), replace(CLASSES, pair=None), bare,
+        replace(bare, references=(("4",),)), replace(bare, droppable=((0, 1),)),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match="got 2 different"):
+            TextData.concat([CLASSES if other.kind == "classification" or other is bare else bare, other])
+
+
+def test_what_is_no_data_is_refused() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"text": ("a", "b"), "labels": (0,), "label_names": ("x",)}, r"'text': 2, 'labels': 1"),
+        ({"pair": (), "labels": (0,), "label_names": ("x",)}, r"'pair': 0"),
+        ({"label_names": ("x",)}, "has labels"),
+        ({"labels": (0,)}, "label_names"),
+        ({"labels": (0,), "responses": ("r",), "label_names": ("x",)}, "no responses"),
+        ({"text": ("a", "b"), "labels": (0, 2), "label_names": ("x", "y")}, r"example 1 has label 2.*0\.\.1"),
+        ({"labels": (-1,), "label_names": ("x",)}, "example 0 has label -1"),
+        *(
+            ({"labels": (0,), "label_names": ("x",), name: value}, "references, droppable and history")
+            for name, value in (("references", (("r",),)), ("droppable", ((0, 1),)), ("history", ((),)))
+        ),
+        ({"kind": "instruction"}, "instruction data has text"),
+        ({"kind": "instruction", "labels": (0,), "responses": ("r",)}, "instruction data has text"),
+        ({"kind": "instruction", "responses": ("r",), "pair": ("b",)}, "instruction data has text"),
+        ({"kind": "instruction", "responses": ("r",), "label_names": ("x",)}, "instruction data has text"),
+        ({"kind": "instruction", "responses": ("r",), "references": ((),)}, "at least one answer"),
+        ({"kind": "instruction", "responses": ("r",), "droppable": ()}, "'droppable': 0"),
+        ({"kind": "instruction", "responses": ("r",), "history": ((("tool", "x"),),)}, "assistant; got 'tool'"),
+        ({"kind": "regression"}, "'regression'"),
+    ]
+    for fields, said in wrong:
+        with pytest.raises(DataError, match=said):
+            TextData(**({"kind": "classification", "text": ("a",)} | fields))
+    for indices, said in (
+        ([3], r"of 3, .*0\.\.2"), ([-1], r"0\.\.2"), ([0, 7], r"0\.\.2"),
+        (np.array([True, False, True]), "whole numbers"), ([0.0], "whole numbers"), ([[0]], "whole numbers"),
+        (["0"], "whole numbers"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=said):
+            CLASSES.select(indices)  # type: ignore[arg-type]
+
+
+def test_lists_become_tuples_of_plain_values() -> None:
+    data = TextData("classification", ["a", "b"], labels=np.array([1, 0]), label_names=["x", "y"])  # type: ignore[arg-type]
+    assert data == TextData("classification", ("a", "b"), labels=(1, 0), label_names=("x", "y")) and len(data) == 2
+    assert data.labels is not None and type(data.labels[0]) is int
+    assert ASKED.messages(0) == (("system", "s"), ("user", "a"), ("assistant", "1"))
