@@ -268,7 +268,7 @@ def targets_for(config: Mapping[str, Any], modules: Iterable[str], layouts: Mapp
     if not chosen and (not layers and not named):
         return {}
     if not chosen and isinstance(named, list | tuple | set):
-        asked = Question("target_modules", "end", tuple(named), exact=True)
+        asked = Question("target_modules", "names", tuple(named))
         if None not in matches([asked], targets)[0]:
             return {}
     return {"target_modules": targets, **{field: None for field in _CHOOSING if field in config}}

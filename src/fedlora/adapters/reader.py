@@ -31,7 +31,6 @@ from fedlora.adapters.limits import Limits
 from fedlora.adapters.loadable import adalora_ranks, check_layers, check_parameters, check_saved, check_tokens
 from fedlora.adapters.narrowing import common_type
 from fedlora.adapters.open_targets import check_kinds, check_without_base
-from fedlora.adapters.patterns import PatternLimits
 from fedlora.adapters.resolved import (
     Parameters,
     Resolved,
@@ -262,9 +261,7 @@ class AdapterFile:
             list(self._names.values()),
             candidates(dict.fromkeys(map(plain, self._factors)), parameters),
             patterns=not is_adalora(self.config),
-            limits=PatternLimits(
-                seconds=self.limits.pattern_seconds, clock=PatternLimits.clock + 10 * self.limits.pattern_seconds
-            ),
+            seconds=self.limits.pattern_seconds,
         )
 
     def _asked(self, path: str) -> str:

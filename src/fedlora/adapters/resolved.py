@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlora.adapters.architecture import may_be_embedding
-from fedlora.adapters.patterns import PatternLimits, Question, matches
+from fedlora.adapters.patterns import Question, matches
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError
 
@@ -52,20 +52,21 @@ def resolve(
     parameters: Collection[str] = (),
     *,
     patterns: bool = True,
-    limits: PatternLimits | None = None,
+    seconds: float = 60.0,
 ) -> Resolved:
     """All that a config says of its file's modules (layers) and of bare parameters, each by the name peft asks with.
 
     patterns: whether ranks and alphas are looked up. AdaLoRA's are not; peft compiles their patterns all the same.
+    seconds: of processor time for all patterns.
 
     Raises:
-        AdapterFormatError: patterns that `re` does not take, that do not end, or that peft itself refuses together.
+        AdapterFormatError: patterns that `matches` refuses, or that peft itself refuses together.
     """
     names = [*dict.fromkeys(layers), *dict.fromkeys(parameters)]
     count = len(names) - len(set(parameters))
     questions = [Question(field, "end", tuple(config.get(field) or {})) for field in ("rank_pattern", "alpha_pattern")]
     asked = _target_questions(config, count)
-    answers = matches([*questions, *asked.values()], names, limits)
+    answers = matches([*questions, *asked.values()], names, seconds)
     found: list[dict[str, Any]] = [{}, {}]
     for question, answer, values in zip(questions if patterns else (), answers, found, strict=False):
         said = config.get(question.field) or {}
@@ -99,7 +100,7 @@ def _target_questions(config: Mapping[str, Any], count: int) -> dict[str, Questi
         if isinstance(value, str):
             found[field] = Question(field, "whole", (value,), first=count)
         else:
-            found[field] = Question(field, "end", tuple(value), exact=True, first=count)
+            found[field] = Question(field, "names", tuple(value), first=count)
     saved = tuple(config.get("modules_to_save") or ())
     if config.get("task_type") in CLASSIFYING:
         saved += CLASSIFIERS
