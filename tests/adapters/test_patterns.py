@@ -29,7 +29,7 @@ from fedlora.adapters import patterns
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.patterns import Question, literal, matches
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
-from fedlora.adapters.resolved import resolve
+from fedlora.adapters.config_meaning import resolve
 from fedlora.errors import AdapterFormatError
 from support.command_line import Said
 

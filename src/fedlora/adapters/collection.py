@@ -21,9 +21,9 @@ from fedlora.adapters import allocation
 from fedlora.adapters.base_names import Base, check_same_base, public_name
 from fedlora.adapters.io import AdapterSpec, spec_of
 from fedlora.adapters.layouts import Layout, stored_path
+from fedlora.adapters.module_names import plain
 from fedlora.adapters.narrowing import common_type, narrowed
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.resolved import plain
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
 from fedlora.adapters.weighting import Weighting, weighting
 from fedlora.core.echo import quoted

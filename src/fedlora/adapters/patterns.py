@@ -63,7 +63,9 @@ def matches(questions: Sequence[Question], names: Sequence[str], seconds: float 
         [[0, 1, None]]
     """
     until = time.thread_time() + seconds
-    return [_answers(question, names[: question.first], _Clock(question.field, seconds, until)) for question in questions]
+    return [
+        _answers(question, names[: question.first], _Clock(question.field, seconds, until)) for question in questions
+    ]
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def _blanked(letters: str, spots: Spots) -> str:
     return "".join(several)
 
 
-# ------------------------------------------------------------------------------------------------------------ the screen
+# ----------------------------------------------------------------------------------------------------------- the screen
 
 _LETTER = re.compile(
     r"\\[^A-Za-z0-9]|\\[dDwWsS]|\[\^?(?:\w-\w|[\w.*+/]|\\[-.dDwWsS])+-?\]|[^\\^$|?*+()\[\]{}\x00-\x1f]", re.ASCII
