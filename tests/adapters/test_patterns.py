@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 
 from fedlora import Adapter, LoRA, read_adapter, write_adapter
 from fedlora.adapters import patterns
+from fedlora.adapters.config_meaning import resolve
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.patterns import Question, literal, matches
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
-from fedlora.adapters.config_meaning import resolve
 from fedlora.errors import AdapterFormatError
 from support.command_line import Said
 
@@ -110,7 +110,9 @@ def test_any_pattern_means_what_peft_takes_it_for(keys: list[str], asked: list[s
 
 
 @settings(drawn, max_examples=300)
-@given(st.text(st.sampled_from(r"ab.01\()[]{}|?*+^$,:=!<P#dwsbAZ-"), max_size=14), st.lists(names, min_size=1, max_size=3))
+@given(
+    st.text(st.sampled_from(r"ab.01\()[]{}|?*+^$,:=!<P#dwsbAZ-"), max_size=14), st.lists(names, min_size=1, max_size=3)
+)
 def test_whatever_is_written_means_what_peft_takes_it_for_or_is_refused(key: str, asked: list[str]) -> None:
     compared({"rank_pattern": {key: 1}}, asked)
 
@@ -222,7 +224,9 @@ def test_what_is_not_of_the_grammar_is_refused_with_the_place_and_a_way_out(what
     with pytest.raises(AdapterFormatError) as caught:
         matches([Question("rank_pattern", "end", (pattern,))], ["q_proj", "a" * 512])
     said = str(caught.value)
-    assert why in said and "\n" not in said and len(said) < 300 and "rank_pattern" in said and "Name the modules" in said
+    assert (
+        why in said and "\n" not in said and len(said) < 300 and "rank_pattern" in said and "Name the modules" in said
+    )
     assert time.process_time() - begun < 1
 
 

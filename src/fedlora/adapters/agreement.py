@@ -101,7 +101,7 @@ def _of_labels(said: Sequence[Said], matter: bool) -> list[str]:
         return [f"the uploads' classes differ ({both}); their heads are left out"]
     raise AdapterFormatError(
         f"the uploads number their classes differently, so a mean would mix them: label_names of {both} in {FILE}. "
-        f"Train with the same --labels at every site; --drop heads merges the rest."
+        f"Train with the same --labels at every site; --heads drop merges the rest."
     )
 
 

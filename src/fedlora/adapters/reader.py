@@ -95,6 +95,11 @@ class AdapterFile:
             }
         )
         self._cached: tuple[str, Tensor, Tensor] | None = None  # experts share their tensors: read once
+        # Names of the adapted matrices: paths of layers, sorted, and PATH[e] for each expert of a parameter.
+        self.modules = tuple(name for path in sorted(self.layouts) for name in self.layouts[path].modules(path))
+        # Names of the tensors beside the pairs, sorted: fully trained ones, and biases (`kind`), by their names in the
+        # base model, whatever is wrapped around them; added biases and token rows by their paths.
+        self.heads = tuple(sorted(self._parsed.beside))
 
     def _named(self, error: AdapterFormatError) -> AdapterFormatError:
         """The error with the directory in it."""
@@ -116,20 +121,13 @@ class AdapterFile:
         return f"{self.base_model or 'not named'}{f' at revision {revision}' if revision else ''}"
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of the adapted matrices: paths of layers, sorted, and PATH[e] for each expert of a parameter."""
-        return tuple(name for path in sorted(self.layouts) for name in self.layouts[path].modules(path))
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """Names of the tensors beside the pairs, sorted: fully trained ones, and biases (`kind`), by their names in the
-        base model, whatever is wrapped around them; added biases and token rows by their paths."""
-        return tuple(sorted(self._parsed.beside))
-
-    @property
     def stored(self) -> Mapping[str, Stored]:
         """Every tensor by its key, as the header has it."""
         return self._parsed.tensors
+
+    def has_head(self, name: str) -> bool:
+        """Whether a tensor beside the pairs is there."""
+        return name in self._parsed.beside
 
     def kind(self, head: str) -> str:
         """What a tensor beside the pairs is: `config_meaning.extra_kind`."""

@@ -14,7 +14,6 @@ import torch
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
 from fedlora.adapters.merge_result import Parts, Place, Progress, Result, Source, write_result
-from fedlora.adapters.narrowing import parse_type
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
 from fedlora.adapters.uploads import read_facts, read_round
 from fedlora.core.lora import LoRA, stack
@@ -68,7 +67,7 @@ def merge_round(
     more = [*more, *(_weighed(judged) if judged is not None else [])]
     label = f"{label}, weighed by {judged.rule}" if judged is not None else label
     updates = hand.whole()
-    wide = parse_type(wanted.dtype) if wanted.dtype else torch.float32
+    wide = wanted.wide
     of, against, weighed = _measure(given, clients, method, missing, rule, judged, updates, state is not None, wide)
     source = Source(
         [module for module in given.modules if module in updates] + [m for m in updates if m not in set(given.modules)],
