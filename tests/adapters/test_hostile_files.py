@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 
 from fedlora import read_adapter, write_adapter
 from fedlora.adapters import reader
+from fedlora.adapters.beside import averaged
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
@@ -117,7 +118,7 @@ def used(folder: Path, out: Path) -> None:
         file.head(path)
     write_adapter(out, *read_adapter(folder))
     both = Collection.of([file, file], [0.7, 0.3])
-    _ = both.modules, both.layouts, both.spec(), both.extras("average"), file.base, file.stored
+    _ = both.modules, both.layouts, both.spec(), averaged(both, "average"), file.base, file.stored
 
 
 def refused(folder: Path, why: str, main: Callable[..., Said], *, validate: bool = True) -> None:

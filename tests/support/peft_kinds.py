@@ -158,7 +158,8 @@ MORE: dict[str, Case] = {
     "a key that looks like a pattern": plain(
         {"alpha_pattern": {"blocks.0.one": 3}}, {"alpha_pattern": {"b.ocks.0.one": 3}}),
     "alternatives": plain({"alpha_pattern": {"one|two": 3}, "rank_pattern": {"(?:blocks\\.0\\.)(one|two)": 2}}),
-    "looking ahead": plain({"alpha_pattern": {r"blocks\.(?!0)\d+\.one": 3}}, {"rank_pattern": {r".*(?=0\.t)0\.two": 2}}),
+    "looking ahead": plain(
+        {"alpha_pattern": {r"blocks\.(?!0)\d+\.one": 3}}, {"rank_pattern": {r".*(?=0\.t)0\.two": 2}}),
     "a pattern of nothing": plain({"rank_pattern": {"three": 2}, "alpha_pattern": {"": 5}}),
     "alpha below 1": plain({"lora_alpha": 0.125}, {"lora_alpha": 1e-3}),
     "alpha that is no whole number": plain({"lora_alpha": 2.7}, {"lora_alpha": 3.14159}),
