@@ -134,8 +134,10 @@ def _target_questions(config: Mapping[str, Any], count: int) -> dict[str, Questi
     found = {}
     for field in ("target_modules", "exclude_modules"):
         value = config.get(field) or ()
-        one = isinstance(value, str)
-        found[field] = Question(field, "whole" if one else "names", (value,) if one else tuple(value), first=count)
+        if isinstance(value, str):
+            found[field] = Question(field, "whole", (value,), first=count)
+        else:
+            found[field] = Question(field, "names", tuple(value), first=count)
     saved = tuple(config.get("modules_to_save") or ())
     if config.get("task_type") in CLASSIFYING:
         saved += CLASSIFIERS

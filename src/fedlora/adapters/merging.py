@@ -193,10 +193,11 @@ def open_adapters(
 
 def examples_of(files: Sequence[AdapterFile]) -> list[float]:
     """num_examples of each adapter's upload.json. Raises `AdapterFormatError` where one has none."""
-    lacking = [str(file.directory) for file in files if not (file.directory / FILE).is_file()]
+    facts = [read_facts(file.directory, file.limits) for file in files]
+    lacking = [str(one.directory) for one in facts if not one.there]
     if lacking:
         raise AdapterFormatError(
             f"{lacking[0]} has no {FILE}, so how many examples it counts is not known ({len(lacking)} of {len(files)} "
             f"have none): give --weights instead."
         )
-    return [read_facts(file.directory, file.limits)[1] for file in files]
+    return [one.examples for one in facts]

@@ -99,10 +99,10 @@ def _answers(question: Question, names: Sequence[str], clock: _Clock) -> list[in
     for name in names:
         clock.check()
         best = endings.first(name)
-        for number, pattern in compiled:
+        for number, asked in compiled:
             if best is not None and number > best:
                 break
-            match = pattern.fullmatch(name) if question.kind == "whole" else pattern.match(name)
+            match = asked.fullmatch(name) if question.kind == "whole" else asked.match(name)
             if match is not None:
                 best = int(match["idx"]) if question.kind == "layer" else number
                 break

@@ -15,7 +15,7 @@ from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
 from fedlora.adapters.merge_result import Parts, Place, Progress, Result, Source, write_result
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
-from fedlora.adapters.uploads import read_facts, read_round
+from fedlora.adapters.uploads import read_facts
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.messages import Missing
 from fedlora.core.method import Method
@@ -54,15 +54,14 @@ def merge_round(
     Returns:
         the report, and the round that the state is of, where there is one.
     """
-    clients = [read_facts(file.directory, file.limits)[0] for file in given.files]
+    facts = [read_facts(file.directory, file.limits) for file in given.files]
+    clients = [one.client for one in facts]
     ranks, more = readout_ranks(readout, clients, given.files) if readout is not None else ({}, [])
     bases = [file.base for file in given.files]
     handed_on = next(file.base for file in given.files if file.base_model == given.spec().base_model)
     hand = ByHand(method, label, state, base=handed_on, missing=missing, rule=rule, also_called=bases)
     hand.check_apart(place.out)
-    after = hand.aggregate(
-        given, clients, given.weights, [read_round(file.directory, file.limits) for file in given.files]
-    )
+    after = hand.aggregate(given, clients, given.weights, [one.round for one in facts])
     judged = after.tally.judged if after.tally is not None else None
     more = [*more, *(_weighed(judged) if judged is not None else [])]
     label = f"{label}, weighed by {judged.rule}" if judged is not None else label
