@@ -29,7 +29,7 @@ _KEYS: tuple[tuple[str, str, str], ...] = (
     (r"(unet|text_encoder|text_encoder_2|transformer)\..*(lora|processor).*", "an adapter of diffusers", _CONVERT),
     (r"diffusion_model\..*lora.*", "an adapter of ComfyUI's form (diffusion_model....)", _CONVERT),
     (r".*\.lora_[ab]", "an adapter of MLX (lora_a and lora_b)", _MLX),
-    (r".*\.lora_[AB]\.(?!weight$|bias$)[^.]+\.weight", "a model's state_dict, with the adapter's name in its keys", _SAVE),
+    (r".*\.lora_[AB]\.(?!weight$|bias$)[^.]+\.weight", "a state_dict, with the adapter's name in its keys", _SAVE),
     (r"(?!base_model\.)(.*)\.lora_(A|B)\.weight", "LoRA without peft's prefix 'base_model.model.'", _SAVE),
     (r"(?:(?:model|transformer|bert|roberta|gpt_neox|encoder|decoder|lm_head|h|wte)\.).*\.?weight",
      "a full model, without any LoRA", _GIVE),

@@ -6,12 +6,11 @@ One module is in memory at a time. Nothing is written before everything has been
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 import torch
 
@@ -19,108 +18,25 @@ from fedlora.adapters.beside import Beside, HeadRule, averaged, kept
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.labels import labels_of, write_labels
 from fedlora.adapters.merge_card import merge_card
-from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
+from fedlora.adapters.merge_report import ClientReport, MergeReport
+from fedlora.adapters.merge_request import Parts, Place, Progress, Result, Source
 from fedlora.adapters.narrowing import common_type, name_of, narrowed_pair, parse_type
 from fedlora.adapters.truncation import (
-    Combined,
     ModuleReport,
     RankRule,
-    against_mean,
     budget_ranks,
     total_error,
     total_rounding,
 )
 from fedlora.adapters.vllm import VLLM_RANKS, check_vllm, vllm_rank
-from fedlora.adapters.writer import MERGE, MERGE_FOLDER, AdapterSpec, AdapterWriter, pad_rank
+from fedlora.adapters.writer import AdapterWriter, pad_rank
 from fedlora.core.echo import quoted
-from fedlora.core.folders import FolderKind, check_target, replacing_folder
-from fedlora.core.lora import LoRA
 from fedlora.core.messages import Missing
 from fedlora.errors import AdapterFormatError, ConfigError
 
-Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, what is done) -> the steps
 _MUCH_ROUNDING = 0.02  # bfloat16 has 0.003 of numbers that it holds
 _MOST_PADDING = 2.0  # one rank for all modules, where that makes the file at most so much larger
 _LEFT_AS = {"head": "heads", "bias": "bias", "tokens": "tokens", "base": "base"}  # kind -> what a report calls it
-
-
-@dataclass(frozen=True)
-class Result:
-    """What is asked of a result, whatever made it. All as `merge` has them. least: the rank that every module has at
-    least, by slots of zeros."""
-
-    rank: str | int = "exact"
-    heads: str = "average"
-    dtype: str | None = None
-    serve: str | None = None
-    max_error: float | None = None
-    dry_run: bool = False
-    least: int = 0
-
-    def __post_init__(self) -> None:
-        RankRule.parse(self.rank)
-        one_of("--heads", self.heads, get_args(HeadRule))
-        one_of("--for", self.serve, ("vllm",))
-        if self.dtype is not None:
-            parse_type(self.dtype)
-        if self.max_error is not None and not 0 <= self.max_error < math.inf:
-            raise ConfigError(f"--max-error is a number from 0; got {self.max_error}.")
-
-    @property
-    def wide(self) -> torch.dtype:
-        """What is computed in, at least."""
-        return parse_type(self.dtype) if self.dtype else torch.float32
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the modules of a result come from. made: of what, in words, for the card; of: what a loss is relative to.
-    combined: module -> its update. mean: compared with that, where it is not itself the mean. weighed: by a robust
-    rule."""
-
-    modules: Sequence[str]
-    combined: Callable[[str], Combined]
-    made: str
-    of: str
-    mean: Callable[[str], tuple[LoRA, ModuleReport]] | None = None
-    weighed: Weighed | None = None
-
-    def cut(self, module: str, rule: RankRule, rank: int | None) -> tuple[LoRA, ModuleReport, int]:
-        """The pair, its report, and the rank that there was to cut. rank: under a budget."""
-        found = self.combined(module)
-        cut = found.cut(rule.keep(found.product) if rank is None else rank)
-        return *(cut if self.mean is None else against_mean(*cut, self.mean(module))), found.product.rank
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What results of one merge have in common: modules, what lies beside the pairs, the type, names of classes."""
-
-    modules: frozenset[str]
-    spec: AdapterSpec
-    extras: Mapping[str, torch.Tensor]
-    dtype: torch.dtype
-    labels: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a result goes. force: what is there is replaced, where it is wholly of `kind`. inputs: never replaced.
-    by: what the result says of its writer."""
-
-    out: Path
-    kind: FolderKind = MERGE_FOLDER
-    by: str = MERGE
-    force: bool = False
-    inputs: Sequence[str | os.PathLike[str]] = ()
-
-    def check(self) -> None:
-        """Raises `ConfigError` where nothing can or may be written: to ask before long work."""
-        check_target(self.out, force=self.force, kind=self.kind, inputs=self.inputs)
-
-    def building(self) -> AbstractContextManager[Path]:
-        """A folder that becomes the result when the block ends well."""
-        return replacing_folder(self.out, force=self.force, kind=self.kind, inputs=self.inputs)
 
 
 def write_result(
@@ -150,24 +66,16 @@ def write_result(
     notes += more
     spec = given.spec(extras.saved)
     budget = _budget(source, rule, progress)
-    reports, widths, fulls = [], [], []
     with ExitStack() as stack:
         building = None if wanted.dry_run else stack.enter_context(place.building())
         limits = given.files[0].limits
-        writer = (
-            None if building is None else stack.enter_context(AdapterWriter(building, spec, by=place.by, limits=limits))
-        )
-        for k, module in enumerate(progress(source.modules, "merging")):
-            lora, report, full = source.cut(module, rule, budget[k] if budget else None)
-            fulls.append(full)
-            lora, moved = narrowed_pair(pad_rank(lora, 1), dtype, module)
-            reports.append(replace(report, rounding=moved / report.norm if report.norm else 0.0))
-            widths.append(len(lora.factors[0]) + lora.factors[1].shape[1])
-            if writer is not None:
-                writer.add(module, lora)
+        writer = None
+        if building is not None:
+            writer = stack.enter_context(AdapterWriter(building, spec, by=place.by, limits=limits))
+        cuts = _cut_each(source, rule, budget, dtype, writer, progress)
+        reports = [cut.report for cut in cuts]
         _check_error(wanted, source, reports, extras, dtype)
-        ranks = [max(report.kept, 1) for report in reports]
-        rank, size, more = _one_rank(wanted, rule, ranks, fulls, widths, dtype)
+        rank, size, more = _one_rank(wanted, rule, cuts, dtype)
         if size > limits.total:
             raise ConfigError(f"the result would have {size:,.0f} bytes: a lower --rank is smaller.")
         notes += more
@@ -177,16 +85,7 @@ def write_result(
         if not any(report.norm for report in reports):
             notes.append(_why_zero(given, missing))
         size += math.fsum(t.numel() * t.element_size() for t in extras.tensors.values())
-        done = MergeReport(
-            out=str(place.out), written=not wanted.dry_run, adapters=tuple(str(file.directory) for file in given.files),
-            weights=given.weights, module_weights=_other_weights(given, reports, missing, extras),
-            beside=tuple(extras.tensors), rank=rank or max(ranks), one_rank=bool(rank), dtype=name_of(dtype),
-            error=total_error(reports), rounding=total_rounding(reports),
-            beside_rounding=max(extras.rounding.values(), default=0.0), modules=tuple(reports),
-            lacking=tuple(r.module for r in reports if any(r.module not in file.ranks for file in given.files)),
-            dropped=_dropped(extras), warnings=tuple(notes), bytes=int(size),
-            bytes_before=sum(file.tensor_bytes() for file in given.files), weighed=source.weighed,
-        )  # fmt: skip
+        done = _report(given, place, wanted, source, missing, extras, reports, rank, dtype, notes, int(size))
         if building is not None and writer is not None:
             writer.finish(extras.tensors, merge_card(given, done, source.made, str(wanted.rank)), rank=rank)
             if labels:
@@ -196,11 +95,6 @@ def write_result(
             clients, remarks = also(building, parts)
             done = replace(done, clients=tuple(clients), warnings=(*done.warnings, *remarks))
     return done
-
-
-def one_of(option: str, value: object, known: Sequence[str]) -> None:
-    if value is not None and value not in known:
-        raise ConfigError(f"{option} is one of {', '.join(known)}; got {str(value)[:80]!r}.")
 
 
 # -------------------------------------------------------------------------------------------------------- ranks, losses
@@ -216,6 +110,36 @@ def _budget(source: Source, rule: RankRule, progress: Progress) -> list[int] | N
         reports.append(found.report(found.product.rank))
         costs.append(found.product.d_out + found.product.d_in)
     return budget_ranks(reports, costs, rule.value)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One module of the result. full: the rank that there was to cut. width: numbers that one more slot takes."""
+
+    report: ModuleReport
+    full: int
+    width: int
+
+    @property
+    def rank(self) -> int:
+        """As it is stored, before all are padded to one."""
+        return max(self.report.kept, 1)
+
+
+def _cut_each(
+    source: Source, rule: RankRule, budget: Sequence[int] | None, dtype: torch.dtype, writer: AdapterWriter | None,
+    progress: Progress,
+) -> list[_Cut]:  # fmt: skip
+    """Every module cut and narrowed, and handed to the writer, where there is one."""
+    cuts = []
+    for k, module in enumerate(progress(source.modules, "merging")):
+        lora, report, full = source.cut(module, rule, budget[k] if budget else None)
+        lora, moved = narrowed_pair(pad_rank(lora, 1), dtype, module)
+        report = replace(report, rounding=moved / report.norm if report.norm else 0.0)
+        cuts.append(_Cut(report, full, len(lora.factors[0]) + lora.factors[1].shape[1]))
+        if writer is not None:
+            writer.add(module, lora)
+    return cuts
 
 
 def _check_error(
@@ -260,15 +184,13 @@ def _wider(dtype: torch.dtype) -> str:
     return "float32" if dtype.itemsize < 4 else "float64"
 
 
-def _one_rank(
-    wanted: Result, rule: RankRule, ranks: Sequence[int], fulls: Sequence[int], widths: Sequence[int],
-    dtype: torch.dtype,
-) -> tuple[int, float, list[str]]:  # fmt: skip
+def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch.dtype) -> tuple[int, float, list[str]]:
     """(the rank to pad all modules to, 0 for none; bytes of the pairs; what to say of it)."""
+    ranks = [cut.rank for cut in cuts]
     asked = max(wanted.least, *ranks)
     largest = vllm_rank(asked) if wanted.serve == "vllm" else asked
-    each = math.fsum(r * w for r, w in zip(ranks, widths, strict=True)) * dtype.itemsize
-    one = largest * math.fsum(widths) * dtype.itemsize
+    each = math.fsum(cut.rank * cut.width for cut in cuts) * dtype.itemsize
+    one = largest * math.fsum(cut.width for cut in cuts) * dtype.itemsize
     notes = []
     if wanted.least > max(ranks):
         notes.append(
@@ -277,7 +199,7 @@ def _one_rank(
         )
     elif rule.kind == "rank" and rule.value > max(ranks):
         notes.append(f"rank {rule.value:.0f} was asked for, and the update has {max(ranks)}: nothing is cut")
-    if rule.kind == "budget" and all(r >= full for r, full in zip(ranks, fulls, strict=True)):
+    if rule.kind == "budget" and all(cut.rank >= cut.full for cut in cuts):
         notes.append(f"budget={rule.value:g} is no less than the update takes (ranks to {max(ranks)}): nothing is cut")
     if largest > asked:
         notes.append(
@@ -296,6 +218,22 @@ def _one_rank(
 
 
 # ---------------------------------------------------------------------------------------------------- what to say of it
+
+
+def _report(
+    given: Collection, place: Place, wanted: Result, source: Source, missing: Missing, extras: Beside,
+    reports: Sequence[ModuleReport], rank: int, dtype: torch.dtype, notes: Sequence[str], size: int,
+) -> MergeReport:  # fmt: skip
+    return MergeReport(
+        out=str(place.out), written=not wanted.dry_run, adapters=tuple(str(file.directory) for file in given.files),
+        weights=given.weights, module_weights=_other_weights(given, reports, missing, extras),
+        beside=tuple(extras.tensors), rank=rank or max(max(report.kept, 1) for report in reports),
+        one_rank=bool(rank), dtype=name_of(dtype), error=total_error(reports), rounding=total_rounding(reports),
+        beside_rounding=max(extras.rounding.values(), default=0.0), modules=tuple(reports),
+        lacking=tuple(r.module for r in reports if any(r.module not in file.ranks for file in given.files)),
+        dropped=_dropped(extras), warnings=tuple(notes), bytes=size,
+        bytes_before=sum(file.tensor_bytes() for file in given.files), weighed=source.weighed,
+    )  # fmt: skip
 
 
 def _of_first(wanted: Result, given: Collection, extras: Beside) -> list[str]:

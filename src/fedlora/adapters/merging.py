@@ -13,7 +13,8 @@ from fedlora.adapters.beside import HeadRule
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.merge_report import MergeReport
-from fedlora.adapters.merge_result import Place, Progress, Result, Source, one_of, write_result
+from fedlora.adapters.merge_request import Place, Progress, Result, Source, one_of
+from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule
 from fedlora.adapters.uploads import FILE, read_facts

@@ -73,7 +73,7 @@ def merge(
 ) -> None:
     """Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank."""
     from fedlora.adapters import merging
-    from fedlora.adapters.merge_result import Place, Result
+    from fedlora.adapters.merge_request import Place, Result
     from fedlora.cli.method_names import parse_defence
     from fedlora.offline.rounds import merge_round
 

@@ -13,7 +13,8 @@ import torch
 
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
-from fedlora.adapters.merge_result import Parts, Place, Progress, Result, Source, write_result
+from fedlora.adapters.merge_request import Parts, Place, Progress, Result, Source
+from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
 from fedlora.adapters.uploads import read_facts
 from fedlora.core.lora import LoRA, stack
