@@ -552,7 +552,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "alpha_pattern too large for its rank": (
         config(rank_pattern={"^none": 1}, alpha_pattern={"q_proj": 20_001}), "alpha"),
     **{
-        f"{field} = {pattern!r}": (config(**{field: {pattern: 2}}), "is not a regular expression")
+        f"{field} = {pattern!r}": (config(**{field: {pattern: 2}}), "Name the modules")
         for field in ("rank_pattern", "alpha_pattern")
         for pattern in ("(", "[", "*", "a{2,1}", "(?P<n>a)(?P<n", "\\", "(?<=a*)(", "(?z)")
     },
