@@ -116,6 +116,17 @@ def test_a_file_is_read_module_by_module(tmp_path: Path) -> None:
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("of_A", [torch.bfloat16, torch.float32, torch.float64])
+def test_factors_of_two_types_are_read_in_the_one_that_holds_both(of_A: torch.dtype, tmp_path: Path) -> None:
+    """Reference: the product of what is stored, in float64; alpha / r is 2."""
+    weights = bare(tmp_path / "a", {"q": 2}, dtype=torch.float16) / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    tensors["base_model.model.q.lora_A.weight"] = tensors["base_model.model.q.lora_A.weight"].to(of_A)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    B, A = (tensors[f"base_model.model.q.lora_{side}.weight"].double() for side in "BA")
+    torch.testing.assert_close(AdapterFile(tmp_path / "a").lora("q").delta().double(), 2 * B @ A, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("alpha", [33, 8])
 def test_what_is_left_when_adapters_nearly_cancel_is_right(stored: torch.dtype, alpha: int, tmp_path: Path) -> None:

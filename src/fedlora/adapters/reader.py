@@ -168,14 +168,15 @@ class AdapterFile:
     # ---- numbers -----------------------------------------------------------------------------------------------------
 
     def lora(self, module: str) -> LoRA:
-        """One module's pair, in units of `scaling`, in the types that it is stored in; in float32, if they are narrower
-        and not of that unit.
+        """One module's pair, in units of `scaling`, in the type that it is stored in; in float32, if that is narrower
+        and the pair not of that unit; in the one that holds both, where the factors are of two.
 
         Raises:
             AdapterFormatError: it cannot be read, or holds NaN or Inf.
         """
         pair, scale = self.unscaled(module)
-        return scaled(pair.map(lambda t: t.to(self.wide(module)) if t.dtype == torch.float64 else t), scale)
+        wide, mixed = self.wide(module), pair.factors[0].dtype != pair.factors[1].dtype
+        return scaled(pair.map(lambda t: t.to(wide) if mixed or t.dtype == torch.float64 else t), scale)
 
     def unscaled(self, module: str) -> tuple[LoRA, float]:
         """One module's pair with the numbers of the file, and by how much its product counts in units of `scaling`. In
