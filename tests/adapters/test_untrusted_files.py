@@ -325,3 +325,23 @@ def test_numbers_that_no_update_has(B: float, A: float, sound: bool, main: Calla
 
 def _all(lora: LoRA) -> list[Tensor]:
     return [*lora.factors, lora.delta()]
+
+
+@pytest.mark.parametrize("place", [0, 4096, 2**21, 2**22 - 4, 2**22, 2**23 - 4])
+def test_a_number_between_two_holes_is_seen(place: int, tmp_path: Path) -> None:
+    """Holes of a sparse file are left out, and what lies between them is not."""
+    sizes = {"A": [1, 2**20], "B": [2**20, 1]}
+    entries = [
+        {"dtype": "F32", "shape": shape, "data_offsets": [k << 22, (k + 1) << 22]}
+        for k, shape in enumerate(sizes.values())
+    ]
+    header = {f"base_model.model.q.lora_{side}.weight": entry for side, entry in zip(sizes, entries, strict=True)}
+    raw = json.dumps(header).encode()
+    with (tmp_path / WEIGHTS_FILE).open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + 2**23)
+        file.seek(8 + len(raw) + place)
+        file.write(struct.pack("<f", math.inf))
+    (tmp_path / CONFIG_FILE).write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"]}')
+    with pytest.raises(AdapterFormatError, match="NaN or Inf"):
+        AdapterFile(tmp_path).check()

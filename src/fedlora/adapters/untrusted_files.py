@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,10 +74,11 @@ class StrangersFile:
         return self._seen[2]
 
     @contextmanager
-    def reading(self) -> Iterator[io.BufferedReader]:
+    def reading(self) -> Iterator[io.FileIO]:
         """The open file. Raises `AdapterFormatError` where it is not what it was, before or after."""
         try:
-            with opened(self._real, links=False) as file:
+            with opened(self._real, links=False) as buffered:
+                file = cast("io.FileIO", buffered.raw)  # holes are looked for by the descriptor, past every buffer
                 self._check(file)
                 yield file
                 self._check(file)
@@ -113,7 +114,7 @@ class StrangersFile:
         with self.reading() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def _fill(self, file: io.BufferedReader, begin: int, into: memoryview) -> None:
+    def _fill(self, file: io.FileIO, begin: int, into: memoryview) -> None:
         file.seek(begin)
         while into:
             got = file.readinto(into)
@@ -121,7 +122,7 @@ class StrangersFile:
                 raise AdapterFormatError(f"{self.path} has changed while it was read.")
             into = into[got:]
 
-    def _check(self, file: io.BufferedReader) -> None:
+    def _check(self, file: io.FileIO) -> None:
         facts = os.fstat(file.fileno())
         seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         if self._seen not in (None, seen):
@@ -272,7 +273,7 @@ def _largest_in(
     return found
 
 
-def _data_from(file: io.BufferedReader, at: int, begin: int, end: int) -> int:
+def _data_from(file: io.FileIO, at: int, begin: int, end: int) -> int:
     """The first place from `at` on that is no hole of the file, at a whole number of 8 bytes from `begin`."""
     if at >= end:
         return at
