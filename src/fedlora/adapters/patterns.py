@@ -85,6 +85,8 @@ class _Clock:
 
 
 def _answers(question: Question, names: Sequence[str], clock: _Clock) -> list[int | None]:
+    if not question.patterns and question.kind != "layer":
+        return [None] * len(names)
     endings = _Endings()
     others: list[tuple[int, str]] = []
     for number, pattern in enumerate(question.patterns):
@@ -162,8 +164,6 @@ class _Endings:
 
     def first(self, name: str) -> int | None:
         """The smallest number of those that match: the whole name, or what follows one of its dots."""
-        if not self._known:
-            return None
         best: int | None = None
         parts = [(name, True), (name, False)]
         parts += [(name[at + 1 :], False) for at, letter in enumerate(name) if letter == "."]
