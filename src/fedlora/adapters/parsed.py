@@ -54,8 +54,10 @@ class Parsed:
 class Meaning:
     """What the config says of each stored pair, by its path.
 
-    asked: the name by which peft asks the config about it. layouts: how it is stored. ranks: r by the config. scales:
-    alpha / r, or alpha / sqrt(r). targeted: whether it is a target of the config; None where the base model decides.
+    asked: the name by which peft asks the config about it. layouts: how it is stored. ranks: r by the config; 0 of a
+    module that AdaLoRA pruned away. said: the config with its patterns answered. targeted: whether it is a target of
+    the config; None where the base model decides; bare parameters are left out. twice: modules that are a target by
+    themselves, and by one of their parameters.
     """
 
     asked: Mapping[str, str]
@@ -63,7 +65,7 @@ class Meaning:
     ranks: Mapping[str, int]
     said: Resolved
     targeted: Mapping[str, bool | None]
-    twice: tuple[str, ...]  # modules that are a target by themselves, and by one of their parameters
+    twice: tuple[str, ...]
 
     def scale(self, path: str, scaling: float = 1.0) -> float:
         """A module's own alpha / r, in units of `scaling`."""
