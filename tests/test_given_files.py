@@ -19,7 +19,6 @@ RUN = '[model]\npath = "demo"\n[method]\nname = "svd"\n[data]\ntrain = "{}"\n'
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "{}"),
     "compare": ("compare", "{}", "--methods", "svd"),
-    "merge --weight-map": ("merge", "a", "b", "--out", "c", "--weight-map", "{}"),
     "merge --readout": ("merge", "a", "b", "--out", "c", "--method", "svd", "--weights", "1,1", "--readout", "{}"),
     "privacy": ("privacy", "{}"),
     "privacy --plan": ("privacy", "{}", "--plan"),

@@ -96,28 +96,29 @@ def adapters(home: Path) -> Iterator[tuple[str, Path, str]]:
     from hypothesis import HealthCheck, Phase, given, seed, settings
 
     from support import peft_kinds
-    from support.hostile import Case, cases
+    from support.hostile import Draft
+    from support.hostile import adapters as drawn_adapters
 
     for name, case in sorted(peft_kinds.KINDS.items()):
         folder = peft_kinds.made(case, 0, home / digest(name))
         changes = peft_kinds.updates(peft_kinds.dense(case, folder), peft_kinds.base_state(case))
         size = _size({key: float(change.norm()) for key, change in changes.items()})
         yield f"peft: {name}", folder, f"peft {size}; "
-    drawn: list[Case] = []
+    drawn: list[tuple[str, list[Draft]]] = []
 
     every = settings(max_examples=DRAWN, database=None, deadline=None, phases=[Phase.generate])
 
     @seed(33)
     @settings(every, suppress_health_check=[*HealthCheck])
-    @given(cases())
-    def draw(case: Case) -> None:
+    @given(drawn_adapters())
+    def draw(case: tuple[str, list[Draft]]) -> None:
         drawn.append(case)
 
     draw()
-    for k, case in enumerate(drawn):
-        for draft in case.drafts:
+    for k, (kind, drafts) in enumerate(drawn):
+        for draft in drafts:
             changes = ascii(", ".join(draft.changes) or "sound")
-            yield f"drawn {k}: {case.asked.kind}: {changes:.150}", draft.write(home / f"drawn-{k}"), ""
+            yield f"drawn {k}: {kind}: {changes:.150}", draft.write(home / f"drawn-{k}"), ""
 
 
 def read(folder: Path) -> str:

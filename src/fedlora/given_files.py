@@ -1,7 +1,9 @@
-"""Files that a person names (data, settings, maps, ledgers): ordinary files of a bounded size, opened without waiting.
+"""Files that a person or a stranger gives (data, settings, ledgers, adapters), opened and parsed within bounds.
 
-A pipe, a device, a folder and a file that is too large raise `OSError` with the reason as its `strerror`: a reader
-words it as it words a missing file.
+`opened` is the one opener: an ordinary file, without waiting. A pipe, a device, a folder and a file that is too large
+raise `OSError` with the reason as its `strerror`: a reader words it as it words a missing file. `parse_json` and
+`parse_toml` are the one reader of each form: what Python would read leniently, in silence or without a bound is a
+`ValueError` with the reason.
 """
 
 from __future__ import annotations
@@ -17,12 +19,18 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, escaped, repeated
 
 SETTINGS = 4 * 2**20  # bytes of a file that people write by hand; ten thousand keys have one million
 RECORDS = 2**28  # bytes of a record that a run or a federation keeps; a line for each of 100,000 rounds
 _PART = r'(?:[\w-]++|"[^"\n]*+"|\'[^\'\n]*+\')'
 _MANY_DOTS = re.compile(rf"(?:^|[{{,\[])[ \t]*+{_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{32}}", re.MULTILINE)
+# Possessive, and one that is not closed ends with the text: each byte is looked at once, whatever is written.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_LONG_NUMBER = re.compile(rb"(?<!\d)\d{500}")
+_HALF_LETTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _HOW = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe without a writer would wait for ever
 _KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
@@ -30,14 +38,15 @@ _KINDS = {
 }  # fmt: skip
 
 
-def opened(path: Path) -> io.BufferedReader:
-    """An ordinary file, or what a link to one leads to, to read. A pipe is not waited for.
+def opened(path: Path, *, links: bool = True) -> io.BufferedReader:
+    """An ordinary file to read, or what a link to one leads to. A pipe is not waited for. links: whether a link is
+    followed.
 
     Raises:
         OSError: it is not there, cannot be opened, or is no ordinary file.
     """
     try:
-        descriptor = os.open(path, _HOW)
+        descriptor = os.open(path, _HOW if links else _HOW | os.O_NOFOLLOW)
     except ValueError as error:  # a NUL, or half a letter
         raise OSError(errno.EINVAL, f"no file can have that name ({error})", str(path)) from error
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -95,20 +104,85 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deep") from error
 
 
-def parse_json(text: str | bytes) -> Any:
-    """JSON as dicts and lists, of what another program may have written: NaN and infinities become None.
+class TooMuchJson(ValueError):
+    """More than `parse_json` is allowed. limit: "depth" or "values". found: how many; None where not counted."""
+
+    def __init__(self, limit: str, found: int | None, said: str) -> None:
+        super().__init__(said)
+        self.limit, self.found = limit, found
+
+
+def parse_json(text: str | bytes, *, depth: int = 100, values: int = 2**27, nan_as_none: bool = False) -> Any:
+    """JSON as dicts and lists. Depth and values are counted in the text, in linear time, before anything is made of it.
+
+    Args:
+        depth: of lists and objects in each other. values: of all of them together, keys too. nan_as_none: NaN,
+            infinities and numbers beyond every float become None, in records of a program that could not write them.
 
     Raises:
-        ValueError: no JSON, or nested too deep.
+        ValueError: with the reason, in one line: not UTF-8, not JSON, a key twice, NaN or Infinity, a number that no
+            float holds, half a letter (a lone surrogate); `TooMuchJson` beyond a bound.
     """
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if raw.startswith(b"\xef\xbb\xbf"):
+        raise ValueError("it begins with a byte order mark, which JSON does not have")
+    _check_json(raw, depth, values)
+    hooks: dict[str, Any] = {"parse_constant": _no_number, "parse_float": _finite}
+    if nan_as_none:
+        hooks = {"parse_constant": lambda _: None, "parse_float": _finite_or_none}
     try:
-        return json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, **hooks)
+    except RecursionError:
+        raise TooMuchJson("depth", None, "it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 at byte {error.start:,}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(escaped(str(error).partition("\n")[0][:200])) from None
+    if _HALF_LETTER.search(raw):
+        try:
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("it holds half a letter (a lone surrogate), which is no text") from None
+    return found
 
 
-def _finite(digits: str) -> float | None:
-    number = float(digits)
+def _check_json(raw: bytes, depth: int, most: int) -> None:
+    """Raises `ValueError` for what is too deep or too much, from the text alone."""
+    bare = _STRING.sub(b"", raw)
+    values = 1 + bare.count(b",") + bare.count(b"[") + bare.count(b"{") + bare.count(b":")  # keys take memory too
+    if values > most:
+        raise TooMuchJson("values", values, f"it has {values:,} values, more than the {most:,} allowed")
+    if _LONG_NUMBER.search(bare):
+        raise ValueError("it has a number of 500 digits or more")
+    brackets = bare.translate(_ONE_KIND, _NOT_BRACKETS)
+    for _ in range(depth):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"")  # all innermost pairs at once, however many
+    if b"[]" in brackets or brackets.count(b"[") > depth:
+        raise TooMuchJson("depth", None, f"it is nested too deeply, more than the {depth} levels allowed")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the key {escaped(repeated(name for name, _ in pairs)[0][:80])!r} is there twice")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"it has {text}, which JSON does not have")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"it has the number {text[:40]}, which is beyond every float")
+    return number
+
+
+def _finite_or_none(text: str) -> float | None:
+    number = float(text)
     return number if math.isfinite(number) else None
 
 

@@ -11,12 +11,10 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from peft.utils.peft_types import PeftType
 
-from fedlora.adapters.foreign_formats import _OTHER_TYPES
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
 from support.command_line import Said
 
@@ -61,7 +59,7 @@ KEYS: dict[str, tuple[tuple[str, ...], str]] = {
     "kohya": ((f"{KOHYA}.alpha", f"{KOHYA}.lora_down.weight", f"{KOHYA}.lora_up.weight"),
               "kohya's sd-scripts.*convert_sd"),
     "kohya, text encoder": (("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",), "kohya's sd-scripts"),
-    "LyCORIS": ((f"{KOHYA}.lokr_w1", f"{KOHYA}.lokr_w2"), "LoHa or LoKr of LyCORIS"),
+    "LyCORIS": ((f"{KOHYA}.lokr_w1", f"{KOHYA}.lokr_w2"), "LyCORIS"),
     "diffusers": (("unet.down_blocks.0.attn1.to_q.lora_A.weight",), "diffusers.*convert_sd"),
     "diffusers, transformer": (("transformer.blocks.0.attn.to_q.lora_B.weight",), "diffusers"),
     "diffusers, old": (("unet.mid_block.attn1.processor.to_q_lora.down.weight",), "diffusers"),
@@ -71,7 +69,6 @@ KEYS: dict[str, tuple[tuple[str, ...], str]] = {
     "no prefix": (("model.layers.0.q.lora_A.weight",), "without peft's prefix"),
     "full model": (("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"), "full model"),
     "GPT-2": (("h.0.attn.c_attn.weight", "wte.weight"), "full model"),
-    "prompt": (("prompt_embeddings",), "learned prompt"),
 }  # fmt: skip
 
 
@@ -117,7 +114,6 @@ PLACES: dict[str, tuple[Callable[[Path], Path | str], str]] = {
     "a pickle": (lambda f: put(f, adapter_config__json=PEFT, adapter_model__bin=b""), "pickle.*run code"),
     "diffusers": (lambda f: put(f, pytorch_lora_weights__safetensors=b""), "adapter of diffusers.*convert_sd"),
     "GGUF": (lambda f: put(f, **{"my-lora__gguf": b"GGUF"}), "GGUF"),
-    "AdapterHub": (lambda f: put(f, pytorch_adapter__bin=b""), "AdapterHub"),
     "full model": (lambda f: put(f, config__json={}, model__safetensors=b""), "full model"),
     "full model in shards": (
         lambda f: put(f, **{"config__json": {}, "model-00001-of-00002__safetensors": b""}), "full model"),
@@ -125,11 +121,10 @@ PLACES: dict[str, tuple[Callable[[Path], Path | str], str]] = {
     "full model's config": (
         lambda f: adapter(f, "q.weight", config={"architectures": ["Llama"], "model_type": "llama"}),
         "config of a full model"),
-    "checkpoints": (_checkpoints, "but below: checkpoint-1000, checkpoint-500, checkpoint-90"),
+    "checkpoints": (_checkpoints, "below: checkpoint-1000, checkpoint-500, checkpoint-90"),
     "a run": (_run, "folder of a run; its adapters are adapter, clients/acme"),
-    "named adapters": (lambda f: sound(f / "french").parent, "but below: french"),
-    "archive": (_zip, "archive; unpack"),
-    "GGUF file": (lambda f: _file(f, "a.gguf"), "GGUF"),
+    "named adapters": (lambda f: sound(f / "french").parent, "below: french"),
+    "archive": (_zip, "it is a file; give a directory"),
     "single file": (lambda f: _file(f, "my_style.safetensors"), "single file, as sd-scripts"),
     "weights file": (lambda f: sound(f) / WEIGHTS_FILE, "one of its files; give the directory"),
     "config file": (lambda f: sound(f) / CONFIG_FILE, "one of its files; give the directory"),
@@ -158,8 +153,6 @@ def test_other_kinds_of_peft_are_refused_by_name(kind: str, main: Callable[..., 
         "validate", adapter(tmp_path / "a", "base_model.model.q.x", config=PEFT | {"peft_type": kind})
     ).complaint()
     assert f"peft_type = '{kind}' is not supported: " in said and "LORA" in said
-    what: Any = _OTHER_TYPES.get(kind)
-    assert what is None or what in said
 
 
 def test_a_folder_of_very_many_names_is_looked_at_in_part(main: Callable[..., Said], tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 
 from fedlora import read_adapter, write_adapter
 from fedlora.adapters import reader
+from fedlora.adapters.beside import averaged
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
@@ -117,7 +118,7 @@ def used(folder: Path, out: Path) -> None:
         file.head(path)
     write_adapter(out, *read_adapter(folder))
     both = Collection.of([file, file], [0.7, 0.3])
-    _ = both.modules, both.layouts, both.spec(), both.extras("average"), file.base, file.stored
+    _ = both.modules, both.layouts, both.spec(), averaged(both, "average"), file.base, file.stored
 
 
 def refused(folder: Path, why: str, main: Callable[..., Said], *, validate: bool = True) -> None:
@@ -551,7 +552,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "alpha_pattern too large for its rank": (
         config(rank_pattern={"^none": 1}, alpha_pattern={"q_proj": 20_001}), "alpha"),
     **{
-        f"{field} = {pattern!r}": (config(**{field: {pattern: 2}}), "is not a regular expression")
+        f"{field} = {pattern!r}": (config(**{field: {pattern: 2}}), "Name the modules")
         for field in ("rank_pattern", "alpha_pattern")
         for pattern in ("(", "[", "*", "a{2,1}", "(?P<n>a)(?P<n", "\\", "(?<=a*)(", "(?z)")
     },
@@ -610,14 +611,13 @@ def bombed(field: str, pattern: str, module: str = LONG) -> dict[str, object]:
 @pytest.mark.parametrize(("field", "pattern"), BOMBS)
 def test_a_pattern_that_takes_for_ever(field: str, pattern: str, tmp_path: Path) -> None:
     """Reading and writing end soon: done, or refused. Catastrophic backtracking would take 2^40 steps; all but the last
-    do. Every field is asked in the same process with the same limits; more patterns, asked without a file:
-    test_patterns.py."""
+    do. More patterns, asked without a file: test_patterns.py."""
     folder = put(tmp_path / "bad", CONFIG | bombed(field, pattern), shaped(pair(LONG)))
     with quick():
         try:
             used(folder, tmp_path / "again")
         except AdapterFormatError as error:
-            assert "\n" not in str(error) and re.search("does not end within 1 s|does not target", str(error))
+            assert "\n" not in str(error) and re.search("Name the modules|does not target", str(error))
 
 
 def test_a_pattern_that_takes_for_ever_on_the_command_line(main: Callable[..., Said], tmp_path: Path) -> None:
@@ -633,31 +633,13 @@ def test_a_pattern_that_takes_for_ever_on_the_command_line(main: Callable[..., S
 NO_PATTERNS = ("(", "[", "*", "a{2,1}", "\\", "(?z)", "(?P<n>a)(?P<n")
 
 
-@pytest.mark.parametrize("what", [f"{f} {p}" for f in TARGET_FIELDS for p in NO_PATTERNS])
-def test_targets_that_are_no_pattern(what: str, tmp_path: Path) -> None:
-    """peft would have refused to train with them; here they end as success or as a refusal."""
-    field, pattern = what.split(" ")
-    folder = put(tmp_path / "bad", CONFIG | bombed(field, pattern, "a.0.b"), shaped(pair("a.0.b")))
-    try:
-        used(folder, tmp_path / "again")
-    except AdapterFormatError as error:
-        assert "\n" not in str(error)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    ["(" * 50_000 + ")" * 50_000, "a|" * 20_000, "((((a{1,500}){1,500}){1,500}){1,500}){1,500}",
-     "(?:a?){50000}a{50000}",
-     "[" + "a" * 50_000 + "]", "a" * 10**5],
-    ids=["deep", "wide", "nested counts", "counts", "set", "long"],
-)  # fmt: skip
-def test_a_pattern_that_is_hard_to_compile(pattern: str, tmp_path: Path) -> None:
-    folder = put(tmp_path / "bad", CONFIG | {"rank_pattern": {pattern: 2}})
-    with quick():
-        try:
+@pytest.mark.parametrize("field", TARGET_FIELDS)
+def test_targets_that_are_no_pattern(field: str, tmp_path: Path) -> None:
+    """peft would have refused to train with them."""
+    for k, pattern in enumerate(NO_PATTERNS):
+        folder = put(tmp_path / f"bad{k}", CONFIG | bombed(field, pattern, "a.0.b"), shaped(pair("a.0.b")))
+        with pytest.raises(AdapterFormatError, match="Name the modules"):
             used(folder, tmp_path / "again")
-        except AdapterFormatError as error:
-            assert len(str(error)) < 2000
 
 
 TARGETS = {"target_modules": [f"m{k}_proj" for k in range(7)]}
@@ -673,28 +655,6 @@ def test_many_patterns_for_many_modules(count: int, tmp_path: Path, monkeypatch:
     monkeypatch.undo()  # the time that files really have
     with quick(3):
         assert set(AdapterFile(folder).ranks.values()) == {2}
-
-
-def test_a_pattern_that_is_slow_for_each_of_many_modules(tmp_path: Path) -> None:
-    """Each question stays below the time that one may take; together they may not take much longer either."""
-    pattern = "(a|aa)+"
-    letters = next(n for n in range(10, 60) if _seconds(pattern, "a" * n + "b") > 0.1)
-    count = int(3.5 / _seconds(pattern, "a" * letters + "b"))
-    names = [f"{'a' * letters}b{k:04}" for k in range(count)]
-    shapes = {key: shape for name in names for key, shape in pair(name).items()}
-    folder = put(tmp_path / "bad", CONFIG | {"rank_pattern": {pattern: 2}, "target_modules": names}, shaped(shapes))
-    with quick(3):
-        try:
-            AdapterFile(folder)
-        except AdapterFormatError as error:
-            assert "does not end within 1 s" in str(error)
-
-
-def _seconds(pattern: str, text: str) -> float:
-    compiled = re.compile(rf"(.*\.)?({pattern})$")
-    begun = time.perf_counter()
-    compiled.match(text)
-    return time.perf_counter() - begun
 
 
 # ---- every field, every type -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from peft import AdaLoraConfig, LoHaConfig, LoraConfig, LoraGAConfig, PeftModel,
 from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
 
-from fedlora.adapters.config import check_config
+from fedlora.adapters.config_fields import check_config
 from fedlora.adapters.io import AdapterSpec, load_into_model, pad_rank, read_adapter, read_model, write_adapter
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fedlora.core.lora import Adapter, LoRA

@@ -343,3 +343,4 @@ def test_work_that_grows_with_the_cube_is_told_before_it_begins(main: Callable[.
     assert f"{(4 * 2 * d + 40 * d) * d**2:,} operations, some 5.9 h" in said
     assert "--limit work=" in said
     assert not (tmp_path / "b").exists()
+    assert "--limit work=" in main("audit", folder, folder, "--limit", "memory=1TiB").complaint()

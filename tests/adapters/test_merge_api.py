@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, MergeReport, merge, merging, resize
-from fedlora.adapters.kinds import vllm_rank
 from fedlora.adapters.truncation import RankRule, merge_module
+from fedlora.adapters.vllm import vllm_rank
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from support.adapter_folders import HEADS, SHAPES, bare, lora, saved, updates
 from support.command_line import Said
@@ -112,8 +112,6 @@ def test_a_rank_that_is_not_given_is_said(tmp_path: Path) -> None:
         assert (found := said(merge([a, b], tmp_path / "m", rank=rank, force=True)))[0] == 5 and words in found[1]
     found = said(merge([a, b], tmp_path / "v", rank=4, serve="vllm"))
     assert found[0] == 8 and "rank 4 is written as 8" in found[1] and "cannot train" in found[1]
-    found = said(resize(b, tmp_path / "r", rank=32, ranks="each"))
-    assert found[0] == 3 and "rank 32" in found[1]
     found = said(resize(b, tmp_path / "s", rank=2, serve="vllm"))
     assert found[0] == 8 and "rank 2 is written as 8" in found[1]
     for rank in (1, 5, "exact", "budget=2"):
@@ -205,6 +203,10 @@ def test_heads_that_a_rule_leaves_out_are_named(tmp_path: Path, main: Callable[.
         "merge", b, a, "-o", tmp_path / "p", "--heads", "first").out  # fmt: skip
     report = merge([b, headed(tmp_path / "c", "score.weight")], tmp_path / "q", heads="first", sum=True)
     assert "no sum" in str(report.warnings)
+    for weights in ([0.4], [-0.5], [2.0]):  # one alone, or two that hold the same: no more a sum of updates than others
+        for given in ([b], [b, b]):
+            with pytest.raises(AdapterFormatError, match=r"score\.weight"):
+                merge(given, tmp_path / "r", sum=True, weights=weights * len(given), heads="holders")
 
 
 def test_the_weights_of_tensors_beside_the_pairs_are_reported(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -214,7 +216,6 @@ def test_the_weights_of_tensors_beside_the_pairs_are_reported(tmp_path: Path, ma
         ([a, b], {"heads": "holders"}, (0.0, 1.0), 2.0),
         ([a, b, c], {"heads": "holders", "weights": [2, 1, 1]}, (0.0, 0.5, 0.5), 2.5),
         ([b, c], {"heads": "first"}, (1.0, 0.0), 2.0),
-        ([b, c], {"weight_map": {"score*": [1, 3], "*": [1, 1]}}, (0.25, 0.75), 2.75),
     ]
     for adapters, options, weights, value in cases:
         report = merge(adapters, tmp_path / "m", force=True, **options)
@@ -244,16 +245,15 @@ def test_added_biases_are_weighed_as_their_module(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_need_not_fit(tmp_path: Path) -> None:
-    """--drop comes before the checks: trained tokens that differ, experts, heads of other shapes. The refusal names
-    it, and adapters that share only what is left out have nothing in common."""
+    """--heads drop comes before the checks: trained tokens that differ, and biases that one lacks."""
     rows = {f"{name}.token_adapter.trainable_tokens_delta": torch.ones(n, 12) for name, n in (("emb", 2),)}
     a = bare(tmp_path / "a", {Q: 2})
     t = bare(tmp_path / "t", {Q: 2}, beside=rows, trainable_token_indices={"emb": [1, 2]})
     u = bare(tmp_path / "u", {Q: 2}, beside=rows, trainable_token_indices={"emb": [1, 5]})
     for adapters in ((a, t), (t, a), (t, u)):
-        with pytest.raises(AdapterFormatError, match=r"differ in trainable_token_indices.*--drop tokens leaves"):
+        with pytest.raises(AdapterFormatError, match=r"differ in trainable_token_indices.*--heads drop leaves"):
             merge(adapters, tmp_path / "x")
-        report = merge(adapters, tmp_path / "m", drop=["tokens"], force=True)
+        report = merge(adapters, tmp_path / "m", heads="drop", force=True)
         assert list(report.dropped) == ["tokens"] and not config_of(tmp_path / "m").get("trainable_token_indices")
         assert distance(tmp_path / "m", mean(*adapters)) < 1e-6
     twice = {
@@ -264,11 +264,9 @@ def test_what_is_left_out_need_not_fit(tmp_path: Path) -> None:
     )
     some = {"score.bias": torch.ones(3), f"{Q}.base_layer.bias": torch.ones(20)}
     some_only = bare(tmp_path / "some", {Q: 2}, beside=some, bias="lora_only", modules_to_save=["score"])
-    report = merge([every, some_only], tmp_path / "o", drop=["bias"])
-    assert report.beside == ("score.bias",)
+    report = merge([every, some_only], tmp_path / "o", heads="drop")
+    assert not report.beside and report.dropped["heads"] == ("score.bias",)
     assert report.dropped["bias"] == (f"{Q}.bias", "norm.bias")  # the copies that peft does not read are no tensors
-    with pytest.raises(ConfigError, match="would decide nothing"):
-        merge([t, t], tmp_path / "n", drop=["tokens"], weight_map={"emb*": [1, 3]})
 
 
 # ---- what belongs together -------------------------------------------------------------------------------------------
@@ -305,17 +303,12 @@ def test_weights_from_examples_need_all_uploads_to_say_theirs(tmp_path: Path) ->
         ({"missing": "skip"}, "--missing is one of"),
         ({"heads": "mean"}, "--heads is one of"),
         ({"dtype": "int8"}, "float16, bfloat16"),
-        ({"ranks": "two"}, "--ranks is one of"),
         ({"serve": "tgi"}, "--for is one of vllm"),
-        ({"serve": "vllm", "ranks": "each"}, "--for vllm.*--ranks each"),
-        ({"drop": ["tokens"]}, "have no trained tokens"),
-        ({"drop": ["everything"]}, "--drop takes heads"),
         ({"rank": 0}, "a rank is a whole number"),
         ({"rank": True}, "a rank is a whole number"),
         ({"weights": [1, -1]}, "--sum"),
         ({"weights": [1e308, 1e308]}, "from 1e-12"),
         ({"weights": [1], "weights_from": "num_examples"}, "not both"),
-        ({"weight_map": {"nothing.*": [1, 1]}}, "would decide nothing"),
     ],
     ids=str,
 )
@@ -372,15 +365,9 @@ def test_a_sum_of_heads_has_no_meaning_unless_weights_add_up_to_one(tmp_path: Pa
     merge([a, b], tmp_path / "n", sum=True, heads="first")
 
 
-def test_a_weight_map(tmp_path: Path, main: Callable[..., Said]) -> None:
+def test_a_sum_is_for_merges_without_a_method(tmp_path: Path, main: Callable[..., Said]) -> None:
     a, b = bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 4, V: 3})
-    (tmp_path / "w.toml").write_text('default = [1, 1]\n"*.q" = [1, 3]\n')
-    done = main("merge", a, b, "--weight-map", tmp_path / "w.toml", "-o", tmp_path / "m", "--json")
-    assert json.loads(done.out)["module_weights"] == {Q: [0.25, 0.75]}
-    want = {Q: mean(a, b, weights=(0.25, 0.75))[Q], V: mean(a, b)[V]}
-    assert distance(tmp_path / "m", want) < 1e-6
-    for more in (["--weights", "1,2"], ["--method", "fedit"]):
-        main("merge", a, b, "--weight-map", tmp_path / "w.toml", *more, "-o", tmp_path / "n").complaint()
+    assert "--sum" in main("merge", a, b, "--sum", "--method", "fedit", "-o", tmp_path / "n").complaint()
     assert not (tmp_path / "n").exists()
 
 
@@ -490,12 +477,12 @@ def test_padding_that_would_more_than_double_the_file_is_left_out_and_said(tmp_p
     ranks = {f"m.{k}": 1 for k in range(6)} | {Q: 10}
     a = bare(tmp_path / "a", ranks)
     report = merge([a], tmp_path / "m")
-    assert not report.one_rank and re.search("--ranks one .*4.4 times", report.warnings[0])
+    assert not report.one_rank and re.search("resize --rank 10.* 4.4 times", report.warnings[0])
     assert config_of(tmp_path / "m")["r"] == 10  # the largest: readers of r make room for it
     for name in ("peft", "alpha / config r"):
         for module, update in dense_by(tmp_path / "m", READERS[name]).items():
             torch.testing.assert_close(update, updates(a)[module], rtol=0, atol=1e-5)
-    one = merge([a], tmp_path / "n", ranks="one")
+    one = resize(tmp_path / "m", tmp_path / "n", rank=10)
     assert one.one_rank and one.bytes > 4 * report.bytes and not one.warnings
     for scale in READERS.values():
         for module, update in dense_by(tmp_path / "n", scale).items():
@@ -512,7 +499,7 @@ def test_the_result_has_no_field_that_its_inputs_lacked(tmp_path: Path) -> None:
     merge([b, a], tmp_path / "n")
     for name in "mn":
         assert set(config_of(tmp_path / name)) == {"peft_type", "r", "lora_alpha", "target_modules"}
-    merge([a, b], tmp_path / "o", ranks="each", missing="zero", rank="budget=2")
+    merge([a, b], tmp_path / "o", missing="zero", rank="budget=2")
     assert set(config_of(tmp_path / "o")) <= {"peft_type", "r", "lora_alpha", "target_modules", "rank_pattern",
                                               "alpha_pattern"}  # fmt: skip
 
@@ -548,15 +535,20 @@ BESIDE: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", BESIDE)
-def test_what_vllm_does_not_take_is_refused_by_name_and_can_be_dropped(kind: str, tmp_path: Path) -> None:
+def test_what_vllm_does_not_take_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """Whole weights can be left out; biases of the update and LoRA of other layers cannot, so apply is the way."""
     beside, config = BESIDE[kind]
     a = bare(tmp_path / "a", {Q: 2}, beside=beside, **config)
-    with pytest.raises(ConfigError, match=rf"vLLM does not take .*--drop {kind} "):
+    with pytest.raises(ConfigError, match=r"vLLM does not take .*fedlora apply") as caught:
         merge([a], tmp_path / "m", serve="vllm")
-    report = merge([a], tmp_path / "m", serve="vllm", drop=[kind])
-    assert list(report.dropped) == [kind] and set(AdapterFile(tmp_path / "m").modules) == {Q}
-    assert not AdapterFile(tmp_path / "m").heads and not config_of(tmp_path / "m").get("modules_to_save")
-    assert config_of(tmp_path / "m")["target_modules"] == [Q]
+    names = {name.partition(".lora_")[0].replace(".base_layer", "") for name in beside}
+    assert any(f"such as '{name}" in str(caught.value) for name in names)
+    if "--heads drop" in str(caught.value):
+        report = merge([a], tmp_path / "m", serve="vllm", heads="drop")
+        assert list(report.dropped) == [kind] and set(AdapterFile(tmp_path / "m").modules) == {Q}
+        assert not AdapterFile(tmp_path / "m").heads and not config_of(tmp_path / "m").get("modules_to_save")
+    else:
+        assert kind in ("lora_bias", "embeddings", "convolutions")
     merge([a], tmp_path / "n")  # carried where nobody asks for vLLM
     assert len(load_file(tmp_path / "n" / "adapter_model.safetensors")) == 2 + len(beside)
 
@@ -681,20 +673,4 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     found = run_page(page, tmp_path)
     assert len([line for line in python_blocks(page)[0].splitlines() if line.strip()]) <= 3
     assert found["small"].rank == 4 and not Path("NOWHERE").exists() and "% lost" in capsys.readouterr().out
-    assert found["tried"].module_weights == {next(iter(SHAPES)): (1.0, 0.0)}
-
-
-def test_experts_are_dropped_whole(tmp_path: Path) -> None:
-    """peft loads what is left, the router: with target_parameters it would make new experts' factors."""
-    from support import peft_cases
-
-    case = peft_cases.CASES["experts and layers"]
-    folder = peft_cases.saved(case, 0, tmp_path / "a")
-    with pytest.raises(ConfigError, match="--drop experts"):
-        merge([folder], tmp_path / "m", serve="vllm")
-    merge([folder], tmp_path / "m", serve="vllm", drop=["experts"])
-    assert not config_of(tmp_path / "m")["target_parameters"]
-    got = peft_cases.dense(case, tmp_path / "m").state_dict()
-    want, base = peft_cases.dense(case, folder).state_dict(), peft_cases.base_state(case)
-    for key, tensor in got.items():
-        torch.testing.assert_close(tensor, (want if "router" in key else base)[key], rtol=0, atol=1e-10, msg=key)
+    assert len(found["tried"].modules) == len(SHAPES)

@@ -116,6 +116,17 @@ def test_a_file_is_read_module_by_module(tmp_path: Path) -> None:
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("of_A", [torch.bfloat16, torch.float32, torch.float64])
+def test_factors_of_two_types_are_read_in_the_one_that_holds_both(of_A: torch.dtype, tmp_path: Path) -> None:
+    """Reference: the product of what is stored, in float64; alpha / r is 2."""
+    weights = bare(tmp_path / "a", {"q": 2}, dtype=torch.float16) / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    tensors["base_model.model.q.lora_A.weight"] = tensors["base_model.model.q.lora_A.weight"].to(of_A)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    B, A = (tensors[f"base_model.model.q.lora_{side}.weight"].double() for side in "BA")
+    torch.testing.assert_close(AdapterFile(tmp_path / "a").lora("q").delta().double(), 2 * B @ A, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("alpha", [33, 8])
 def test_what_is_left_when_adapters_nearly_cancel_is_right(stored: torch.dtype, alpha: int, tmp_path: Path) -> None:
@@ -293,13 +304,13 @@ def test_a_budget_from_the_command_line(tmp_path: Path, main: Callable[..., Said
 
 
 def test_for_vllm_one_rank_that_it_takes(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """A saved classifier goes along, as vLLM takes it since August 2026, and a line says so; --drop heads leaves it."""
+    """A saved classifier goes along, as vLLM takes it since August 2026, and a line says so; --heads drop leaves it."""
     folders = [saved(tmp_path, "a", 2), saved(tmp_path, "b", 7)]
     done = main("merge", *folders, "--for", "vllm", "-o", tmp_path / "with")
-    assert done.code == 0 and "older ones need --drop heads" in done.err
+    assert done.code == 0 and "older ones need --heads drop" in done.err
     assert set(read_adapter(tmp_path / "with")[0].heads) == set(HEADS)
     out = tmp_path / "o"
-    done = main("merge", *folders, "--for", "vllm", "--drop", "heads", "-o", out)
+    done = main("merge", *folders, "--for", "vllm", "--heads", "drop", "-o", out)
     assert done.code == 0 and "left out, heads: 2" in done.out
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == 16 and not config["rank_pattern"] and not config["modules_to_save"]

@@ -55,7 +55,6 @@ def test_larger_is_padded_and_says_so(tmp_path: Path, main: Callable[..., Said])
 def test_modules_of_several_ranks_become_one_and_each_keeps_its_own(tmp_path: Path) -> None:
     a = bare(tmp_path / "a", {Q: 2, V: 6})
     assert read_ranks(resize(a, tmp_path / "m", rank=4) and tmp_path / "m") == {Q: 4, V: 4}
-    assert read_ranks(resize(a, tmp_path / "n", rank=4, ranks="each") and tmp_path / "n") == {Q: 2, V: 4}
     assert sum(read_ranks(resize(a, tmp_path / "o", rank="budget=3") and tmp_path / "o").values()) <= 6
 
 

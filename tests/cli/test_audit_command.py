@@ -26,8 +26,8 @@ from torch import Tensor
 import fedlora.runs.execution
 import fedlora.training.local
 from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, read_adapter, write_adapter
+from fedlora.adapters.agreement import read_uploads
 from fedlora.adapters.uploads import write_upload
-from fedlora.adapters.uploads_together import read_uploads
 from fedlora.analysis.audit import regauge
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.runs.folder import RunFolder

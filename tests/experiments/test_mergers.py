@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedlora.adapters.uploads_together import read_uploads
+from fedlora.adapters.agreement import read_uploads
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.data.text import TextData
 from fedlora.errors import CheckpointError, ConfigError

@@ -167,7 +167,7 @@ def test_what_clients_get_says_how_far_off_it_is(tmp_path: Path, main: Callable[
 
 def test_what_is_asked_of_a_result_holds_for_what_clients_get(tmp_path: Path, main: Callable[..., Said]) -> None:
     folders = [saved(tmp_path, name, 2) for name in "ab"]
-    done = main("merge", *folders, "--readout", "same", "--drop", "heads", "--dtype", "bfloat16", "-o", tmp_path / "o")
+    done = main("merge", *folders, "--readout", "same", "--heads", "drop", "--dtype", "bfloat16", "-o", tmp_path / "o")
     assert done.code == 0, done.err
     for place in ("o", "o/clients/a", "o/clients/b"):
         file = AdapterFile(tmp_path / place)

@@ -630,9 +630,8 @@ def its_name(draw: Draw, draft: Draft, kind: Kind) -> str:
 class Asked:
     """What is asked of some adapters of one kind of base.
 
-    rank, options: of the merge; weight_map: of its --weight-map, where there is one. resize: options of `fedlora
-    resize` of the first. also: "python" (the same merge by the function), "dry" (by --dry-run before), "force" (again
-    over the result).
+    rank, options: of the merge. resize: options of `fedlora resize` of the first. also: "python" (the same merge by the
+    function), "dry" (by --dry-run before), "force" (again over the result).
     """
 
     kind: str
@@ -640,7 +639,6 @@ class Asked:
     rank: str = "exact"
     options: tuple[str, ...] = ()
     out: str = "out"
-    weight_map: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     resize: tuple[str, ...] = ("--rank", "1")
     also: tuple[str, ...] = ("python", "dry", "force")
 
@@ -655,9 +653,8 @@ class Case:
     def __repr__(self) -> str:
         said = "; ".join(f"{d.name!r}: {', '.join(d.changes) or 'sound'}" for d in self.drafts)
         asked = self.asked
-        more = f" by {dict(asked.weight_map)}" if asked.weight_map else ""
         return (
-            f"{asked.kind} | {said} | merge --rank {asked.rank} {' '.join(asked.options)}{more} -> {asked.out!r}, "
+            f"{asked.kind} | {said} | merge --rank {asked.rank} {' '.join(asked.options)} -> {asked.out!r}, "
             f"resize {' '.join(asked.resize)}, {' '.join(asked.also)}"
         )
 
@@ -674,57 +671,32 @@ def mutated(draw: Draw, draft: Draft, kind: Kind, count: int) -> None:
 RANKS = ("exact", "exact", "1", "2", "3", "7", "energy=0.9", "budget=1.5", "budget=2")
 WEIGHTS = st.sampled_from([1.0, 2.0, 0.5, 0.0, 0.25, 3.0])
 SIGNED = st.sampled_from([1.0, -1.0, 2.0, -0.5, 0.0, 0.7, 1e-3, 1e3])
-KEYS = (
-    "*",
-    "*q_proj",
-    "*layers.0.*",
-    "*experts*",
-    Q0,
-    "score*",
-    "*.bias",
-    "*embed_tokens*",
-    "*c_attn",
-    "net.*",
-    "*zz*",
-)
 TYPES = (["--dtype", "float64"], ["--dtype", "float32"], ["--dtype", "bfloat16"], ["--dtype", "float16"])
 
 
 @st.composite
-def merges(draw: Draw, count: int) -> tuple[list[str], dict[str, tuple[float, ...]]]:
-    """Options of a merge of `count` adapters, and its weight map."""
+def merges(draw: Draw, count: int) -> list[str]:
+    """Options of a merge of `count` adapters."""
     options: list[str] = []
-    by_module: dict[str, tuple[float, ...]] = {}
     signed = draw(st.integers(0, 4)) == 0
     numbers = st.tuples(*[SIGNED if signed else WEIGHTS] * count)
     if signed:
         options += ["--sum"]
-    how = draw(st.sampled_from(["alike", "alike", "weights", "map", "examples"]))
+    how = draw(st.sampled_from(["alike", "alike", "weights", "examples"]))
     if how == "weights":
         options += ["--weights=" + ",".join(f"{w:g}" for w in draw(numbers))]
-    if how == "map":
-        by_module = draw(st.dictionaries(st.sampled_from([*KEYS, "default"]), numbers, min_size=1, max_size=3))
     if how == "examples":
         options += ["--weights-from", "num_examples"]
     options += draw(st.sampled_from([[], [], ["--missing", "renormalise"], ["--missing", "zero"]]))
     options += ["--heads", draw(st.sampled_from(["average", "average", "holders", "first", "drop"]))]
-    options += draw(
-        st.sampled_from(
-            [[], [], [], [], ["--drop", "heads"], ["--drop", "bias"], ["--drop", "lora_bias"], ["--drop", "tokens"]]
-        )
-    )
     options += draw(st.sampled_from([[], [], [], [], *TYPES]))
-    options += draw(
-        st.sampled_from(
-            [[], [], [], [], ["--for", "vllm"], ["--max-error", "0.5"], ["--ranks", "one"], ["--ranks", "each"]]
-        )
-    )
-    return options, by_module
+    return options + draw(st.sampled_from([[], [], [], [], ["--for", "vllm"], ["--max-error", "0.5"]]))
 
 
 @st.composite
-def cases(draw: Draw) -> Case:
-    """One, two or three adapters of one base, none to three mutations each; half of them sound besides one."""
+def adapters(draw: Draw) -> tuple[str, list[Draft]]:
+    """A kind, and one, two or three adapters of one base, none to three mutations each; half of them sound besides
+    one."""
     name = draw(st.sampled_from(sorted(KINDS)))
     kind = KINDS[name]
     drafts: list[Draft] = []
@@ -735,14 +707,21 @@ def cases(draw: Draw) -> Case:
         if any(draft.name == other.name for other in drafts):
             draft.name = "abc"[k]
         drafts.append(draft)
-    options, by_module = draw(merges(len(drafts)))
+    return name, drafts
+
+
+@st.composite
+def cases(draw: Draw) -> Case:
+    """Adapters, and what is asked of them."""
+    name, drafts = draw(adapters())
+    options = draw(merges(len(drafts)))
     if "--weights-from" in options:
         for k, draft in enumerate(drafts):
             if not any("upload.json" in change for change in draft.changes):
                 upload(draft, k + draw(st.sampled_from([1, 2, 0])), f"client {k}")
-    resize = ["--rank", draw(st.sampled_from(RANKS[1:])), *draw(st.sampled_from([[], [], *TYPES, ["--ranks", "each"]]))]
+    resize = ["--rank", draw(st.sampled_from(RANKS[1:])), *draw(st.sampled_from([[], [], *TYPES]))]
     out = draw(st.sampled_from(["out", "out", "out", "deep/er/out", "o" * 250, "[red]out", "out\x1b[2J"]))
     also = draw(st.lists(st.sampled_from(["python", "dry", "force"]), unique=True, max_size=2))
     names = tuple(draft.name for draft in drafts)
     rank = draw(st.sampled_from(RANKS))
-    return Case(drafts, Asked(name, names, rank, tuple(options), out, by_module, tuple(resize), tuple(also)))
+    return Case(drafts, Asked(name, names, rank, tuple(options), out, tuple(resize), tuple(also)))

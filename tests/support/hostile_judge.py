@@ -7,7 +7,6 @@ The oracle of what is accepted is peft: it loads the same folders, and what fedl
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import io
 import json
 import os
@@ -430,10 +429,6 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
     verdict, layers = Verdict(), KINDS[kind].layers
     folders = [home / name for name in asked.names]
     options = list(asked.options)
-    if asked.weight_map:
-        lines = [f"{json.dumps(key)} = {list(weights)}" for key, weights in asked.weight_map.items()]
-        (home / "weights.toml").write_text("\n".join(lines))
-        options += ["--weight-map", str(home / "weights.toml")]
     base = home.parent / "base"
     shutil.rmtree(base, ignore_errors=True)
     write_base(base, kind)
@@ -620,9 +615,8 @@ def _by_python(folders: Sequence[Path], out: Path, asked: Asked) -> None:
     merge(
         folders, out, rank=int(asked.rank) if asked.rank.isdigit() else asked.rank,
         weights=[float(w) for w in said.split(",")] if said else None, weights_from=value("--weights-from"),
-        weight_map=asked.weight_map or None, sum="--sum" in asked.options, missing=value("--missing"),
-        heads=value("--heads") or "average", drop=[value("--drop")] if value("--drop") else (), dtype=value("--dtype"),
-        ranks=value("--ranks"), serve=value("--for"), max_error=float(error) if error else None,
+        sum="--sum" in asked.options, missing=value("--missing"), heads=value("--heads") or "average",
+        dtype=value("--dtype"), serve=value("--for"), max_error=float(error) if error else None,
     )  # fmt: skip
 
 
@@ -688,11 +682,9 @@ def _model_faults(model: Path, want: Mapping[str, Tensor], base: Mapping[str, Te
     return [f"apply: {off}"] if off else []
 
 
-def shares(asked: Asked, counts: Sequence[float], name: str) -> list[float]:
-    """The weight of each adapter for one module or tensor: by the first key that fits, of a sum as they are."""
-    fits = [key for key in asked.weight_map if key != "default" and fnmatch.fnmatchcase(name, key)]
-    said: Sequence[float] = asked.weight_map[fits[0]] if fits else asked.weight_map.get("default", counts)
-    return list(said) if "--sum" in asked.options else [w / sum(said) for w in said]
+def shares(asked: Asked, counts: Sequence[float]) -> list[float]:
+    """The weight of each adapter; of a sum as it is."""
+    return list(counts) if "--sum" in asked.options else [w / sum(counts) for w in counts]
 
 
 def counts_of(folders: Sequence[Path], asked: Asked) -> list[float] | None:
@@ -719,7 +711,6 @@ def faults_of(
     if counts is None:
         return ["weights are taken from an upload.json that does not say them"]
     rule = options[options.index("--heads") + 1] if "--heads" in options else "average"
-    dropped = options[options.index("--drop") + 1] if "--drop" in options else ""
     unclear = frozenset[str]().union(got.unclear, *(part.unclear for part in parts))
     spent = whole = 0.0
     for key in base:
@@ -727,10 +718,10 @@ def faults_of(
         if key in unclear:
             continue
         # what is put in the place of the base's
-        weights = shares(asked, counts, next((p.values[key][0] for p in parts if key in p.values), key))
+        weights = shares(asked, counts)
         held = [(p.values[key][1], w) for p, w in zip(parts, weights, strict=True) if key in p.values]
         value: Tensor | None = None
-        if held and not _is_dropped(dropped, key, folders, parts):
+        if held:
             alike = all(torch.equal(t, held[0][0]) for t, _ in held)
             total = sum(w for _, w in held)
             if rule == "first":
@@ -748,14 +739,11 @@ def faults_of(
         if value is not None and (off := gap(got.values[key][1], value, size, eps, noise)):
             return [f"the value of {key} {off}"]
         # what is added to it
-        weights = shares(asked, counts, path)
         if "renormalise" in options:
             mine = [w if path in p.pairs else 0.0 for w, p in zip(weights, parts, strict=True)]
             weights = [w / (sum(mine) or 1.0) for w in mine]
         terms = [w * p.updates[key] for w, p in zip(weights, parts, strict=True)]
         want = torch.stack(terms).sum(0)
-        if dropped == "lora_bias" and key.endswith(".bias"):
-            want = torch.zeros_like(want)
         size = sum(float(torch.linalg.vector_norm(t)) for t in terms)
         if not bool(torch.isfinite(want).all()):
             return [f"the sum of {key} overflows, and it was accepted"]
@@ -775,16 +763,6 @@ def faults_of(
 def numerical_rank(update: Tensor, eps: float) -> int:
     s = torch.linalg.svdvals(update)
     return int((s > max(eps, 1e-7) * float(s[0])).sum())
-
-
-def _is_dropped(kind: str, key: str, folders: Sequence[Path], parts: Sequence[Parts]) -> bool:
-    """Whether a value is of the kind that --drop names."""
-    name = next(p.values[key][0] for p in parts if key in p.values)
-    if name.endswith(_TOKENS):
-        return kind == "tokens"
-    saved = {m for folder in folders for m in config_of(folder).get("modules_to_save") or ()}
-    is_head = any(f".{name}".partition(f".{m}.")[1] or name.startswith(f"{m}.") for m in saved)
-    return kind == ("heads" if is_head else "bias" if name.endswith(".bias") else "base")
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

@@ -158,9 +158,8 @@ MORE: dict[str, Case] = {
     "a key that looks like a pattern": plain(
         {"alpha_pattern": {"blocks.0.one": 3}}, {"alpha_pattern": {"b.ocks.0.one": 3}}),
     "alternatives": plain({"alpha_pattern": {"one|two": 3}, "rank_pattern": {"(?:blocks\\.0\\.)(one|two)": 2}}),
-    "look-around": plain({"alpha_pattern": {r"blocks\.(?!0)\d+\.one": 3}}, {"rank_pattern": {r".*(?<=0\.)two": 2}}),
-    "a back reference": plain({"alpha_pattern": {r"bl(o)cks\.0\.\3ne": 3}}),
-    "inline flags": plain({"alpha_pattern": {"(?i:ONE)": 3}}),
+    "looking ahead": plain(
+        {"alpha_pattern": {r"blocks\.(?!0)\d+\.one": 3}}, {"rank_pattern": {r".*(?=0\.t)0\.two": 2}}),
     "a pattern of nothing": plain({"rank_pattern": {"three": 2}, "alpha_pattern": {"": 5}}),
     "alpha below 1": plain({"lora_alpha": 0.125}, {"lora_alpha": 1e-3}),
     "alpha that is no whole number": plain({"lora_alpha": 2.7}, {"lora_alpha": 3.14159}),
@@ -282,6 +281,9 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "LoKr": (Case(LINEAR, TWO, TWO, configs=(LoKrConfig, LoKrConfig)), "peft_type"),
     "experts of different alphas": (
         lora(LAYERS["experts"][0], LAYERS["experts"][1] | {"alpha_pattern": {"down_proj": 2}}), "alpha_pattern"),
+    "looking behind": (plain({"rank_pattern": {r".*(?<=0\.)two": 2}}), "rank_pattern"),
+    "a back reference": (plain({"alpha_pattern": {r"bl(o)cks\.0\.\3ne": 3}}), "alpha_pattern"),
+    "inline flags": (plain({"alpha_pattern": {"(?i:ONE)": 3}}), "alpha_pattern"),
     "bias of one only": (plain({"bias": "all"}, {"bias": "none"}), "bias"),
     "a saved module of one only": (plain({"modules_to_save": ["head"]}, {"modules_to_save": None}), "--heads holders"),
     "a name beyond ASCII": (

@@ -5,46 +5,21 @@ What they say is compared, and what one does not say is no contradiction: an ada
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedlora.adapters import allocation
+from fedlora.adapters.io import AdapterSpec, read_adapter
+from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.uploads import FILE, read_facts, read_round, read_upload
+from fedlora.adapters.uploads import FILE, Facts, read_facts
 from fedlora.core.echo import quoted
-from fedlora.errors import AdapterFormatError
+from fedlora.core.messages import Client, Upload, checked_examples
+from fedlora.errors import AdapterFormatError, repeated
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
-
-
-@dataclass(frozen=True)
-class Said:
-    """What one adapter's upload.json says. client, round, labels, base: None where it says nothing."""
-
-    directory: Path
-    client: str | None = None
-    examples: float | None = None
-    round: int | None = None
-    labels: tuple[str, ...] | None = None
-    base: dict[str, str] | None = None
-    template: str | None = None
-
-    @classmethod
-    def of(cls, file: AdapterFile) -> Said:
-        """Raises `AdapterFormatError` for facts of another shape than an upload's."""
-        where = file.directory
-        facts = read_upload(where, file.limits)
-        if facts is None:
-            return cls(where)
-        client, examples = read_facts(where, file.limits)
-        labels = _checked(facts, where, "label_names", lambda v: isinstance(v, list) and _texts(v), "a list of texts")
-        base = _checked(
-            facts, where, "base_model_sha256", lambda v: isinstance(v, dict) and _texts(v.values()), "names and digests"
-        )
-        template = _checked(facts, where, "template", lambda v: isinstance(v, str), "a text")
-        number = read_round(where, file.limits)
-        return cls(where, client, examples, number, tuple(labels) if labels is not None else None, base, template)
 
 
 def check_uploads(
@@ -60,12 +35,12 @@ def check_uploads(
         AdapterFormatError: contrary facts: other classes or another order of them, other digests of the base model's
             weights, or, where their examples count, two of one client.
     """
-    said = [one for one in map(Said.of, files) if one.client is not None]
+    said = [facts for file in files if (facts := read_facts(file.directory, file.limits)).there]
     notes = _of_labels(said, labels) + _of_bases(said, same_base) + _of_clients(said, counted)
-    rounds = {_name(one): one.round for one in said if one.round is not None}
+    rounds = {one.client: one.round for one in said if one.round is not None}
     if len(set(rounds.values())) > 1:
         notes.append(f"the uploads are of different rounds: {_listed(rounds)}")
-    templates = {_name(one): one.template for one in said if one.template is not None}
+    templates = {one.client: one.template for one in said if one.template is not None}
     if len(set(templates.values())) > 1:
         notes.append(f"the uploads were trained with different templates: {_listed(templates)}")
     return notes
@@ -73,7 +48,8 @@ def check_uploads(
 
 def base_weights(file: AdapterFile) -> dict[str, str]:
     """File of the base weights -> its SHA-256, as the adapter's upload.json has them; empty where it has none."""
-    return _weights(Said.of(file))
+    base = read_facts(file.directory, file.limits).base or {}
+    return {name: digest for name, digest in base.items() if name.endswith(_WEIGHTS)}
 
 
 def same_weights(files: Sequence[AdapterFile]) -> bool:
@@ -82,14 +58,53 @@ def same_weights(files: Sequence[AdapterFile]) -> bool:
     return bool(found) and bool(found[0]) and all(one == found[0] for one in found)
 
 
-# -------------------------------------------------------------------------------------------------------- inside
+def read_uploads(
+    directories: Sequence[str | os.PathLike[str]], *, limits: Limits | None = None
+) -> tuple[list[Upload], AdapterSpec]:
+    """The adapters in PEFT directories as the uploads of one round, and the spec of the first.
+
+    An adapter without upload.json is a client named by its path, with one example: all such count alike.
+
+    Raises:
+        AdapterFormatError: what cannot be read, fewer than two, more work than `limits.work`, or adapters of different
+            base models: digests of the weights in upload.json that differ, or other names without equal digests.
+    """
+    if len(directories) < 2:
+        raise AdapterFormatError(f"at least two adapters are needed; got {len(directories)}.")
+    files = [AdapterFile(directory, limits=limits) for directory in directories]
+    held: dict[str, list[allocation.Pair]] = {}
+    for file in files:
+        for path in file.layouts:
+            held.setdefault(path, []).append(file.pair(path))
+    allocation.check_work(held.values(), files[0].limits)
+    uploads, specs = [], []
+    for directory in directories:
+        adapter, spec = read_adapter(directory, limits=limits)
+        facts = read_facts(Path(directory), limits)
+        upload = Upload(Client(facts.client, adapter.ranks), facts.examples, adapter)
+        checked_examples(upload)
+        uploads.append(upload)
+        specs.append(spec)
+    bases = {str(directory): spec.base_model for directory, spec in zip(directories, specs, strict=True)}
+    digests = [found for file in files if (found := base_weights(file))]
+    if (len(set(bases.values())) > 1 and not same_weights(files)) or any(found != digests[0] for found in digests):
+        raise AdapterFormatError(
+            f"the adapters are of different base models, so their updates do not add up: {quoted(bases, 1_000)}. Names "
+            f"do not matter where every {FILE} has digests of the base model's weights, and all are equal"
+            f"{'; these have digests that differ' if any(found != digests[0] for found in digests) else ''}."
+        )
+    twice = repeated(upload.client.id for upload in uploads)
+    if twice:
+        raise AdapterFormatError(
+            f"two of the adapters are of client {quoted(twice[0])}: give one for each client, of one round only."
+        )
+    return uploads, specs[0]
 
 
-def _weights(said: Said) -> dict[str, str]:
-    return {name: digest for name, digest in (said.base or {}).items() if name.endswith(_WEIGHTS)}
+# -------------------------------------------------------------------------------------------------------------- inside
 
 
-def _of_labels(said: Sequence[Said], matter: bool) -> list[str]:
+def _of_labels(said: Sequence[Facts], matter: bool) -> list[str]:
     known = [one for one in said if one.labels is not None]
     other = next((one for one in known if one.labels != known[0].labels), None)
     if other is None:
@@ -101,11 +116,11 @@ def _of_labels(said: Sequence[Said], matter: bool) -> list[str]:
         return [f"the uploads' classes differ ({both}); their heads are left out"]
     raise AdapterFormatError(
         f"the uploads number their classes differently, so a mean would mix them: label_names of {both} in {FILE}. "
-        f"Train with the same --labels at every site; --drop heads merges the rest."
+        f"Train with the same --labels at every site; --heads drop merges the rest."
     )
 
 
-def _of_bases(said: Sequence[Said], same_base: bool) -> list[str]:
+def _of_bases(said: Sequence[Facts], same_base: bool) -> list[str]:
     known = [one for one in said if one.base]
     notes: list[str] = []
     for one in known[1:]:
@@ -128,12 +143,12 @@ def _of_bases(said: Sequence[Said], same_base: bool) -> list[str]:
     return notes
 
 
-def _of_clients(said: Sequence[Said], counted: bool) -> list[str]:
+def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
     """Two of one client, and those that count nothing."""
     notes = []
-    by_client: dict[str, list[Said]] = {}
+    by_client: dict[str, list[Facts]] = {}
     for one in said:
-        by_client.setdefault(one.client or "", []).append(one)
+        by_client.setdefault(one.client, []).append(one)
     for client, uploads in by_client.items():
         if len(uploads) > 1:
             both = f"{uploads[0].directory} and {uploads[1].directory} are both of client {quoted(client, 80)}"
@@ -143,21 +158,6 @@ def _of_clients(said: Sequence[Said], counted: bool) -> list[str]:
     return notes
 
 
-def _name(one: Said) -> str:
-    return one.client or str(one.directory)
-
-
-def _listed(found: dict[str, Any]) -> str:
+def _listed(found: Mapping[str, Any]) -> str:
     told = ", ".join(f"{quoted(name, 80)} {quoted(value, 40)}" for name, value in list(found.items())[:4])
     return told + (", ..." if len(found) > 4 else "")
-
-
-def _texts(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-def _checked(facts: dict[str, Any], where: Path, key: str, fits: Any, what: str) -> Any:
-    found = facts.get(key)
-    if found is not None and not fits(found):
-        raise AdapterFormatError(f"{where / FILE}: {key} is {what}; got {quoted(found)}.")
-    return found

@@ -20,10 +20,10 @@ from fedlora.adapters.agreement import base_weights
 from fedlora.adapters.architecture import Architecture, Tie
 from fedlora.adapters.base_model import BaseFiles
 from fedlora.adapters.base_names import KNOWN_WEIGHTS, is_path
+from fedlora.adapters.module_names import plain, saved_modules
 from fedlora.adapters.open_targets import check_with_base
 from fedlora.adapters.orientation import is_transposed
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.resolved import plain, saved_modules
 from fedlora.adapters.same_steps import same_value
 from fedlora.adapters.stored_names import StoredNames
 from fedlora.adapters.weight_changes import Added, Replaced, Rows, Step, Update

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlora.adapters import allocation
-from fedlora.adapters.config import ADALORA_FIELDS, check_config, check_scaling, is_adalora
-from fedlora.adapters.config_types import is_carried
+from fedlora.adapters.config_fields import ADALORA_FIELDS, check_config, check_scaling, is_adalora, is_carried
 from fedlora.adapters.layouts import Layout
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import PREFIX, AdapterFile, scaled

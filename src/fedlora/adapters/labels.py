@@ -15,7 +15,7 @@ from typing import Any
 
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.untrusted_files import read_json
-from fedlora.adapters.uploads import FILE, read_upload
+from fedlora.adapters.uploads import FILE, read_facts
 from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
@@ -38,7 +38,7 @@ def labels_of(directory: Path, limits: Limits | None = None) -> tuple[str, ...]:
         else:
             found = None
     else:
-        where, found = directory / FILE, (read_upload(directory, limits) or {}).get("label_names") or []
+        where, found = directory / FILE, list(read_facts(directory, limits).labels or ())
     if not isinstance(found, list) or not all(isinstance(n, str) for n in found) or len(set(found)) < len(found):
         raise AdapterFormatError(f"{where} does not name classes 0, 1, 2, ... differently; got {quoted(found)}.")
     return tuple(found)

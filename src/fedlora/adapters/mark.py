@@ -7,13 +7,11 @@ trained the adapter on and saved it in the same place.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from fedlora.adapters import bounded_json
 from fedlora.adapters.limits import Limits
-from fedlora.adapters.untrusted_files import StrangersFile
+from fedlora.adapters.untrusted_files import StrangersFile, raw_header
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
 
@@ -28,14 +26,10 @@ def marked(by: str) -> dict[str, str]:
 def written_by(weights: Path) -> str:
     """The mark of a safetensors file; "" where it has none, or is none."""
     try:
-        file = StrangersFile(weights)
-        length = struct.unpack("<Q", file.read(0, 8))[0] if file.size >= 8 else 0
-        if not 2 <= length <= min(file.size - 8, Limits().header):
-            return ""
-        header = bounded_json.parse(bytes(file.read(8, length)), Limits())
-    except (AdapterFormatError, ValueError):
+        header, _ = raw_header(StrangersFile(weights), Limits())
+    except AdapterFormatError:
         return ""
-    notes = header.get("__metadata__") if isinstance(header, dict) else None
+    notes = header.get("__metadata__")
     found = notes.get(_KEY) if isinstance(notes, dict) else None
     return found if isinstance(found, str) else ""
 

@@ -5,103 +5,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from fedlora.adapters.card_text import base_line, cell
 from fedlora.adapters.collection import Collection
+from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
 from fedlora.adapters.reader import WEIGHTS_FILE
-from fedlora.adapters.truncation import ModuleReport
 from fedlora.adapters.writer import AdapterSpec
 
 _SHOWN = 10  # modules
 
 
-@dataclass(frozen=True)
-class CardFacts:
-    """What a card says. made: of what the result is made, in words. asked: the rank, as it was typed. weights: of each
-    adapter; other_weights: of modules and tensors that have others. rank: that all modules are stored at, 0 where each
-    has its own. dropped: kind -> the names of what was left out. weighed: by a robust rule."""
-
-    made: str
-    asked: str
-    weights: Sequence[float]
-    other_weights: Mapping[str, Sequence[float]]
-    rank: int
-    dtype: str
-    error: float
-    rounding: float
-    modules: Sequence[ModuleReport]
-    dropped: Mapping[str, Sequence[str]]
-    weighed: RuleFacts | None = None
-
-
-class RuleFacts(Protocol):
-    """What a card says of a robust rule (`merging.Weighed`)."""
-
-    @property
-    def rule(self) -> str: ...
-    @property
-    def counts(self) -> Sequence[float]: ...
-    @property
-    def why(self) -> Sequence[str]: ...
-    @property
-    def apart(self) -> float | None: ...
-
-
-class ClientFacts(Protocol):
-    """What a client's card says of its adapter (`merging.ClientReport`)."""
-
-    @property
-    def client(self) -> str: ...
-    @property
-    def ranks(self) -> tuple[int, int]: ...
-    @property
-    def modules(self) -> int: ...
-    @property
-    def error(self) -> float: ...
-
-
-def merge_card(given: Collection, facts: CardFacts) -> str:
-    """The README.md, with the front matter that the hub reads."""
-    base = given.spec().base_model
+def merge_card(given: Collection, report: MergeReport, made: str, asked: str) -> str:
+    """The README.md, with the front matter that the hub reads. made: of what the result is made, in words. asked: the
+    rank, as it was typed."""
     rows = [
         [cell(file.directory.resolve().name), f"{w:.6g}", file.sha256()]
-        for file, w in zip(given.files, facts.weights, strict=True)
+        for file, w in zip(given.files, report.weights, strict=True)
     ]
     columns = ["adapter", "weight", f"SHA-256 of {WEIGHTS_FILE}"]
-    if facts.weighed is not None:
+    if report.weighed is not None:
         columns[1:2] = ["weight, as given", "counts, after the rule", "why"]
-        judged = zip(facts.weighed.counts, facts.weighed.why, strict=True)
+        judged = zip(report.weighed.counts, report.weighed.why, strict=True)
         rows = [
             [*row[:2], f"{c:.6g}", cell(why) if why else "", row[2]] for row, (c, why) in zip(rows, judged, strict=True)
         ]
-    reports = facts.modules
-    worst = sorted(reports, key=lambda r: -r.error)[:_SHOWN]
-    kept = sorted({r.kept for r in reports})
+    worst = sorted(report.modules, key=lambda r: -r.error)[:_SHOWN]
+    kept = sorted({r.kept for r in report.modules})
     ranks = str(kept[0]) if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
-    largest = max((r.norm for r in reports), default=0.0)
-    norm = largest * math.sqrt(math.fsum((r.norm / largest) ** 2 for r in reports)) if largest else 0.0
-    padded = f"Every module is stored at rank {facts.rank}" if facts.rank else "Each module has its own rank"
-    rounding = f", and writing {facts.dtype} adds {facts.rounding:.2e}" if facts.rounding else f" ({facts.dtype})"
-    more = _others(facts.other_weights)
-    dropped = "".join(f"\n\nLeft out, {kind}: {_names(names)}." for kind, names in sorted(facts.dropped.items()))
+    largest = max((r.norm for r in report.modules), default=0.0)
+    norm = largest * math.sqrt(math.fsum((r.norm / largest) ** 2 for r in report.modules)) if largest else 0.0
+    padded = f"Every module is stored at rank {report.rank}" if report.one_rank else "Each module has its own rank"
+    rounding = f", and writing {report.dtype} adds {report.rounding:.2e}" if report.rounding else f" ({report.dtype})"
+    more = _others(report.module_weights)
+    dropped = "".join(f"\n\nLeft out, {kind}: {_names(names)}." for kind, names in sorted(report.dropped.items()))
     errors = [[cell(r.module), str(r.full), str(r.kept), f"{r.error:.2e}"] for r in worst]
-    return f"""---
-library_name: peft
-{base_line(base)}tags:
-- lora
-- merge
-- fedlora
----
-
+    return f"""{_front(given.spec().base_model, "lora", "merge", "fedlora")}
 # Merged LoRA adapter
 
-{facts.made} of {len(given.files)} adapters, exact up to the asked rank ({facts.asked}): ranks {ranks},
-relative truncation error {facts.error:.2e} over all modules (norm of the update {norm:.4g}){rounding}.
+{made} of {len(given.files)} adapters, exact up to the asked rank ({asked}): ranks {ranks},
+relative truncation error {report.error:.2e} over all modules (norm of the update {norm:.4g}){rounding}.
 {padded}, with alpha = r: the update is B A itself.
 
-{_of_rule(facts.weighed)}{_table(columns, rows)}{more}{dropped}
+{_of_rule(report.weighed)}{_table(columns, rows)}{more}{dropped}
 
 The modules that lost most:
 
@@ -109,24 +54,22 @@ The modules that lost most:
 """
 
 
-def client_card(spec: AdapterSpec, label: str, report: ClientFacts, modules: int) -> str:
+def client_card(spec: AdapterSpec, label: str, report: ClientReport, modules: int) -> str:
     """The README.md of the adapter that a client goes on from. modules: that the global update has."""
     least, largest = report.ranks
     ranks = str(least) if least == largest else f"{least} to {largest}"
     held = "" if report.modules == modules else f" It has {report.modules} of {modules} modules."
-    return f"""---
-library_name: peft
-{base_line(spec.base_model)}tags:
-- lora
-- fedlora
----
-
+    return f"""{_front(spec.base_model, "lora", "fedlora")}
 # LoRA adapter of one client
 
 What client {cell(report.client)} goes on from after a round of {cell(label)}:
 rank {ranks}, relative distance {report.error:.2e} from the global update, over all modules.{held}
 That update itself is the adapter two folders above.
 """
+
+
+def _front(base: str | None, *tags: str) -> str:
+    return "\n".join(["---", "library_name: peft", f"{base_line(base)}tags:", *(f"- {tag}" for tag in tags), "---", ""])
 
 
 def _others(weights: Mapping[str, Sequence[float]]) -> str:
@@ -137,7 +80,7 @@ def _others(weights: Mapping[str, Sequence[float]]) -> str:
     return f"\n\nOther weights, in the same order:\n\n{_table(['module or tensor', 'weights'], rows)}{rest}"
 
 
-def _of_rule(weighed: RuleFacts | None) -> str:
+def _of_rule(weighed: Weighed | None) -> str:
     if weighed is None:
         return ""
     gone = sum(c == 0 for c in weighed.counts)

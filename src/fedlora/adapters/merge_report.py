@@ -41,8 +41,8 @@ class MergeReport:
     cut; rounding: relative, of writing in `dtype` (0 where that is no narrower than the computation); both over all
     modules. beside_rounding: the same of the tensor beside the pairs that it moves most, relative to its own size: it
     is a whole weight, and what training changed of it is not known here. modules: one by one. lacking: modules that
-    some adapter lacks. dropped: what was left out, by kind. bytes, bytes_before: of the result's tensors, and of the
-    adapters'. clients: of the adapters that go back to clients (`--readout`). weighed: by a robust rule
+    some adapter lacks. dropped: what `--heads` left out, by kind. bytes, bytes_before: of the result's tensors, and of
+    the adapters'. clients: of the adapters that go back to clients (`--readout`). weighed: by a robust rule
     (`--defence`); `weights` are those before it, and `error` is of the mean that it weighs.
 
     Example:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-import torch
-
 from fedlora.adapters.agreement import check_uploads, same_weights
-from fedlora.adapters.collection import Collection, HeadRule
-from fedlora.adapters.kinds import Left, without
+from fedlora.adapters.beside import HeadRule
+from fedlora.adapters.collection import Collection
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.merge_report import MergeReport
-from fedlora.adapters.merge_result import Place, Progress, Result, Source, one_of, write_result
-from fedlora.adapters.narrowing import parse_type
+from fedlora.adapters.merge_request import Place, Progress, Result, Source, one_of
+from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule
 from fedlora.adapters.uploads import FILE, read_facts
-from fedlora.adapters.weighting import weighting
 from fedlora.adapters.writer import MERGE, MERGE_FOLDER, RESIZE, RESIZE_FOLDER
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
@@ -38,13 +35,10 @@ def merge(
     rank: int | str = "exact",
     weights: Sequence[float] | None = None,
     weights_from: Literal["num_examples"] | None = None,
-    weight_map: Mapping[str, Sequence[float]] | None = None,
     sum: bool = False,
     missing: Missing | None = None,
     heads: HeadRule = "average",
-    drop: Sequence[str] = (),
     dtype: str | None = None,
-    ranks: Literal["one", "each"] | None = None,
     serve: Literal["vllm"] | None = None,
     max_error: float | None = None,
     same_base: bool = False,
@@ -58,16 +52,14 @@ def merge(
 
     Args:
         adapters: PEFT directories. out: the directory to write.
-        rank: a number, "exact", "energy=0.99" or "budget=8" (the mean rank). ranks: "one" pads all modules to the
-            largest rank, so that every reader gets the scale right; "each" keeps each module's own by rank_pattern.
-            Left out: one, where that at most doubles the file.
-        weights: one for each adapter; left out: alike. weights_from: from each adapter's upload.json. weight_map: key
-            -> weights of the modules that it fits, as `weighting` says. sum: they are used as they are, and may be
-            negative; else they are divided by their sum.
+        rank: a number, "exact", "energy=0.99" or "budget=8" (the mean rank). All modules are padded to the largest
+            rank, so that every reader gets the scale right, where that at most doubles the file; under a budget each
+            keeps its own by rank_pattern.
+        weights: one for each adapter; left out: alike. weights_from: from each adapter's upload.json. sum: they are
+            used as they are, and may be negative; else they are divided by their sum.
         missing: what a module counts as for an adapter that lacks it; "zero" if left out, but then adapters that have
             no module in common are refused.
-        heads: of fully trained modules: the mean, of those that have it ("holders"), the first adapter's, none. drop:
-            kinds of things to leave out (`kinds.KINDS`).
+        heads: of fully trained modules: the mean, of those that have it ("holders"), the first adapter's, none.
         dtype: float16, bfloat16, float32 or float64; left out: the adapters' own.
         serve: "vllm": what vLLM takes, or a refusal. max_error: nothing is written beyond this relative error.
         same_base: their base models are one, whatever they are called. dry_run: write nothing. force: replace
@@ -83,7 +75,7 @@ def merge(
         >>> f"{report.error:.0e} lost of {len(report.modules)} modules"
         '0e+00 lost of 2 modules'
     """
-    wanted = Result(rank, heads, drop, dtype, ranks, serve, max_error, dry_run)
+    wanted = Result(rank, heads, dtype, serve, max_error, dry_run)
     if sum and missing == "renormalise":
         raise ConfigError("--sum takes weights as they are, and --missing renormalise divides them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
@@ -91,13 +83,13 @@ def merge(
     place = Place(Path(out), MERGE_FOLDER, MERGE, force, adapters)
     place.check()
     given, said = collected(
-        adapters, weights, weights_from, missing, weight_map=weight_map, sum=sum, heads=heads, drop=drop,
-        same_base=same_base, allow_unknown=allow_unknown, limits=limits,
+        adapters, weights, weights_from, missing, sum=sum, heads=heads, same_base=same_base,
+        allow_unknown=allow_unknown, limits=limits,
     )  # fmt: skip
     absent = missing or "zero"
-    what, wide = "weighted sum" if sum else "weighted mean", parse_type(dtype) if dtype else torch.float32
+    what = "weighted sum" if sum else "weighted mean"
     source = Source(
-        given.modules, lambda module: given.combined(module, absent, wide), f"The {what} of the updates B A",
+        given.modules, lambda module: given.combined(module, absent, wanted.wide), f"The {what} of the updates B A",
         f"the {what} of the adapters",
     )  # fmt: skip
     return write_result(given, place, wanted, source, absent, said, progress)
@@ -110,9 +102,7 @@ def resize(
     *,
     rank: int | str,
     dtype: str | None = None,
-    ranks: Literal["one", "each"] | None = None,
     serve: Literal["vllm"] | None = None,
-    drop: Sequence[str] = (),
     max_error: float | None = None,
     dry_run: bool = False,
     force: bool = False,
@@ -131,16 +121,16 @@ def resize(
         2
     """
     rule = RankRule.parse(rank)
-    least = int(rule.value) if rule.kind == "rank" and ranks != "each" else 0
-    wanted = Result(rank, "first", drop, dtype, ranks, serve, max_error, dry_run, least)
+    least = int(rule.value) if rule.kind == "rank" else 0
+    wanted = Result(rank, "first", dtype, serve, max_error, dry_run, least)
     place = Place(Path(out), RESIZE_FOLDER, RESIZE, force, [adapter])
     place.check()
     files, said = open_adapters([adapter], allow_unknown, limits)
-    given = Collection.of(files, [1.0])
-    wide = parse_type(dtype) if dtype else torch.float32
+    given = Collection.of(files)
     source = Source(
-        given.modules, lambda module: given.combined(module, "zero", wide), "The update B A", "the adapter's update"
-    )
+        given.modules, lambda module: given.combined(module, "zero", wanted.wide), "The update B A",
+        "the adapter's update",
+    )  # fmt: skip
     return write_result(given, place, wanted, source, "zero", said, progress)
 
 
@@ -150,10 +140,8 @@ def collected(
     weights_from: str | None,
     missing: str | None,
     *,
-    weight_map: Mapping[str, Sequence[float]] | None = None,
     sum: bool = False,
     heads: str = "average",
-    drop: Sequence[str] = (),
     same_base: bool = False,
     allow_unknown: Sequence[str] = (),
     limits: Limits | None = None,
@@ -164,17 +152,19 @@ def collected(
     if weights is not None and weights_from is not None:
         raise ConfigError("give --weights or --weights-from, not both.")
     files, said = open_adapters(adapters, allow_unknown, limits)
-    takes_heads = heads != "drop" and "heads" not in drop
-    said += check_uploads(files, counted=weights_from is not None, labels=takes_heads, same_base=same_base)
+    said += check_uploads(files, counted=weights_from is not None, labels=heads != "drop", same_base=same_base)
     if weights_from is not None:
         weights = examples_of(files)
-    counts = weighting(len(files), weights, weight_map, sum=sum)
-    given = Collection.of(files, counts, same_base=same_base, same_weights=same_weights(files), drop=drop)
-    left = without(given, drop)  # before the checks: what is left out need not fit
+    given = Collection.of(
+        files, weights, sum=sum, same_base=same_base, same_weights=same_weights(files), tokens=heads != "drop"
+    )
     if missing is None:
-        given.check_common(left.modules)
-    counts.check_used([*left.modules, *left.tensors])
-    said += _of_nothing(given, left)
+        given.check_common()
+    idle = [str(file.directory) for file, weight in zip(files, given.weights, strict=True) if not weight]
+    if idle:
+        more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
+        names = ", ".join(quoted(name, 80) for name in idle[:8])
+        said.append(f"of weight 0, so without part in the result: {names}{more}")
     return given, said
 
 
@@ -204,20 +194,11 @@ def open_adapters(
 
 def examples_of(files: Sequence[AdapterFile]) -> list[float]:
     """num_examples of each adapter's upload.json. Raises `AdapterFormatError` where one has none."""
-    lacking = [str(file.directory) for file in files if not (file.directory / FILE).is_file()]
+    facts = [read_facts(file.directory, file.limits) for file in files]
+    lacking = [str(one.directory) for one in facts if not one.there]
     if lacking:
         raise AdapterFormatError(
             f"{lacking[0]} has no {FILE}, so how many examples it counts is not known ({len(lacking)} of {len(files)} "
             f"have none): give --weights instead."
         )
-    return [read_facts(file.directory, file.limits)[1] for file in files]
-
-
-def _of_nothing(given: Collection, left: Left) -> list[str]:
-    """Adapters that have no part in any module or tensor."""
-    by_name = [given.counts.of(name) for name in (*left.modules, *left.tensors)]
-    idle = [str(file.directory) for k, file in enumerate(given.files) if not any(weights[k] for weights in by_name)]
-    if not idle:
-        return []
-    return [f"of weight 0, so without part in the result: {', '.join(quoted(name, 80) for name in idle[:8])}"
-            + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")]  # fmt: skip
+    return [one.examples for one in facts]

@@ -1,153 +1,115 @@
-r"""Which patterns of a config match which names, as peft's `re` decides it, in bounded time and memory.
+r"""Which patterns of a config match which names, as peft's `re` decides it, in little time whoever wrote them.
 
-Names, escaped or not, are patterns too, and nearly all that files hold: those are looked up. What is left is matched by
-the same `re` in a child process with limits of its own (`pattern_child`), all questions about one file at once. What
-does not end there would not end in peft either, which matches without a limit when it loads the adapter.
+Names, escaped or not, are patterns too, and nearly all that files hold: those are looked up. Any other pattern is
+screened before `re` sees it. It must be of the grammar that people and training tools write, and the steps that `re`
+could take with it on the longest name of the file must be few. Then `re` matches it, asked as peft asks.
+
+    a  \.  \d  [a-z_]  [^.]  .              a letter, one of some, any
+    .*  \d+  [^.]{2,}  a?  a{1,3}  .*?      a letter again, greedy or lazy
+    (...)  (?:...)  a|b  (ab)?  (ab){2}     words, and words again a counted number of times
+    ^  $  \b  \B  \A  \Z                    places
+    (?=...)  (?!...)                        what follows, as ms-swift and Unsloth write it in each config
+
+All else is refused: groups that repeat without end, back references, looking behind, names of groups, flags.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.resources import files
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
 from typing import Literal
 
-from fedlora.adapters.pattern_child import BROKEN, OUT_OF_MEMORY
 from fedlora.errors import AdapterFormatError
 
-# How peft 0.21 asks: rank_pattern and alpha_pattern for the end of a name; target_modules and exclude_modules for the
-# whole of it; modules_to_save for some words of it; layers_pattern for the words before the number of a layer.
-Kind = Literal["end", "whole", "inside", "layer"]
+# How peft 0.21 asks: target_modules and exclude_modules as lists for the end of a name, letter by letter ("names");
+# rank_pattern and alpha_pattern for its end; target_modules and exclude_modules as a pattern for the whole of it;
+# modules_to_save for some words of it; layers_pattern for the words before the number of a layer.
+Kind = Literal["names", "end", "whole", "inside", "layer"]
 _WRAPPED: Mapping[Kind, str] = {
     "end": r"(.*\.)?({})$", "whole": "{}", "inside": r"(^|.*\.){}($|\..*)", "layer": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.",
 }  # fmt: skip
+_ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")  # where no layers_pattern is given
 _SPECIAL = frozenset(r".^$*+?{}[]\|()")
+_LONGEST, _DEEPEST, _MOST = 4_000, 20, 1_000  # letters of a pattern, brackets in each other, patterns of one field
+_MOST_STEPS, _MOST_PARTS = 200_000_000, 20_000  # of one pattern on one name: a second at most (tests measure it)
 Spots = tuple[int, ...]
-_Table = dict[int, dict[Spots, dict[str, int]]]
-
-
-@dataclass(frozen=True)
-class PatternLimits:
-    """What the patterns of one file may be and cost.
-
-    length: letters of one; real ones for whole models have up to a thousand. total: letters of all, for some hundred
-    thousand names. groups: opening brackets of one, so no parser gets deeper. patterns: those that are no plain names;
-    files have a few. counts: the product of nested counts, such as 6 of (a{2}b){3}; names have 512 letters. seconds: of
-    processor time in the child; sane patterns take milliseconds. clock: seconds by the clock, where other work keeps
-    the machine busy. memory: bytes of the child. lookups: steps in looking up plain names, of some 50 ns each.
-    """
-
-    length: int = 4_000
-    total: int = 8_000_000
-    groups: int = 200
-    patterns: int = 1_000
-    counts: int = 1_000
-    seconds: int = 2
-    clock: int = 20
-    memory: int = 128 * 2**20
-    lookups: int = 25_000_000
 
 
 @dataclass(frozen=True)
 class Question:
-    """Patterns, or exact names, of one field of a config, asked of all names or (first) of the first so many."""
+    """Patterns, or names, of one field of a config, asked of all names or (first) of the first so many."""
 
     field: str
     kind: Kind
     patterns: tuple[str, ...]
-    exact: bool = False
     first: int | None = None
 
 
-def matches(
-    questions: Sequence[Question], names: Sequence[str], limits: PatternLimits | None = None
-) -> list[list[int | None]]:
+def matches(questions: Sequence[Question], names: Sequence[str], seconds: float = 60.0) -> list[list[int | None]]:
     """For each question, for each name that it concerns: the number of the first pattern that matches, or None.
 
-    Of kind "layer", the number of the layer, by the first pattern that matches.
+    Of kind "layer", the number of the layer, by the first pattern that matches. seconds: of processor time for all.
 
     Raises:
-        AdapterFormatError: a pattern beyond `limits` or that `re` does not take; matching that does not end; no child
-            process on this machine.
+        AdapterFormatError: a pattern that is not screened as one that people write, that `re` does not take, or that
+            could take long; more time than `seconds`.
 
     Example:
         >>> ranks = Question("rank_pattern", "end", ("q_proj", r"^model\\.layers\\.1\\.v_proj"))
         >>> matches([ranks], ["model.layers.0.q_proj", "model.layers.1.v_proj", "x.model.layers.1.v_proj"])
         [[0, 1, None]]
     """
-    limits = limits or PatternLimits()
-    odd = any("\n" in name for name in names)  # $ and . are special about that letter
-    budget = [limits.lookups]
-    answers: list[list[int | None]] = []
-    left: list[tuple[int, list[int], Question]] = []  # which question, which of its patterns
-    for q, question in enumerate(questions):
-        if not question.exact:
-            _check_size(question, limits)
-        asked = names if question.first is None else names[: question.first]
-        if question.kind == "layer":
-            plain = None if odd and question.patterns else _words(question.patterns)
-            found: list[int | None] = [None] * len(asked) if plain is None else [_layer(name, plain) for name in asked]
-            others = [] if plain is not None else list(range(len(question.patterns)))
-        else:
-            table = _Names(question.kind, budget, question.field)
-            others = [k for k, pattern in enumerate(question.patterns)
-                      if not table.take(k, pattern, exact=question.exact, odd=odd)]  # fmt: skip
-            found = [table.first(name) for name in asked]
-        answers.append(found)
-        if others and asked:
-            left.append((q, others, question))
-    if not left:
-        return answers
-    _check_number([(question, others) for _, others, question in left], limits)
-    for (q, others, question), told in zip(left, _told(left, names, limits), strict=True):
-        for n, answer in enumerate(told[: len(answers[q])]):
-            if answer is None:
-                continue
-            before = answers[q][n]
-            if question.kind == "layer":
-                answers[q][n] = int(answer)
-            elif before is None or others[int(answer)] < before:
-                answers[q][n] = others[int(answer)]
-    return answers
+    until = time.thread_time() + seconds
+    return [
+        _answers(question, names[: question.first], _Clock(question.field, seconds, until)) for question in questions
+    ]
 
 
-# --------------------------------------------------------------------------------------------------- sizes, by the text
+@dataclass(frozen=True)
+class _Clock:
+    """Asked before each step that is bounded by itself, so that all of them are."""
 
+    field: str
+    seconds: float
+    until: float
 
-def _check_size(question: Question, limits: PatternLimits) -> None:
-    """Bounds that need no parser."""
-    total = 0
-    for pattern in question.patterns:
-        total += len(pattern)
-        if len(pattern) > limits.length:
-            raise _refusal(
-                question.field, pattern, f"has {len(pattern):,} letters, more than the {limits.length:,} allowed"
-            )
-        if pattern.count("(") > limits.groups:
-            raise _refusal(
-                question.field, pattern, f"opens {pattern.count('('):,} brackets, more than the {limits.groups} allowed"
-            )
-    if total > limits.total:
-        raise AdapterFormatError(
-            f"{question.field}: its patterns have {total:,} letters, more than the {limits.total:,} allowed."
-        )
-
-
-def _check_number(asked: Iterable[tuple[Question, Sequence[int]]], limits: PatternLimits) -> None:
-    for question, others in asked:
-        if len(others) > limits.patterns:
+    def check(self) -> None:
+        if time.thread_time() > self.until:
             raise AdapterFormatError(
-                f"{question.field}: {len(others):,} of its patterns are more than names, and {limits.patterns:,} are "
-                f"allowed."
+                f"{self.field}: matching its patterns with the file's names takes more than {self.seconds:g} s "
+                f"(--limit pattern_seconds). Name the modules in full, and few of them by patterns."
             )
 
 
-def _refusal(where: str, pattern: str, why: str) -> AdapterFormatError:
-    return AdapterFormatError(f"{where}: the pattern {pattern[:80]!r} {why}.")
+def _answers(question: Question, names: Sequence[str], clock: _Clock) -> list[int | None]:
+    if not question.patterns and question.kind != "layer":
+        return [None] * len(names)
+    endings = _Endings()
+    others: list[tuple[int, str]] = []
+    for number, pattern in enumerate(question.patterns):
+        if question.kind == "names":
+            endings.add(number, pattern, (), anchored=False)
+        elif question.kind == "end" and (known := literal(pattern)) is not None:
+            endings.add(number, *known)
+        else:
+            others.append((number, pattern))
+    compiled = _compiled(question, others, max(map(len, names), default=0), clock)
+    found: list[int | None] = []
+    for name in names:
+        clock.check()
+        best = endings.first(name)
+        for number, asked in compiled:
+            if best is not None and number > best:
+                break
+            match = asked.fullmatch(name) if question.kind == "whole" else asked.match(name)
+            if match is not None:
+                best = int(match["idx"]) if question.kind == "layer" else number
+                break
+        found.append(best)
+    return found
 
 
 # -------------------------------------------------------------------------------------------------- patterns of letters
@@ -185,65 +147,32 @@ def every_one_alone(names: Sequence[str]) -> bool:
     """Whether each name, taken as a pattern for the end of names, means itself and no other one."""
     if not all(map(is_name, names)):
         return False
-    limits = PatternLimits(lookups=10**9)  # of our own making
     ways = [Question("names", "end", tuple(names)), Question("names", "end", tuple(reversed(names)))]
-    first, last = matches(ways, names, limits)
+    first, last = matches(ways, names)
     return all(k == first[k] and last[k] == len(names) - 1 - k for k in range(len(names)))
 
 
-@dataclass
-class _Names:
-    """Patterns that are names, found by their length and by where any letter may stand in them."""
+class _Endings:
+    """Patterns of letters for the ends of names, found by their length and by where any letter may stand in them."""
 
-    kind: Kind
-    budget: list[int]
-    where: str
-    _whole: _Table = field(default_factory=dict)  # by length
-    _parts: _Table = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bool], dict[Spots, dict[str, int]]] = {}
 
-    def take(self, number: int, pattern: str, *, exact: bool, odd: bool) -> bool:
-        """Whether it is such a pattern, which is kept then."""
-        if exact:
-            known: tuple[str, Spots, bool] | None = (pattern, (), False)
-        else:
-            known = None if odd else literal(pattern)
-        if known is None or (known[2] and self.kind == "inside"):
-            return False
-        letters, spots, anchored = known
-        table = self._whole if anchored or self.kind == "whole" else self._parts
-        table.setdefault(len(letters), {}).setdefault(spots, {}).setdefault(letters, number)
-        return True
+    def add(self, number: int, letters: str, spots: Spots, anchored: bool) -> None:
+        of_length = self._known.setdefault((len(letters), anchored), {})
+        of_length.setdefault(spots, {}).setdefault(letters, number)
 
     def first(self, name: str) -> int | None:
-        """The smallest number of those that match."""
+        """The smallest number of those that match: the whole name, or what follows one of its dots."""
         best: int | None = None
-        for letters, found in self._lying_in(name):
-            for spots, numbers in found.items():
-                self.budget[0] -= 6 + len(letters) // 32 + (len(letters) // 8 + len(spots) if spots else 0)
-                number = numbers.get(_blanked(letters, spots))
+        parts = [(name, True), (name, False)]
+        parts += [(name[at + 1 :], False) for at, letter in enumerate(name) if letter == "."]
+        for part, anchored in parts:
+            for spots, numbers in self._known.get((len(part), anchored), {}).items():
+                number = numbers.get(_blanked(part, spots))
                 if number is not None and (best is None or number < best):
                     best = number
         return best
-
-    def _lying_in(self, name: str) -> Iterator[tuple[str, dict[Spots, dict[str, int]]]]:
-        """The parts of a name that a pattern of this kind may be, with the patterns of that length."""
-        if len(name) in self._whole:
-            yield name, self._whole[len(name)]
-        inside = self.kind == "inside"
-        cost = 1 + 4 * len(self._parts) * inside
-        begin = 0 if self._parts else len(name) + 1
-        while begin <= len(name):
-            self.budget[0] -= cost
-            for length in self._parts if inside else (len(name) - begin,):
-                end = begin + length
-                if length in self._parts and (end == len(name) or name[end : end + 1] == "."):
-                    yield name[begin:end], self._parts[length]
-            begin = name.find(".", begin) + 1 or len(name) + 1
-            if self.budget[0] < 0:
-                raise AdapterFormatError(
-                    f"{self.where}: more comparisons of its names with those of the file than are made here; peft, "
-                    f"which tries each with each, would take hours."
-                )
 
 
 def _blanked(letters: str, spots: Spots) -> str:
@@ -256,93 +185,159 @@ def _blanked(letters: str, spots: Spots) -> str:
     return "".join(several)
 
 
-def _words(patterns: Sequence[str]) -> list[str | None] | None:
-    """Names of lists of layers, any (None) where there are none; None where one of them is more than a word."""
-    if not all(pattern.replace("_", "a").isalnum() and pattern.isascii() for pattern in patterns) or len(patterns) > 8:
-        return None
-    return list(patterns) or [None]
+# ----------------------------------------------------------------------------------------------------------- the screen
+
+_LETTER = re.compile(
+    r"\\[^A-Za-z0-9]|\\[dDwWsS]|\[\^?(?:\w-\w|[\w.*+/]|\\[-.dDwWsS])+-?\]|[^\\^$|?*+()\[\]{}\x00-\x1f]", re.ASCII
+)
+_PLACE = re.compile(r"\^|\$|\\[bBAZ]")
+_GROUP = re.compile(r"\((?:\?[:=!])?")
+_REPEAT = re.compile(r"(?:([*+?])|\{(\d{1,3})(?:(,)(\d{0,3}))?\})\??", re.ASCII)
+# In how many ways a place of a pattern may be reached: choices made before it, and endless repeats before it.
+Ways = tuple[int, int]
+_BEFORE: Mapping[Kind, Ways] = {"end": (2, 1), "whole": (1, 0), "inside": (2, 1), "layer": (2, 1)}  # by what peft adds
 
 
-def _layer(name: str, lists: Sequence[str | None]) -> int | None:
-    """The number after the name of a list of layers, as (?:^|.*?\\.)LIST\\.(\\d+)\\. finds it; after any but the first
-    word, where there is no name."""
-    words = name.split(".")
-    for known in lists:
-        for k in range(2 if known is None else 1, len(words) - 1):
-            if words[k].isdecimal() and known in (None, words[k - 1]):
-                return int(words[k])
-    return None
+class _Refused(Exception):
+    """Why a pattern is not matched, in words."""
 
 
-# ------------------------------------------------------------------------------------------------------------ the child
-
-
-def _told(
-    left: Sequence[tuple[int, Sequence[int], Question]], names: Sequence[str], limits: PatternLimits
-) -> list[list[str | int | None]]:
-    """For each question that is left, the child's answer for each name."""
-    asked = [
-        {"kind": question.kind, "patterns": [_WRAPPED[question.kind].replace("{}", question.patterns[k]) for k in some]}
-        for _, some, question in left
-    ]
-    firsts = [question.first for _, _, question in left]
-    most = len(names) if None in firsts else max(first or 0 for first in firsts)
-    lines = [json.dumps(asked), *(json.dumps(name) for name in names[:most])]
-    code, said = _run("\n".join(lines).encode() + b"\n", limits)
-    fields = ", ".join(dict.fromkeys(question.field for _, _, question in left))
-    if said and said[-1].startswith("{"):
-        refused = json.loads(said[-1])
-        _, some, question = left[refused["question"]]
-        raise _refusal(question.field, question.patterns[some[refused["pattern"]]], _printable(refused["refused"]))
-    if code == BROKEN or not said or said[0] != str(sys.hexversion):
-        raise _no_child(f"the process ended with code {code}")
-    if said[-1] != "done" or len(said) != most + 2:
-        what = (
-            f"takes more than {limits.memory >> 20} MB"
-            if code == OUT_OF_MEMORY
-            else f"does not end within {limits.seconds} s (--limit pattern_seconds)"
-        )
-        example = max((question.patterns[k] for _, some, question in left for k in some), key=len)
+def _compiled(
+    question: Question, others: Sequence[tuple[int, str]], longest: int, clock: _Clock
+) -> list[tuple[int, re.Pattern[str]]]:
+    """The patterns as peft asks with them, each screened before. longest: letters of a name that it is asked of."""
+    if len(others) > _MOST:
         raise AdapterFormatError(
-            f"{fields}: matching its patterns, such as {example[:80]!r}, with the file's names {what}; peft, which has "
-            f"no such limit, would hang on them when it loads the adapter. Modules can be named instead."
+            f"{question.field}: {len(others):,} of its patterns are more than names, and {_MOST:,} are allowed."
         )
-    rows = [json.loads(line) for line in said[1:-1]]
-    return [[row[q] for row in rows] for q in range(len(left))]
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _run(questions: bytes, limits: PatternLimits) -> tuple[int, list[str]]:
-    """(exit code, lines) of a Python that has nothing but its own library, and ends at its limits whoever waits."""
-    bounds = (limits.seconds, limits.clock, limits.memory, limits.counts)
-    command = [sys.executable, "-I", "-S", "-W", "ignore", "-c", _program(), *map(str, bounds)]
-    try:
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            cwd=os.path.abspath(os.sep), creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-        )  # fmt: skip
-    except (OSError, ValueError, TypeError) as error:  # TypeError: no sys.executable
-        raise _no_child(str(error)) from error
-    with child:
+    found = [(0, _ANY_LAYER)] if question.kind == "layer" and not others else []
+    for number, pattern in others:
+        clock.check()
         try:
-            said, _ = child.communicate(questions, timeout=limits.clock + 5)
-        except subprocess.TimeoutExpired:
-            return -1, []
-        finally:
-            child.kill()
-    return child.returncode, said.decode("ascii", "replace").split("\n")[:-1]
+            if len(pattern) > _LONGEST:
+                raise _Refused(f"has {len(pattern):,} letters, more than the {_LONGEST:,} allowed")
+            _Screen(pattern, longest).walk(_BEFORE[question.kind])
+            found.append((number, re.compile(_WRAPPED[question.kind].replace("{}", pattern))))
+        except _Refused as why:
+            raise AdapterFormatError(
+                f"{question.field}: the pattern {pattern[:80]!r} {why}. Name the modules instead."
+            ) from None
+        except re.error as error:
+            raise AdapterFormatError(
+                f"{question.field}: the pattern {pattern[:80]!r} is not a regular expression: {str(error)[:200]!r}. "
+                f"Name the modules instead."
+            ) from error
+    return found
 
 
-def _program() -> str:
-    """The child's text: also of a package within an archive."""
-    return files("fedlora.adapters").joinpath("pattern_child.py").read_text(encoding="utf-8")
+class _Screen:
+    """A pattern read by the grammar, and a bound of the steps that `re` could take with it on a name of n letters.
+
+    `re` tries each way to a place of the pattern at most once. Choices (alternatives, optional parts, counts) multiply;
+    k endless repeats share out the n letters in C(n + k, k) ways. Each part is charged with the ways to it.
+    """
+
+    def __init__(self, pattern: str, longest: int) -> None:
+        self._text, self._longest = pattern, longest
+        self._at = self._depth = self._parts = self._steps = 0
+
+    def walk(self, before: Ways) -> None:
+        """Raises `_Refused`: with the place that is not of the grammar, or with the steps."""
+        self._alternatives(before)
+        if self._at < len(self._text):
+            self._odd()
+
+    def _odd(self) -> None:
+        raise _Refused(f"has {self._text[self._at : self._at + 8]!r} at letter {self._at + 1}, which is not taken here")
+
+    def _charge(self, ways: Ways, times: int = 1) -> None:
+        self._parts += 1
+        self._steps += times * ways[0] * comb(self._longest + ways[1], ways[1])
+        if self._steps > _MOST_STEPS or self._parts > _MOST_PARTS:
+            raise _Refused(
+                f"could take more than {_MOST_STEPS:,} steps with a name of {self._longest} letters, by its repeats "
+                f"and choices"
+            )
+
+    def _alternatives(self, before: Ways) -> Ways:
+        begin = self._at
+        ends = [self._sequence(before)]
+        while self._text.startswith("|", self._at):
+            self._at += 1
+            ends.append(self._sequence(before))
+        choices = sum(count for count, _ in ends)
+        words = [literal(word) for word in self._text[begin : self._at].split("|")]
+        if all(word is not None and not word[1] and not word[2] for word in words):
+            choices = before[0] * _nested([word[0] for word in words if word is not None])
+        return choices, max(endless for _, endless in ends)
+
+    def _sequence(self, ways: Ways) -> Ways:
+        while self._at < len(self._text) and self._text[self._at] not in "|)":
+            if place := _PLACE.match(self._text, self._at):
+                self._at = place.end()
+                self._charge(ways)
+            elif opened := _GROUP.match(self._text, self._at):
+                ways = self._group(opened, ways)
+            elif letter := _LETTER.match(self._text, self._at):
+                self._at = letter.end()
+                least, most = self._repeat()
+                self._charge(ways, most or max(least, 1))
+                ways = (ways[0], ways[1] + 1) if most is None else (ways[0] * (most - least + 1), ways[1])
+                self._charge(ways)
+            else:
+                self._odd()
+        return ways
+
+    def _group(self, opened: re.Match[str], before: Ways) -> Ways:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise _Refused(f"has more than {_DEEPEST} brackets in each other")
+        self._at = opened.end()
+        ways = self._alternatives(before)
+        if not self._text.startswith(")", self._at):
+            raise _Refused("does not close a bracket")
+        self._at += 1
+        least, most = self._repeat()
+        end = self._at
+        if most is None:
+            raise _Refused("repeats a group without end")
+        if opened[0] in ("(?=", "(?!"):  # tried once at each place, whatever ways there are through it
+            if (least, most) != (1, 1):
+                raise _Refused("repeats a look at what follows")
+            ways = before
+        total = before if least == 0 else (0, 0)
+        for turn in range(1, most + 1):
+            if turn > 1:
+                self._at = opened.end()
+                ways = self._alternatives(ways)
+            if turn >= least:
+                total = (total[0] + ways[0], max(total[1], ways[1]))
+        self._at = end
+        self._depth -= 1
+        return total
+
+    def _repeat(self) -> tuple[int, int | None]:
+        """How often what was read may come: (least, most); None: without end."""
+        found = _REPEAT.match(self._text, self._at)
+        if found is None:
+            return 1, 1
+        self._at = found.end()
+        sign, low, comma, high = found.groups()
+        if sign:
+            return {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
+        most = int(high) if high else None if comma else int(low)
+        if most is not None and most < int(low):
+            raise _Refused("counts from more to less")
+        return int(low), most
 
 
-def _no_child(why: str) -> AdapterFormatError:
-    return AdapterFormatError(
-        f"the config has patterns that are more than names, which are matched in a process of their own, and none can "
-        f"be started here ({_printable(why)[:200]}). Write the modules' names in place of the patterns."
-    )
+def _nested(words: Sequence[str]) -> int:
+    """How many of these words may lie at one place of a name: the longest chain in which each begins the next."""
+    chain: list[str] = []
+    most = 0
+    for word in sorted(words):
+        while chain and not word.startswith(chain[-1]):
+            chain.pop()
+        chain.append(word)
+        most = max(most, len(chain))
+    return most

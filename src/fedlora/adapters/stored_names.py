@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from fedlora.adapters.architecture import Architecture, known
 from fedlora.adapters.base_model import BaseFiles
 from fedlora.adapters.layouts import Layout
-from fedlora.adapters.resolved import plain
+from fedlora.adapters.module_names import plain
 from fedlora.errors import AdapterFormatError
 
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -19,15 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fedlora.adapters import bounded_json
 from fedlora.adapters.limits import Limits
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
+from fedlora.given_files import TooMuchJson, opened, parse_json
 
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of the data types that updates are made of
 SIZES = {**FLOATS, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # and of a saved module's buffers
@@ -38,7 +38,6 @@ _TYPES = {
 _NAME = re.compile(r"[!-\-0-\[\]-~]++(?:\.[!-\-0-\[\]-~]++)*+")  # printable ASCII without dot, slashes and space
 _PIECE = 8 * 2**20  # bytes of a large tensor that are looked at at once
 _CALM = 100.0  # numbers up to this are not told apart: no adapter is refused for them
-_HOW = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,8 @@ class StrangersFile:
     def reading(self) -> Iterator[io.FileIO]:
         """The open file. Raises `AdapterFormatError` where it is not what it was, before or after."""
         try:
-            with io.FileIO(os.open(self._real, _HOW)) as file:
+            with opened(self._real, links=False) as buffered:
+                file = cast("io.FileIO", buffered.raw)  # holes are looked for by the descriptor, past every buffer
                 self._check(file)
                 yield file
                 self._check(file)
@@ -124,8 +124,6 @@ class StrangersFile:
 
     def _check(self, file: io.FileIO) -> None:
         facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise AdapterFormatError(f"{self.path} is no ordinary file.")
         seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         if self._seen not in (None, seen):
             raise AdapterFormatError(f"{self.path} has changed while it was read.")
@@ -140,28 +138,26 @@ def read_json(path: Path, limits: Limits) -> dict[str, Any]:
 def json_of(file: StrangersFile, limits: Limits) -> dict[str, Any]:
     """As `read_json`."""
     limits.check("json", file.size, f"{file.path} has {file.size:,} bytes")
+    return _object(bytes(file.read(0, file.size)), limits, f"{file.path} is not JSON")
+
+
+def _object(raw: bytes, limits: Limits, otherwise: str) -> dict[str, Any]:
+    """A JSON object. otherwise: what is wrong where it is none, up to the reason."""
     try:
-        found = bounded_json.parse(bytes(file.read(0, file.size)), limits)
+        found = parse_json(raw, depth=limits.depth, values=limits.values)
+    except TooMuchJson as error:
+        raise AdapterFormatError(
+            f"{otherwise}: {error}; --limit {error.limit}{f'={error.found}' if error.found else ''} would take it."
+        ) from error
     except ValueError as error:
-        if isinstance(error, AdapterFormatError):
-            raise
-        raise AdapterFormatError(f"{file.path} is not JSON: {bounded_json.reason(error)}.") from error
+        raise AdapterFormatError(f"{otherwise}: {error}.") from error
     if not isinstance(found, dict):
-        raise AdapterFormatError(f"{file.path} holds no JSON object.")
+        raise AdapterFormatError(f"{otherwise}: it holds no JSON object.")
     return found
 
 
-def read_header(path: Path, limits: Limits) -> Mapping[str, Stored]:
-    """The tensors of a safetensors file by its header, which is checked against the file's size.
-
-    Raises:
-        AdapterFormatError: no safetensors file, a damaged one, or one beyond `limits`.
-    """
-    return header_of(StrangersFile(path), limits)
-
-
-def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
-    """As `read_header`."""
+def raw_header(file: StrangersFile, limits: Limits) -> tuple[dict[str, Any], int]:
+    """The JSON that a safetensors file begins with, and where its data begin. Raises `AdapterFormatError`."""
     path, size = file.path, file.size
     limits.check("total", size, f"{path} has {size:,} bytes")
     length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else 0
@@ -170,30 +166,30 @@ def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
             f"{path} is damaged or no safetensors file: its header would have {length:,} bytes, the file has {size:,}."
         )
     limits.check("header", length, f"{path} has a header of {length:,} bytes")
-    try:
-        header = bounded_json.parse(bytes(file.read(8, length)), limits)
-    except ValueError as error:
-        if isinstance(error, AdapterFormatError):
-            raise
-        raise AdapterFormatError(
-            f"{path} is damaged: its header is not JSON ({bounded_json.reason(error)})."
-        ) from error
-    if not isinstance(header, dict):
-        raise AdapterFormatError(f"{path} is damaged: its header is no JSON object.")
+    return _object(bytes(file.read(8, length)), limits, f"{path} is damaged: its header is not JSON"), 8 + length
+
+
+def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
+    """The tensors of a safetensors file by its header, which is checked against the file's size.
+
+    Raises:
+        AdapterFormatError: no safetensors file, a damaged one, or one beyond `limits`.
+    """
+    path, size = file.path, file.size
+    header, data = raw_header(file, limits)
     notes = header.pop("__metadata__", None)
     if notes is not None and not (isinstance(notes, dict) and all(isinstance(text, str) for text in notes.values())):
         raise AdapterFormatError(f"{path} is damaged: the __metadata__ of its header is no table of texts.")
     limits.check("tensors", len(header), f"{path} names {len(header):,} tensors")
-    found = {name: _entry(path, name, entry, limits, 8 + length) for name, entry in header.items()}
-    spans = sorted([(0, 0), *((s.begin - 8 - length, s.begin + s.size - 8 - length) for s in found.values())])
+    found = {name: _entry(path, name, entry, limits, data) for name, entry in header.items()}
+    spans = sorted([(0, 0), *((s.begin - data, s.begin + s.size - data) for s in found.values())])
     for (_, end), (begin, _) in pairwise(spans):
         if begin != end:
             what = "overlap" if begin < end else "leave a gap"
             raise AdapterFormatError(f"{path} is damaged: two of its tensors {what} at byte {begin:,} of the data.")
-    if spans[-1][1] != size - 8 - length:
+    if spans[-1][1] != size - data:
         raise AdapterFormatError(
-            f"{path} is damaged: its header tells of {spans[-1][1]:,} bytes of data, "
-            f"and {size - 8 - length:,} are there."
+            f"{path} is damaged: its header tells of {spans[-1][1]:,} bytes of data, and {size - data:,} are there."
         )
     return found
 
@@ -279,7 +275,7 @@ def _largest_in(
 
 def _data_from(file: io.FileIO, at: int, begin: int, end: int) -> int:
     """The first place from `at` on that is no hole of the file, at a whole number of 8 bytes from `begin`."""
-    if at >= end or not hasattr(os, "SEEK_DATA"):
+    if at >= end:
         return at
     try:
         data = os.lseek(file.fileno(), at, os.SEEK_DATA)

@@ -1,13 +1,14 @@
 """Uploads as folders: a PEFT directory with a small `upload.json` in it that says whose it is and how much it counts.
 
-A run leaves them on request, `fedlora audit` reads them; so does anything that reads PEFT adapters.
+A run leaves them on request, `fedlora audit` and merges read them; so does anything that reads PEFT adapters.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,53 @@ from fedlora.errors import AdapterFormatError
 FILE = "upload.json"
 _LONGEST_NAME = 200
 _MOST_EXAMPLES = 1e15  # so that sums over any number of clients stay exact enough, and finite
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an adapter's upload.json says. client, examples: of one without it, its own path and 1, and `there` is
+    False. round: from 1. labels: the classes, in order. base: file of the base model -> its SHA-256. What it does not
+    say is None."""
+
+    directory: Path
+    client: str
+    examples: float = 1
+    round: int | None = None
+    labels: tuple[str, ...] | None = None
+    base: Mapping[str, str] | None = None
+    template: str | None = None
+    there: bool = True
+
+
+def read_facts(directory: Path, limits: Limits | None = None) -> Facts:
+    """The facts of an adapter's directory. An upload.json that is there and no ordinary file is refused, not taken for
+    none.
+
+    Raises:
+        AdapterFormatError: an upload.json that does not say client and num_examples, or says something in another form.
+    """
+    path = directory / FILE
+    if not os.path.lexists(path):
+        return Facts(directory, str(directory), there=False)
+    said = read_json(path, limits or Limits())
+
+    def known(key: str, fits: Callable[[Any], bool], what: str) -> Any:
+        found = said.get(key)
+        if found is not None and not fits(found):
+            raise AdapterFormatError(f"{path}: {key} is {what}; got {quoted(found)}.")
+        return found
+
+    client, examples = said.get("client"), said.get("num_examples")
+    if not isinstance(client, str) or isinstance(examples, bool) or not isinstance(examples, int | float):
+        raise AdapterFormatError(f"{path} does not say whose upload it is: client and num_examples are needed.")
+    known("client", lambda v: 0 < len(v) <= _LONGEST_NAME and v.isprintable(),
+          f"a name of up to {_LONGEST_NAME} letters on one line")  # fmt: skip
+    known("num_examples", lambda v: 0 <= v <= _MOST_EXAMPLES, f"a number from 0 to {_MOST_EXAMPLES:g}")
+    number = known("round", lambda v: type(v) is int and 1 <= v < 2**31, "a whole number from 1")
+    labels = known("label_names", lambda v: isinstance(v, list) and _texts(v), "a list of texts")
+    base = known("base_model_sha256", lambda v: isinstance(v, dict) and _texts(v.values()), "names and digests")
+    template = known("template", lambda v: isinstance(v, str), "a text")
+    return Facts(directory, client, examples, number, None if labels is None else tuple(labels), base, template)
 
 
 def write_upload(
@@ -44,38 +92,5 @@ def write_upload(
         files.write(building / FILE, json.dumps(facts, indent=2) + "\n")
 
 
-def read_round(directory: Path, limits: Limits | None = None) -> int | None:
-    """Which round an adapter directory says that it is of, from 1; None where it does not."""
-    found = (read_upload(directory, limits) or {}).get("round")
-    if found is None or (type(found) is int and 1 <= found < 2**31):
-        return found
-    raise AdapterFormatError(f"{directory / FILE}: round is a whole number from 1; got {quoted(found)}.")
-
-
-def read_facts(directory: Path, limits: Limits | None = None) -> tuple[str, float]:
-    """(client, num_examples) of an adapter directory; its own path and 1 where it has no upload.json.
-
-    Raises:
-        AdapterFormatError: an upload.json that does not say both.
-    """
-    path, facts = directory / FILE, read_upload(directory, limits)
-    if facts is None:
-        return str(directory), 1
-    client, examples = facts.get("client"), facts.get("num_examples")
-    if not isinstance(client, str) or isinstance(examples, bool) or not isinstance(examples, int | float):
-        raise AdapterFormatError(f"{path} does not say whose upload it is: client and num_examples are needed.")
-    if not (0 < len(client) <= _LONGEST_NAME and client.isprintable()):
-        raise AdapterFormatError(
-            f"{path}: client is a name of up to {_LONGEST_NAME} letters on one line; got {quoted(client)}."
-        )
-    if not 0 <= examples <= _MOST_EXAMPLES:  # also of whole numbers beyond every float
-        raise AdapterFormatError(
-            f"{path}: num_examples is a number from 0 to {_MOST_EXAMPLES:g}; got {quoted(examples)}."
-        )
-    return client, examples
-
-
-def read_upload(directory: Path, limits: Limits | None) -> dict[str, Any] | None:
-    """upload.json; None where there is none. What is there and is no ordinary file is refused, not taken for none."""
-    path = directory / FILE
-    return read_json(path, limits or Limits()) if os.path.lexists(path) else None
+def _texts(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)

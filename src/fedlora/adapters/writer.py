@@ -25,14 +25,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fedlora.adapters.card_text import base_line
-from fedlora.adapters.config import alpha_for, check_scaling, extras_for, saved_modules_for, targets_for
+from fedlora.adapters.config_fields import check_scaling
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.mark import marked, only_by
+from fedlora.adapters.module_names import Parameters, asked_as, plain, wrapped
 from fedlora.adapters.patterns import every_one_alone
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile
-from fedlora.adapters.resolved import Parameters, asked_as, plain, wrapped
 from fedlora.adapters.untrusted_files import decoded, type_name
+from fedlora.adapters.written_config import alpha_for, extras_for, saved_modules_for, targets_for
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA

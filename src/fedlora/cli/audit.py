@@ -61,7 +61,7 @@ def audit(
 
 
 def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | None, limits: Limits) -> list[Upload]:
-    from fedlora.adapters.uploads_together import read_uploads
+    from fedlora.adapters.agreement import read_uploads
     from fedlora.core.messages import Upload
 
     if bool(adapters) == (from_run is not None):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import tempfile
 import uuid
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedlora.adapters.weighting import read_weight_map
 from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, Force
 from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
@@ -29,17 +27,7 @@ if TYPE_CHECKING:
 Out = Annotated[
     Path | None, typer.Option("-o", "--out", help="directory to write; needed without --dry-run", show_default=False)
 ]
-Drop = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="leave out (repeatable): heads, bias, lora_bias, tokens, base, embeddings, convolutions, experts"
-    ),
-]
 DType = Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64 (default: the adapters' own)")]
-Ranks = Annotated[
-    str | None,
-    typer.Option(help="one: all modules padded to one rank; each: rank_pattern (default: one, if small)"),
-]
 MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond this relative error")]
 For = Annotated[str | None, typer.Option("--for", help="vllm: one rank that it takes, or a refusal")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
@@ -52,18 +40,15 @@ def merge(
     out: Out = None,
     weights: Annotated[str | None, typer.Option(help="one for each, separated by commas (default: alike)")] = None,
     weights_from: Annotated[str | None, typer.Option(help="num_examples: from each upload.json")] = None,
-    weight_map: Annotated[Path | None, typer.Option(help="TOML file: a module or pattern = its weights")] = None,
     sum: Annotated[
         bool, typer.Option("--sum", help="weights as they are, also negative: a sum, not a mean (default: all 1)")
     ] = False,
     method: Annotated[str, typer.Option(help="svd, or a federated method, as 'glora rho=0.5'")] = "svd",
     rank: Annotated[str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)")] = "exact",
-    ranks: Ranks = None,
     missing: Annotated[
         str | None, typer.Option(help="a module that one lacks: zero or renormalise (default: zero)")
     ] = None,
     heads: Annotated[str, typer.Option(help="fully trained modules: average, holders, first or drop")] = "average",
-    drop: Drop = None,
     dtype: DType = None,
     max_error: MaxError = None,
     serve: For = None,
@@ -88,7 +73,7 @@ def merge(
 ) -> None:
     """Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank."""
     from fedlora.adapters import merging
-    from fedlora.adapters.merge_result import Place, Result
+    from fedlora.adapters.merge_request import Place, Result
     from fedlora.cli.method_names import parse_defence
     from fedlora.offline.rounds import merge_round
 
@@ -100,26 +85,23 @@ def merge(
     rule = parse_defence(defence) if defence is not None else None
     if method == "svd" and state is None and readout is None and rule is None:
         report = merging.merge(
-            adapters, target, rank=rank, weights=counts, weights_from=cast("Any", weights_from),
-            weight_map=read_weight_map(weight_map) if weight_map is not None else None, sum=sum,
-            missing=cast("Any", missing), heads=cast("Any", heads), drop=drop or (), dtype=dtype,
-            ranks=cast("Any", ranks), serve=cast("Any", serve), max_error=max_error, same_base=same_base,
-            dry_run=dry_run, force=force, allow_unknown=allowed, limits=limits, progress=tracked,
+            adapters, target, rank=rank, weights=counts, weights_from=cast("Any", weights_from), sum=sum,
+            missing=cast("Any", missing), heads=cast("Any", heads), dtype=dtype, serve=cast("Any", serve),
+            max_error=max_error, same_base=same_base, dry_run=dry_run, force=force, allow_unknown=allowed,
+            limits=limits, progress=tracked,
         )  # fmt: skip
     else:
-        if sum or weight_map is not None:
-            raise ConfigError(
-                "--sum and --weight-map are for merges without --method, --state, --readout and --defence."
-            )
-        wanted = Result(rank, heads, drop or (), dtype, ranks, serve, max_error, dry_run)
+        if sum:
+            raise ConfigError("--sum is for merges without --method, --state, --readout and --defence.")
+        wanted = Result(rank, heads, dtype, serve, max_error, dry_run)
         place = Place(target, force=force, inputs=adapters)
         place.check()
         given, said = merging.collected(
-            adapters, counts, weights_from, missing, heads=heads, drop=drop or (), same_base=same_base,
-            allow_unknown=allowed, limits=limits,
+            adapters, counts, weights_from, missing, heads=heads, same_base=same_base, allow_unknown=allowed,
+            limits=limits,
         )  # fmt: skip
         if rule is not None:
-            _check_beside(given, heads, drop or ())
+            _check_beside(given, heads)
         chosen, label = _method(method)
         report, finished = merge_round(
             given, place, chosen, label, wanted, missing=cast("Any", missing or "zero"),
@@ -140,8 +122,6 @@ def resize(
         str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)", show_default=False)
     ],
     out: Out = None,
-    ranks: Ranks = None,
-    drop: Drop = None,
     dtype: DType = None,
     max_error: MaxError = None,
     serve: For = None,
@@ -157,9 +137,9 @@ def resize(
     from fedlora.adapters import merging
 
     report = merging.resize(
-        adapter, _target(out, dry_run), rank=rank, dtype=dtype, ranks=cast("Any", ranks),
-        serve=cast("Any", serve), drop=drop or (), max_error=max_error, dry_run=dry_run, force=force,
-        allow_unknown=allow_unknown or (), limits=limits_of(limit, max_bytes, max_tensors), progress=tracked,
+        adapter, _target(out, dry_run), rank=rank, dtype=dtype, serve=cast("Any", serve), max_error=max_error,
+        dry_run=dry_run, force=force, allow_unknown=allow_unknown or (),
+        limits=limits_of(limit, max_bytes, max_tensors), progress=tracked,
     )  # fmt: skip
     _show(report if out else replace(report, out=""), json, None)
 
@@ -177,10 +157,10 @@ def _target(out: Path | None, dry_run: bool) -> Path:
     return out or Path(tempfile.gettempdir()) / f"fedlora-{uuid.uuid4().hex}"
 
 
-def _check_beside(given: Collection, heads: str, drop: Sequence[str]) -> None:
+def _check_beside(given: Collection, heads: str) -> None:
     """Raises `ConfigError` where tensors beside the pairs would be averaged behind a rule's back."""
     beside = sorted({name for file in given.files for name in file.heads})
-    if beside and heads in ("average", "holders") and "heads" not in drop:
+    if beside and heads in ("average", "holders"):
         raise ConfigError(
             f"--defence looks at pairs alone, and {len(beside)} tensors beside them ({shown(beside[0])} for one) would "
             f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "

@@ -64,7 +64,7 @@ def tell(remarks: Sequence[str]) -> None:
 
 
 def of_one_base(files: Sequence[AdapterFile]) -> list[AdapterFile]:
-    files = list(Collection.of(files, [1.0] * len(files), same_weights=same_weights(files)).files)
+    files = list(Collection.of(files, same_weights=same_weights(files)).files)
     first: dict[str, tuple[tuple[int, ...], AdapterFile]] = {}
     for file in files:
         for path in file.layouts:

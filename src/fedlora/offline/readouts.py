@@ -14,7 +14,7 @@ from fedlora.adapters.io import write_adapter
 from fedlora.adapters.labels import write_labels
 from fedlora.adapters.merge_card import client_card
 from fedlora.adapters.merge_report import ClientReport
-from fedlora.adapters.merge_result import Parts
+from fedlora.adapters.merge_request import Parts
 from fedlora.adapters.narrowing import narrowed_pair
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import combine

@@ -14,10 +14,10 @@ import torch
 from fedlora.adapters.agreement import base_weights
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
-from fedlora.adapters.merge_result import Parts, Place, Progress, Result, Source, write_result
-from fedlora.adapters.narrowing import parse_type
+from fedlora.adapters.merge_request import Parts, Place, Progress, Result, Source
+from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
-from fedlora.adapters.uploads import read_facts, read_round
+from fedlora.adapters.uploads import read_facts
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.messages import Missing
 from fedlora.core.method import Method
@@ -56,7 +56,8 @@ def merge_round(
     Returns:
         the report, and the round that the state is of, where there is one.
     """
-    clients = [read_facts(file.directory, file.limits)[0] for file in given.files]
+    facts = [read_facts(file.directory, file.limits) for file in given.files]
+    clients = [one.client for one in facts]
     ranks, more = readout_ranks(readout, clients, given.files) if readout is not None else ({}, [])
     bases = [file.base for file in given.files]
     handed_on = next(file.base for file in given.files if file.base_model == given.spec().base_model)
@@ -65,14 +66,12 @@ def merge_round(
         method, label, state, base=handed_on, missing=missing, rule=rule, also_called=bases, weights=weights
     )  # fmt: skip
     hand.check_apart(place.out)
-    after = hand.aggregate(
-        given, clients, given.weights, [read_round(file.directory, file.limits) for file in given.files]
-    )
+    after = hand.aggregate(given, clients, given.weights, [one.round for one in facts])
     judged = after.tally.judged if after.tally is not None else None
     more = [*more, *(_weighed(judged) if judged is not None else [])]
     label = f"{label}, weighed by {judged.rule}" if judged is not None else label
     updates = hand.whole()
-    wide = parse_type(wanted.dtype) if wanted.dtype else torch.float32
+    wide = wanted.wide
     of, against, weighed = _measure(given, clients, method, missing, rule, judged, updates, state is not None, wide)
     source = Source(
         [module for module in given.modules if module in updates] + [m for m in updates if m not in set(given.modules)],

@@ -80,8 +80,8 @@ def _uploads(prepared: Prepared, folder: RunFolder) -> list[Upload]:
     uploads = []
     for directory in found.folders:
         adapter, _ = read_adapter(directory, scaling=prepared.config.lora.unit)
-        name, examples = read_facts(directory)
-        uploads.append(Upload(clients[name], examples, Adapter(adapter.modules)))
+        facts = read_facts(directory)
+        uploads.append(Upload(clients[facts.client], facts.examples, Adapter(adapter.modules)))
     return uploads
 
 

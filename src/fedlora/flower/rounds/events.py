@@ -259,7 +259,7 @@ def as_line(event: Event) -> str:
 def as_event(line: bytes) -> Event | None:
     """The event of a line; None for a torn one, or one of a kind that is not known here."""
     try:
-        said = parse_json(line)
+        said = parse_json(line, nan_as_none=True)
         kind = _KINDS[said.pop("event")]
         at, number = said.pop("at"), said["round"]
         if not isinstance(at, str) or not isinstance(number, int):

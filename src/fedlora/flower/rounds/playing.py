@@ -141,7 +141,7 @@ def numbers(federation: Federation, line: Line) -> dict[str, float]:
 def _finished(federation: Federation) -> dict[str, Any] | None:
     """The summary of a federation that has nothing left to do, with these settings."""
     try:
-        summary = parse_json(read_given(federation.folder.summary, RECORDS))
+        summary = parse_json(read_given(federation.folder.summary, RECORDS), nan_as_none=True)
         rounds, settings = summary["rounds"], summary["settings"]
     except (OSError, ValueError, TypeError, KeyError):
         return None

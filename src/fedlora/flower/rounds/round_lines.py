@@ -69,7 +69,7 @@ class RoundLines:
 
 def _line(text: str) -> dict[str, Any] | None:
     try:
-        found = parse_json(text)
+        found = parse_json(text, nan_as_none=True)
     except ValueError:
         return None
     number = found.get("round") if isinstance(found, dict) else None

@@ -32,7 +32,7 @@ class History:
     def read(cls, path: Path) -> History:
         """None where there is no file. Raises `CheckpointError` for a damaged one."""
         try:
-            found = parse_json(read_given(path, RECORDS))
+            found = parse_json(read_given(path, RECORDS), nan_as_none=True)
             if not all(isinstance(entry["settings"], dict) and isinstance(entry["rounds"], int) for entry in found):
                 raise ValueError("it is no list of settings")
         except FileNotFoundError:

@@ -97,7 +97,7 @@ def rounds_done(folder: FederationFolder) -> int:
         return 0
     for line in lines:
         try:
-            most = max(most, int(parse_json(line)["round"]))
+            most = max(most, int(parse_json(line, nan_as_none=True)["round"]))
         except (ValueError, KeyError, TypeError):
             continue  # torn by a crash
     return most
@@ -148,7 +148,7 @@ def _loaded(path: Path, changed: int, size: int) -> FederationSettings:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        found = parse_json(read_given(path, RECORDS))
+        found = parse_json(read_given(path, RECORDS), nan_as_none=True)
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -86,7 +86,7 @@ class Follower:
 
 def _read(line: str) -> Work | None:
     try:
-        facts = parse_json(line)
+        facts = parse_json(line, nan_as_none=True)
         loss = facts["loss"]
         return Work(
             str(facts["did"]), int(facts["round"]), int(facts["examples"]), float(facts["seconds"]),

@@ -1,0 +1,326 @@
+"""What a config says of each module of its file: rank, scale, target or not; and what each tensor beside the pairs is.
+
+Rules of peft 0.21, read in its source and tested against it. A config here has passed `config_fields`. All patterns of
+a config are asked once, for all names of the file; what follows looks the answers up. No tensors and no files here.
+
+Three configs leave to the base model whether peft targets a module: target_modules = null (peft takes what its table
+says for the model's type), "all-linear" (every linear layer but the output's), and ensure_weight_tying (also what is
+tied to a targeted embedding). peft itself saves names instead of the first two, so a file that has them was written by
+hand. Without the base, null is refused, all-linear means nothing but linear layers without a head, and of the rest a
+reader is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+from fedlora.adapters.config_fields import is_adalora
+from fedlora.adapters.module_names import may_be_embedding
+from fedlora.adapters.patterns import Question, matches
+from fedlora.core.echo import quoted
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import AdapterFormatError
+
+ALL_LINEAR = "all-linear"
+CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")  # tasks for which peft saves these, whatever modules_to_save says
+CLASSIFIERS = ("classifier", "score")
+_TIED = ("embed_tokens", "lm_head")  # by which peft knows that an embedding is targeted
+_OUTPUTS = ("lm_head", "embed_out", "generator_lm_head")  # heads of language models, which "all-linear" leaves out
+_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")  # of which peft stores a copy where a vocabulary may have grown
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config with its patterns answered.
+
+    ranks, alphas: of the names that a pattern says one for; the others have the config's own. targeted: whether peft
+    would put LoRA on a module; None for one that the config leaves to the base model.
+    """
+
+    config: Mapping[str, Any]
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    targeted: Mapping[str, bool | None]
+
+    def rank(self, name: str) -> int:
+        """r of a module or parameter. AdaLoRA's follows from its masks: `adalora_ranks`."""
+        rank: int = self.ranks.get(name, self.config["r"])
+        return rank
+
+    def alpha(self, name: str) -> float:
+        alpha: float = self.alphas.get(name, self.config["lora_alpha"])
+        return alpha
+
+    def scale(self, name: str, scaling: float) -> float:
+        """(the module's own alpha / r, or alpha / sqrt(r) with rsLoRA) / scaling; 1.0 exactly where they are the
+        same."""
+        if is_adalora(self.config):  # peft divides by the rank that training began with, plus this
+            return float(self.config["lora_alpha"] / (self.config["init_r"] + 1e-5) / scaling)
+        r, alpha = self.rank(name), self.alpha(name)
+        if self.config.get("use_rslora"):
+            return float(alpha / math.sqrt(r) / scaling)
+        return 1.0 if alpha == scaling * r else float(alpha / r / scaling)  # (s r) / r need not be s in floats
+
+
+def resolve(
+    config: Mapping[str, Any], layers: Collection[str], parameters: Collection[str] = (), *, seconds: float = 60.0
+) -> Resolved:
+    """All that a config says of its file's modules (layers) and of bare parameters, each by the name peft asks with.
+
+    seconds: of processor time for all patterns.
+
+    Raises:
+        AdapterFormatError: patterns that `matches` refuses, or that peft itself refuses together.
+    """
+    names = [*dict.fromkeys(layers), *dict.fromkeys(parameters)]
+    count = len(names) - len(set(parameters))
+    questions = [Question(field, "end", tuple(config.get(field) or {})) for field in ("rank_pattern", "alpha_pattern")]
+    asked = _target_questions(config, count)
+    answers = matches([*questions, *asked.values()], names, seconds)
+    found: list[dict[str, Any]] = [{}, {}]
+    # AdaLoRA's are not looked up; peft compiles them all the same.
+    for question, answer, values in zip(() if is_adalora(config) else questions, answers, found, strict=False):
+        said = config.get(question.field) or {}
+        for name, number in zip(names, answer, strict=True):
+            if number is not None:
+                values[name] = said[question.patterns[number]]
+            elif name in said:  # which peft looks up where no pattern matches
+                values[name] = said[name]
+    told = dict(zip(asked, answers[len(questions) :], strict=True))
+    targeted = _targeted(config, names[:count], told)
+    return Resolved(config, ReadOnly(found[0]), ReadOnly(found[1]), ReadOnly(targeted))
+
+
+def adalora_ranks(config: Mapping[str, Any], names: Collection[str]) -> dict[str, int]:
+    """Name of a module -> the rank of its pair, by AdaLoRA's masks; init_r where it has none
+    (`AdaLoraModel.resize_modules_by_rank_pattern`).
+
+    Raises:
+        AdapterFormatError: a mask of another length, or of a module that is not there.
+    """
+    start: int = config["init_r"]
+    found = dict.fromkeys(names, start)
+    for key, mask in (config.get("rank_pattern") or {}).items():
+        bare = key.replace(".default", "")
+        name = ".".join(bare.split(".")[: -2 if "default" in bare else -1])
+        if name not in found:
+            raise AdapterFormatError(f"rank_pattern has {quoted(key)}, and the file no factors of {quoted(name)}.")
+        if len(mask) != start:
+            raise AdapterFormatError(
+                f"rank_pattern has {len(mask)} values for {quoted(key)}, and the rank began with init_r = {start}."
+            )
+        found[name] = sum(mask)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- targets
+
+
+def _target_questions(config: Mapping[str, Any], count: int) -> dict[str, Question]:
+    """What is asked of each module to know whether it is a target."""
+    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+    lists = config.get("layers_pattern")
+    if isinstance(targets, str) and (layers is not None or lists is not None):
+        raise AdapterFormatError(
+            "target_modules is a pattern, and layers_to_transform or layers_pattern is given too: peft refuses that. "
+            "Name the modules."
+        )
+    if lists and layers is None:
+        raise AdapterFormatError(f"layers_pattern = {lists!r} without layers_to_transform: peft refuses that.")
+    found = {}
+    for field in ("target_modules", "exclude_modules"):
+        value = config.get(field) or ()
+        if isinstance(value, str):
+            found[field] = Question(field, "whole", (value,), first=count)
+        else:
+            found[field] = Question(field, "names", tuple(value), first=count)
+    saved = tuple(config.get("modules_to_save") or ())
+    if config.get("task_type") in CLASSIFYING:
+        saved += CLASSIFIERS
+    found["modules_to_save"] = Question("modules_to_save", "inside", saved, first=count)
+    if layers is not None and layers != []:
+        lists = (lists,) if isinstance(lists, str) and lists else tuple(lists or ())
+        found["layers_pattern"] = Question("layers_pattern", "layer", lists, first=count)
+    return found
+
+
+def _targeted(
+    config: Mapping[str, Any], names: Sequence[str], told: Mapping[str, Sequence[int | None]]
+) -> dict[str, bool | None]:
+    """Whether each module is a target; None where the base model decides, and nothing that it says can exclude it."""
+    targets, layers = config.get("target_modules") or (), config.get("layers_to_transform")
+    by_itself = () if isinstance(targets, str) else set(targets)
+    chosen = None if "layers_pattern" not in told else {layers} if isinstance(layers, int) else set(layers or ())
+    left, ties = left_to_the_base(config) is not None, _ties_targets(config)
+    found: dict[str, bool | None] = {}
+    for k, name in enumerate(names):
+        named = left or told["target_modules"][k] is not None
+        if chosen is not None and name not in by_itself:  # a module named in full is one whatever its layer
+            named = named and told["layers_pattern"][k] in chosen
+        says = named and told["exclude_modules"][k] is None and told["modules_to_save"][k] is None
+        tied = ties and not says and may_be_embedding(name)
+        found[name] = None if tied or (says and left) else says
+    return found
+
+
+def left_to_the_base(config: Mapping[str, Any]) -> str | None:
+    """What the config says instead of targets, "all-linear" or "null"; None where it names them."""
+    targets = config.get("target_modules")
+    if targets is None:
+        return "null"
+    return ALL_LINEAR if isinstance(targets, str) and targets.lower() == ALL_LINEAR else None
+
+
+def _ties_targets(config: Mapping[str, Any]) -> bool:
+    """Whether what the base model ties to a targeted embedding becomes a target too, named or not."""
+    targets = config.get("target_modules")
+    if not config.get("ensure_weight_tying") or ties_saved(config):
+        return False
+    if isinstance(targets, str):  # a pattern: the base model's names decide
+        return True
+    return any(name.rpartition(".")[2] in _TIED for name in targets or ())
+
+
+def ties_saved(config: Mapping[str, Any]) -> bool:
+    """Whether peft saves what the base model ties to a saved embedding too, named or not."""
+    saved = config.get("modules_to_save") or ()
+    return bool(config.get("ensure_weight_tying")) and any(name.rpartition(".")[2] in _TIED for name in saved)
+
+
+def check_left_to_base(config: Mapping[str, Any], kinds: Mapping[str, str], *, with_base: bool) -> tuple[str, ...]:
+    """What a reader must know of modules that only the base model decides on; nothing where there are none.
+
+    Args:
+        kinds: name of each such module -> the kind of layer that its pair is of. with_base: the base is asked later.
+
+    Raises:
+        AdapterFormatError: no base model makes peft target one of them; without a base, it depends on its type.
+    """
+    if not kinds:
+        return ()
+    said, first = left_to_the_base(config), next(iter(kinds))
+    if said == ALL_LINEAR:
+        for name, kind in kinds.items():
+            if kind not in ("linear", "adalora") or name.rpartition(".")[2] in _OUTPUTS:
+                raise left_out(name, "all-linear means linear layers, without the output's")
+    if with_base:
+        return ()
+    if said == "null":
+        raise left_out(
+            first,
+            "target_modules is null, so that the type of the base model decides, and there is none here to ask (apply "
+            "and validate --base have one)",
+            "may",
+        )
+    why = "ensure_weight_tying" if said is None else f"target_modules = {said}"
+    return (
+        f"with {why}, the base model decides whether peft loads {quoted(first, 120)}"
+        f"{f' and {len(kinds) - 1:,} other modules' if len(kinds) > 1 else ''}; all are taken here. "
+        f"fedlora validate --base asks a base model.",
+    )
+
+
+def left_out(name: str, why: str, may: str = "would") -> AdapterFormatError:
+    """The error for factors of a module that peft does not target."""
+    return AdapterFormatError(
+        f"holds factors of {quoted(name)}, which peft {may} leave out: {why}. Name the modules in target_modules."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- beside the pairs
+
+
+def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
+    """What a tensor beside the LoRA pairs is, by the rules by which peft saves it; None for one that it never saves.
+
+    "head": of modules_to_save. "bias": a trained bias of the base (bias = all, lora_only). "added": lora_bias, part of
+    the update and scaled like it. "base": what peft stores of a layer because its vocabulary may have been resized.
+    "tokens": the rows of an embedding that were trained (trainable_token_indices).
+    """
+    if path.endswith(".lora_B.bias"):
+        return "added" if config.get("lora_bias") else None
+    if path.endswith(".token_adapter.trainable_tokens_delta"):
+        return "tokens" if config.get("trainable_token_indices") else None
+    # peft's rule for a saved module: a path that ends with its name (not: equals).
+    saved = any(f"{module}." in path for module in config.get("modules_to_save") or ())
+    if saved and "lora_" not in path and "base_layer" not in path:
+        return "head"
+    if path.endswith(".base_layer.bias") and config.get("bias", "none") != "none":
+        return "bias"
+    if path.endswith(".bias") and config.get("bias") == "all" and "lora_" not in path:
+        return "bias"
+    if path.endswith((".base_layer.weight", ".base_layer.bias")):
+        return "base"
+    return ("head" if ties_saved(config) else "base") if path.endswith(_EMBEDDINGS) else None
+
+
+def is_put_aside(path: str, config: Mapping[str, Any]) -> bool:
+    """Whether a bias is one of those that peft's wrapper of a saved module holds by itself under bias = all: of the
+    original that lies idle, or a second time the saved one's. peft reads neither."""
+    inside = {"original_module", "modules_to_save"} & set(path.split("."))
+    return bool(inside) and config.get("bias") == "all" and path.endswith(".bias")
+
+
+# --------------------------------------------------------------------------------------------------- nested parameters
+
+
+def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said: Resolved) -> tuple[str, ...] | None:
+    """Which bare parameter of `module` each of its nested LoRA pairs adapts, outermost first; None where none is.
+
+    Args:
+        rows: of the stored A, outermost first: rank times experts. short: the parameters' own names, sorted.
+
+    PEFT nests several parameters of one module in the order in which the model registered them, which no file tells.
+    Where the patterns give them different ranks, the shapes tell; where only their alphas differ, nothing does.
+
+    Raises:
+        AdapterFormatError: the config names another number of parameters, no order fits the shapes, or several do and
+            mean different updates.
+    """
+    if not short:
+        return None
+    if len(short) != len(rows) or len(short) > 6:
+        in_full = f"{module.rpartition('.')[2]}.{short[0]}"
+        raise AdapterFormatError(
+            f"{quoted(module)}: target_parameters names {len(short)} parameters that may be its own "
+            f"({quoted(', '.join(short), 80)}), the file has pairs for {len(rows)}: which are meant it does not "
+            f"tell. Name them with their module, as {quoted(in_full, 80)}."
+        )
+    names = [f"{module}.{name}" for name in short]
+    means = {name: (said.rank(name), said.scale(name, 1.0)) for name in names}
+    fits = _alike(rows, means) or _any_order(rows, means)
+    if not fits:
+        raise AdapterFormatError(
+            f"{quoted(module)}: its factors have {list(rows)} rows, which fit no rank that the config gives."
+        )
+    if len(fits) > 1:
+        raise AdapterFormatError(
+            f"{quoted(module)}: rank_pattern or alpha_pattern gives its parameters {quoted(', '.join(short))} "
+            f"different scalings, and which of the nested factors is whose, the file does not tell. Train them with "
+            f"one rank and one alpha."
+        )
+    return fits[0]
+
+
+def _alike(rows: Sequence[int], means: Mapping[str, tuple[int, float]]) -> list[tuple[str, ...]]:
+    """The order in which all have as many experts; two where several do that mean different updates."""
+    experts = sum(rows) // sum(r for r, _ in means.values())
+    if sorted(rows) != sorted(r * experts for r, _ in means.values()):
+        return []
+    of = {n: [name for name, (r, _) in means.items() if r * experts == n] for n in rows}
+    order = tuple(of[n].pop(0) for n in rows)
+    ranks = {r for r, _ in means.values()}
+    return [order] * (1 if len(set(means.values())) == len(ranks) else 2)
+
+
+def _any_order(rows: Sequence[int], means: Mapping[str, tuple[int, float]]) -> list[tuple[str, ...]]:
+    """Orders that fit the rows with some number of experts for each, one for each meaning that they may have."""
+    fits: dict[tuple[tuple[int, float], ...], tuple[str, ...]] = {}
+    for order in permutations(means) if len(means) <= 4 else ():  # more are not looked for: no model has such
+        if all(n % means[name][0] == 0 for n, name in zip(rows, order, strict=True)):
+            fits.setdefault(tuple(means[name] for name in order), order)
+    return list(fits.values())

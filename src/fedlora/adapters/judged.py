@@ -1,0 +1,191 @@
+"""Whether an adapter's config and its tensors fit each other, as peft loads them; what does not is refused by name.
+
+A file that no peft loads is damaged or made up, and what it means nobody can say; and a result that carries such fields
+on would not load either. Where peft is silent (factors that it would leave out, halves that it would ignore), we are
+not. Pure functions of what `parsed` found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fedlora.adapters.config_fields import LARGEST_SCALE
+from fedlora.adapters.config_meaning import CLASSIFIERS, check_left_to_base, ties_saved
+from fedlora.adapters.limits import Limits
+from fedlora.adapters.module_names import may_be_embedding, plain, saved_modules
+from fedlora.adapters.parsed import Meaning, Parsed
+from fedlora.adapters.untrusted_files import FLOATS
+from fedlora.core.echo import quoted
+from fedlora.errors import AdapterFormatError
+
+_TOKENS = ".token_adapter.trainable_tokens_delta"
+# Beyond this, sums of squares in float32 come near its end (3e38), and no model's weight is anywhere near.
+_LARGEST_NUMBER = 1e15
+
+
+def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, with_base: bool) -> tuple[str, ...]:
+    """Lines for a reader, on what cannot be told without the base model.
+
+    scaling: what all scales are told in units of. with_base: the base model is asked later.
+
+    Raises:
+        AdapterFormatError: the first thing that does not fit.
+    """
+    config = parsed.config
+    if meaning.twice:
+        raise AdapterFormatError(
+            f"target_modules means {quoted(meaning.twice[0])}, and target_parameters one of its parameters: peft takes "
+            f"one."
+        )
+    _check_targets(parsed, meaning)
+    kinds = {name: meaning.layouts[path].kind for path, name in left_to_base(meaning).items()}
+    notes = check_left_to_base(config, kinds, with_base=with_base)
+    layouts = meaning.layouts.values()
+    experts, count = max(layout.experts for layout in layouts), sum(max(layout.experts, 1) for layout in layouts)
+    limits.check("experts", experts, f"a tensor has {experts:,} experts")
+    limits.check("modules", count, f"the adapter has {count:,} modules")
+    for path in parsed.pairs:
+        _check_pair(parsed, meaning, path)
+        scale = meaning.scale(path)
+        if not (scale <= LARGEST_SCALE and 1e-30 < scale / scaling < 1e30):
+            raise AdapterFormatError(
+                f"module {quoted(path)} has alpha / r = {scale:.3g}, which is no scale that an adapter is trained with."
+            )
+    _check_added(parsed)
+    _check_saved(config, [path for path, (_, kind) in parsed.beside.items() if kind == "head"])
+    rows = {plain(path.removesuffix(_TOKENS)): parsed.tensors[key].shape
+            for path, (key, kind) in parsed.beside.items() if kind == "tokens"}  # fmt: skip
+    _check_tokens(config, rows)
+    return notes
+
+
+def left_to_base(meaning: Meaning) -> dict[str, str]:
+    """Path of each pair of which only the base model decides whether it is a target -> the name peft asks with."""
+    return {path: meaning.asked[path] for path, targeted in meaning.targeted.items() if targeted is None}
+
+
+def _check_targets(parsed: Parsed, meaning: Meaning) -> None:
+    """peft leaves out, without a word, the factors of modules that are no targets of the config."""
+    for path, targeted in meaning.targeted.items():
+        if targeted is False:
+            raise AdapterFormatError(
+                f"holds factors of {quoted(path)}, which its config does not target: peft would leave them out "
+                f"(target_modules = {quoted(parsed.config.get('target_modules'), 80)}; see exclude_modules, "
+                f"layers_to_transform and modules_to_save too)."
+            )
+
+
+def _check_pair(parsed: Parsed, meaning: Meaning, path: str) -> None:
+    """The shapes are those of a pair of its kind of layer, and of the rank that the config says."""
+    layout, B, A = meaning.layouts[path], parsed.shape(path, "B"), parsed.shape(path, "A")
+    r, says = layout.rank(B, A), meaning.ranks[path]
+    if r is None or (layout.kind == "adalora" and parsed.shape(path, "E") != (r, 1)):
+        needed = {
+            "conv": "B (c_out, r, 1, ...) and A (r, c_in, k, ...); grouped convolutions are not supported",
+            "parameter": f"B (d_out, r E) and A (r E, d_in) of E = {layout.experts}",
+        }.get(layout.kind, "B (d_out, r) and A (r, d_in)")
+        raise AdapterFormatError(
+            f"module {quoted(path)} is no LoRA of a {layout.kind} layer: {needed} are needed; got B {B} and A {A}."
+        )
+    if r != says:
+        raise AdapterFormatError(f"module {quoted(path)} has rank {r}, but its config says {says}.")
+    if B[0] == 0 or 0 in A[1:] or (r == 0 and layout.kind != "adalora"):  # AdaLoRA may prune a module away
+        raise AdapterFormatError(f"module {quoted(path)} is empty: B {B}, A {A}.")
+    init = parsed.config.get("init_lora_weights", True)
+    if layout.kind == "embedding" and parsed.config.get("lora_bias"):
+        raise AdapterFormatError(f"{quoted(path)} is an embedding, for which peft takes no lora_bias.")
+    if layout.kind == "conv" and init in ("eva", "orthogonal"):
+        raise AdapterFormatError(
+            f"{quoted(path)} is a convolution, which peft cannot begin with init_lora_weights = {init!r}."
+        )
+    if init == "orthogonal" and layout.kind in ("linear", "parameter") and r % 2:
+        raise AdapterFormatError(
+            f"{quoted(path)} has rank {r}; peft takes even ranks only with init_lora_weights = 'orthogonal'."
+        )
+
+
+def _check_added(parsed: Parsed) -> None:
+    """An added bias belongs to a pair, and has its outputs."""
+    for path, (key, kind) in parsed.beside.items():
+        if kind != "added":
+            continue
+        module, stored = path.removesuffix(".lora_B.bias"), parsed.tensors[key]
+        if module not in parsed.pairs:
+            raise AdapterFormatError(f"{quoted(path)} belongs to no pair of factors.")
+        d_out = parsed.shape(module, "B")[0]
+        if stored.dtype not in FLOATS or stored.shape != (d_out,):
+            raise AdapterFormatError(
+                f"{quoted(path)} has shape {stored.shape} and type {stored.dtype}; its module has {d_out} outputs."
+            )
+
+
+def _check_saved(config: Mapping[str, Any], given: list[str]) -> None:
+    """Every module that modules_to_save names has tensors: peft asks the file for each. given: the heads' paths."""
+    names: list[str] = list(config.get("modules_to_save") or ())
+    lacking = [name for name in names if not any(f"{name}." in path for path in given)]
+    for path in given:  # the wrapper of the outer one has no such child
+        around = saved_modules(path, names)
+        if any(module.count(".") != around[0].count(".") + 2 for module in around[1:]):
+            raise AdapterFormatError(
+                f"modules_to_save means {quoted(around[0])} and {quoted(around[1])} in it: peft loads no saved module "
+                f"within another. Name the outer one."
+            )
+    some_classifier = any(name in CLASSIFIERS and name not in lacking for name in names)
+    for name in lacking:
+        if name in CLASSIFIERS and some_classifier:  # peft names both, and a model has one
+            continue
+        if ties_saved(config) and given and may_be_embedding(name):  # one copy is stored for all that are tied
+            continue
+        raise AdapterFormatError(f"modules_to_save names {quoted(name)}, and the file has no tensor of it.")
+
+
+def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]) -> None:
+    """trainable_token_indices against the rows that the file has: module whose tokens were trained -> their shape."""
+    said = config.get("trainable_token_indices")
+    if said is None:
+        return
+    if not isinstance(said, Mapping):
+        if not rows:
+            raise AdapterFormatError("trainable_token_indices names tokens, and the file has no rows of them.")
+        wanted = dict.fromkeys(rows, said)
+    else:
+        wanted = {path: said[name] for path in rows for name in said if path == name or path.endswith(f".{name}")}
+        stored = [indices for path, indices in wanted.items()]
+        for name, indices in said.items():
+            there = any(path == name or path.endswith(f".{name}") for path in rows)
+            if not there and indices not in stored:  # of tied layers with the same tokens, one is stored
+                raise AdapterFormatError(
+                    f"trainable_token_indices names {quoted(name)}, and the file has no rows of it."
+                )
+    for path, shape in rows.items():
+        if path not in wanted:
+            raise AdapterFormatError(
+                f"the file has rows of {quoted(path)}, which trainable_token_indices does not name."
+            )
+        if len(shape) != 2 or shape[0] != len(wanted[path]):
+            raise AdapterFormatError(
+                f"the rows of {quoted(path)} have shape {shape}; trainable_token_indices names {len(wanted[path])}."
+            )
+
+
+def check_size(key: str, size: float) -> None:
+    """Raises `AdapterFormatError` for the largest number of a tensor that is none, or absurd."""
+    if not size < math.inf:
+        raise AdapterFormatError(f"{quoted(key)} holds NaN or Inf.")
+    if size > _LARGEST_NUMBER:
+        raise AdapterFormatError(
+            f"{quoted(key)} holds a number of size {size:.3g}; up to {_LARGEST_NUMBER:g} are taken, so that what is "
+            f"computed of them stays finite."
+        )
+
+
+def check_update(path: str, rank: int, sizes: list[float], scale: float) -> None:
+    """By the sizes of its factors, an update cannot be larger than their product times the rank and the scale."""
+    most = max(rank, 1) * math.prod(sizes) * max(scale, 1)
+    if not most <= _LARGEST_NUMBER:
+        raise AdapterFormatError(
+            f"the update of module {quoted(path)} may be as large as {most:.3g} by its factors; up to "
+            f"{_LARGEST_NUMBER:g} are taken, so that it stays finite."
+        )

@@ -1,0 +1,108 @@
+"""What is asked of a merge: of its result, from where its modules come, and where it goes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from fedlora.adapters.beside import HeadRule
+from fedlora.adapters.merge_report import Weighed
+from fedlora.adapters.narrowing import parse_type
+from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, against_mean
+from fedlora.adapters.writer import MERGE, MERGE_FOLDER, AdapterSpec
+from fedlora.core.folders import FolderKind, check_target, replacing_folder
+from fedlora.core.lora import LoRA
+from fedlora.errors import ConfigError
+
+Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, what is done) -> the steps
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is asked of a result, whatever made it. All as `merge` has them. least: the rank that every module has at
+    least, by slots of zeros."""
+
+    rank: str | int = "exact"
+    heads: str = "average"
+    dtype: str | None = None
+    serve: str | None = None
+    max_error: float | None = None
+    dry_run: bool = False
+    least: int = 0
+
+    def __post_init__(self) -> None:
+        RankRule.parse(self.rank)
+        one_of("--heads", self.heads, get_args(HeadRule))
+        one_of("--for", self.serve, ("vllm",))
+        if self.dtype is not None:
+            parse_type(self.dtype)
+        if self.max_error is not None and not 0 <= self.max_error < math.inf:
+            raise ConfigError(f"--max-error is a number from 0; got {self.max_error}.")
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What is computed in, at least."""
+        return parse_type(self.dtype) if self.dtype else torch.float32
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the modules of a result come from. made: of what, in words, for the card; of: what a loss is relative to.
+    combined: module -> its update. mean: compared with that, where it is not itself the mean. weighed: by a robust
+    rule."""
+
+    modules: Sequence[str]
+    combined: Callable[[str], Combined]
+    made: str
+    of: str
+    mean: Callable[[str], tuple[LoRA, ModuleReport]] | None = None
+    weighed: Weighed | None = None
+
+    def cut(self, module: str, rule: RankRule, rank: int | None) -> tuple[LoRA, ModuleReport, int]:
+        """The pair, its report, and the rank that there was to cut. rank: under a budget."""
+        found = self.combined(module)
+        cut = found.cut(rule.keep(found.product) if rank is None else rank)
+        return *(cut if self.mean is None else against_mean(*cut, self.mean(module))), found.product.rank
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What results of one merge have in common: modules, what lies beside the pairs, the type, names of classes."""
+
+    modules: frozenset[str]
+    spec: AdapterSpec
+    extras: Mapping[str, torch.Tensor]
+    dtype: torch.dtype
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a result goes. force: what is there is replaced, where it is wholly of `kind`. inputs: never replaced.
+    by: what the result says of its writer."""
+
+    out: Path
+    kind: FolderKind = MERGE_FOLDER
+    by: str = MERGE
+    force: bool = False
+    inputs: Sequence[str | os.PathLike[str]] = ()
+
+    def check(self) -> None:
+        """Raises `ConfigError` where nothing can or may be written: to ask before long work."""
+        check_target(self.out, force=self.force, kind=self.kind, inputs=self.inputs)
+
+    def building(self) -> AbstractContextManager[Path]:
+        """A folder that becomes the result when the block ends well."""
+        return replacing_folder(self.out, force=self.force, kind=self.kind, inputs=self.inputs)
+
+
+def one_of(option: str, value: object, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise ConfigError(f"{option} is one of {', '.join(known)}; got {str(value)[:80]!r}.")

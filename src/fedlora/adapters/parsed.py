@@ -1,0 +1,185 @@
+"""An adapter's two files taken apart (`parse`), and what its config makes of the parts (`understand`).
+
+Both are pure: of a config that `config_fields` has passed, and of the header of the weights. Whether the two fit each
+other is `judged`'s to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedlora.adapters.config_fields import is_adalora
+from fedlora.adapters.config_meaning import (
+    Resolved,
+    adalora_ranks,
+    extra_kind,
+    is_put_aside,
+    parameter_names,
+    resolve,
+)
+from fedlora.adapters.layouts import Layout
+from fedlora.adapters.module_names import Parameters, asked_as, check_names, plain
+from fedlora.adapters.untrusted_files import FLOATS, Stored
+from fedlora.core.echo import quoted
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import AdapterFormatError
+
+PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB])|([ABE]))")
+
+
+@dataclass(frozen=True, eq=False)
+class Parsed:
+    """What the files hold, by name.
+
+    config: of adapter_config.json. tensors: key -> as the header has it. pairs: path -> factor (A, B, AdaLoRA's E) ->
+    key. beside: name of each other tensor -> (key, kind as in `extra_kind`): its name in the base model, whatever is
+    wrapped around it; of added biases and of token rows their path.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+    pairs: Mapping[str, Mapping[str, str]]
+    beside: Mapping[str, tuple[str, str]]
+
+    def shape(self, path: str, factor: str) -> tuple[int, ...]:
+        """Of a stored factor."""
+        return self.tensors[self.pairs[path][factor]].shape
+
+
+@dataclass(frozen=True, eq=False)
+class Meaning:
+    """What the config says of each stored pair, by its path.
+
+    asked: the name by which peft asks the config about it. layouts: how it is stored. ranks: r by the config; 0 of a
+    module that AdaLoRA pruned away. said: the config with its patterns answered. targeted: whether it is a target of
+    the config; None where the base model decides; bare parameters are left out. twice: modules that are a target by
+    themselves, and by one of their parameters.
+    """
+
+    asked: Mapping[str, str]
+    layouts: Mapping[str, Layout]
+    ranks: Mapping[str, int]
+    said: Resolved
+    targeted: Mapping[str, bool | None]
+    twice: tuple[str, ...]
+
+    def scale(self, path: str, scaling: float = 1.0) -> float:
+        """A module's own alpha / r, in units of `scaling`."""
+        return self.said.scale(self.layouts[path].pattern or self.asked[path], scaling)
+
+
+def parse(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Parsed:
+    """The tensors by what they are.
+
+    Raises:
+        AdapterFormatError: a key that peft does not write under this config, half a pair, two names of one tensor.
+    """
+    pairs: dict[str, dict[str, str]] = {}
+    beside: dict[str, tuple[str, str]] = {}
+    for key in sorted(tensors):
+        path = _path(key)
+        found = _FACTOR.fullmatch(path)
+        if found:
+            _add_factor(pairs.setdefault(found[1], {}), found[2] or found[3] or found[4], key, tensors[key])
+            continue
+        kind = extra_kind(path, config)
+        if kind is None:
+            raise AdapterFormatError(
+                f"key {quoted(key)} is neither a LoRA factor nor anything that its config says is saved "
+                f"(modules_to_save = {quoted(config.get('modules_to_save') or [])}, bias = "
+                f"{quoted(config.get('bias', 'none'))}, lora_bias = {bool(config.get('lora_bias'))})."
+            )
+        if is_put_aside(path, config):
+            continue
+        name = path if kind in ("added", "tokens") else plain(path)
+        if name in beside:
+            raise AdapterFormatError(f"{beside[name][0]!r} and {key!r} are one tensor of the base model.")
+        beside[name] = (key, kind)
+    if not pairs:
+        raise AdapterFormatError("holds no lora_A / lora_B pair.")
+    needed = {"A", "B", "E"} if is_adalora(config) else {"A", "B"}
+    for path, pair in pairs.items():
+        if set(pair) != needed:
+            odd = sorted(needed ^ set(pair))[0]
+            what = "lacks" if odd in needed else "has, without being AdaLoRA's,"
+            raise AdapterFormatError(f"module {quoted(path)} {what} lora_{odd}.")
+    return Parsed(config, tensors, ReadOnly(pairs), ReadOnly(beside))
+
+
+def understand(parsed: Parsed, seconds: float) -> Meaning:
+    """What the config says of the pairs. seconds: of processor time for its patterns.
+
+    Raises:
+        AdapterFormatError: names that collide, patterns that are not taken, nested parameters that nothing tells apart,
+            factors of several kinds of layers in one pair.
+    """
+    config, pairs = parsed.config, parsed.pairs
+    parameters = Parameters(config)
+    check_names(pairs, parameters)
+    asked = {path: asked_as(path, pairs, parameters) for path in pairs}
+    modules: dict[str, list[str]] = {}
+    for path in sorted(pairs, key=len):
+        modules.setdefault(plain(path), []).append(path)
+    said = resolve(config, list(asked.values()), parameters.candidates(modules), seconds=seconds)
+    bare: dict[str, str] = {}  # path -> the parameter that its pair adapts
+    layers = [module for module, paths in modules.items() if said.targeted.get(asked[paths[0]])]
+    for module, paths in modules.items() if config.get("target_parameters") else ():
+        if said.targeted.get(asked[paths[0]]):
+            continue
+        rows = [(parsed.shape(path, "A") or (0,))[0] for path in paths]
+        names = parameter_names(module, rows, parameters.of(module, len(paths)), said)
+        bare |= zip(paths, names, strict=True) if names is not None else ()
+    layouts = {path: _layout(parsed, path, bare.get(path), said) for path in pairs}
+    allotted = adalora_ranks(config, asked.values()) if is_adalora(config) else None
+    ranks = {path: said.rank(bare.get(path) or name) if allotted is None else allotted[name]
+             for path, name in asked.items()}  # fmt: skip
+    targeted = {path: said.targeted[name] for path, name in asked.items() if path not in bare}
+    twice = tuple(module for module in layers if {"weight", "bias"} & set(parameters.of(module)))
+    return Meaning(ReadOnly(asked), ReadOnly(layouts), ReadOnly(ranks), said, ReadOnly(targeted), twice)
+
+
+# -------------------------------------------------------------------------------------------------------------- inside
+
+
+def _path(key: str) -> str:
+    if not key.startswith(PREFIX):
+        raise AdapterFormatError(f"key {quoted(key)} does not start with {PREFIX!r}: not a PEFT LoRA file.")
+    path = key.removeprefix(PREFIX)
+    if path.startswith(PREFIX):
+        raise AdapterFormatError(
+            f"key {quoted(key)} has the prefix twice, as of a model that peft wrapped twice: peft would load none of "
+            f"it. Save the inner model, or take one prefix off every key."
+        )
+    return path
+
+
+def _add_factor(pair: dict[str, str], factor: str, key: str, stored: Stored) -> None:
+    if stored.dtype not in FLOATS:
+        raise AdapterFormatError(
+            f"{quoted(key)} is of type {stored.dtype}; updates are floating-point numbers ({', '.join(FLOATS)})."
+        )
+    if factor in pair:
+        raise AdapterFormatError(f"{quoted(pair[factor])} and {quoted(key)} are both lora_{factor} of one module.")
+    pair[factor] = key
+
+
+def _layout(parsed: Parsed, path: str, parameter: str | None, said: Resolved) -> Layout:
+    """What kind of layer a pair adapts, by its names and shapes."""
+    pair = parsed.pairs[path]
+    ends = {key.removeprefix(f"{PREFIX}{path}.lora_").replace(factor, "", 1) for factor, key in pair.items()}
+    if len(ends) > 1 or (is_adalora(parsed.config) != (ends == {""})):
+        raise AdapterFormatError(f"the factors of module {quoted(path)} are not of one kind of layer.")
+    if ends == {"embedding_"}:
+        return Layout("embedding")
+    if ends == {""}:
+        return Layout("adalora")
+    A = parsed.shape(path, "A")
+    if len(A) > 2:
+        return Layout("conv", kernel=A[2:])
+    if parameter is None:
+        return Layout()
+    return Layout("parameter", experts=(A or (0,))[0] // said.rank(parameter), pattern=parameter)

@@ -1,0 +1,73 @@
+"""The adapter_config.json of a result: what peft must find in it, and nothing of a stranger's patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fedlora.adapters.config_meaning import CLASSIFYING, extra_kind
+from fedlora.adapters.layouts import Layout, stored_path
+from fedlora.adapters.module_names import Parameters, asked_as, saved_modules
+from fedlora.adapters.patterns import Question, is_name, matches
+from fedlora.core.echo import quoted
+from fedlora.errors import AdapterFormatError
+
+_CHOOSING = ("exclude_modules", "layers_to_transform", "layers_pattern")  # fields that leave out some of the targets
+
+
+def targets_for(config: Mapping[str, Any], modules: Iterable[str], layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    """The spec's own targets where they are names that mean all of the adapter's modules; else the modules by their
+    full paths. What is written holds no pattern."""
+    parameters = Parameters(config)
+    paths = dict.fromkeys(
+        stored_path(name) if name not in layouts and stored_path(name) in layouts else name for name in modules
+    )
+    layers = [path for path in paths if path not in layouts or layouts[path].kind != "parameter"]
+    targets = list(dict.fromkeys(asked_as(path, paths, parameters) for path in layers))
+    named = config.get("target_modules")
+    chosen = any(config.get(field) not in (None, [], (), "") for field in _CHOOSING)
+    if not chosen and (not layers and not named):
+        return {}
+    if not chosen and isinstance(named, list | tuple | set):
+        asked = Question("target_modules", "names", tuple(named))
+        if None not in matches([asked], targets)[0]:
+            return {}
+    return {"target_modules": targets, **{field: None for field in _CHOOSING if field in config}}
+
+
+def saved_modules_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[str, Any]:
+    """modules_to_save as the heads need it: peft demands every one that it names, and reads no other.
+
+    Raises:
+        AdapterFormatError: a saved module's name would be a pattern to peft.
+    """
+    heads = [path for path in heads if extra_kind(path, config) in (None, "head")]
+    if not heads:
+        # peft adds a classifier to modules_to_save for these tasks, and would then miss it in the file.
+        classifies = config.get("task_type") in CLASSIFYING
+        return {"modules_to_save": None} | ({"task_type": None} if classifies else {})
+    named = tuple(config.get("modules_to_save") or ())
+    outer = {path: saved_modules(path, named)[:1] for path in heads}
+    nested = any(len(saved_modules(path, named)) > 1 for path in heads)
+    if not nested and all(map(is_name, named)) and all(extra_kind(path, config) == "head" for path in heads):
+        return {}
+    saved = sorted({found[0] if found else path.rpartition(".")[0] for path, found in outer.items()})
+    odd = next((name for name in saved if not is_name(name)), None)
+    if odd is not None:
+        raise AdapterFormatError(f"the saved module {quoted(odd)} has a name that peft would take for a pattern.")
+    return {"modules_to_save": saved}
+
+
+def extras_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[str, Any]:
+    """The fields that say which tensors lie beside the pairs, as the adapter has them."""
+    kinds = {extra_kind(path, config) for path in heads}
+    return {
+        "bias": config.get("bias", "none") if "bias" in kinds else "none",
+        "lora_bias": "added" in kinds,
+        "trainable_token_indices": config.get("trainable_token_indices") if "tokens" in kinds else None,
+    }
+
+
+def alpha_for(scaling: float, r: int) -> float | int:
+    alpha = scaling * r
+    return int(alpha) if alpha == int(alpha) else alpha
