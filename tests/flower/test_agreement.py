@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedlora.training.tokenizer_digests import template_digest, tokenizer_digest, tokenizer_of
+from fedlora.training.weight_digests import base_digest
 from safetensors.torch import load_file, save_file
 
 from fedlora.errors import ConfigError
@@ -31,8 +33,6 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.preparation import prepare
 from fedlora.training import weight_digests
-from fedlora.training.tokenizer_digests import template_digest, tokenizer_digest, tokenizer_of
-from fedlora.training.weight_digests import base_digest
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import save_model

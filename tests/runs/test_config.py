@@ -22,7 +22,7 @@ from fedlora.methods.glora import GLoRA
 from fedlora.methods.registry import METHODS, build
 from fedlora.runs.config import RunConfig, load_config, parse_config
 from fedlora.runs.sections import TrainSection
-from fedlora.training.local import TrainSettings
+from fedlora.training.settings import TrainSettings
 
 MINIMAL = '[model]\npath = "hub/model"\n[data]\ntrain = "train.jsonl"\n'
 

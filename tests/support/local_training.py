@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fedlora import Adapter, Client, Download, LoRA, Roles
 from fedlora.core.trainer import Trained
 from fedlora.training.local import LocalTrainer
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings
 from support.training_data import LABELS
 
 

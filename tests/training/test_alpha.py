@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fedlora.training.grouped import GroupedTrainer
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -26,9 +27,9 @@ from fedlora.runs.config import RunConfig, parse_config
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from fedlora.training.encoding import collate
-from fedlora.training.grouped import GroupedTrainer
-from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.local import LocalTrainer
 from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, bits, dense, distance, download, drawn, logits
 from support.tiny_models import bert

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fedlora.training.grouped import GroupedTrainer
 from torch import Tensor, nn
 
 from fedlora import build
@@ -17,9 +18,9 @@ from fedlora.server.server import Server
 from fedlora.training import bfloat16
 from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.grouped import GroupedTrainer
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import LABELS, classification, save_encoder
 
@@ -114,7 +115,7 @@ def test_float64_products_stay_as_they_are(without_instructions: list[object]) -
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
     folder: Path = save_encoder(tmp_path_factory.mktemp("encoder") / "model")
-    return AdaptedModel.load(folder, "classification", LoRASettings("all-linear"), labels=LABELS, dropout=0.0)
+    return AdaptedModel.load(folder, "classification", LoRASettings(targets="all-linear"), labels=LABELS, dropout=0.0)
 
 
 @pytest.mark.parametrize("trainer", [LocalTrainer, GroupedTrainer])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fedlora.training.grouped import GroupedTrainer
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
@@ -18,8 +19,8 @@ from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.training.class_weights import weigh_classes
 from fedlora.training.encoding import encode
-from fedlora.training.grouped import GroupedTrainer
-from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, dense, distance, download, drawn
 from support.tiny_models import bert

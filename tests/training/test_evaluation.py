@@ -25,8 +25,9 @@ from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord, simulate
 from fedlora.training.encoding import IGNORED, encode
 from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Recorder, bits, dense, drawn, logits
 from support.tiny_models import bert, llama
@@ -54,7 +55,7 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(classifier: Path) -> AdaptedModel:
     """A fresh copy in memory, with LoRA dropout and BERT's own."""
-    settings = LoRASettings(["query", "value"], SCALING, dropout=0.1)
+    settings = LoRASettings(targets=["query", "value"], scaling=SCALING, dropout=0.1)
     return AdaptedModel.load(classifier, "classification", settings, labels=LABELS)
 
 
@@ -178,7 +179,7 @@ def test_a_method_without_a_server_model_says_so(model: AdaptedModel) -> None:
 
 def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_model: Path) -> None:
     """Teacher-forced: each token given the true ones before it."""
-    settings = LoRASettings(["q_proj", "v_proj"], SCALING)
+    settings = LoRASettings(targets=["q_proj", "v_proj"], scaling=SCALING)
     model = AdaptedModel.load(language_model, "causal-lm", settings)
     data = instructions(30, 1)
     seed_adapter, _ = model.seed_adapter(3, seed=0)

@@ -15,8 +15,9 @@ from fedlora.core.messages import ClientMemory
 from fedlora.errors import ConfigError
 from fedlora.training import frozen_prefix
 from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import LABELS, classification, save_encoder
 
@@ -31,7 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, *, remember: bool, targets: list[str] | str = LAST, dropout: float | None = 0.0) -> AdaptedModel:
     return AdaptedModel.load(
-        folder, "classification", LoRASettings(targets), labels=LABELS, dropout=dropout, remember_prefix=remember
+        folder,
+        "classification",
+        LoRASettings(targets=targets),
+        labels=LABELS,
+        dropout=dropout,
+        remember_prefix=remember,
     )
 
 

@@ -43,8 +43,9 @@ from fedlora.server.state import RunState
 from fedlora.training.encoding import IGNORED, encode, encode_prompts
 from fedlora.training.evaluation import ModelEvaluator
 from fedlora.training.generation import _scorer, greedy, rouge_l, teacher_forced
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import CONV1D, FUTURE_NAMES, NOT_ON_THE_HUB
 from support.local_training import dense, download, drawn, logits
 from support.tiny_models import gpt2, llama
@@ -134,7 +135,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(path: Path, *targets: str) -> AdaptedModel:
-    settings = LoRASettings(targets or ["q_proj", "v_proj"], SCALING, dropout=0.1)
+    settings = LoRASettings(targets=targets or ["q_proj", "v_proj"], scaling=SCALING, dropout=0.1)
     return AdaptedModel.load(path, "causal-lm", settings)
 
 
@@ -595,7 +596,7 @@ class TestSeveralSets:
     def test_a_classifier_on_sets_by_name(self, tmp_path: Path) -> None:
         """As MNLI's two would be: the groups are of accuracy, and the mean is over sets and not over examples."""
         save_encoder(tmp_path)
-        settings = LoRASettings(["query"], SCALING)
+        settings = LoRASettings(targets=["query"], scaling=SCALING)
         model = AdaptedModel.load(tmp_path, "classification", settings, labels=("blue", "green", "red"))
         server = Server(build("glora"))
         state = start(server, model.seed_adapter(2, seed=0)[0])

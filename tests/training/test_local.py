@@ -25,8 +25,9 @@ from fedlora.errors import ConfigError
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from fedlora.training.encoding import collate, encode
-from fedlora.training.local import LocalTrainer, TrainSettings, micro_batch
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.local import LocalTrainer, micro_batch
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, Recorder, base_weights, bits, dense, distance, download, drawn, logits, same
 from support.tiny_models import bert, gpt2, llama
@@ -610,7 +611,7 @@ def test_settings_that_cannot_be_are_refused_where_they_are_made(wrong: dict[str
 
 def test_what_a_model_cannot_do_is_said_before_training(classifier: Path) -> None:
     """The tiny BERT has 16 positions (tests/support/tiny_models.py); 20 words with [CLS] and [SEP] are 22 tokens."""
-    model = AdaptedModel.load(classifier, "classification", LoRASettings(["query"]), labels=("a", "b", "c"))
+    model = AdaptedModel.load(classifier, "classification", LoRASettings(targets=["query"]), labels=("a", "b", "c"))
     assert model.longest == 16
     data = {"x": TextData("classification", (" ".join(["w1"] * 20),), labels=(0,), label_names=("a", "b", "c"))}
     with pytest.raises(ConfigError, match=r"22 tokens, .*positions for 16 "):
@@ -618,7 +619,7 @@ def test_what_a_model_cannot_do_is_said_before_training(classifier: Path) -> Non
     LocalTrainer(model, data, TrainSettings(max_length=16), seed=0)
     with pytest.raises(ConfigError, match=r"lora\.saved: 'nothere' is no module"):
         AdaptedModel.load(
-            classifier, "classification", LoRASettings(["query"], saved=["nothere"]), labels=("a", "b", "c")
+            classifier, "classification", LoRASettings(targets=["query"], saved=["nothere"]), labels=("a", "b", "c")
         )
     with pytest.raises(ConfigError, match=r"labels; got \['only'\]"):
-        AdaptedModel.load(classifier, "classification", LoRASettings(["query"]), labels=("only",))
+        AdaptedModel.load(classifier, "classification", LoRASettings(targets=["query"]), labels=("only",))

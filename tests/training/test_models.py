@@ -21,8 +21,9 @@ from torch import nn
 from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
 from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings, model_digests
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel, model_digests
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, bits, dense, download, logits
 from support.tiny_models import bert, llama
@@ -169,7 +170,7 @@ def test_a_changed_base_weight_is_not_its_tied_twins(tmp_path: Path) -> None:
     tied.config.tie_word_embeddings = True
     tied.tie_weights()  # type: ignore[operator]
     save_model(tmp_path / "tied", tied, classifies=False)
-    model = AdaptedModel.load(tmp_path / "tied", "causal-lm", LoRASettings(["lm_head"], scaling=2.0))
+    model = AdaptedModel.load(tmp_path / "tied", "causal-lm", LoRASettings(targets=["lm_head"], scaling=2.0))
     seed, _ = model.seed_adapter(2, seed=0)
     (name,) = seed.modules
     base = model.network.get_submodule("base_model.model.model.embed_tokens").weight.detach().clone()

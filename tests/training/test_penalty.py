@@ -23,7 +23,8 @@ from fedlora.core.method import TailPenalty
 from fedlora.runs.folder import RunFolder
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.settings import TrainSettings
 from support.command_line import invoke
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, download, drawn

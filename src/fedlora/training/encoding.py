@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from fedlora.data.text import TextData
 from fedlora.errors import ConfigError, DataError, counted
 from fedlora.training.fitting import fit_prompt, fit_talk, talk_of
 from fedlora.training.prompting import Template, find_template
+from fedlora.training.settings import LossOn
 
 Example = dict[str, Any]
 Encoded = list[Example]
 
-LossOn = Literal["response", "all"]
 IGNORED = -100  # a label that the loss skips
 
 

@@ -62,7 +62,8 @@ class ModelEvaluator:
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
-        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=data.label_names)
+        >>> lora = LoRASettings(targets=["query"])
+        >>> model = AdaptedModel.load("model", "classification", lora, labels=data.label_names)
         >>> server = Server(build("glora"))
         >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
         >>> 0 <= ModelEvaluator(model, data, [Client("site-1", 4)]).evaluate(server, begun)["accuracy"] <= 1

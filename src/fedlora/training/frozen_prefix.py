@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fedlora.errors import ConfigError
-from fedlora.training.targets import Targets, meant
+from fedlora.training.settings import Targets
+from fedlora.training.targets import adapted
 
 _BLOCK = re.compile(r"^(?P<stack>.*\.layer)\.(?P<number>\d+)\.")
 
@@ -109,10 +110,9 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
             f"model.remember_prefix is for encoders with embeddings and encoder.layer, as BERT's; "
             f"{type(network).__name__} is none. Leave it out."
         )
-    paths = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
-    adapted = meant(paths, targets)
-    numbers = [int(found["number"]) for path in adapted if (found := _BLOCK.match(f"{path}.")) is not None]
-    first = min(numbers, default=0) if len(numbers) == len(adapted) else 0
+    paths = adapted(network, targets)
+    numbers = [int(found["number"]) for path in paths if (found := _BLOCK.match(f"{path}.")) is not None]
+    first = min(numbers, default=0) if len(numbers) == len(paths) else 0
     if first == 0 or pad is None:
         raise ConfigError(
             "model.remember_prefix has nothing to remember: LoRA is in the first layer, or outside of the layers. Put "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from fedlora.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedlora.training.models import Task
+    from fedlora.training.settings import Task
 
 MetricName = Literal[
     "accuracy", "balanced-accuracy", "macro-f1", "matthews", "loss", "perplexity", "rouge-l", "exact-match",
