@@ -17,7 +17,7 @@ from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
 from fedlora.training.hub_models import _on_hub
 from fedlora.training.models import AdaptedModel
-from fedlora.training.targets import check_model
+from fedlora.training.targets import adapted
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES
 from support.projects import configured
@@ -74,7 +74,7 @@ def test_every_kind_of_target_is_taken() -> None:
         (llama(), r".*\.(q|v)_proj"),
         (llama(), "all-linear"),
     ]:
-        check_model(network, targets)
+        assert adapted(network, targets)
 
 
 # ---- hub ids ---------------------------------------------------------------------------------------------------------
