@@ -177,7 +177,7 @@ def test_a_changed_base_weight_is_not_its_tied_twins(tmp_path: Path) -> None:
     B, A = torch.randn(base.shape[0], 2), torch.randn(2, base.shape[1])
     model.activate(replace(seed, base={name: LoRA(B, A)}))
     embedding = model.network.get_submodule("base_model.model.model.embed_tokens")
-    head = model.lora_layer(name).base_layer
+    head = model.network.get_submodule(f"base_model.model.{name}").base_layer
     assert torch.equal(embedding.weight, base)
     torch.testing.assert_close(head.weight, base + 2 * B @ A)
     model.activate(seed)

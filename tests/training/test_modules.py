@@ -277,13 +277,14 @@ def test_a_layer_whose_weight_is_read_past_lora_is_told_of(caplog: pytest.LogCap
 @pytest.mark.parametrize(
     ("targets", "heads", "says"),
     [
-        (["q"], ["head"], "called 'q'; its linear layers are ['first', 'head']"),
+        (["q"], ["head"], "'q' (lora.targets of a run) matches no module of the model. Its linear layers end in first, "),
         (["first"], ["classifier"], "'classifier'; at its top are ['first', 'drop', 'head']"),
         (["first", "head"], ["head"], "'head' is in targets"),
-        (["drop"], [], "'drop' is Dropout"),
-        ("((", [], "targets = '((' "),
-        (r"layer\d", [], "means no layer"),
-        ([], [], "means no layer"),
+        (["drop"], [], "'drop', a Dropout"),
+        ("((", [], "'((' is one regular expression"),
+        (r"layer\d", [], "matches no module"),
+        ([], [], "at least one target"),
+        ("all-linear", ["first", "head"], "no layer of the network but its heads"),
     ],
 )
 def test_wrong_names_are_told_at_once(targets: Any, heads: list[str], says: str) -> None:

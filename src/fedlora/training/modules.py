@@ -79,12 +79,13 @@ class LoRAModule(AdaptedModel):
         scaling: float = 2.0,
         dropout: float = 0.0,
     ) -> None:
+        asked: Any = targets if isinstance(targets, str) else list(targets)
+        settings = LoRASettings(targets=asked, scaling=scaling, dropout=dropout, saved=list(heads))
         saved = [path for head in heads for path in _checked_head(network, head)]
         self.targets = tuple(_targeted(network, targets, saved))
-        wanted = targets if isinstance(targets, str) and not is_all_linear(targets) else list(self.targets)
-        super().__init__(
-            network, None, None, LoRASettings(targets=wanted, scaling=scaling, dropout=dropout, saved=list(heads))
-        )  # fmt: skip
+        if is_all_linear(targets) or not isinstance(targets, str):
+            settings = settings.model_copy(update={"targets": list(self.targets)})
+        super().__init__(network, None, None, settings)
         for module in network.modules():
             if isinstance(module, nn.TransformerEncoderLayer):  # with a hook it calls its layers, not torch's fused
                 module.register_forward_pre_hook(_nothing)  # kernel, which reads the base weights past the adapter
