@@ -277,7 +277,11 @@ def test_a_layer_whose_weight_is_read_past_lora_is_told_of(caplog: pytest.LogCap
 @pytest.mark.parametrize(
     ("targets", "heads", "says"),
     [
-        (["q"], ["head"], "'q' (lora.targets of a run) matches no module of the model. Its linear layers end in first, "),
+        (
+            ["q"],
+            ["head"],
+            "'q' (lora.targets of a run) matches no module of the model. Its linear layers end in first, ",
+        ),
         (["first"], ["classifier"], "'classifier'; at its top are ['first', 'drop', 'head']"),
         (["first", "head"], ["head"], "'head' is in targets"),
         (["drop"], [], "'drop', a Dropout"),
