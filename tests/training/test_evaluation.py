@@ -357,7 +357,7 @@ def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: Adapted
 
 
 def test_a_client_is_measured_with_the_memory_that_is_handed_in(model: AdaptedModel) -> None:
-    """`measure_client` is for one client outside a run: the memory decides, and none means the start."""
+    """The memory decides, and none means the start."""
     server = Server(build("fedsa-lora"))
     client = Client("a", 4)
     seed_adapter, _ = model.seed_adapter(4, seed=0)
@@ -366,8 +366,8 @@ def test_a_client_is_measured_with_the_memory_that_is_handed_in(model: AdaptedMo
     mine = drawn(seed_adapter, 4, 5)
     kept = Adapter({n: type(x)(x.factors[0], None) for n, x in mine.modules.items()}, mine.heads)
     assert server.roles(state.server) == Roles(B="local", heads="local")
-    fresh = evaluator.measure_client(server, state.server, client, ClientMemory())
-    changed = evaluator.measure_client(server, state.server, client, ClientMemory(kept))
-    assert fresh["loss"] != changed["loss"]
-    whole = evaluator.evaluate(server, RunState(0, state.server, {"a": ClientMemory(kept)}))
-    assert whole["loss"] == changed["loss"]
+    fresh = evaluator.evaluate(server, state)
+    (alone,) = evaluator.measure_clients(server, RunState(0, state.server, {"a": ClientMemory(kept)})).values()
+    assert alone["loss"] not in (fresh["loss"], evaluator.measure_adapter(mine)["loss"])
+    modules = {n: type(x)(x.factors[0], seed_adapter.modules[n].factors[1]) for n, x in mine.modules.items()}
+    assert alone["loss"] == evaluator.measure_adapter(Adapter(modules, mine.heads))["loss"]

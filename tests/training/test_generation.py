@@ -40,10 +40,11 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.server.state import RunState
-from fedlora.training.encoding import IGNORED, encode, encode_prompts
+from fedlora.training.encoding import IGNORED, encode
 from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.generation import _scorer, greedy, rouge_l, teacher_forced
+from fedlora.training.generation import greedy, teacher_forced
 from fedlora.training.local import LocalTrainer
+from fedlora.training.metrics import _scorer, rouge_l
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import CONV1D, FUTURE_NAMES, NOT_ON_THE_HUB
@@ -57,6 +58,7 @@ from support.training_data import (
     UNK,
     WORDS,
     classification,
+    encode_prompts,
     instructions,
     save_encoder,
     save_model,

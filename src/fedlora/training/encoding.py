@@ -54,15 +54,11 @@ def encode(
     return examples
 
 
-def encode_prompts(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> list[list[int]]:
-    """The prompts alone, cut as `encode` cuts them, for generation: with the opening of the answer behind them."""
-    return [ids for ids, _ in cut_prompts(data, tokenizer, max_length=max_length, template=template)]
-
-
 def cut_prompts(
     data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None
 ) -> list[tuple[list[int], int]]:
-    """`encode_prompts`, each with how many tokens it lost."""
+    """The prompts alone, cut as `encode` cuts them, for generation: with the opening of the answer behind them, and
+    how many tokens each lost."""
     if len(data) == 0:
         return []
     around = find_template(template, tokenizer)

@@ -50,13 +50,14 @@ def adapted(network: nn.Module, targets: Targets) -> list[str]:
         found = [name for name in modules if check_target_module_exists(asked, name)]
         if not found:
             raise ConfigError(
-                f"the target {target!r} (lora.targets of a run) matches no module of the model. {_hint(targets, target, modules, linear)}"
+                f"the target {target!r} (lora.targets of a run) matches no module of the model. "
+                f"{_hint(targets, target, modules, linear)}"
             )
         odd = next((name for name in found if name not in linear), None)
         if odd is not None:
             raise ConfigError(
-                f"the target {target!r} (lora.targets of a run) matches {odd!r}, a {type(modules[odd]).__name__}, and LoRA goes on linear "
-                f"layers here. The model's are called {', '.join(_ends(linear))}."
+                f"the target {target!r} (lora.targets of a run) matches {odd!r}, a {type(modules[odd]).__name__}, and "
+                f"LoRA goes on linear layers here. The model's are called {', '.join(_ends(linear))}."
             )
         chosen.update(found)
     return [name for name in linear if name in chosen]
