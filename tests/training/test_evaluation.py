@@ -342,7 +342,8 @@ def test_measuring_twice_says_the_same_and_dropout_is_off(model: AdaptedModel) -
     assert evaluator.evaluate(server, records[0].state) == evaluator.evaluate(server, records[0].state)
 
 
-@pytest.mark.parametrize("method", ["glora", "fedex-lora", "fedsa-lora"])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("method", ["fedex-lora", "fedsa-lora", "glora"])
 def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: AdaptedModel, method: str) -> None:
     """Whatever was measured, on whichever adapter and base, the next client starts from what it received."""
     target = "clients" if method == "fedsa-lora" else "server"
