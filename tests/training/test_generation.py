@@ -615,7 +615,7 @@ max_new_tokens = 4
 clients_at_end = true
 
 [run]
-rounds = 4
+rounds = 3
 threads = 1
 readouts = true
 """
@@ -773,8 +773,9 @@ class TestFederationOfTasks:
             network = written_model(project, finished.folder.path / "clients" / name)
             assert scores == pytest.approx(scored(network, finished.data.test[name], "rouge-l", 48, 4), rel=1e-3)
 
+    @pytest.mark.exhaustive
     def test_stopped_and_resumed_it_is_the_same_run(self, finished: Federation, project: Path, tmp_path: Path) -> None:
-        """After two of four rounds, in a fresh preparation: the same lines and the same result, but for wall times.
+        """After two of three rounds, in a fresh preparation: the same lines and the same result, but for wall times.
 
         With other tasks under the root it is another run, though the configuration is the same.
         """
@@ -785,7 +786,7 @@ class TestFederationOfTasks:
         other = write_root(tmp_path / "root", seed=1)
         with pytest.raises(CheckpointError, match="another content of: the data"):
             next(execute(prepare(config, other), folder, resume=True))
-        assert [record.round for record in execute(prepare(config, project / "root"), folder, resume=True)] == [3, 4]
+        assert [record.round for record in execute(prepare(config, project / "root"), folder, resume=True)] == [3]
 
         def timeless(folder: RunFolder) -> list[dict[str, Any]]:
             whole = [*folder.metrics(), folder.read_json("summary.json")]
@@ -854,7 +855,7 @@ def test_clients_are_measured_on_their_own_task(project: Path, tmp_path: Path) -
 
     The written clients' adapters, in a plain model's weights, by hand.
     """
-    sets = ["method.name=fedsa-lora", "clients.ranks=[4]", "run.rounds=2", "data.max_test=3"]
+    sets = ["method.name=fedsa-lora", "clients.ranks=[4]", "run.rounds=1", "data.max_test=3"]
     config = load_config(project / "config.toml", sets)
     folder = RunFolder(tmp_path / "run")
     for _ in execute(prepare(config, project / "root"), folder):

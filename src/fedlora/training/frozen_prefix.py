@@ -72,7 +72,8 @@ class Remembered(nn.Module):
         self._compute = (embeddings, layers)  # in a tuple, so that torch does not register them
         self._pad = pad
         content = _content([embeddings, *layers])
-        self._table = tables[content] = tables.pop(content, None) or Table()  # the last is the one that was used last
+        self._table = tables.pop(content) if content in tables else Table()
+        tables[content] = self._table  # at the end stands the one that was asked for last
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, **_: Any) -> Tensor:
         kind = input_ids.device.type
