@@ -118,7 +118,7 @@ def test_files_that_are_no_weights_are_told(model: Path, tmp_path: Path) -> None
     whole = file.read_bytes()
     for broken in (whole[:-5], b"", b"\xff" * 100, whole[:40]):
         file.write_bytes(broken)
-        with pytest.raises(ConfigError, match=r"model\.safetensors are no whole safetensors file"):
+        with pytest.raises(ConfigError, match=r"model\.safetensors"):
             base_digest(there)
     file.unlink()
     with pytest.raises(ConfigError, match="has no weights"):
