@@ -150,6 +150,8 @@ def read_class_weights(text: str | None, examples: TextData) -> ClassWeights | N
             weights = {name.strip(): float(weight) for name, _, weight in pairs}
         except ValueError as error:
             raise ConfigError(f"--class-weights is balanced or NAME=WEIGHT,NAME=WEIGHT; got {text!r}.") from error
+        if not all(0 < weight < float("inf") for weight in weights.values()):
+            raise ConfigError(f"--class-weights: each weight is a finite number > 0; got {text!r}.")
     try:
         weigh_classes(examples, weights)
     except ConfigError as error:
