@@ -9,9 +9,7 @@ One client's round on the demo's model and data (MiniLM, rank 8 on query and val
 * engine, 4 micro-batches: the same gradient from examples of alike length (train.accumulation = 4);
 * Trainer: a new `transformers.Trainer` for the client, as scripts do each round, on the same examples.
 
-What is compared is seconds for the same optimiser steps on the same examples. A second table: K clients trained at once
-(train.together = K) against the same engine training them one after the other, both with the micro-batches that suit
-them best of 1, 2 and 4.
+What is compared is seconds for the same optimiser steps on the same examples.
 """
 
 from __future__ import annotations
@@ -26,12 +24,10 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from fedlora.client import receive
-from fedlora.core.trainer import Job
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.training.encoding import collate
-from fedlora.training.grouped import GroupedTrainer
 from fedlora.training.local import LocalTrainer
 from measure import as_json, interleaved, machine, median
 
@@ -91,47 +87,6 @@ def contestants(steps: int) -> dict[str, Any]:
     }
 
 
-def groups(clients: int, batch: int, steps: int) -> dict[str, Any]:
-    """The same K clients' rounds, one after the other and at once, each at several numbers of micro-batches."""
-    made: dict[str, Any] = {}
-    for micro in (1, 2, 4):
-        if micro > batch:
-            continue
-        more = [f"clients.count={clients}", "clients.alpha=100.0", f"train.batch_size={batch}", "data.max_length=64"]
-        more += [f"train.accumulation={micro}", f"train.together={clients}"]
-        prepared = prepare(configured(steps, *more))
-        trainer = prepared.trainer
-        assert isinstance(trainer, GroupedTrainer)
-        state = start(prepared.server, prepared.seed_adapter)
-        downloads = [prepared.server.download(state.server, client) for client in prepared.clients]
-        jobs = [Job(download, receive(download, None), 0) for download in downloads]
-
-        def one_by_one(trainer: GroupedTrainer = trainer, jobs: list[Job] = jobs) -> None:
-            for job in jobs:
-                trainer.train(job.download, job.adapter, job.position)
-
-        made[f"one by one, {micro}"] = one_by_one
-        made[f"at once, {micro}"] = lambda trainer=trainer, jobs=jobs: trainer.train_group(jobs)
-    return made
-
-
-def compare_groups(steps: int, repeats: int) -> list[dict[str, Any]]:
-    rows = []
-    print(f"\n{'clients x batch':>18}{'one by one, ex/s':>18}{'at once, ex/s':>15}{'speed-up':>10}")
-    for clients, batch in ((4, 2), (4, 4), (8, 4), (4, 16)):
-        times = interleaved(groups(clients, batch, steps), repeats)
-        best = {
-            kind: min(median(seconds) for name, seconds in times.items() if name.startswith(kind))
-            for kind in ("one by one", "at once")
-        }
-        examples = clients * batch * steps
-        gain = best["one by one"] / best["at once"]
-        cells = f"{examples / best['one by one']:18.0f}{examples / best['at once']:15.0f}{gain:10.2f}"
-        print(f"{f'{clients} x {batch}':>18}{cells}")
-        rows.append({"clients": clients, "batch": batch, "seconds": times, "speed_up": gain})
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
@@ -147,9 +102,7 @@ def main() -> None:
     for name, seconds in times.items():
         spread = f"{examples / max(seconds):.0f} .. {examples / min(seconds):.0f}"
         print(f"{name:26}{examples / median(seconds):12.0f}{bare / median(seconds):15.2f}{spread:>20}")
-    grouped = compare_groups(max(2, options.steps // 2), options.repeats)
     result = {
-        "groups": grouped,
         "machine": machine(),
         "seconds": times,
         "relative": {n: bare / median(s) for n, s in times.items()},

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, ServerState, Upload, build
 from fedlora.analysis.audit import padded_average_error
 from fedlora.core import checkpoint
-from fedlora.core.trainer import Failed, Job, OneByOne, Together, Trained, Workers
+from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Workers
 from fedlora.errors import ClientFailed, ConfigError, HyperparameterError, KeptStateError, QuorumNotMet, UploadRefused
 from fedlora.server.defences import Verdict
 from fedlora.server.sampling import sample_clients
@@ -568,7 +568,6 @@ def test_whom_a_defence_refuses_is_refused_in_every_way(caplog: pytest.LogCaptur
     [
         ({"form": "subspce"}, "form is one of"),
         ({"hooks": [lambda upload, round: None]}, "returned None .*'a'"),
-        ({"trainer": "together"}, "needs a trainer with train_group"),
         ({"state": "server"}, "state is a RunState"),
     ],
     ids=lambda x: str(x)[:20],
@@ -578,8 +577,7 @@ def test_what_is_handed_in_wrongly_is_said_at_once(options: dict[str, Any], says
     state: Any = start(server, seed_adapter(4))
     state = state.server if more.pop("state", None) else state
     with pytest.raises(HyperparameterError, match=says):
-        trainer: Any = Together(Toy(), 2) if more.pop("trainer", None) else Toy()  # type: ignore[arg-type]
-        list(simulate(server, clients(EQUAL), trainer, state, rounds=1, **more))
+        list(simulate(server, clients(EQUAL), Toy(), state, rounds=1, **more))
 
 
 def test_a_server_says_what_it_was_not_given() -> None:

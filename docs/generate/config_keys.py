@@ -46,7 +46,8 @@ def tables() -> Iterator[Table]:
 
 def table_of(name: str, section: type[BaseModel]) -> Table:
     """One table of a file, by that name."""
-    about, meanings = split(inspect.getdoc(section) or "", list(section.model_fields))
+    doc = (inspect.getdoc(section) or "").partition("\n\nExample:")[0]
+    about, meanings = split(doc, list(section.model_fields))
     keys = [Key(key, _kind(of), _default(of), meanings.get(key, "")) for key, of in section.model_fields.items()]
     return Table(name, about, tuple(keys))
 

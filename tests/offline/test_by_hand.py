@@ -402,5 +402,5 @@ def test_a_site_weighs_its_classes(tmp_path: Path, main: Callable[..., Said]) ->
     facts = json.loads((tmp_path / "balanced" / "upload.json").read_text())
     assert facts["settings"]["class_weights"] == "balanced"
     for wrong, says in (("red=2", "--class-weights names 'red'"), ("blue", "--class-weights is balanced or"),
-                        ("blue=-1", "finite numbers > 0")):  # fmt: skip
+                        ("blue=-1", "'blue=-1'")):  # fmt: skip
         assert says in main(*common, "--class-weights", wrong, "-o", tmp_path / "o").complaint()

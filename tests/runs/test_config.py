@@ -21,8 +21,7 @@ from fedlora.methods.fedit import FedIT
 from fedlora.methods.glora import GLoRA
 from fedlora.methods.registry import METHODS, build
 from fedlora.runs.config import RunConfig, load_config, parse_config
-from fedlora.runs.sections import TrainSection
-from fedlora.training.local import TrainSettings
+from fedlora.training.settings import TrainSettings
 
 MINIMAL = '[model]\npath = "hub/model"\n[data]\ntrain = "train.jsonl"\n'
 
@@ -487,14 +486,12 @@ def test_every_method_has_working_defaults(name: str) -> None:
 # ---- agreement with what the tables stand for ------------------------------------------------------------------------
 
 
-def test_the_train_table_is_the_trainers_settings() -> None:
-    """Each key is a field of TrainSettings with the same default; rounds, length and bf16 have keys elsewhere."""
-    ours, theirs = TrainSection().model_dump(), TrainSettings()
-    assert ours.pop("together") == 1  # how many at a time is no client's business
-    assert {key: getattr(theirs, key) for key in ours} == ours
-    assert set(TrainSettings.__dataclass_fields__) - set(ours) == {
-        "rounds", "max_length", "loss_on", "bf16", "own_starts", "template",
-    }  # fmt: skip
+def test_a_key_that_went_counts_for_nothing_at_its_old_default_and_else_says_what_to_do() -> None:
+    """Stored results name train.together = 1; their digests are those of a configuration that does not."""
+    assert parsed(train={"together": 1}) == parsed()
+    assert parsed(train={"together": 1, "lr": 1e-3}).digest() == parsed(train={"lr": 1e-3}).digest()
+    with pytest.raises(ConfigError, match=r"'together' is gone, and it is 4 here\. .*run\.workers"):
+        parsed(train={"together": 4})
 
 
 def test_the_demo_config_is_toml_with_known_keys_only() -> None:

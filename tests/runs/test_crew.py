@@ -48,10 +48,10 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         (),
         ("method.name=fedex-lora", "clients.ranks=[4,4,4]", "evaluate.clients_at_end=true"),
         ("method.name=fedsa-lora", "clients.ranks=[4]", "clients.count=3", "evaluate.batch_size=4"),
-        ("train.together=2", "run.rounds=2", "lora.dropout=0.1"),
+        ("run.rounds=2", "lora.dropout=0.1"),
         ("model.checkpointing=true", "model.bf16=true", "run.rounds=1"),
     ],
-    ids=["glora", "base-changes", "clients-are-measured", "together-and-dropout", "checkpointing"],
+    ids=["glora", "base-changes", "clients-are-measured", "dropout", "checkpointing"],
 )
 @pytest.mark.filterwarnings(
     r"ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning:transformers\.modeling_utils"

@@ -19,11 +19,10 @@ from fedlora.runs.base_names import base_name
 from fedlora.runs.card import model_card
 from fedlora.runs.config import load_config, parse_config
 from fedlora.runs.exported import LABELS_FILE, named
-from fedlora.training.encoding import encode_prompts
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import FEDSA, Finished, configured, held_out, ran
 from support.tiny_models import llama
-from support.training_data import LABELS, instructions, save_model
+from support.training_data import LABELS, encode_prompts, instructions, save_model
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 

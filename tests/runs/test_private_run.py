@@ -451,7 +451,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"evaluate__clients_at_end": True}, "clients_at_end"),
     ({"evaluate__target": "clients"}, "evaluate.target"),
     ({"clients__own_test": 0.2}, "own_test"),
-    ({"train__together": 3}, "train.together = 3"),
     ({"data__labels": None}, "data.labels is missing"),
     ({"server__gauge_stress": 10.0}, "gauge_stress"),
     ({"server__quorum": 2}, "quorum"),

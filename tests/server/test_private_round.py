@@ -24,7 +24,7 @@ from fedlora.privacy import Geometry
 from fedlora.server.private_options import require_private
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.state import ServerState
-from fedlora.simulation import Together, simulate, start
+from fedlora.simulation import simulate, start
 from fedlora.testing.federations import MIXED, SHAPES, noise, pushed, seed_adapter, trained
 from support.private_servers import ACCUMULATING, FINE, InMemory, private
 from support.toy_trainer import Toy, diverging
@@ -554,10 +554,3 @@ def test_the_engine_refuses_other_rounds_than_the_ledger_charges() -> None:
         next(simulate(server, people(), Toy(), state, rounds=1, participation=0.5))
     with pytest.raises(HyperparameterError, match=r"'d' for one .*clients given"):
         next(simulate(server, people()[:3], Toy(), state, rounds=1))
-
-    class Grouped(Toy):
-        def train_group(self, jobs: Any) -> Any:
-            raise AssertionError("clients in one batch")
-
-    with pytest.raises(HyperparameterError, match="by itself"):
-        next(simulate(server, people(), Together(Grouped(), 2), state, rounds=1))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fedlora import Adapter, Client, Download, LoRA, Roles
 from fedlora.core.trainer import Trained
 from fedlora.training.local import LocalTrainer
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings
 from support.training_data import LABELS
 
 
@@ -22,7 +23,7 @@ def loader(classifier: Path) -> Loader:
     """A fresh copy of the classifier in memory, or of another model; without dropout unless asked for."""
 
     def load(path: Path = classifier, **options: Any) -> AdaptedModel:
-        lora = {"targets": ["query", "value"], "scaling": 2.0} | options.pop("lora", {})
+        lora = {"targets": ["query", "value"]} | options.pop("lora", {})
         options = {"task": "classification", "labels": LABELS, "dropout": 0.0} | options
         return AdaptedModel.load(path, options.pop("task"), LoRASettings(**lora), **options)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from fedlora.data import TextData
+from fedlora.training.encoding import cut_prompts
 from support.tiny_models import VOCABULARY, bert
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[EOS]")
@@ -86,3 +87,8 @@ def rows(data: TextData) -> str:
 def csv_rows(data: TextData) -> str:
     pairs = zip(data.text, data.labels or (), strict=True)
     return "sentence,class\n" + "".join(f"{text},{data.label_names[y]}\n" for text, y in pairs)
+
+
+def encode_prompts(data: TextData, reader: Any, *, max_length: int, template: str | None = None) -> list[list[int]]:
+    """The token ids that a model is asked with, without how many were cut."""
+    return [ids for ids, _ in cut_prompts(data, reader, max_length=max_length, template=template)]

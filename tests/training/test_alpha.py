@@ -17,18 +17,17 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from fedlora import Adapter, Client, Roles, Server, build
+from fedlora import Adapter, Client, LoRA, Server, build
 from fedlora.client import tail_size
 from fedlora.core.method import TailPenalty
-from fedlora.core.trainer import Job
 from fedlora.errors import ConfigError
 from fedlora.runs.config import RunConfig, parse_config
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from fedlora.training.encoding import collate
-from fedlora.training.grouped import GroupedTrainer
-from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.local import LocalTrainer
 from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, bits, dense, distance, download, drawn, logits
 from support.tiny_models import bert
@@ -36,12 +35,12 @@ from support.training_data import classification
 
 pytestmark = FUTURE_NAMES
 
-ALPHA, UNIT = 6.0, 1.5  # the unit is anything: what is in it must not depend on it
+ALPHA, UNIT = 6.0, 1.0  # of a fixed alpha B A is Delta W itself
 PREFIX = "base_model.model."
 
 
-def fixed(rslora: bool = False, unit: float = UNIT) -> dict[str, Any]:
-    return {"lora": {"alpha": ALPHA, "rslora": rslora, "scaling": unit}}
+def fixed(rslora: bool = False) -> dict[str, Any]:
+    return {"lora": {"alpha": ALPHA, "rslora": rslora}}
 
 
 def scale(rank: int, rslora: bool) -> float:
@@ -144,37 +143,29 @@ def test_the_server_averages_effective_updates(load: Loader, classifier: Path) -
 
 
 def test_one_alpha_at_one_rank_is_the_scaling(load: Loader) -> None:
-    """alpha = 6 at rank 3 is scaling = 2: in one unit the same bits, for nothing is folded."""
-    lora = configured(alpha=6).lora.settings()
-    assert (lora.scaling, lora.scale(3), lora.scale(6)) == (1.0, 2.0, 1.0)
+    """alpha = 6 at rank 3 is scaling = 2: the same training, whose B travels twice as large, to the bit."""
+    lora = configured(alpha=6).lora
+    assert (lora.unit, lora.scale(3), lora.scale(6)) == (1.0, 2.0, 1.0)
     trained = []
-    for options in ({"alpha": 6.0, "scaling": 2.0}, {"scaling": 2.0}):
+    for options in ({"alpha": 6.0}, {"scaling": 2.0}):
         model = load(lora=options)
         adapter, _ = model.seed_adapter(3, seed=3)
         trainer = LocalTrainer(model, {"a": classification(16, 1)}, SETTINGS, seed=2)
-        trained.append(bits(trainer.train(download(adapter), adapter, 0).adapter))
-    assert trained[0] == trained[1]
+        trained.append(trainer.train(download(adapter), adapter, 0).adapter)
+    doubled = {name: LoRA(2 * lora.B, lora.A) for name, lora in trained[1].modules.items()}
+    assert bits(trained[0]) == bits(Adapter(doubled, trained[1].heads))
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_clients_trained_together_have_their_own_scales(load: Loader, rslora: bool) -> None:
-    """Against one after the other; with a penalty, which is of the factors as they travel."""
-    model, ranks = load(**fixed(rslora)), {"a": 2, "b": 4, "c": 1}
+def test_a_penalty_is_of_the_factors_as_they_travel(load: Loader, rslora: bool) -> None:
+    """As the client that cuts its rank by it measures them (`client.tail_size`), at ranks of other scales."""
+    model, penalty = load(**fixed(rslora)), TailPenalty(0.01, 0.5)
     fresh, _ = model.seed_adapter(4, seed=0)
-    trainer = GroupedTrainer(model, {n: classification(9, k) for k, n in enumerate(ranks)}, SETTINGS, seed=5)
-    penalty = TailPenalty(0.01, 0.5)
-
-    jobs = [
-        Job(download(adapter, name, roles=Roles(penalty=penalty)), adapter, 0)
-        for name, rank in ranks.items()
-        for adapter in [drawn(fresh, rank, rank, 0.1)]
-    ]
-    for job, got in zip(jobs, trainer.train_group(jobs), strict=True):
-        want = trainer.train(job.download, job.adapter, 0)
-        assert distance(got.adapter, want.adapter) < 2e-5 < 1e-3 < distance(got.adapter, job.adapter)
-        model.activate(job.adapter)
+    for rank in (2, 4, 1):
+        adapter = drawn(fresh, rank, rank, 0.1)
+        model.activate(adapter)
         sized = float(model.tail_penalty(penalty).detach()) / penalty.strength
-        assert sized == pytest.approx(tail_size(job.adapter, penalty), rel=1e-5)
+        assert sized == pytest.approx(tail_size(adapter, penalty), rel=1e-5)
 
 
 # ---- the keys --------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from fedlora.client import receive
 from fedlora.experiments.grid.plan import mains
 from fedlora.experiments.grid.spec import load_experiment
 from fedlora.server.server import Server
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, tokenizer
 
@@ -40,7 +41,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> AdaptedModel:
     torch.manual_seed(0)
     BACKBONES[request.param]().save_pretrained(tmp_path)
     tokenizer(classifies=True).save_pretrained(tmp_path)
-    settings = LoRASettings(["q_proj", "v_proj"], 2.0, 0.0)
+    settings = LoRASettings(targets=["q_proj", "v_proj"])
     return AdaptedModel.load(tmp_path, "classification", settings, labels=("blue", "green", "red"), seed=0)
 
 

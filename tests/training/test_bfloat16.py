@@ -17,9 +17,9 @@ from fedlora.server.server import Server
 from fedlora.training import bfloat16
 from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.grouped import GroupedTrainer
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import LABELS, classification, save_encoder
 
@@ -114,15 +114,11 @@ def test_float64_products_stay_as_they_are(without_instructions: list[object]) -
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
     folder: Path = save_encoder(tmp_path_factory.mktemp("encoder") / "model")
-    return AdaptedModel.load(folder, "classification", LoRASettings("all-linear"), labels=LABELS, dropout=0.0)
+    return AdaptedModel.load(folder, "classification", LoRASettings(targets="all-linear"), labels=LABELS, dropout=0.0)
 
 
-@pytest.mark.parametrize("trainer", [LocalTrainer, GroupedTrainer])
-def test_every_trainer_and_the_evaluation_use_it(
-    trainer: type[LocalTrainer],
-    model: AdaptedModel,
-    without_instructions: list[object],
-    monkeypatch: pytest.MonkeyPatch,
+def test_training_and_evaluation_use_it(
+    model: AdaptedModel, without_instructions: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of six steps, and the score after them, are those of torch's own loop to 2 %: rounding alone differs."""
     seed, _ = model.seed_adapter(4, seed=0)
@@ -134,7 +130,7 @@ def test_every_trainer_and_the_evaluation_use_it(
         before = len(without_instructions)
         job = begin_round(download, ClientMemory())
         settings = TrainSettings(steps=6, batch_size=8, lr=1e-3, max_length=12, bf16=True)
-        made = trainer(model, {"a": classification(40, 0)}, settings, seed=0).train(job.download, job.adapter, 0)
+        made = LocalTrainer(model, {"a": classification(40, 0)}, settings, seed=0).train(job.download, job.adapter, 0)
         trained = len(without_instructions)
         scores = ModelEvaluator(model, classification(30, 1), [], batch_size=7, bf16=True)
         found.append((made.loss, scores.measure_adapter(made.adapter)["loss"]))

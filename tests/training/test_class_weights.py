@@ -3,7 +3,6 @@ torch's CrossEntropyLoss(weight=...) on a dense copy of the model."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
-from fedlora.core.trainer import Job
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.training.class_weights import weigh_classes
 from fedlora.training.encoding import encode
-from fedlora.training.grouped import GroupedTrainer
-from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, dense, distance, download, drawn
 from support.tiny_models import bert
@@ -50,18 +48,13 @@ def test_a_table_is_by_name_and_the_rest_weighs_one() -> None:
     assert weigh_classes(of([0, 1]), None) is None
 
 
-@pytest.mark.parametrize(
-    ("weights", "says"),
-    [
-        ({"blue": 2.0, "rde": 1.0}, r"names 'rde', .*3 classes are 'blue', 'gree"),
-        ({"blue": 0.0}, r"> 0; train\.class_weights has \{'blue': 0\.0\}"),
-        ({"blue": float("nan")}, "finite numbers > 0"),
-        ("even", r'"balanced" or .*; got \'even\''),
-    ],
-)
-def test_wrong_weights_are_refused(weights: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        weigh_classes(of([0, 1, 2]), weights)
+def test_wrong_weights_are_refused() -> None:
+    """A name that is no class by the data; what is no positive number by the settings."""
+    with pytest.raises(ConfigError, match=r"names 'rde', .*3 classes are 'blue', 'gree"):
+        weigh_classes(of([0, 1, 2]), {"blue": 2.0, "rde": 1.0})
+    for wrong in ({"blue": 0.0}, {"blue": float("nan")}, {}, "even"):
+        with pytest.raises(ConfigError, match="class_weights"):
+            TrainSettings(class_weights=wrong)  # type: ignore[arg-type]
 
 
 def test_a_language_model_has_no_classes_to_weigh(load_language_model: Loader) -> None:
@@ -69,7 +62,7 @@ def test_a_language_model_has_no_classes_to_weigh(load_language_model: Loader) -
         LocalTrainer(
             load_language_model(),
             {"a": instructions(4, 0)},
-            replace(SETTINGS, class_weights="balanced", template="none"),
+            SETTINGS.model_copy(update={"class_weights": "balanced", "template": "none"}),
             seed=0,
         )
 
@@ -82,7 +75,7 @@ def test_one_step_is_torchs_weighted_cross_entropy(load: Loader, classifier: Pat
     assert sorted(counts)[0] != sorted(counts)[2], "weights matter"
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    settings = replace(SETTINGS, steps=1, class_weights=weights)
+    settings = SETTINGS.model_copy(update={"steps": 1, "class_weights": weights})
     trained = LocalTrainer(model, {"a": data}, settings, seed=0).train(download(adapter), adapter, 0)
 
     plain = dense(classifier, bert, {}, {})
@@ -98,7 +91,7 @@ def test_one_step_is_torchs_weighted_cross_entropy(load: Loader, classifier: Pat
     assert trained.loss == pytest.approx(loss.item(), rel=1e-5)
     step = trained.adapter.heads["classifier.weight"] - adapter.heads["classifier.weight"]
     torch.testing.assert_close(step, -0.1 * plain.classifier.weight.grad, rtol=1e-4, atol=1e-6)
-    unweighted = LocalTrainer(model, {"a": data}, replace(settings, class_weights=None), seed=0)
+    unweighted = LocalTrainer(model, {"a": data}, settings.model_copy(update={"class_weights": None}), seed=0)
     assert distance(unweighted.train(download(adapter), adapter, 0).adapter, trained.adapter) > 1e-3
 
 
@@ -114,30 +107,11 @@ def test_accumulation_is_the_weighted_mean_over_the_whole_batch(load: Loader, we
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
     data = {"a": classification(8, 0, skew=1)}
     whole, parts = (
-        LocalTrainer(model, data, replace(SETTINGS, accumulation=k, class_weights=weights), seed=0).train(
-            download(adapter), adapter, 0
-        )
+        LocalTrainer(
+            model, data, SETTINGS.model_copy(update={"accumulation": k, "class_weights": weights}), seed=0
+        ).train(download(adapter), adapter, 0)
         for k in (1, accumulation)
     )
     assert distance(parts.adapter, whole.adapter) < 1e-5
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
     assert distance(whole.adapter, adapter) > 1e-2
-
-
-@pytest.mark.parametrize("weights", ["balanced", TABLE], ids=["balanced", "table"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_clients_trained_together_are_weighted_as_alone(load: Loader, weights: Any, accumulation: int) -> None:
-    """Each by its own counts, whatever the others hold."""
-    names = ("a", "b", "c")
-    data = {name: classification(9 + k, k, skew=k) for k, name in enumerate(names)}
-    model = load()
-    settings = replace(SETTINGS, accumulation=accumulation, class_weights=weights)
-    trainer = GroupedTrainer(model, data, settings, seed=5)
-    fresh, _ = model.seed_adapter(4, seed=0)
-    adapters = {name: drawn(fresh, 2 + k, k, 0.1) for k, name in enumerate(names)}
-    jobs = [Job(download(adapters[name], name), adapters[name], 0) for name in names]
-    for job, together in zip(jobs, trainer.train_group(jobs), strict=True):
-        alone = trainer.train(job.download, job.adapter, 0)
-        assert distance(together.adapter, alone.adapter) < 2e-5
-        assert together.loss == pytest.approx(alone.loss, rel=1e-4)
-        assert distance(alone.adapter, job.adapter) > 1e-2

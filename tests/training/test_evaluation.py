@@ -25,8 +25,9 @@ from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord, simulate
 from fedlora.training.encoding import IGNORED, encode
 from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Recorder, bits, dense, drawn, logits
 from support.tiny_models import bert, llama
@@ -54,7 +55,7 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(classifier: Path) -> AdaptedModel:
     """A fresh copy in memory, with LoRA dropout and BERT's own."""
-    settings = LoRASettings(["query", "value"], SCALING, dropout=0.1)
+    settings = LoRASettings(targets=["query", "value"], scaling=SCALING, dropout=0.1)
     return AdaptedModel.load(classifier, "classification", settings, labels=LABELS)
 
 
@@ -178,7 +179,7 @@ def test_a_method_without_a_server_model_says_so(model: AdaptedModel) -> None:
 
 def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_model: Path) -> None:
     """Teacher-forced: each token given the true ones before it."""
-    settings = LoRASettings(["q_proj", "v_proj"], SCALING)
+    settings = LoRASettings(targets=["q_proj", "v_proj"], scaling=SCALING)
     model = AdaptedModel.load(language_model, "causal-lm", settings)
     data = instructions(30, 1)
     seed_adapter, _ = model.seed_adapter(3, seed=0)
@@ -341,7 +342,8 @@ def test_measuring_twice_says_the_same_and_dropout_is_off(model: AdaptedModel) -
     assert evaluator.evaluate(server, records[0].state) == evaluator.evaluate(server, records[0].state)
 
 
-@pytest.mark.parametrize("method", ["glora", "fedex-lora", "fedsa-lora"])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("method", ["fedex-lora", "fedsa-lora", "glora"])
 def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: AdaptedModel, method: str) -> None:
     """Whatever was measured, on whichever adapter and base, the next client starts from what it received."""
     target = "clients" if method == "fedsa-lora" else "server"
@@ -356,7 +358,7 @@ def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: Adapted
 
 
 def test_a_client_is_measured_with_the_memory_that_is_handed_in(model: AdaptedModel) -> None:
-    """`measure_client` is for one client outside a run: the memory decides, and none means the start."""
+    """The memory decides, and none means the start."""
     server = Server(build("fedsa-lora"))
     client = Client("a", 4)
     seed_adapter, _ = model.seed_adapter(4, seed=0)
@@ -365,8 +367,8 @@ def test_a_client_is_measured_with_the_memory_that_is_handed_in(model: AdaptedMo
     mine = drawn(seed_adapter, 4, 5)
     kept = Adapter({n: type(x)(x.factors[0], None) for n, x in mine.modules.items()}, mine.heads)
     assert server.roles(state.server) == Roles(B="local", heads="local")
-    fresh = evaluator.measure_client(server, state.server, client, ClientMemory())
-    changed = evaluator.measure_client(server, state.server, client, ClientMemory(kept))
-    assert fresh["loss"] != changed["loss"]
-    whole = evaluator.evaluate(server, RunState(0, state.server, {"a": ClientMemory(kept)}))
-    assert whole["loss"] == changed["loss"]
+    fresh = evaluator.evaluate(server, state)
+    (alone,) = evaluator.measure_clients(server, RunState(0, state.server, {"a": ClientMemory(kept)})).values()
+    assert alone["loss"] not in (fresh["loss"], evaluator.measure_adapter(mine)["loss"])
+    modules = {n: type(x)(x.factors[0], seed_adapter.modules[n].factors[1]) for n, x in mine.modules.items()}
+    assert alone["loss"] == evaluator.measure_adapter(Adapter(modules, mine.heads))["loss"]

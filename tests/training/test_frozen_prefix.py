@@ -3,10 +3,12 @@ model without the table)."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fedlora import Client, Server, build
 from fedlora.client import begin_round
@@ -15,8 +17,9 @@ from fedlora.core.messages import ClientMemory
 from fedlora.errors import ConfigError
 from fedlora.training import frozen_prefix
 from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import LABELS, classification, save_encoder
 
@@ -31,7 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, *, remember: bool, targets: list[str] | str = LAST, dropout: float | None = 0.0) -> AdaptedModel:
     return AdaptedModel.load(
-        folder, "classification", LoRASettings(targets), labels=LABELS, dropout=dropout, remember_prefix=remember
+        folder,
+        "classification",
+        LoRASettings(targets=targets),
+        labels=LABELS,
+        dropout=dropout,
+        remember_prefix=remember,
     )
 
 
@@ -49,7 +57,7 @@ def trained(model: AdaptedModel) -> tuple[Adapter, float, dict[str, float]]:
 
 def test_training_and_scores_are_those_of_the_whole_model(folder: Path) -> None:
     """Up to the rounding of padded batches: losses to 1e-5, weights as far as six steps of Adam carry that."""
-    frozen_prefix._tables.clear()
+    frozen_prefix.tables.clear()
     (a, loss, scores), (b, other, theirs) = (trained(load(folder, remember=r)) for r in (False, True))
     assert loss == pytest.approx(other, rel=1e-5) and scores["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     for name, lora in a.modules.items():
@@ -59,12 +67,12 @@ def test_training_and_scores_are_those_of_the_whole_model(folder: Path) -> None:
 
 def test_a_second_model_of_the_same_weights_reads_the_same_table(folder: Path) -> None:
     """And has the same bits, whoever filled it: in a run that is resumed the table is empty again."""
-    frozen_prefix._tables.clear()
+    frozen_prefix.tables.clear()
     first, *_ = trained(load(folder, remember=True))
-    (table,) = frozen_prefix._tables.values()
-    count = len(table)
+    (table,) = frozen_prefix.tables.values()
+    count = len(table.known)
     again, *_ = trained(load(folder, remember=True))
-    assert len(frozen_prefix._tables) == 1 and len(table) == count <= 70, "one entry for each distinct text"
+    assert len(frozen_prefix.tables) == 1 and len(table.known) == count <= 70, "one entry for each distinct text"
     for name, lora in first.modules.items():
         assert all(torch.equal(x, y) for x, y in zip(lora.factors, again.modules[name].factors, strict=True))
 
@@ -99,7 +107,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
 
 def test_each_precision_has_entries_of_its_own(folder: Path) -> None:
     """bfloat16 and float32 runs of one process: neither reads what the other computed."""
-    frozen_prefix._tables.clear()
+    frozen_prefix.tables.clear()
     model = load(folder, remember=True)
     model.seed_adapter(2, seed=0)
     ids = torch.tensor([[1, 5, 6, 2]])
@@ -108,6 +116,32 @@ def test_each_precision_has_entries_of_its_own(folder: Path) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             narrow = model.network(input_ids=ids).logits
         again = model.network(input_ids=ids).logits
-    (table,) = frozen_prefix._tables.values()
-    (a, b) = table.values()
+    (table,) = frozen_prefix.tables.values()
+    (a, b) = table.known.values()
     assert torch.equal(wide, again) and not torch.equal(wide, narrow.float()) and not torch.equal(a, b)
+
+
+def test_what_is_remembered_has_a_bound(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab holds three texts of 4 tokens and width 32, and there is room for two: what does not fit is computed each
+    time, and the texts of another model push these out. Whoever computes, the bits are the same."""
+    frozen_prefix.tables.clear()
+    monkeypatch.setattr(frozen_prefix, "_SLAB", 3 * 4 * 32 * 4)
+    monkeypatch.setattr(frozen_prefix, "MOST", 2 * frozen_prefix._SLAB)
+    texts = [torch.tensor([[1, word, word + 1, 2]]) for word in range(5, 15)]
+
+    def says(model: AdaptedModel) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [model.network(input_ids=ids).logits for ids in texts]
+
+    model = load(folder, remember=True)
+    first = says(model)
+    (table,) = frozen_prefix.tables.values()
+    assert len(table.known) == 6 and len(table.slabs) == 2
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"] += 1.0
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    says(load(other, remember=True))
+    assert table not in frozen_prefix.tables.values() and len(frozen_prefix.tables) == 1
+    for again in (model, load(folder, remember=True)):
+        assert all(torch.equal(a, b) for a, b in zip(first, says(again), strict=True))

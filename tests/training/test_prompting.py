@@ -13,11 +13,11 @@ from tokenizers.processors import TemplateProcessing
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, DataError
-from fedlora.training.encoding import IGNORED, cut_of, encode, encode_prompts
+from fedlora.training.encoding import IGNORED, cut_of, encode
 from fedlora.training.prompting import Template, check_template, converse, end_tokens, find_template, render
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.packaged import smollm2_tokenizer
-from support.training_data import EOS, SEP, UNK, tokenizer, word
+from support.training_data import EOS, SEP, UNK, encode_prompts, tokenizer, word
 
 pytestmark = [FUTURE_NAMES, CONV1D]
 

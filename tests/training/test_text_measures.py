@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from fedlora.training.generation import exact_match
-from fedlora.training.metrics import METRICS, generates, is_better, perplexity
+from fedlora.training.metrics import METRICS, exact_match, generates, is_better, perplexity
 
 
 def test_perplexity_is_exp_of_the_mean_over_tokens() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedlora.core.trainer import OneByOne, Workers
+from fedlora.core.trainer import Workers
 from fedlora.errors import ClientFailed
 from fedlora.simulation import RoundRecord
 from fedlora.workers import Pool
@@ -68,19 +68,6 @@ def test_a_client_that_raises_has_failed_as_it_would_here() -> None:
         got = [record.refused for record in run("glora", MIXED, pool, rounds=2, server={"quorum": 1})]
     assert want == [{"b": "ZeroDivisionError: b divides by zero"}, {"b": "Unpicklable: odd x"}]
     assert got == [want[0], {"b": "RuntimeError: Unpicklable: odd x"}]
-
-
-def test_groups_stay_together() -> None:
-    pool = Pool(Pairs(Toy()), 2)
-    assert pool.at_once == 2 and Pool(Toy(), 2).at_once == 1
-
-
-class Pairs(OneByOne):
-    """Workers that want two jobs at a time."""
-
-    @property
-    def at_once(self) -> int:
-        return 2
 
 
 def test_the_trainer_here_is_left_as_it_was() -> None:

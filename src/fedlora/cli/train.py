@@ -18,7 +18,7 @@ from fedlora.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedlora.data import TextData
-    from fedlora.training.class_weights import ClassWeights
+    from fedlora.training.settings import ClassWeights
 
 _OF_LANGUAGE_MODELS = ("template", "messages", "prompt", "response")
 _OF_CLASSES = ("label", "labels", "text", "pair", "class_weights")
@@ -68,7 +68,7 @@ def train(
     from fedlora.data.readers import CHAT
     from fedlora.offline.site import Fresh, train_site
     from fedlora.runs.quiet import quiet_libraries
-    from fedlora.training.local import TrainSettings
+    from fedlora.training.settings import TrainSettings
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
         raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
@@ -147,6 +147,8 @@ def read_class_weights(text: str | None, examples: TextData) -> ClassWeights | N
             weights = {name.strip(): float(weight) for name, _, weight in pairs}
         except ValueError as error:
             raise ConfigError(f"--class-weights is balanced or NAME=WEIGHT,NAME=WEIGHT; got {text!r}.") from error
+        if not all(0 < weight < float("inf") for weight in weights.values()):
+            raise ConfigError(f"--class-weights: each weight is a finite number > 0; got {text!r}.")
     try:
         weigh_classes(examples, weights)
     except ConfigError as error:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol
 
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
-from fedlora.errors import FedLoRAError, HyperparameterError
-
-log = logging.getLogger(__name__)
+from fedlora.errors import FedLoRAError
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,25 +86,8 @@ class Trainer(Protocol):
         """Train `adapter`, the complete one, from `position` in the client's data. A function of its arguments."""
 
 
-class GroupTrainer(Trainer, Protocol):
-    """A trainer that can run several clients' local work at once.
-
-    Example:
-        >>> class Pairs:
-        ...     def train(self, download, adapter, position):
-        ...         return trainer.train(download, adapter, position)
-        ...
-        ...     def train_group(self, jobs):
-        ...         return [self.train(job.download, job.adapter, job.position) for job in jobs]
-        >>> workers = Together(Pairs(), size=2)
-    """
-
-    def train_group(self, jobs: Sequence[Job]) -> list[Trained]:
-        """What `train` gives for each job, in their order. The jobs are of one round."""
-
-
 class Workers(ABC):
-    """Who does a round's jobs, and how many at a time. A trainer of one's own is put into `OneByOne`.
+    """Who does a round's jobs. A trainer of one's own is put into `OneByOne`.
 
     Example:
         >>> class Backwards(Workers):
@@ -118,11 +97,6 @@ class Workers(ABC):
         >>> next(simulate(server, clients, Backwards(), start(server, seed_adapter), rounds=1)).round
         1
     """
-
-    @property
-    def at_once(self) -> int:
-        """How many jobs make one piece of work, which stays in one place."""
-        return 1
 
     @abstractmethod
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
@@ -147,54 +121,6 @@ class OneByOne(Workers):
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
         for job in jobs:
             yield job, _trained(self.trainer, job)
-
-
-@dataclass(frozen=True)
-class Together(Workers):
-    """`size` clients at once, by a trainer that can. A group that fails is trained again one by one.
-
-    Raises:
-        HyperparameterError: a size below 1.
-
-    Example:
-        >>> from fedlora.training import GroupedTrainer
-        >>> def workers(model, data, settings):
-        ...     return Together(GroupedTrainer(model, data, settings, seed=0), size=4)
-    """
-
-    trainer: GroupTrainer
-    size: int
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise HyperparameterError(f"Together: size is a number of clients >= 1; got {self.size}.")
-        if not callable(getattr(self.trainer, "train_group", None)):  # or every group would fail, and go one by one
-            raise HyperparameterError(
-                f"Together needs a trainer with train_group(jobs), and {type(self.trainer).__name__} has none; give "
-                f"the trainer itself, and its clients are trained one by one."
-            )
-
-    @property
-    def at_once(self) -> int:
-        return self.size
-
-    def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
-        rest = iter(jobs)
-        while group := list(islice(rest, self.size)):
-            yield from zip(group, self._group(group), strict=True)
-
-    def _group(self, jobs: Sequence[Job]) -> Sequence[Trained | Failed]:
-        if len(jobs) > 1:
-            try:
-                results = self.trainer.train_group(jobs)
-                if len(results) != len(jobs) or not all(isinstance(result, Trained) for result in results):
-                    raise TypeError(f"train_group gave {len(results)} results for {len(jobs)} jobs, or no Trained")
-                return results
-            except FedLoRAError:
-                raise
-            except Exception as error:
-                log.warning("training %d clients together failed (%s); they are trained one by one", len(jobs), error)
-        return [_trained(self.trainer, job) for job in jobs]
 
 
 def _trained(trainer: Trainer, job: Job) -> Trained | Failed:

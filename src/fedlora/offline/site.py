@@ -6,7 +6,6 @@ examples it counts for, and how it came about.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -29,11 +28,13 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.data import TextData
 from fedlora.data.demo import model_location
 from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.training.content import file_digest, model_content
 from fedlora.training.encoding import Cut
 from fedlora.training.hub_models import hub_name
-from fedlora.training.local import LocalTrainer, TrainSettings
-from fedlora.training.models import AdaptedModel, LoRASettings, Task, model_digests
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import find_template
+from fedlora.training.settings import LoRASettings, Task, TrainSettings
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,17 @@ def train_site(
     """
     labels = tuple(data.label_names or ())
     called, base = str(base), model_location(str(base))
-    digests = model_digests(base)
+    digests = model_content(base)
     if isinstance(start, Fresh):
-        lora = LoRASettings(start.targets, start.scaling)
+        targets = start.targets if isinstance(start.targets, str) else list(start.targets)
+        lora = LoRASettings(targets=targets, scaling=start.scaling)
         model = AdaptedModel.load(base, task, lora, labels=labels, seed=start.seed, device=device)
         adapter, spec = model.seed_adapter(start.rank, seed=start.seed)
     else:
         model, adapter, spec = _received(base, task, start, labels, start_seed, device, limits)
     spec = _named(spec, called, digests, received=isinstance(start, Path))
     if model.positions is not None:  # a model cannot read further than that
-        settings = replace(settings, max_length=min(settings.max_length, model.positions))
+        settings = settings.model_copy(update={"max_length": min(settings.max_length, model.positions)})
     trainer = LocalTrainer(model, {client: data}, settings, seed=seed)
     ranks = adapter.ranks
     download = Download(Client(client, ranks), round - 1, adapter, Roles(), Adapter({}), {})
@@ -114,8 +116,8 @@ def train_site(
     if not math.isfinite(played.loss):
         raise ConfigError(f"training diverged: the mean loss is {played.loss}. A smaller --lr trains more calmly.")
     facts = {
-        "trained_from": _digest(start / WEIGHTS_FILE) if isinstance(start, Path) else f"fresh, seed {start.seed}",
-        "data_sha256": _digest(data_file) if data_file is not None else None,
+        "trained_from": file_digest(start / WEIGHTS_FILE) if isinstance(start, Path) else f"fresh, seed {start.seed}",
+        "data_sha256": file_digest(data_file) if data_file is not None else None,
         "base_model_sha256": digests,
         "mean_loss": played.loss,
         "settings": {
@@ -157,7 +159,7 @@ def _received(
     scaling = scales.pop() if len(scales) == 1 else 1.0
     adapter, spec = read_adapter(directory, scaling=scaling, limits=limits)
     saved = sorted({path.rpartition(".")[0] for path in file.heads if file.kind(path) == "head"})
-    lora = LoRASettings(list(file.modules), scaling, saved=saved)
+    lora = LoRASettings(targets=list(file.modules), scaling=scaling, saved=saved)
     model = AdaptedModel.load(base, task, lora, labels=labels, seed=seed, device=device)
     fresh, _ = model.seed_adapter(adapter.ranks, seed=seed)
     if set(fresh.modules) != set(adapter.modules):
@@ -181,8 +183,3 @@ def _named(spec: AdapterSpec, base: str, digests: Mapping[str, str], *, received
     if name is None or (received and before and (is_path(name) or not is_path(before) or not digests)):
         return spec
     return replace(spec, config=ReadOnly({**spec.config, "base_model_name_or_path": name}))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -12,7 +12,7 @@ from fedlora.attacks import Adversary, Attack, choose_attackers, flip_labels
 from fedlora.attacks.kinds import KINDS, Kind, Space
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, HyperparameterError
-from fedlora.runs.sections import Section
+from fedlora.training.settings import Section
 
 
 class AttackSection(Section):

@@ -26,17 +26,15 @@ from fedlora.runs.sections import (
     ClientsSection,
     DataSection,
     EvaluateSection,
-    LoRASection,
     MethodSection,
     ModelSection,
     RunSection,
-    Section,
     ServerSection,
-    TrainSection,
 )
 from fedlora.runs.unused import unused
 from fedlora.server.terms import weighs_by
 from fedlora.training.prompting import RAW
+from fedlora.training.settings import LoRASettings, Section, TrainSection
 
 # Defaults as they were when the first runs were stored, where they have changed since: digests are told against these.
 _FORMER_DEFAULTS = {("train", "lr"): 1e-3, ("train", "accumulation"): 1, ("server", "weighting"): "examples"}
@@ -54,7 +52,7 @@ class RunConfig(Section):
     model: ModelSection
     data: DataSection
     run: RunSection = RunSection()
-    lora: LoRASection = LoRASection()
+    lora: LoRASettings = LoRASettings()
     method: MethodSection = MethodSection()
     server: ServerSection = ServerSection()
     defence: DefenceSection = DefenceSection()

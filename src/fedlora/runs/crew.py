@@ -15,7 +15,7 @@ from fedlora.runs.preparation import Prepared
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.training.evaluation import ModelEvaluator, Piece, Seen
 from fedlora.training.models import AdaptedModel
-from fedlora.workers.pool import train_group, train_in
+from fedlora.workers.pool import train_by, train_in
 from fedlora.workers.processes import Died, Processes
 
 
@@ -40,8 +40,7 @@ def crewed(prepared: Prepared) -> Iterator[Prepared]:
 
         probes = {name: evaluator for name in prepared.probes if (evaluator := spread(f"probe/{name}")) is not None}
         yield replace(
-            prepared, workers=_Crew(processes, prepared.workers), validation=spread("validation"),
-            test=spread("test"), probes=probes,
+            prepared, workers=_Crew(processes), validation=spread("validation"), test=spread("test"), probes=probes,
         )  # fmt: skip
 
 
@@ -59,14 +58,9 @@ class _Crew(Workers):
     """`Workers` whose work is done by the processes."""
 
     processes: Processes[_Aboard]
-    inside: Workers
-
-    @property
-    def at_once(self) -> int:
-        return self.inside.at_once
 
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
-        return train_in(self.processes, _train, self.at_once, jobs)
+        return train_in(self.processes, _train, jobs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +91,8 @@ def _board(aboard: _Aboard, number: int, *, device: str) -> None:
         aboard.model.to(f"cuda:{number % torch.cuda.device_count()}" if device == "cuda" else device)
 
 
-def _train(aboard: _Aboard, jobs: list[Job]) -> list[Trained | Exception]:
-    return train_group(aboard.workers, jobs)
+def _train(aboard: _Aboard, job: Job) -> Trained | Exception:
+    return train_by(aboard.workers, job)
 
 
 def _look(name: str, aboard: _Aboard, piece: Piece) -> Seen:

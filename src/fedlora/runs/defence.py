@@ -11,8 +11,8 @@ from pydantic import Field, StrictFloat, StrictInt, ValidationInfo, field_valida
 from fedlora.core.method import Method
 from fedlora.core.multiplied import TakesMultipliers, multiplied_how
 from fedlora.errors import ConfigError, HyperparameterError
-from fedlora.runs.sections import Section
 from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum, Rule
+from fedlora.training.settings import Section
 
 RuleName = Literal["none", "clip", "geometric-median", "krum", "multi-krum", "centred-clipping"]
 _RULES: Mapping[str, type[Any]] = {

@@ -17,9 +17,9 @@ from fedlora.core.method import Method
 from fedlora.data import TextData, label_counts
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.own_files import model_content
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.rank_profiles import is_attention
+from fedlora.training.content import model_content
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import find_template
 from fedlora.versions import installed

@@ -6,7 +6,6 @@ they are known by their content.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -15,9 +14,9 @@ from pathlib import Path
 
 from fedlora.errors import ConfigError
 from fedlora.runs.config import RunConfig
+from fedlora.training.content import file_digest, model_content
 
 MISSING = "missing"
-_READ_BY_TRANSFORMERS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
 
 
 def own_paths(config: RunConfig) -> dict[str, str]:
@@ -69,39 +68,10 @@ def digest_of(config: RunConfig, files: Mapping[str, str]) -> str:
 def _content(key: str, path: Path) -> str:
     try:
         if path.is_dir():
-            parts = [path, *_model_files(path)]
-            seen = tuple((part.name, (s := part.stat()).st_size, s.st_mtime_ns) for part in sorted(parts))
-            return _of_folder(path, seen)
-        there = path.stat()
-        return f"{_of_file(path, there.st_size, there.st_mtime_ns)}{path.suffix.lower()}"
+            told = json.dumps(model_content(path), sort_keys=True)  # as its run's manifest has it
+            return hashlib.sha256(told.encode()).hexdigest()
+        return f"{file_digest(path)}{path.suffix.lower()}"
     except FileNotFoundError:
         return MISSING
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}.") from error
-
-
-@functools.cache
-def _of_file(path: Path, size: int, changed: int) -> str:
-    """size, changed: so that a file that has changed since is read again."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-@functools.cache
-def _of_folder(path: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
-    """Of a model, as its run's manifest has it."""
-    return hashlib.sha256(json.dumps(model_content(path), sort_keys=True).encode()).hexdigest()
-
-
-def model_content(path: str | os.PathLike[str]) -> dict[str, str]:
-    """File name -> SHA-256 of every file of a local model that transformers may read: weights, configurations,
-    tokenizer, chat templates; of a GGUF file its own; empty for a hub id."""
-    place = Path(path)
-    found = [place] if place.is_file() else _model_files(place)
-    root = place.parent if place.is_file() else place
-    read = {file.relative_to(root).as_posix(): (file, file.stat()) for file in found}
-    return {name: _of_file(file, there.st_size, there.st_mtime_ns) for name, (file, there) in read.items()}
-
-
-def _model_files(folder: Path) -> list[Path]:
-    return sorted(file for name in _READ_BY_TRANSFORMERS for file in folder.glob(name))

@@ -15,7 +15,7 @@ from fedlora.attacks import Adversary
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.core.multiplied import multiplied_how
-from fedlora.core.trainer import Workers
+from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.runs.attack_section import attack_facts, with_flipped_labels
@@ -39,6 +39,7 @@ from fedlora.training.local import LocalTrainer
 from fedlora.training.metrics import METRICS, generates, score_name
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import end_tokens, find_template
+from fedlora.training.settings import TrainSettings
 
 log = logging.getLogger("fedlora.runs")
 
@@ -129,7 +130,7 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
             f"{processes}: leave one of them out."
         )
     model = config.model.load(
-        config.lora.settings(), labels, config.run.seed, device="cpu" if processes > 1 else None
+        config.lora, labels, config.run.seed, device="cpu" if processes > 1 else None
     )  # with several processes, each moves its own to its device
     largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
@@ -147,9 +148,9 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     _check_liars(config, server, initial, clients, {name: float(len(part)) for name, part in parts.items()})
     bf16, max_length = config.model.bf16, config.data.max_length
     template = config.data.prompting() if config.model.task == "causal-lm" else None
-    settings = config.train.settings(
-        rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on, bf16=bf16, template=template,
-        own_starts=config.clients.starts == "own",
+    settings = TrainSettings(
+        **config.train.model_dump(), rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on,
+        bf16=bf16, template=template, own_starts=config.clients.starts == "own",
     )  # fmt: skip
 
     def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
@@ -162,7 +163,7 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
         ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
     validation, test = evaluator(data.validation, data.own_validation), evaluator(data.test, data.own_test)
     probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
-    trainer = config.train.trainer(model, parts, settings, config.run.seed)
+    trainer = LocalTrainer(model, parts, settings, seed=config.run.seed)
     facts = {
         **manifest(config, data, clients, model, server.method),
         "evaluation_target": target,
@@ -184,7 +185,7 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
         parts=parts,
         model=model,
         trainer=trainer,
-        workers=config.train.workers(trainer),
+        workers=OneByOne(trainer),
         processes=processes,
         adversary=adversary,
         validation=validation,
@@ -272,8 +273,6 @@ def _check_fit(
             f"clients.starts = 'own' draws each client's A anew, and {name} shares {roles}: there a factor belongs to "
             f"the server or stays at home. Leave it out, or take a method that gets both factors."
         )
-    if config.clients.starts == "own" and config.train.together > 1:
-        raise ConfigError("clients.starts = 'own' is not there with train.together > 1: leave one of them out.")
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
     if config.attack.needs_pairs and not roles.both_shared:

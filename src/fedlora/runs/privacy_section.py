@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from fedlora.errors import BudgetSpent
 from fedlora.privacy.geometry import Geometry, Shape
 from fedlora.privacy.ledger import Budget, Ledger
-from fedlora.runs.sections import Positive, Section
 from fedlora.server.private_options import Privacy, Releases
+from fedlora.training.settings import Positive, Section
 
 Above = Annotated[float, Field(gt=0)]
 

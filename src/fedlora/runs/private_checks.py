@@ -92,12 +92,6 @@ def _refusals(config: RunConfig) -> Iterator[str]:
         yield f"{key} tells of single clients, and a private run tells of none: leave it out"
     if data.task == "superni":
         yield "data.task = 'superni' holds validation and test data out of the clients' own: it cannot be private here"
-    if config.train.together > 1:
-        yield (
-            f"train.together = {config.train.together} trains clients in one batch, with one draw of dropout and one "
-            f"padding: who else is there changes a client's update, and one client could move the sum by more than "
-            f"the clip: leave it out (run.workers trains several at once, each by itself)"
-        )
     own = bool(data.clients) or data.train not in (None, "demo")
     if own and config.model.task == "classification" and data.labels is None:
         yield (

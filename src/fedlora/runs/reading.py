@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from fedlora.errors import ConfigError
-from fedlora.runs.sections import Section
+from fedlora.training.settings import Section
 
 Kind = TypeVar("Kind", bound=Section)
 

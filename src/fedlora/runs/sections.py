@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from fedlora.analysis.audit import GaugeStress
 from fedlora.core.messages import Client, Form, Missing
 from fedlora.core.method import Method
-from fedlora.core.trainer import OneByOne, Together, Workers
 from fedlora.data import TextData
 from fedlora.data.demo import model_location
 from fedlora.errors import ConfigError
@@ -30,58 +28,18 @@ from fedlora.server.server import Heads, Server
 from fedlora.server.sketched_round import Sketch
 from fedlora.server.terms import Weighting
 from fedlora.simulation import UploadHook
-from fedlora.training.class_weights import Balanced
-from fedlora.training.encoding import LossOn
 from fedlora.training.evaluation import ModelEvaluator, Target
-from fedlora.training.grouped import GroupedTrainer
-from fedlora.training.local import LocalTrainer, Optimizer, Schedule, TrainSettings
 from fedlora.training.metrics import MetricName, score_name
-from fedlora.training.models import AdaptedModel, LoRASettings, Task
+from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import CHAT, RAW, check_template
-from fedlora.training.targets import Targets, check_targets, check_words
+from fedlora.training.settings import LoRASettings, LossOn, Positive, Section, Targets, Task
+from fedlora.training.targets import check_targets
 from fedlora.workers.processes import available
 
-Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
 DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
-
-
-class Section(BaseModel):
-    """A table of the TOML file. What is written is what is meant: true and "3" are no numbers, 1 and "yes" no truth
-    values. 3 is a number, and 3.0 a whole one."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _as_of_toml(cls, value: object, of: ValidationInfo) -> object:
-        """In the types that TOML has: Python's callers may give tuples, other mappings and numpy's whole numbers."""
-        kinds = _scalars(cls.model_fields[str(of.field_name)].annotation)
-        return _plain(value, whole=int in kinds and float not in kinds)
-
-
-def _plain(value: object, *, whole: bool) -> object:
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError("has a NUL, which stands in no name, path or text")
-    if isinstance(value, Mapping) and not isinstance(value, dict):
-        value = dict(value)
-    if isinstance(value, dict):
-        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, whole=whole) for item in value]
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return int(value) if whole and isinstance(value, float) and value.is_integer() else value
-
-
-def _scalars(annotation: Any) -> set[Any]:
-    """The types that a key's values, or those in its lists, may have."""
-    if get_origin(annotation) is Annotated:
-        return _scalars(get_args(annotation)[0])
-    inside = get_args(annotation)
-    return set().union(*map(_scalars, inside)) if inside else {annotation}
 
 
 class RunSection(Section):
@@ -105,7 +63,7 @@ class RunSection(Section):
     keep_checkpoints: Positive = 2
     readouts: bool = False
     keep_uploads: Literal["none", "last", "all"] = "none"
-    track: list[TrackerName] = []
+    track: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -169,60 +127,6 @@ class ModelSection(Section):
             self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
             four_bit=self.four_bit, checkpointing=self.checkpointing, remember_prefix=self.remember_prefix,
         )  # fmt: skip
-
-
-class LoRASection(Section):
-    """What all clients' LoRA share. A client of rank r trains W0 + s B A.
-
-    scaling: s for every rank, so alpha = scaling * r. alpha: in its place, one alpha for all ranks: s = alpha / r.
-    rslora: with alpha, s = alpha / sqrt(r). targets: names or ends of module paths; a string is one regular expression
-    that matches whole paths; "all-linear". dropout: before A, in training. saved: modules that are trained whole and
-    travel beside the factors, such as a classifier of another name than the model's own.
-    """
-
-    targets: list[str] | str = ["query", "value"]
-    scaling: Annotated[float, Field(gt=0)] | None = 2.0
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    rslora: bool = False
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    saved: list[str] = []
-
-    @property
-    def unit(self) -> float:
-        """What adapters travel in: Delta W = unit * B A for everybody. With a fixed alpha B A is Delta W itself."""
-        return 1.0 if self.scaling is None else self.scaling
-
-    def settings(self) -> LoRASettings:
-        return LoRASettings(self.targets, self.unit, self.dropout, self.saved, self.alpha, self.rslora)
-
-    @field_validator("targets")
-    @classmethod
-    def _words(cls, targets: Targets) -> Targets:
-        try:
-            check_words(targets)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return targets
-
-    @model_validator(mode="before")
-    @classmethod
-    def _alpha_instead(cls, raw: Any) -> Any:
-        """A given alpha takes the place of the scaling that is the default."""
-        alone = isinstance(raw, dict) and raw.get("alpha") is not None and "scaling" not in raw
-        return {**raw, "scaling": None} if alone else raw
-
-    @model_validator(mode="after")
-    def _one_scale(self) -> LoRASection:
-        if self.alpha is not None and self.scaling is not None:
-            raise ValueError(
-                f"lora.alpha = {self.alpha:g} and lora.scaling = {self.scaling:g} contradict each other: scaling is "
-                f"alpha / r for every rank. Keep one of them"
-            )
-        if self.alpha is None and self.scaling is None:
-            raise ValueError("give lora.scaling (alpha / r for every rank) or lora.alpha (the same for every rank)")
-        if self.rslora and self.alpha is None:
-            raise ValueError("lora.rslora divides lora.alpha by sqrt(r): give lora.alpha in place of lora.scaling")
-        return self
 
 
 class MethodSection(Section):
@@ -380,11 +284,11 @@ class DataSection(Section):
     """
 
     train: str | None = None
-    clients: dict[str, str] = {}
+    clients: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
     task: DataTask | None = None
     tasks: Positive = 50
     unseen: Annotated[int, Field(ge=0)] = 20
-    task_lists: list[str] = []
+    task_lists: list[str] = []  # noqa: RUF012 - pydantic copies it
     max_train: Positive | None = None
     max_test: Positive | None = None
     loss_on: LossOn = "response"
@@ -436,52 +340,6 @@ class DataSection(Section):
                     f"a client id is letters, digits, '_', '-' and '.', for it names a folder; got {client!r}"
                 )
         return self
-
-
-class TrainSection(Section):
-    """One client's round. The optimiser is new each round.
-
-    lr: learning rate. optimizer: which one. weight_decay: of that optimiser. steps: optimiser steps of a round; 0:
-    train `epochs` instead. epochs: over the client's data, where steps = 0. batch_size: examples a step. accumulation:
-    micro-batches a step, each of examples of alike length: the same gradient from less padding. together: clients that
-    are trained at once, which is faster for small batches. clip: largest norm of the gradient; 0 for none. schedule: of
-    the learning rate over all rounds; it is constant within one. class_weights: what an example counts in the training
-    loss, by its class: "balanced" (by each client's own counts), or a table {name = weight}, where a class that is not
-    named has 1.
-    """
-
-    lr: Annotated[float, Field(gt=0)] = 3e-3
-    optimizer: Optimizer = "adam"
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    steps: Annotated[int, Field(ge=0)] = 10
-    epochs: Annotated[float, Field(gt=0)] = 1.0
-    batch_size: Positive = 16
-    accumulation: Positive | Literal["auto"] = "auto"
-    together: Positive = 1
-    clip: Annotated[float, Field(ge=0)] = 1.0
-    schedule: Schedule = "constant"
-    class_weights: Balanced | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
-
-    def settings(
-        self, *, rounds: int, max_length: int, loss_on: LossOn, bf16: bool, template: str | None = None,
-        own_starts: bool = False,
-    ) -> TrainSettings:  # fmt: skip
-        """These, with what other sections say."""
-        own = self.model_dump(exclude={"together"})
-        return TrainSettings(
-            **own, rounds=rounds, max_length=max_length, loss_on=loss_on, bf16=bf16, template=template,
-            own_starts=own_starts,
-        )  # fmt: skip
-
-    def trainer(
-        self, model: AdaptedModel, parts: Mapping[str, TextData], settings: TrainSettings, seed: int
-    ) -> LocalTrainer:
-        """Trains any client of the run; several at once where `together` says so."""
-        return (GroupedTrainer if self.together > 1 else LocalTrainer)(model, parts, settings, seed=seed)
-
-    def workers(self, trainer: LocalTrainer) -> Workers:
-        """That trainer, and how many clients it takes at a time."""
-        return Together(trainer, self.together) if isinstance(trainer, GroupedTrainer) else OneByOne(trainer)
 
 
 class EvaluateSection(Section):

@@ -10,7 +10,7 @@ the work (`Workers`), how the server takes uploads in (its own options), what ha
 """
 
 from fedlora.core.messages import ClientMemory, as_pruned
-from fedlora.core.trainer import Failed, GroupTrainer, Job, OneByOne, Together, Trained, Trainer, Workers
+from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Trainer, Workers
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.simulation.engine import play, simulate
@@ -19,6 +19,6 @@ from fedlora.simulation.records import ClientDone, Evaluator, RoundRecord
 from fedlora.simulation.traffic import Traffic
 
 __all__ = [
-    "ClientDone", "ClientMemory", "Evaluator", "Failed", "GroupTrainer", "Job", "OneByOne", "RoundRecord", "RunState",
-    "Together", "Traffic", "Trained", "Trainer", "UploadHook", "Workers", "as_pruned", "play", "simulate", "start",
+    "ClientDone", "ClientMemory", "Evaluator", "Failed", "Job", "OneByOne", "RoundRecord", "RunState", "Traffic",
+    "Trained", "Trainer", "UploadHook", "Workers", "as_pruned", "play", "simulate", "start",
 ]  # fmt: skip

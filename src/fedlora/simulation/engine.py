@@ -41,7 +41,7 @@ def simulate(
     """Run from `state` until `rounds` rounds are done, yielding each round's record.
 
     Args:
-        trainer: trains one client at a time; or `Workers`, which say how many at once and where, as `Together`.
+        trainer: trains one client at a time; or `Workers`, which say where, as `workers.Pool`.
         participation: share of clients a round, at least one client; 1 for a private server, which samples itself and
             secretly. seed: of the client sampling.
         evaluate_every: rounds between evaluations; the last round is always evaluated.
@@ -116,7 +116,7 @@ def play(
             f"evaluator has a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
         )
     if server.privacy is not None:
-        check_private(server.privacy, by_id, participation, trainer, adversary)
+        check_private(server.privacy, by_id, participation, adversary)
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     if adversary is not None:
         log.warning("clients of this federation lie on purpose, and nothing of it is for use: %s", adversary)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fedlora.core.sent import Tamperer
-from fedlora.core.trainer import Together, Trainer, Workers
 from fedlora.errors import HyperparameterError
 from fedlora.server.private_options import Privacy
 from fedlora.server.state import RunState
@@ -13,13 +12,7 @@ from fedlora.simulation.records import RoundRecord
 from fedlora.simulation.traffic import Traffic
 
 
-def check_private(
-    privacy: Privacy,
-    clients: Iterable[str],
-    participation: float,
-    trainer: Trainer | Workers,
-    adversary: Tamperer | None,
-) -> None:
+def check_private(privacy: Privacy, clients: Iterable[str], participation: float, adversary: Tamperer | None) -> None:
     """Raises `HyperparameterError` where the engine would play other rounds than those that the ledger charges."""
     if participation != 1.0:
         raise HyperparameterError(
@@ -33,12 +26,6 @@ def check_private(
             f"the clients given and the {len(privacy.clients)} of Privacy(clients=...) differ in {len(apart)}: "
             f"{apart[0]!r} for one {who}. The round draws from those, and the mean divides by how many they are: name "
             f"the same ones in both."
-        )
-    if isinstance(trainer, Together) and trainer.size > 1:
-        raise HyperparameterError(
-            f"Together(size={trainer.size}) trains clients in one batch, so that one client changes what others "
-            f"send, and privacy bounds what it sends itself: hand in the trainer, or workers that train each "
-            f"client by itself."
         )
     if adversary is not None:
         raise HyperparameterError("an adversary's doings are told, and a private round tells of no single client.")

@@ -6,17 +6,17 @@ from fedlora._lazy import face
 
 if TYPE_CHECKING:
     from fedlora.training.evaluation import ModelEvaluator
-    from fedlora.training.grouped import GroupedTrainer
-    from fedlora.training.local import LocalTrainer, TrainSettings
-    from fedlora.training.models import AdaptedModel, LoRASettings
+    from fedlora.training.local import LocalTrainer
+    from fedlora.training.models import AdaptedModel
     from fedlora.training.modules import LoRAModule, ModuleEvaluator, ModuleTrainer
+    from fedlora.training.settings import LoRASettings, TrainSettings
 
 __getattr__ = face(
     "fedlora.training",
     {
-        "models": ("AdaptedModel", "LoRASettings"),
-        "local": ("LocalTrainer", "TrainSettings"),
-        "grouped": ("GroupedTrainer",),
+        "models": ("AdaptedModel",),
+        "local": ("LocalTrainer",),
+        "settings": ("LoRASettings", "TrainSettings"),
         "evaluation": ("ModelEvaluator",),
         "modules": ("LoRAModule", "ModuleEvaluator", "ModuleTrainer"),
     },
@@ -24,6 +24,6 @@ __getattr__ = face(
 )
 
 __all__ = [
-    "AdaptedModel", "GroupedTrainer", "LoRAModule", "LoRASettings", "LocalTrainer", "ModelEvaluator", "ModuleEvaluator",
-    "ModuleTrainer", "TrainSettings",
+    "AdaptedModel", "LoRAModule", "LoRASettings", "LocalTrainer", "ModelEvaluator", "ModuleEvaluator", "ModuleTrainer",
+    "TrainSettings",
 ]  # fmt: skip

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Literal
 
 from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
-
-Balanced = Literal["balanced"]
-ClassWeights = Balanced | Mapping[str, float]
+from fedlora.training.settings import ClassWeights
 
 
 def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:
@@ -26,7 +22,7 @@ def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, 
             and no example to use it on. A table: the same weights for every client; a class that is not named has 1.
 
     Raises:
-        ConfigError: data without classes, a weight that is not positive, or a name that is no class.
+        ConfigError: data without classes, or a name that is no class.
     """
     if weights is None:
         return None
@@ -35,8 +31,6 @@ def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, 
             "train.class_weights weighs classes, and instruction data has none; leave it out for a causal-lm."
         )
     if isinstance(weights, str):
-        if weights != "balanced":
-            raise ConfigError(f'train.class_weights is "balanced" or a table of weights; got {weights!r}.')
         counts = Counter(data.labels)
         return tuple(len(data) / (len(counts) * counts[c]) if counts[c] else 0.0 for c in range(len(data.label_names)))
     unknown = [name for name in weights if name not in data.label_names]
@@ -46,7 +40,4 @@ def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, 
             f"{len(data.label_names)} classes are {', '.join(map(repr, data.label_names[:20]))}"
             f"{', ...' if len(data.label_names) > 20 else ''}."
         )
-    bad = {name: weight for name, weight in weights.items() if not 0 < weight < float("inf")}
-    if bad:
-        raise ConfigError(f"weights of classes are finite numbers > 0; train.class_weights has {bad}.")
     return tuple(float(weights.get(name, 1.0)) for name in data.label_names)

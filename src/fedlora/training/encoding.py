@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from fedlora.data.text import TextData
 from fedlora.errors import ConfigError, DataError, counted
 from fedlora.training.fitting import fit_prompt, fit_talk, talk_of
 from fedlora.training.prompting import Template, find_template
+from fedlora.training.settings import LossOn
 
 Example = dict[str, Any]
 Encoded = list[Example]
 
-LossOn = Literal["response", "all"]
 IGNORED = -100  # a label that the loss skips
 
 
@@ -54,15 +54,11 @@ def encode(
     return examples
 
 
-def encode_prompts(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> list[list[int]]:
-    """The prompts alone, cut as `encode` cuts them, for generation: with the opening of the answer behind them."""
-    return [ids for ids, _ in cut_prompts(data, tokenizer, max_length=max_length, template=template)]
-
-
 def cut_prompts(
     data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None
 ) -> list[tuple[list[int], int]]:
-    """`encode_prompts`, each with how many tokens it lost."""
+    """The prompts alone, cut as `encode` cuts them, for generation: with the opening of the answer behind them, and
+    how many tokens each lost."""
     if len(data) == 0:
         return []
     around = find_template(template, tokenizer)

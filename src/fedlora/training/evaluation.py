@@ -19,7 +19,7 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
 from fedlora.server.server import Server
-from fedlora.server.state import RunState, ServerState
+from fedlora.server.state import RunState
 from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.encoding import IGNORED, Cut, Encoded, check_length, collate, cut_of, cut_prompts, encode
 from fedlora.training.generation import greedy, teacher_forced
@@ -62,7 +62,8 @@ class ModelEvaluator:
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
-        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=data.label_names)
+        >>> lora = LoRASettings(targets=["query"])
+        >>> model = AdaptedModel.load("model", "classification", lora, labels=data.label_names)
         >>> server = Server(build("glora"))
         >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
         >>> 0 <= ModelEvaluator(model, data, [Client("site-1", 4)]).evaluate(server, begun)["accuracy"] <= 1
@@ -124,13 +125,18 @@ class ModelEvaluator:
         return score_name(self._metric)
 
     def evaluate(self, server: Server, state: RunState) -> Scores:
-        """The scores (means over examples, sets or clients), and for clients also worst and each client's."""
+        """The scores (means over examples, sets or clients), and for clients also worst and each client's.
+
+        Raises:
+            NoGlobalModel: the server's model is asked for, and the method has none.
+        """
         return self.measure(server, state).scores
 
     def measure(self, server: Server, state: RunState) -> Measured:
         """`evaluate`, with the confusion matrix."""
         if self._target == "server":
-            return self._measure_server(server, state.server)
+            adapter = server_model(server, state.server, quantised=self._model.quantised)
+            return next(self._measured([_Look(adapter, None, self._groups)]))
         found = self._measure_clients(server, state)
         scores = {client: each.scores for client, each in found.items()}
         mine = {client: score[self.metric] for client, score in scores.items()}
@@ -144,14 +150,6 @@ class ModelEvaluator:
         }
         return Measured(means, _added([each.confusion for each in found.values()]))
 
-    def measure_server(self, server: Server, state: ServerState) -> Scores:
-        """The server's model. Raises `NoGlobalModel` where the method has none."""
-        return self._measure_server(server, state).scores
-
-    def _measure_server(self, server: Server, state: ServerState) -> Measured:
-        adapter = server_model(server, state, quantised=self._model.quantised)
-        return next(self._measured([_Look(adapter, None, self._groups)]))
-
     def measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Scores]:
         """Client -> scores of what it would start its next round with, on its own held-out text where it has some.
 
@@ -160,15 +158,16 @@ class ModelEvaluator:
         return {client: each.scores for client, each in self._measure_clients(server, state, common=common).items()}
 
     def _measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Measured]:
+        owns = {client.id: None if common else self._own.get(client.id) for client in self._clients}
         looks = (
-            self._at(server, state.server, c, state.clients.get(c.id, ClientMemory()), common=common)
-            for c in self._clients
+            _Look(
+                client_model(server, state.server, client, state.clients.get(client.id, ClientMemory())),
+                client.id if own else None,
+                own or self._groups,
+            )
+            for client, own in zip(self._clients, owns.values(), strict=True)
         )
-        return dict(zip((c.id for c in self._clients), self._measured(looks), strict=True))
-
-    def measure_client(self, server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Scores:
-        """What `client` would start its next round with, on its own held-out text where it has some."""
-        return next(self._measured([self._at(server, state, client, memory)])).scores
+        return dict(zip(owns, self._measured(looks), strict=True))
 
     def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Scores:
         """Any adapter, on its base; on the client's own held-out text where it has some."""
@@ -200,12 +199,6 @@ class ModelEvaluator:
         else:
             texts = teacher_forced(self._model, [held.examples[i] for i in flat], batch_size=batch_size)
         return Seen({}, dict(zip(flat, texts, strict=True)))
-
-    def _at(
-        self, server: Server, state: ServerState, client: Client, memory: ClientMemory, *, common: bool = False
-    ) -> _Look:
-        own = None if common else self._own.get(client.id)
-        return _Look(client_model(server, state, client, memory), client.id if own else None, own or self._groups)
 
     def _measured(self, looks: Iterable[_Look]) -> Iterator[Measured]:
         """Each model's scores on its sets, from pieces that somebody else may do. A model is made when its turn comes,
@@ -245,7 +238,8 @@ class ModelEvaluator:
         lost: list[int] = []
         if generates(self._metric):
             room = max_length - max_new_tokens
-            prompts, lost = _apart(cut_prompts(data, tokenizer, max_length=room, template=self._template))
+            cut = cut_prompts(data, tokenizer, max_length=room, template=self._template)
+            prompts, lost = [ids for ids, _ in cut], [tokens for _, tokens in cut]
         references = data.references or tuple((response,) for response in data.responses or ())
         examples = encode(data, tokenizer, max_length=max_length, template=self._template)
         check_length(examples, self._model.longest)
@@ -375,7 +369,3 @@ class _HeldOut:
     answering: list[int]
     classes: Sequence[str] = ()
     lost: Sequence[int] = ()
-
-
-def _apart(prompts: Sequence[tuple[list[int], int]]) -> tuple[list[list[int]], list[int]]:
-    return [ids for ids, _ in prompts], [lost for _, lost in prompts]

@@ -15,42 +15,70 @@ import torch
 from torch import Tensor, nn
 
 from fedlora.errors import ConfigError
-from fedlora.training.targets import Targets, meant
+from fedlora.training.settings import Targets
+from fedlora.training.targets import adapted
 
 _BLOCK = re.compile(r"^(?P<stack>.*\.layer)\.(?P<number>\d+)\.")
-
+MOST = 2**30  # bytes that a process remembers: then the oldest tables go, and what does not fit is computed each time
+_SLAB = 2**26  # bytes that are asked for at once: so large that they go back to the system when they are let go of
 
 # A text's token ids and segments, and in which precision it is computed: None, or that of autocast.
 Key = tuple[tuple[int, ...], torch.dtype | None]
-# Content of the layers -> text -> what they give: one process runs many runs on one model, with the same texts.
-_tables: dict[str, dict[Key, Tensor]] = {}
-_MOST_TABLES = 2
+
+
+class Table:
+    """Text -> what the remembered layers give, (tokens, width), in slabs of memory."""
+
+    def __init__(self) -> None:
+        self.known: dict[Key, Tensor] = {}
+        self.slabs: list[Tensor] = []
+        self._used = 0
+
+    def add(self, key: Key, value: Tensor) -> None:
+        """Remember it, where there is room."""
+        size = value.numel()
+        if not self.slabs or self._used + size > self.slabs[-1].numel() or self.slabs[-1].dtype != value.dtype:
+            if size * value.element_size() > _SLAB or not self._has_room():
+                return
+            self.slabs.append(torch.empty(_SLAB // value.element_size(), dtype=value.dtype, device=value.device))
+            self._used = 0
+        place = self.slabs[-1][self._used : self._used + size].view_as(value)
+        self.known[key] = place.copy_(value)
+        self._used += size
+
+    def _has_room(self) -> bool:
+        """For one more slab, when the oldest of the other tables are forgotten."""
+        while (sum(len(table.slabs) for table in tables.values()) + 1) * _SLAB > MOST:
+            oldest = next((content for content, table in tables.items() if table is not self), None)
+            if oldest is None:
+                return False
+            del tables[oldest]
+        return True
+
+
+tables: dict[str, Table] = {}  # by content of the layers: one process makes many runs on one model, with the same texts
 
 
 class Remembered(nn.Module):
     """Stands where the embeddings stood, and gives what the last remembered layer gives.
 
     Texts are remembered by their token ids and segments, without their padding: 4 bytes x tokens x width of memory for
-    each text, as long as the process lives. The modules that compute it are no submodules: nothing adapts, moves or
-    stores them.
+    each text, as long as the process lives, up to `MOST` of all. The modules that compute it are no submodules: nothing
+    adapts, moves or stores them.
     """
 
     def __init__(self, embeddings: nn.Module, layers: list[nn.Module], pad: int) -> None:
         super().__init__()
         self._compute = (embeddings, layers)  # in a tuple, so that torch does not register them
         self._pad = pad
-        self._known = _tables.setdefault(_content([embeddings, *layers]), {})
-        if len(_tables) > _MOST_TABLES:
-            del _tables[next(iter(_tables))]
+        content = _content([embeddings, *layers])
+        self._table = tables.pop(content) if content in tables else Table()
+        tables[content] = self._table  # at the end stands the one that was asked for last
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, **_: Any) -> Tensor:
         kind = input_ids.device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        keys = [(key, precision) for key in self._keys(input_ids, token_type_ids)]
-        for key in dict.fromkeys(keys):
-            if key not in self._known:
-                self._known[key] = self._of_one(key[0])
-        rows = [self._known[key] for key in keys]
+        rows = [self._of((key, precision)) for key in self._keys(input_ids, token_type_ids)]
         whole = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         missing = input_ids.shape[1] - whole.shape[1]
         return nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
@@ -63,14 +91,19 @@ class Remembered(nn.Module):
         return [(*row[:n], *kind[:n]) for row, kind, n in zip(ids, kinds, lengths, strict=True)]
 
     @torch.no_grad()
-    def _of_one(self, key: tuple[int, ...]) -> Tensor:
+    def _of(self, key: Key) -> Tensor:
+        """Each text is computed by itself, so that its bits are the same whoever asks, and when."""
+        found = self._table.known.get(key)
+        if found is not None:
+            return found
         embeddings, layers = self._compute
         device = next(embeddings.parameters()).device
-        ids, kinds = torch.tensor(key, device=device).view(2, 1, -1)
+        ids, kinds = torch.tensor(key[0], device=device).view(2, 1, -1)
         embeddings.eval()
         hidden: Tensor = embeddings(input_ids=ids, token_type_ids=kinds)
         for layer in layers:
             hidden = layer.eval()(hidden, None)
+        self._table.add(key, hidden[0])
         return hidden[0]
 
 
@@ -87,7 +120,7 @@ def _content(parts: list[nn.Module]) -> str:
     for part in parts:
         for name, tensor in part.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {tensor.device} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -109,10 +142,9 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
             f"model.remember_prefix is for encoders with embeddings and encoder.layer, as BERT's; "
             f"{type(network).__name__} is none. Leave it out."
         )
-    paths = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
-    adapted = meant(paths, targets)
-    numbers = [int(found["number"]) for path in adapted if (found := _BLOCK.match(f"{path}.")) is not None]
-    first = min(numbers, default=0) if len(numbers) == len(adapted) else 0
+    paths = adapted(network, targets)
+    numbers = [int(found["number"]) for path in paths if (found := _BLOCK.match(f"{path}.")) is not None]
+    first = min(numbers, default=0) if len(numbers) == len(paths) else 0
     if first == 0 or pad is None:
         raise ConfigError(
             "model.remember_prefix has nothing to remember: LoRA is in the first layer, or outside of the layers. Put "
@@ -131,4 +163,4 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
     return first
 
 
-__all__ = ["PassedOver", "Remembered", "remember"]
+__all__ = ["MOST", "PassedOver", "Remembered", "remember", "tables"]

@@ -1,4 +1,4 @@
-"""Answers of a language model to prompts, and how good they are: ROUGE-L by the rouge-score library, exact match.
+"""Answers of a language model to prompts.
 
 Two ways to get an answer, which are not the same measure: `greedy` generates; `teacher_forced` takes the most likely
 token at each place of the wanted response, given the wanted tokens before it, as the FlexLoRA code does.
@@ -6,15 +6,11 @@ token at each place of the wanted response, given the wanted tokens before it, a
 
 from __future__ import annotations
 
-import functools
-import re
-import string
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fedlora.errors import ConfigError
 from fedlora.training.encoding import IGNORED, Example, collate
 from fedlora.training.models import AdaptedModel
 
@@ -77,27 +73,4 @@ def teacher_forced(model: AdaptedModel, examples: Sequence[Example], *, batch_si
     return answers
 
 
-def rouge_l(answer: str, references: Sequence[str]) -> float:
-    """ROUGE-L F-measure in [0, 1] of the reference that fits best, with Porter stemming (Lin, 2004)."""
-    return max(float(_scorer().score(reference, answer)["rougeL"].fmeasure) for reference in references)
-
-
-def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1 where the answer is one of the references, else 0, after SQuAD's normalisation: lower case, no punctuation, no
-    articles (a, an, the), single spaces (Rajpurkar et al., 2016)."""
-    said = _normalised(answer)
-    return float(any(said == _normalised(reference) for reference in references))
-
-
-def _normalised(text: str) -> str:
-    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
-
-
-@functools.cache
-def _scorer() -> Any:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ConfigError("ROUGE-L needs the library rouge-score: pip install 'fedlora[train]'.") from error
-    return RougeScorer(["rougeL"], use_stemmer=True)
+__all__ = ["greedy", "teacher_forced"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,67 +22,10 @@ from fedlora.data.text import TextData
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.bfloat16 import bfloat16_autocast
-from fedlora.training.class_weights import ClassWeights, weigh_classes
-from fedlora.training.encoding import Cut, Encoded, Example, LossOn, check_length, collate, cut_of, encode, scored
+from fedlora.training.class_weights import weigh_classes
+from fedlora.training.encoding import Cut, Encoded, Example, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
-
-Optimizer = Literal["adam", "adamw", "sgd"]
-Schedule = Literal["constant", "linear", "cosine"]
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """One round of one client.
-
-    steps: optimiser steps; or, where 0, epochs over the client's data. batch_size: examples a step, cut into
-    `accumulation` micro-batches, each of examples of alike length: the same gradient, up to rounding, from less
-    padding. "auto": four of them, but of no fewer than four examples, on a CPU; one on a GPU, which many small ones
-    leave idle. schedule: of the learning rate over `rounds`, constant within a round. clip: largest gradient norm, 0
-    for none. class_weights: as `class_weights.weigh_classes` has them; the training loss is then the weighted one, here
-    and where it is reported. template: of a language model's prompts, as `encoding.encode` takes it. The optimiser is
-    new each round, as in all reference codes. own_starts: a client that receives a fresh adapter (B = 0, in round 0)
-    draws its A itself, by `own_start`.
-
-    Example:
-        >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
-        'adam'
-    """
-
-    lr: float = 3e-3
-    optimizer: Optimizer = "adam"
-    weight_decay: float = 0.0
-    steps: int = 10
-    epochs: float = 1.0
-    batch_size: int = 16
-    accumulation: int | Literal["auto"] = "auto"
-    clip: float = 1.0
-    schedule: Schedule = "constant"
-    rounds: int = 1
-    max_length: int = 128
-    loss_on: LossOn = "response"
-    bf16: bool = False
-    class_weights: ClassWeights | None = None
-    template: str | None = None
-    own_starts: bool = False
-
-    def __post_init__(self) -> None:
-        rules = {
-            f"optimizer is one of {', '.join(get_args(Optimizer))}": self.optimizer in get_args(Optimizer),
-            f"schedule is one of {', '.join(get_args(Schedule))}": self.schedule in get_args(Schedule),
-            "lr, weight_decay and clip are numbers >= 0": all(
-                0 <= x < math.inf for x in (self.lr, self.weight_decay, self.clip)
-            ),
-            "batch_size, rounds and max_length are whole numbers >= 1": all(
-                isinstance(n, int) and n >= 1 for n in (self.batch_size, self.rounds, self.max_length)
-            ),
-            "accumulation is 'auto' or a whole number >= 1": self.accumulation == "auto"
-            or (isinstance(self.accumulation, int) and self.accumulation >= 1),
-            "steps is a whole number, and with steps = 0 epochs a number > 0": isinstance(self.steps, int)
-            and (self.steps > 0 or (self.steps == 0 and 0 < self.epochs < math.inf)),
-        }
-        said = next((rule for rule, right in rules.items() if not right), None)
-        if said:
-            raise ConfigError(f"TrainSettings: {said}; got {self}.")
+from fedlora.training.settings import TrainSettings
 
 
 class RoundTrainer(ABC):
@@ -184,7 +127,8 @@ class LocalTrainer(RoundTrainer):
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
-        >>> model = AdaptedModel.load("model", "classification", LoRASettings(["query"]), labels=data.label_names)
+        >>> lora = LoRASettings(targets=["query"])
+        >>> model = AdaptedModel.load("model", "classification", lora, labels=data.label_names)
         >>> trainer = LocalTrainer(model, {"site-1": data}, TrainSettings(steps=1), seed=0)
         >>> server = Server(build("glora"))
         >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
@@ -278,4 +222,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "RoundTrainer", "TrainSettings", "micro_batch", "optimizer_for", "own_start"]
+__all__ = ["LocalTrainer", "RoundTrainer", "micro_batch", "optimizer_for", "own_start"]

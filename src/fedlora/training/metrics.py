@@ -9,7 +9,10 @@ empty set every score is NaN ("nothing was measured"), which is no better than a
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from fedlora.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedlora.training.models import Task
+    from fedlora.training.settings import Task
 
 MetricName = Literal[
     "accuracy", "balanced-accuracy", "macro-f1", "matthews", "loss", "perplexity", "rouge-l", "exact-match",
@@ -127,16 +130,30 @@ def generates(metric: MetricName) -> bool:
     return METRICS[metric].of == "texts" and metric != "rouge-l-teacher-forced"
 
 
-def _exact_match(answer: str, references: Sequence[str]) -> float:
-    from fedlora.training.generation import exact_match
+def rouge_l(answer: str, references: Sequence[str]) -> float:
+    """ROUGE-L F-measure in [0, 1] of the reference that fits best, with Porter stemming (Lin, 2004)."""
+    return max(float(_scorer().score(reference, answer)["rougeL"].fmeasure) for reference in references)
 
-    return exact_match(answer, references)
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 where the answer is one of the references, else 0, after SQuAD's normalisation: lower case, no punctuation, no
+    articles (a, an, the), single spaces (Rajpurkar et al., 2016)."""
+    said = _normalised(answer)
+    return float(any(said == _normalised(reference) for reference in references))
 
 
-def _rouge_l(answer: str, references: Sequence[str]) -> float:
-    from fedlora.training.generation import rouge_l
+def _normalised(text: str) -> str:
+    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
-    return rouge_l(answer, references)
+
+@functools.cache
+def _scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ConfigError("ROUGE-L needs the library rouge-score: pip install 'fedlora[train]'.") from error
+    return RougeScorer(["rougeL"], use_stemmer=True)
 
 
 METRICS: Mapping[str, Metric] = {
@@ -153,11 +170,11 @@ METRICS: Mapping[str, Metric] = {
         perplexity, "losses", False, ("causal-lm",), "exp of the mean cross entropy of the response tokens"
     ),
     "exact-match": Metric(
-        _exact_match, "texts", True, ("causal-lm",), "the share of generated answers that are a reference, normalised"
+        exact_match, "texts", True, ("causal-lm",), "the share of generated answers that are a reference, normalised"
     ),
-    "rouge-l": Metric(_rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of generated answers"),
+    "rouge-l": Metric(rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of generated answers"),
     "rouge-l-teacher-forced": Metric(
-        _rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of the likeliest token at each place of the response"
+        rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of the likeliest token at each place of the response"
     ),
 }
 
@@ -214,7 +231,7 @@ def _sklearn() -> Any:
 
 
 __all__ = [
-    "METRICS", "Metric", "MetricName", "accuracy", "balanced_accuracy", "best_of",
-    "confusion_matrix", "find_metric", "generates", "is_better", "macro_f1", "matthews", "mean_loss", "perplexity",
-    "recall", "score_name", "worst_of",
+    "METRICS", "Metric", "MetricName", "accuracy", "balanced_accuracy", "best_of", "by_guessing", "confusion_matrix",
+    "exact_match", "find_metric", "generates", "is_better", "macro_f1", "matthews", "mean_loss", "perplexity", "recall",
+    "rouge_l", "score_name", "worst_of",
 ]  # fmt: skip

@@ -11,10 +11,8 @@ All three go to `simulation.simulate`. The network is any; the loop, the data st
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,9 +27,11 @@ from fedlora.errors import ConfigError
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.training.bfloat16 import bfloat16_autocast
-from fedlora.training.local import RoundTrainer, TrainSettings, without_data
+from fedlora.training.local import RoundTrainer, without_data
 from fedlora.training.looks import client_model, server_model
-from fedlora.training.models import AdaptedModel, LoRASettings
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import LoRASettings, Targets, TrainSettings
+from fedlora.training.targets import adapted, is_all_linear
 
 log = logging.getLogger(__name__)
 
@@ -73,17 +73,19 @@ class LoRAModule(AdaptedModel):
     def __init__(
         self,
         network: nn.Module,
-        targets: Sequence[str] | str,
+        targets: Targets,
         *,
         heads: Sequence[str] = (),
         scaling: float = 2.0,
         dropout: float = 0.0,
     ) -> None:
+        asked: Any = targets if isinstance(targets, str) else list(targets)
+        settings = LoRASettings(targets=asked, scaling=scaling, dropout=dropout, saved=list(heads))
         saved = [path for head in heads for path in _checked_head(network, head)]
-        chosen = _linear_targets(network, targets, saved)
-        wanted = targets if isinstance(targets, str) and targets != "all-linear" else chosen
-        super().__init__(network, None, None, LoRASettings(wanted, scaling, dropout, tuple(heads)))
-        self.targets = chosen
+        self.targets = tuple(_targeted(network, targets, saved))
+        if is_all_linear(targets) or not isinstance(targets, str):
+            settings = settings.model_copy(update={"targets": list(self.targets)})
+        super().__init__(network, None, None, settings)
         for module in network.modules():
             if isinstance(module, nn.TransformerEncoderLayer):  # with a hook it calls its layers, not torch's fused
                 module.register_forward_pre_hook(_nothing)  # kernel, which reads the base weights past the adapter
@@ -127,12 +129,11 @@ class ModuleTrainer(RoundTrainer):
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
         super().__init__(model, settings, seed=seed)
-        default = TrainSettings()
-        for field in dataclasses.fields(settings):
-            if field.name in _OF_TEXT and getattr(settings, field.name) != getattr(default, field.name):
+        for name in _OF_TEXT:
+            if getattr(settings, name) != TrainSettings.model_fields[name].default:
                 raise ConfigError(
-                    f"TrainSettings.{field.name} is of text, and nothing here would look at it: do in `loss` or "
-                    f"`collate` what it asks for, and leave it out."
+                    f"TrainSettings.{name} is of text, and nothing here would look at it: do in `loss` or `collate` "
+                    f"what it asks for, and leave it out."
                 )
         self._data = dict(data)
         self._loss = loss
@@ -278,55 +279,31 @@ class ModuleEvaluator:
             raise ConfigError(f"a metric is one number; got {dict(found)!r:.200}: {error}.") from error
 
 
-def _linear_targets(network: nn.Module, targets: Sequence[str] | str, saved: Sequence[str]) -> tuple[str, ...]:
-    """The paths of the layers that `targets` means, in the network's order."""
+def _targeted(network: nn.Module, targets: Targets, saved: Sequence[str]) -> list[str]:
+    """The paths of the layers that LoRA goes on, in the network's order; of "all-linear" all but what cannot."""
     layers = dict(network.named_modules())
-    linear = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
-    shown = f"its linear layers are {linear[:8]}{', ...' if len(linear) > 8 else ''}"
-
-    def inside(path: str) -> bool:
-        return any(path == head or path.startswith(f"{head}.") for head in saved)
-
-    if targets == "all-linear":
-        chosen = [path for path in linear if not inside(path) and not _in_attention(layers, path)]
-    elif isinstance(targets, str):
-        try:
-            pattern = re.compile(targets)
-        except re.error as error:
-            raise ConfigError(f"targets = {targets!r} is no regular expression: {error}.") from error
-        chosen = [path for path in layers if pattern.fullmatch(path)]
-    else:
-        for target in targets:
-            if not any(_ends(path, target) for path in layers):
-                raise ConfigError(f"no module of the network is called {target!r}; {shown}.")
-        chosen = [path for path in layers if any(_ends(path, target) for target in targets)]
-    if not chosen:
-        raise ConfigError(f"targets = {targets!r} means no layer of the network; {shown}.")
-    for path in chosen:
-        if inside(path):
+    every = is_all_linear(targets)
+    chosen = []
+    for path in adapted(network, targets):
+        head = any(path == head or path.startswith(f"{head}.") for head in saved)
+        inside = isinstance(layers.get(path.rpartition(".")[0]), nn.MultiheadAttention)
+        if head and not every:
             raise ConfigError(f"{path!r} is in targets and in heads: it gets LoRA or is trained in full, not both.")
-        if not isinstance(layers[path], nn.Linear):
-            kind = type(layers[path]).__name__
-            raise ConfigError(f"LoRA here is for nn.Linear, and {path!r} is {kind}; {shown}.")
-        if _in_attention(layers, path):
+        if inside and not every:
             raise ConfigError(
                 f"{path!r} is inside nn.MultiheadAttention, which reads its weight past LoRA, so nothing would train. "
                 f"Leave it out of targets, or write the attention with nn.Linear layers of your own."
             )
-    return tuple(chosen)
-
-
-def _in_attention(layers: Mapping[str, nn.Module], path: str) -> bool:
-    return isinstance(layers.get(path.rpartition(".")[0]), nn.MultiheadAttention)
-
-
-def _ends(path: str, name: str) -> bool:
-    return path == name or path.endswith(f".{name}")
+        if not head and not inside:
+            chosen.append(path)
+    if not chosen:
+        raise ConfigError(f"targets = {targets!r} means no layer of the network but its heads.")
+    return chosen
 
 
 def _checked_head(network: nn.Module, head: str) -> list[str]:
     """The paths that a head's name means."""
-    found = [(path, module) for path, module in network.named_modules() if _ends(path, head)]
+    found = [(path, module) for path, module in network.named_modules() if f".{path}".endswith(f".{head}")]
     if not found:
         names = [path for path, _ in network.named_children()]
         raise ConfigError(f"no module of the network is called {head!r}; at its top are {names[:8]}.")

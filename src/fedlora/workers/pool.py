@@ -7,7 +7,6 @@ what it received and of its own data, and nothing is added up across clients bef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -22,9 +21,8 @@ class Pool(Workers):
     `with`.
 
     Args:
-        trainer: a trainer, or workers such as `Together`, whose groups stay together in one process. It must pickle.
-            A copy's own changes to itself stay in its process, and are lost with it: `train` is a function of its
-            arguments.
+        trainer: a trainer, or workers. It must pickle. A copy's own changes to itself stay in its process, and are lost
+            with it: `train` is a function of its arguments.
         size: how many processes. shared, begin: as of `Processes`; begin is given the workers.
 
     Raises:
@@ -47,7 +45,6 @@ class Pool(Workers):
     ) -> None:
         inner = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
         self._processes = Processes(inner, size, shared=shared, begin=begin)
-        self._inner = inner
 
     def __enter__(self) -> Pool:
         return self
@@ -55,41 +52,33 @@ class Pool(Workers):
     def __exit__(self, *exception: Any) -> None:
         self._processes.__exit__(*exception)
 
-    @property
-    def at_once(self) -> int:
-        return self._inner.at_once
-
     def close(self) -> None:
         """End the processes."""
         self._processes.close()
 
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
-        return train_in(self._processes, train_group, self.at_once, jobs)
+        return train_in(self._processes, train_by, jobs)
 
 
 def train_in(
-    processes: Processes[Any],
-    work: Callable[[Any, list[Job]], list[Trained | Exception]],
-    at_once: int,
-    jobs: Iterable[Job],
+    processes: Processes[Any], work: Callable[[Any, Job], Trained | Exception], jobs: Iterable[Job]
 ) -> Iterator[tuple[Job, Trained | Failed]]:
-    """Each job with its result, in their order, trained `at_once` at a time by `work` in one of the processes."""
-    drawn: list[list[Job]] = []
+    """Each job with its result, in their order, trained by `work` in one of the processes."""
+    drawn: list[Job] = []
 
-    def groups() -> Iterator[list[Job]]:
-        rest = iter(jobs)
-        while group := list(islice(rest, at_once)):
-            drawn.append(group)
-            yield group
+    def watched() -> Iterator[Job]:
+        for job in jobs:
+            drawn.append(job)
+            yield job
 
-    for results in processes.map(work, groups()):
-        group = drawn.pop(0)
-        if isinstance(results, Died):
-            results = [WorkerDied(results.reason)] * len(group)
-        for job, result in zip(group, results, strict=True):
-            yield job, Failed(job, result) if isinstance(result, Exception) else result
+    for result in processes.map(work, watched()):
+        job = drawn.pop(0)
+        if isinstance(result, Died):
+            result = WorkerDied(result.reason)
+        yield job, Failed(job, result) if isinstance(result, Exception) else result
 
 
-def train_group(workers: Workers, jobs: list[Job]) -> list[Trained | Exception]:
-    """The jobs' results by these workers, in this process."""
-    return [portable(result.error) if isinstance(result, Failed) else result for _, result in workers.train_all(jobs)]
+def train_by(workers: Workers, job: Job) -> Trained | Exception:
+    """The job's result by these workers, in this process."""
+    ((_, result),) = workers.train_all([job])
+    return portable(result.error) if isinstance(result, Failed) else result

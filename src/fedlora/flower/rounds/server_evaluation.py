@@ -13,8 +13,8 @@ from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
 from fedlora.runs.client_data import read_files
 from fedlora.runs.config import RunConfig
+from fedlora.training.content import model_content
 from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.models import model_digests
 from fedlora.training.prompting import end_tokens, find_template
 
 
@@ -49,7 +49,7 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
     text = read_files(config, list(dict.fromkeys(files.values()))) if files else {}
     labels = config.data.labels or next((data.label_names for data in text.values()), ())
     config.model.check_targets(config.lora.targets)
-    model = config.model.load(config.lora.settings(), labels, config.run.seed)
+    model = config.model.load(config.lora, labels, config.run.seed)
     _check_fits(config, start, model.seed_adapter(1, seed=config.run.seed)[0])
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     ends: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
         test=made.get("test"),
         examples=text[files["validation"]].digest() if "validation" in files else None,
         tokenizer=model.tokenizer,
-        digests=model_digests(config.model.location()),
+        digests=model_content(config.model.location()),
         labels=labels,
         ends=ends,
     )

@@ -21,7 +21,7 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.base_names import base_name
 from fedlora.runs.exported import named
 from fedlora.runs.sections import ModelSection
-from fedlora.training.models import model_digests
+from fedlora.training.content import model_content
 
 Rank = int | Mapping[str, int]
 
@@ -47,9 +47,9 @@ def made_start(settings: FederationSettings, model: str, rank: int) -> Start:
     """
     section = ModelSection(path=model, device="cpu", **settings.model.model_dump())
     section.check_targets(settings.lora.targets)
-    loaded = section.load(settings.lora.settings(), settings.data.labels or (), settings.run.seed)
+    loaded = section.load(settings.lora, settings.data.labels or (), settings.run.seed)
     adapter, spec = loaded.seed_adapter(rank, seed=settings.run.seed)
-    return Start(adapter, named(spec, base_name(model, model_digests(section.location())).name))
+    return Start(adapter, named(spec, base_name(model, model_content(section.location())).name))
 
 
 def given_start(folder: Path, settings: FederationSettings) -> Start:

@@ -125,9 +125,9 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]
 
 def _check_lengths(config: RunConfig, train: TextData) -> None:
     """Raises `ConfigError` for an example that the base model has no positions for, where max_length allows one."""
+    from fedlora.training.content import tokenizer_of
     from fedlora.training.encoding import encode
-    from fedlora.training.models import longest_of_files
-    from fedlora.training.tokenizer_digests import tokenizer_of
+    from fedlora.training.loading import longest_of_files
 
     place, most = config.model.location(), config.data.max_length
     if not Path(place).is_dir() or (longest := longest_of_files(Path(place))) is None or longest >= most:

@@ -15,9 +15,8 @@ from fedlora.flower.terms.agreement import ASKED, Disagreement, Facts, check, un
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.sections import ModelSection
+from fedlora.training.content import base_digest, model_place, template_digest, tokenizer_digest, tokenizer_of
 from fedlora.training.prompting import CHAT
-from fedlora.training.tokenizer_digests import template_digest, tokenizer_digest, tokenizer_of
-from fedlora.training.weight_digests import base_digest, model_place
 
 # Of a model's configuration: what says where it lies or how it was stored, and what each federation sets itself.
 _OWN = frozenset({
@@ -65,7 +64,7 @@ def loaded_facts(prepared: Any, settings: FederationSettings, cache: Path | None
         tokenizer=tokenizer_digest(model.tokenizer),
         template=_template(settings, model.tokenizer),
         labels=label_names,
-        scaling=model.settings.scaling,
+        scaling=model.settings.unit,
         max_length=config.data.max_length,
         targets=targets_of(prepared.seed_adapter.modules),
         architecture=architecture(config.model.location()),

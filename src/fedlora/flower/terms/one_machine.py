@@ -33,7 +33,6 @@ ELSEWHERE: dict[str, str] = {
     "run.keep_uploads": "a federation's server stores no uploads; it is for fedlora run",
     "run.checkpoint_every": "a federation's server stores every round, and could lose none",
     "run.keep_checkpoints": "a federation's server keeps the last two rounds, and the best",
-    "train.together": "each site trains itself; it is for fedlora run",
     "evaluate.samples": "a federation keeps no answers of its model; it is for fedlora run",
     "server.sketch_rank": "the Flower app has no second exchange in a round; it is for fedlora run",
     "server.sketch_oversample": "the Flower app has no second exchange in a round; it is for fedlora run",

@@ -33,19 +33,14 @@ from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked
 from fedlora.runs.sections import (
     EvaluateSection,
-    LoRASection,
     MethodSection,
-    Positive,
     RunSection,
-    Section,
     ServerSection,
-    TrainSection,
     check_classes,
 )
 from fedlora.runs.unused import unused
-from fedlora.training.encoding import LossOn
-from fedlora.training.models import Task
 from fedlora.training.prompting import check_template
+from fedlora.training.settings import LoRASettings, LossOn, Positive, Section, Task, TrainSection
 
 Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -148,7 +143,7 @@ class FederationSettings(Section):
     at_server: AtServerSection = AtServerSection()
     model: AgreedModel = AgreedModel()
     data: AgreedData = AgreedData()
-    lora: LoRASection = LoRASection()
+    lora: LoRASettings = LoRASettings()
     method: MethodSection = MethodSection()
     server: ServerSection = ServerSection()
     defence: DefenceSection = DefenceSection()

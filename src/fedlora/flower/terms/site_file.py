@@ -23,7 +23,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site
 from fedlora.given_files import read_toml
 from fedlora.runs.reading import checked
-from fedlora.runs.sections import Section
+from fedlora.training.settings import Section
 
 COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
 

@@ -1,0 +1,219 @@
+"""What a base model is known by: the SHA-256 of its files; one of its weights, however they are laid out; and one of
+what its tokenizer does.
+
+Nothing is loaded. Files are read in pieces, and again only when their size or times have changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import files
+from fedlora.errors import ConfigError
+from fedlora.given_files import parse_json, read_given
+from fedlora.training.hub_models import source
+
+READ_BY_TRANSFORMERS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+
+# Case, accents in both forms, digits, blanks, line ends, quotes, code, scripts without spaces, an emoji, a long word.
+_PROBES = (
+    "The Quick brown fox-trot isn't over; it's 3.14159 past 12,000!",
+    "naïve café: nai\u0308ve cafe\u0301, ﬁnal Straße, İstanbul",
+    "  leading and   inner blanks\tand tab\r\nline\n\nend  ",
+    "def f(x_1): return {'a': [x_1 ** 2, \"b\"]}  # <s> [CLS] </s> <unk> <|endoftext|>",
+    "患者は昨日退院した。 Пациент выписан. المريض خرج. 😀 → ≤ €5",
+    "antidisestablishmentarianism electroencephalographically HIV-1 COVID-19 mRNA",
+)
+_SPECIAL = ("bos", "eos", "unk", "sep", "cls", "mask")  # that for padding stands where no model looks
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 (hex) of a file. Raises `OSError`."""
+    return _of_file(*_facts(file))
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Every file of a local model that transformers may read: weights, configurations, tokenizer, chat templates."""
+    return sorted(file for name in READ_BY_TRANSFORMERS for file in folder.glob(name))
+
+
+def model_content(path: str | os.PathLike[str]) -> dict[str, str]:
+    """File name -> SHA-256 of each of `model_files`; of a GGUF file its own; empty for a hub id."""
+    place = Path(path)
+    if place.is_file():
+        return {place.name: file_digest(place)}
+    return {file.relative_to(place).as_posix(): file_digest(file) for file in model_files(place)}
+
+
+def _facts(file: Path) -> tuple[str, int, int, int, int]:
+    real = file.resolve()
+    found = real.stat()
+    return str(real), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+@functools.cache
+def _of_file(path: str, *_: int) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def model_place(path: str | os.PathLike[str]) -> Path:
+    """The directory or GGUF file of a model: of a hub id its snapshot in the cache, fetched where it is not there.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    found = Path(path)
+    if found.exists():
+        return found
+    from huggingface_hub import snapshot_download
+
+    where = source(path)  # says what is wrong with an id that nobody has
+    try:
+        return Path(snapshot_download(os.fspath(path), allow_patterns=list(READ_BY_TRANSFORMERS), **where))
+    except Exception as error:  # whatever its transport raises
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the files of the model {os.fspath(path)!r} cannot be had: {reason}") from error
+
+
+def weight_files(place: Path) -> list[Path]:
+    """The files that the weights are loaded from. Raises `ConfigError`."""
+    if place.is_file():
+        return [place]
+    single, index = place / "model.safetensors", place / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ConfigError(f"the model {place} has no weights: neither {single.name} nor {index.name} is there.")
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        found = sorted({place / str(name) for name in names})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"the index of the model's files, {index}, cannot be read: {error!r}.") from error
+    lacks = [file.name for file in found if not file.is_file()]
+    if lacks or not found:
+        raise ConfigError(f"the model {place} lacks {', '.join(lacks[:3]) or 'its files'}, which its index names.")
+    return found
+
+
+def base_digest(path: str | os.PathLike[str], cache: Path | None = None) -> str:
+    """SHA-256 (hex) of a base model's weights: name, type, shape and bytes of each tensor, in the order of their names,
+    so that one file and shards of it are the same. A GGUF file counts as a whole, with architecture and tokenizer.
+
+    Args:
+        cache: a file that remembers digests by place, size and times of the files, from process to process.
+
+    Raises:
+        ConfigError: no such model, or files that are no weights.
+    """
+    found = weight_files(model_place(path))
+    key = json.dumps([_facts(file) for file in found])
+    known = _remembered(cache)
+    if key in known:
+        return known[key]
+    digest = file_digest(found[0]) if found[0].suffix == ".gguf" else _of_tensors(found)
+    if cache is not None:
+        with contextlib.suppress(OSError):  # a full disk costs the time to read them again
+            files.write(cache, json.dumps({**dict(list(known.items())[-7:]), key: digest}, indent=1) + "\n")
+    return digest
+
+
+def _remembered(cache: Path | None) -> dict[str, str]:
+    try:
+        found = parse_json(read_given(cache)) if cache is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
+
+
+def _of_tensors(found: list[Path]) -> str:
+    tensors: dict[str, str] = {}
+    for file in found:
+        for name, line in _tensors(file):
+            if name in tensors:
+                raise ConfigError(f"the tensor {name[:100]!r} stands in two of the model's files, {file} being one.")
+            tensors[name] = line
+    return hashlib.sha256(
+        "".join(f"{json.dumps(name)} {tensors[name]}\n" for name in sorted(tensors)).encode()
+    ).hexdigest()
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, str]]:
+    """Name, and type, shape and digest, of each tensor of a safetensors file. Its bytes stay on the disk, mapped."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - no mapping
+                tensor = stored.get_tensor(name)
+                raw = tensor.reshape(-1).view(torch.uint8).numpy()
+                yield name, f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()}"
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"the weights {file} are no whole safetensors file ({error}): fetch the model again."
+        ) from error
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_of(path: str | os.PathLike[str]) -> Any:
+    """A model's tokenizer, without the model. Raises `ConfigError`."""
+    from transformers import AutoTokenizer
+
+    place = model_place(path)
+    try:
+        if place.is_file():
+            return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
+        return AutoTokenizer.from_pretrained(place)
+    except Exception as error:  # what damaged files bring about, in several libraries
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the tokenizer of {os.fspath(path)!r} cannot be loaded: {reason}") from error
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 (hex) of the vocabulary, the merges, the special tokens, and of what becomes of texts that tell
+    tokenizers apart: the same however its files are laid out."""
+    facts = {
+        "vocabulary": sorted(tokenizer.get_vocab().items()),
+        "merges": _merges(tokenizer),
+        "special": [str(getattr(tokenizer, f"{name}_token", None)) for name in _SPECIAL],
+        "probes": [tokenizer(text)["input_ids"] for text in _PROBES],
+        "pair": tokenizer(_PROBES[0], _PROBES[5])["input_ids"],
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def template_digest(tokenizer: Any) -> str:
+    """SHA-256 (hex) of its chat template; "" where it has none."""
+    found = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest() if found else ""
+
+
+def _merges(tokenizer: Any) -> list[list[str]]:
+    """The pairs that a BPE tokenizer joins, in their order; older files have them as "a b"."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return []
+    merges = json.loads(backend.to_str())["model"].get("merges") or []
+    return [pair.split(" ") if isinstance(pair, str) else list(pair) for pair in merges]
+
+
+__all__ = [
+    "base_digest", "file_digest", "model_content", "model_files", "model_place", "template_digest", "tokenizer_digest",
+    "tokenizer_of", "weight_files",
+]  # fmt: skip

@@ -1,0 +1,215 @@
+"""A base model and its tokenizer, from a directory, a GGUF file or a hub id. Weights are read from safetensors only."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedlora.core.folders import replacing_folder
+from fedlora.errors import ConfigError
+from fedlora.seeds import derive_seed
+from fedlora.training.content import file_digest
+from fedlora.training.hub_models import source
+from fedlora.training.settings import Task
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
+
+
+def load_base(
+    path: str | os.PathLike[str],
+    task: Task,
+    labels: Sequence[str],
+    *,
+    seed: int,
+    device: str,
+    dropout: float | None,
+    four_bit: bool,
+) -> tuple[Any, Any]:
+    """The model, on its device, and its tokenizer; all as `AdaptedModel.load` has it. Raises `ConfigError`."""
+    if task == "classification" and len(labels) < 2:  # of one, transformers would make a regression without a word
+        raise ConfigError(
+            f"a classification needs the names of two classes or more, as labels; got {list(labels)}. Data of one "
+            f"class leave nothing to tell apart."
+        )
+    place = Path(path)
+    if place.suffix == ".gguf" and place.is_file():
+        place = path = dequantised(place)
+    if place.is_dir() and not any((place / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(  # transformers would make up an empty vocabulary
+            f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
+        )
+    network, tokenizer, odd = _read(path, task, labels, seed, dropout, _quantisation(four_bit, device))
+    if odd:
+        raise ConfigError(_other_head(path, labels, odd))
+    if task == "causal-lm" and tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {os.fspath(path)!r} has no end-of-text token, which responses need.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if network.config.get_text_config().pad_token_id is None:
+        network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    try:
+        if not four_bit:  # bitsandbytes has put it there
+            network.to(device)
+        torch.zeros((), device=device).item()  # "meta" takes weights, and holds no numbers
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
+    return network, tokenizer
+
+
+def _read(
+    path: str | os.PathLike[str],
+    task: Task,
+    labels: Sequence[str],
+    seed: int,
+    dropout: float | None,
+    more: dict[str, Any],
+) -> tuple[Any, Any, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
+    """The model, its tokenizer, and which tensors have another shape in the files than the model: name, the files'
+    shape, the model's."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        GenerationConfig,
+    )
+
+    kind, classes = AutoModelForCausalLM, {}
+    if task == "classification":
+        kind, classes = AutoModelForSequenceClassification, {"num_labels": len(labels)}
+    where = source(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **where)
+        config = AutoConfig.from_pretrained(path, **where, **classes)
+        for name in config.to_dict() if dropout is not None else ():
+            if "dropout" in name or name.endswith("pdrop"):
+                setattr(config, name, dropout)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "head"))
+            network, found = kind.from_pretrained(
+                path, dtype=torch.float32, use_safetensors=True, config=config, ignore_mismatched_sizes=True,
+                output_loading_info=True, **where, **more,
+            )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
+            f"Give a directory with config.json, tokenizer and model.safetensors, or a hub id."
+        ) from error
+    if task == "causal-lm":  # greedy is greedy, whatever the model's own generation settings are
+        network.generation_config = GenerationConfig()
+    else:
+        network.config.id2label = dict(enumerate(labels))
+        network.config.label2id = {name: k for k, name in enumerate(labels)}
+    return network, tokenizer, [(n, tuple(a), tuple(b)) for n, a, b in sorted(found["mismatched_keys"])]
+
+
+def _other_head(
+    path: str | os.PathLike[str], labels: Sequence[str], odd: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
+) -> str:
+    """What is said of a model whose weights are of other shapes than a classifier of these labels has."""
+    from transformers import AutoConfig
+
+    model, listed = os.fspath(path), ", ".join(map(repr, labels[:5])) + ", ..." * (len(labels) > 5)
+    heads = {name: stored[0] for name, stored, wanted in odd if wanted[:1] == (len(labels),)}
+    if not heads:
+        name, stored, wanted = odd[0]
+        return (
+            f"the model {model!r} cannot be loaded: {name!r} has the shape {stored} in its weights, and {wanted} by "
+            f"its config.json. Take the config.json that belongs to the weights."
+        )
+    name = next((name for name in heads if name.endswith("weight")), next(iter(heads)))
+    rows, own = heads[name], list(AutoConfig.from_pretrained(path, **source(path)).id2label.values())
+    named = f" ({', '.join(map(repr, own[:5]))}{', ...' * (len(own) > 5)})" if len(own) == rows else ""
+    theirs = (
+        f"If its classes are the data's, name all {rows} in its order (data.labels of a run, --labels of a command). "
+        if rows > len(labels)
+        else ""
+    )
+    return (
+        f"the model {model!r} cannot be loaded for the data's {len(labels)} classes ({listed}): it was fine-tuned "
+        f"before, and its own head {name!r} has {rows} rows{named}. {theirs}For a new head take a model without one: "
+        f"the pre-trained one that it was made from, or its layers alone, which in Python "
+        f"transformers.AutoModel.from_pretrained({model!r}).save_pretrained('DIR') writes, and "
+        f"transformers.AutoTokenizer.from_pretrained({model!r}).save_pretrained('DIR') its tokenizer beside them."
+    )
+
+
+def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
+    """What `from_pretrained` needs for a base in 4 bits. Raises `ConfigError` without a GPU or bitsandbytes."""
+    if not four_bit:
+        return {}
+    from importlib.util import find_spec
+
+    from transformers import BitsAndBytesConfig
+
+    if not device.startswith("cuda") or find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"model.four_bit needs a GPU and the library bitsandbytes (pip install bitsandbytes); the device is "
+            f"{device!r}."
+        )
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return {"quantization_config": nf4, "device_map": {"": device}}
+
+
+def dequantised(file: Path) -> Path:
+    """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    cache = Path(os.environ.get("FEDLORA_CACHE", Path.home() / ".cache" / "fedlora"))
+    target = cache / f"{file.stem}-{file_digest(file)[:16]}"
+    if target.is_dir():
+        return target
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, struct.error) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the model {file.name} cannot be read as GGUF: {reason}") from error
+    try:
+        with replacing_folder(target) as building:
+            model.save_pretrained(building)
+            tokenizer.save_pretrained(building)
+    except ConfigError as error:
+        if not target.is_dir():  # else somebody was faster
+            raise ConfigError(
+                f"the dequantised model {error} Free some space, or name another folder in FEDLORA_CACHE."
+            ) from error
+    return target
+
+
+def longest_input(network: nn.Module, positions: int | None) -> int | None:
+    """The most tokens that a network can read, by its tables of positions and what its configuration says; None where
+    it has no such table."""
+    tables = [
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+    ]
+    return min([*tables, *([] if positions is None else [positions])]) if tables else None
+
+
+def positions_of(config: Any) -> int | None:
+    """The longest sequence that a model has positions for, by its configuration; None where it does not say."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    return found if isinstance(found, int) else None
+
+
+def longest_of_files(model: Path) -> int | None:
+    """`longest_input` of a model that is not loaded: its layers are made without their numbers."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        return longest_input(AutoModel.from_config(config), positions_of(config))
+
+
+__all__ = ["dequantised", "load_base", "longest_input", "longest_of_files", "positions_of"]

@@ -1,0 +1,206 @@
+"""What a client's training is told: the tables [lora] and [train] of a run's file, and the same from Python.
+
+A key is a field below, with its default; whoever trains, runs or agrees on a federation uses these models.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from fedlora.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Task = Literal["classification", "causal-lm"]
+Targets = Sequence[str] | str
+LossOn = Literal["response", "all"]
+Optimizer = Literal["adam", "adamw", "sgd"]
+Schedule = Literal["constant", "linear", "cosine"]
+ClassWeights = Literal["balanced"] | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A table of settings. What is written is what is meant: true and "3" are no numbers, 1 and "yes" no truth values.
+    3 is a number, and 3.0 a whole one. What is wrong is a `ConfigError` where Python makes one, and pydantic's own
+    error inside of a larger table, whose reader words it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    gone: ClassVar[Mapping[str, tuple[object, str]]] = {}  # key -> its last default, and what to do in its place
+
+    if not TYPE_CHECKING:  # the fields are the arguments
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}; got {e['input']!r}" for e in error.errors()]
+                raise ConfigError(f"{type(self).__name__}: {'; '.join(wrong)}.") from error
+
+        __init__.__pydantic_base_init__ = True  # a table inside of another is not made by this
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_gone(cls, raw: Any) -> Any:
+        """A key that went counts for nothing at the default that it had: stored results name it."""
+        old = {key for key in cls.gone if key in raw} if isinstance(raw, dict) else set()
+        for key in old:
+            default, instead = cls.gone[key]
+            if raw[key] != default:
+                raise ValueError(f"the key {key!r} is gone, and it is {raw[key]!r} here. {instead}")
+        return {key: value for key, value in raw.items() if key not in old} if old else raw
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_of_toml(cls, value: object, of: ValidationInfo) -> object:
+        """In the types that TOML has: Python's callers may give tuples, other mappings and numpy's whole numbers."""
+        kinds = _scalars(cls.model_fields[str(of.field_name)].annotation)
+        return _plain(value, whole=int in kinds and float not in kinds)
+
+
+def _plain(value: object, *, whole: bool) -> object:
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("has a NUL, which stands in no name, path or text")
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        value = dict(value)
+    if isinstance(value, dict):
+        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, whole=whole) for item in value]
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return int(value) if whole and isinstance(value, float) and value.is_integer() else value
+
+
+def _scalars(annotation: Any) -> set[Any]:
+    """The types that a key's values, or those in its lists, may have."""
+    if get_origin(annotation) is Annotated:
+        return _scalars(get_args(annotation)[0])
+    inside = get_args(annotation)
+    return set().union(*map(_scalars, inside)) if inside else {annotation}
+
+
+class LoRASettings(Section):
+    """What all clients' LoRA share. A client of rank r trains W0 + s B A.
+
+    scaling: s for every rank, so alpha = scaling * r. alpha: in its place, one alpha for all ranks: s = alpha / r.
+    rslora: with alpha, s = alpha / sqrt(r). targets: names or ends of module paths; a string is one regular expression
+    that matches whole paths; "all-linear". dropout: before A, in training. saved: modules that are trained whole and
+    travel beside the factors, such as a classifier of another name than the model's own.
+
+    Example:
+        >>> LoRASettings(targets=["query", "value"], alpha=16.0).scale(4)
+        4.0
+    """
+
+    targets: list[str] | str = ["query", "value"]
+    scaling: Annotated[float, Field(gt=0)] | None = 2.0
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    rslora: bool = False
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    saved: list[str] = []
+
+    @property
+    def unit(self) -> float:
+        """What adapters travel in: Delta W = unit * B A for everybody. With a fixed alpha B A is Delta W itself."""
+        return 1.0 if self.scaling is None else self.scaling
+
+    def scale(self, r: int) -> float:
+        """What a client of rank r multiplies its B A by in training: alpha / r, or alpha / sqrt(r)."""
+        if self.alpha is None:
+            return self.unit
+        return self.alpha / math.sqrt(r) if self.rslora else self.alpha / r
+
+    @field_validator("targets")
+    @classmethod
+    def _words(cls, targets: Targets) -> Targets:
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(
+                    f"the string {targets!r} is one regular expression for whole module paths, and it is none: "
+                    f'{error}. Names stand in a list, as ["query", "value"]'
+                ) from error
+        if not targets or not all(targets):
+            raise ValueError(
+                'there must be at least one target, as ["query", "value"] or "all-linear", and none is empty'
+            )
+        return targets
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alpha_instead(cls, raw: Any) -> Any:
+        """A given alpha takes the place of the scaling that is the default."""
+        alone = isinstance(raw, dict) and raw.get("alpha") is not None and "scaling" not in raw
+        return {**raw, "scaling": None} if alone else raw
+
+    @model_validator(mode="after")
+    def _one_scale(self) -> LoRASettings:
+        if self.alpha is not None and self.scaling is not None:
+            raise ValueError(
+                f"lora.alpha = {self.alpha:g} and lora.scaling = {self.scaling:g} contradict each other: scaling is "
+                f"alpha / r for every rank. Keep one of them"
+            )
+        if self.alpha is None and self.scaling is None:
+            raise ValueError("give lora.scaling (alpha / r for every rank) or lora.alpha (the same for every rank)")
+        if self.rslora and self.alpha is None:
+            raise ValueError("lora.rslora divides lora.alpha by sqrt(r): give lora.alpha in place of lora.scaling")
+        return self
+
+
+class TrainSection(Section):
+    """One client's round. The optimiser is new each round, as in all reference codes.
+
+    lr: learning rate. optimizer: which one. weight_decay: of that optimiser. steps: optimiser steps of a round; 0:
+    train `epochs` instead. epochs: over the client's data, where steps = 0. batch_size: examples a step. accumulation:
+    micro-batches a step, each of examples of alike length: the same gradient, up to rounding, from less padding;
+    "auto": four of them, but of no fewer than four examples, on a CPU; one on a GPU, which many small ones leave idle.
+    clip: largest norm of the gradient; 0 for none. schedule: of the learning rate over all rounds; it is constant
+    within one. class_weights: what an example counts in the training loss, by its class: "balanced" (by each client's
+    own counts), or a table {name = weight}, where a class that is not named has 1.
+    """
+
+    gone = {"together": (1, "Clients are trained one after the other; run.workers = 2 trains two at the same time.")}
+
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    optimizer: Optimizer = "adam"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    steps: Annotated[int, Field(ge=0)] = 10
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    batch_size: Positive = 16
+    accumulation: Positive | Literal["auto"] = "auto"
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    schedule: Schedule = "constant"
+    class_weights: ClassWeights | None = None
+
+
+class TrainSettings(TrainSection):
+    """`TrainSection`, with what other tables of a run say of one client's round.
+
+    rounds: of the whole run, for the schedule. max_length: tokens of an example. loss_on: of an instruction, the
+    response or all of it. bf16: compute in bfloat16. template: of a language model's prompts, as `encoding.encode`
+    takes it. own_starts: a client that receives a fresh adapter (B = 0, in round 0) draws its A itself.
+
+    Example:
+        >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
+        'adam'
+    """
+
+    rounds: Positive = 1
+    max_length: Positive = 128
+    loss_on: LossOn = "response"
+    bf16: bool = False
+    template: str | None = None
+    own_starts: bool = False
+
+
+__all__ = [
+    "ClassWeights", "LoRASettings", "LossOn", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
+    "TrainSection", "TrainSettings",
+]  # fmt: skip

@@ -1,0 +1,65 @@
+"""What a model is known by. Kind of evidence: oracle (hashlib over the whole bytes), contract (what is read when)."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from fedlora.training import content
+from fedlora.training.content import file_digest, model_content
+
+FILES = (
+    "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja", "vocab.txt", "merges.txt", "spiece.model", "special_tokens_map.json",
+)  # fmt: skip
+
+
+def test_every_file_that_transformers_may_read_counts(tmp_path: Path) -> None:
+    """Weights, configurations, tokenizers of either kind, chat templates; not a readme, nor a pickle."""
+    for name in (*FILES, "README.md", "pytorch_model.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert model_content(tmp_path) == {name: hashlib.sha256(name.encode()).hexdigest() for name in FILES}
+    for name in FILES:
+        before = model_content(tmp_path)
+        (tmp_path / name).write_text("another")
+        changed = {file for file, digest in model_content(tmp_path).items() if digest != before[file]}
+        assert changed == {name}
+
+
+def test_a_gguf_file_is_one_file_and_a_hub_id_has_none_here(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"weights")
+    assert model_content(tmp_path / "m.gguf") == {"m.gguf": hashlib.sha256(b"weights").hexdigest()}
+    assert model_content("owner/name") == {}
+
+
+def test_a_file_is_read_in_pieces_once_and_again_when_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The most that one read asks for is far less than the file; a time of change that was put back deceives nobody."""
+    file, asked, opened = tmp_path / "model.safetensors", [0], []
+
+    class Watched(io.FileIO):
+        def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+            asked.append(len(buffer))
+            return super().readinto(buffer)  # type: ignore[return-value]
+
+        def readall(self) -> bytes:
+            raise AssertionError("the whole file at once")
+
+    def watched(path: str, mode: str) -> Watched:
+        opened.append(path)
+        return Watched(path, mode)
+
+    monkeypatch.setattr(content, "open", watched, raising=False)
+    file.write_bytes(bytes(4 << 20))
+    assert file_digest(file) == file_digest(file) == hashlib.sha256(bytes(4 << 20)).hexdigest()
+    assert len(opened) == 1 and 0 < max(asked) <= 1 << 20
+    before = file.stat()
+    file.write_bytes(b"\1" + bytes((4 << 20) - 1))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file_digest(file) == hashlib.sha256(b"\1" + bytes((4 << 20) - 1)).hexdigest() and len(opened) == 2
