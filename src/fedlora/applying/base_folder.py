@@ -2,24 +2,23 @@
 
 A base model may come from a stranger as an adapter may: the index and the headers are checked against each other, no
 link is followed out of the folder (the hub's cache excepted), and what is no part of the model is named, not copied.
-Knows file names and shapes; knows no transformers.
+Tensors are read here, one by one and of files that have not changed: transformers is handed them (`model.py`) and opens
+none of these files itself. Knows file names and shapes; knows no transformers.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from torch import Tensor
 
-from fedlora.adapters import allocation
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE as ADAPTER_CONFIG
 from fedlora.adapters.untrusted_files import FLOATS, Stored, StrangersFile, header_of, read_json, tensor_of
@@ -60,15 +59,12 @@ class SideFile:
 class BaseFiles:
     """The safetensors files of a model directory, by their headers.
 
-    Args:
-        limits: only `memory` counts, for what one tensor may take.
-
     Raises:
         ConfigError: there are none, they contradict their index, or their weights are quantised.
     """
 
-    def __init__(self, directory: Path, limits: Limits | None = None) -> None:
-        self.directory, self._limits = directory, limits or Limits()
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         try:
             self._read()
         except (AdapterFormatError, OSError) as error:
@@ -89,13 +85,11 @@ class BaseFiles:
         self._of: dict[str, str] = {}
         self._stored: dict[str, Stored] = {}
         self._files = {shard: StrangersFile(directory / shard) for shard in self.shards}
-        self._in: dict[str, list[str]] = {shard: [] for shard in self.shards}
         for shard in self.shards:
             for name, stored in header_of(self._files[shard], _LIMITS).items():
                 if name in self._of:
                     raise ConfigError(f"{directory}: {self._of[name]} and {shard} both hold {name!r}.")
                 self._of[name], self._stored[name] = shard, stored
-                self._in[shard].append(name)
         if weight_map is not None and weight_map != self._of:
             odd = sorted(n for n in {*weight_map, *self._of} if weight_map.get(n) != self._of.get(n))
             raise ConfigError(
@@ -160,38 +154,22 @@ class BaseFiles:
         """File of weights -> its SHA-256. Reads all of them."""
         return {shard: self._files[shard].sha256() for shard in self.shards}
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._of
-
-    def __len__(self) -> int:
-        return len(self._of)
-
     @property
-    def names(self) -> Iterable[str]:
-        return self._of.keys()
-
-    def stored(self, name: str) -> Stored:
-        return self._stored[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored[name].shape
-
-    def of_shard(self, shard: str) -> list[str]:
-        """The names of a file's tensors, in the order of their bytes."""
-        return sorted(self._in[shard], key=lambda name: self._stored[name].begin)
+    def stored(self) -> Mapping[str, Stored]:
+        """Every tensor by its name, as the headers have it."""
+        return self._stored
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor. Raises `AdapterFormatError` where it, and another of its shape, would take too much memory."""
-        stored = self._stored[name]
-        needed = stored.size + 8 * math.prod(stored.shape)
-        allocation.check(needed, f"changing the base model's {name!r}", self._limits)
-        return tensor_of(self._files[self._of[name]], stored)
+        """One tensor, of a file that is still the one that was opened. Raises `ConfigError` where it is not."""
+        try:
+            return tensor_of(self._files[self._of[name]], self._stored[name])
+        except AdapterFormatError as error:
+            raise ConfigError(f"the base model in {self.directory} cannot be read: {error}") from error
 
-    def pieces(self, name: str) -> Iterator[bytes | bytearray]:
-        """A tensor's bytes, some MB at a time, of a file that is still the one that was opened."""
-        file, stored = self._files[self._of[name]], self._stored[name]
-        for begin in range(stored.begin, stored.begin + stored.size, _PIECE):
-            yield file.read(begin, min(_PIECE, stored.begin + stored.size - begin))
+    @property
+    def largest_file(self) -> int:
+        """Bytes of the largest file of weights: about as large the result's files become."""
+        return max(file.size for file in self._files.values())
 
     def side_files(self) -> tuple[list[SideFile], list[str]]:
         """What lies beside the weights and belongs to the model, and what is left out, each with its reason.
