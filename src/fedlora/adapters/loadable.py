@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from fedlora.adapters.architecture import may_be_embedding
+from fedlora.adapters.embedding_names import may_be_embedding
 from fedlora.adapters.resolved import CLASSIFIERS, saved_modules, ties_saved
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedlora.adapters.architecture import may_be_embedding
+from fedlora.adapters.embedding_names import may_be_embedding
 from fedlora.adapters.patterns import PatternLimits, Question, matches
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError

@@ -1,9 +1,8 @@
 """The files of a full model: its weights by their headers, its config, and what lies beside them.
 
-A base model may come from a stranger as an adapter may: the index and the headers are checked against each other, no
-link is followed out of the folder (the hub's cache excepted), and what is no part of the model is named, not copied.
-Tensors are read here, one by one and of files that have not changed: transformers is handed them (`model.py`) and opens
-none of these files itself. Knows file names and shapes; knows no transformers.
+A base model may come from a stranger as an adapter may: headers are checked to the last byte, no link is followed out
+of the folder (the hub's cache excepted), and what is no part of the model is named, not copied. Tensors are read here,
+one by one and of files that have not changed: transformers is handed them (`model.py`), and opens no file itself.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE as ADAPTER_CONFIG
 from fedlora.adapters.untrusted_files import FLOATS, Stored, StrangersFile, header_of, read_json, tensor_of
-from fedlora.core.echo import shown
+from fedlora.core.echo import quoted, shown
 from fedlora.errors import AdapterFormatError, ConfigError
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -38,14 +37,6 @@ _COPIED = frozenset((
 ))  # fmt: skip
 _COPIED_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", ".gitattributes", "VERSION")
 _NAME = re.compile(r"[A-Za-z0-9_.@()+, -]{1,200}")
-# What names and types tell of quantised weights: (part of a tensor's name, kind).
-_QUANTISED = (
-    (".absmax", "bitsandbytes 4 bit"), (".quant_state.", "bitsandbytes 4 bit"), (".SCB", "bitsandbytes 8 bit"),
-    (".qweight", "GPTQ or AWQ"), (".qzeros", "GPTQ or AWQ"), (".g_idx", "GPTQ"),
-    (".weight_packed", "compressed-tensors"), ("_scale_inv", "fp8"), (".weight_scale", "fp8 or int8"),
-    (".input_scale", "fp8"), (".codebooks", "AQLM"), ("proj_blocks", "mxfp4"),
-    (".weight_format", "bitsandbytes 8 bit"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,10 +48,12 @@ class SideFile:
 
 
 class BaseFiles:
-    """The safetensors files of a model directory, by their headers.
+    """The safetensors files of a model directory, by their headers. Another index than their headers is not asked.
+
+    stored: every tensor by its name. config: of config.json; empty where there is none. home: the real directory.
 
     Raises:
-        ConfigError: there are none, they contradict their index, or their weights are quantised.
+        ConfigError: there are none, two hold one name, or the weights are quantised.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -75,73 +68,50 @@ class BaseFiles:
         if os.path.lexists(directory / ADAPTER_CONFIG):
             raise ConfigError(f"{directory} is no model directory but an adapter's: it has {ADAPTER_CONFIG}.")
         self.home = directory.resolve(strict=True)
-        self.config: Mapping[str, Any] = (
-            read_json(directory / CONFIG, Limits()) if os.path.lexists(directory / CONFIG) else {}
-        )
-        self._refuse_quantised_config()
-        single = os.path.lexists(directory / SINGLE)
-        weight_map = None if single else self._weight_map()
-        self.shards: Sequence[str] = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+        found = os.path.lexists(directory / CONFIG)
+        self.config: Mapping[str, Any] = read_json(directory / CONFIG, Limits()) if found else {}
+        self._files = {shard: StrangersFile(directory / shard) for shard in self._shards()}
         self._of: dict[str, str] = {}
-        self._stored: dict[str, Stored] = {}
-        self._files = {shard: StrangersFile(directory / shard) for shard in self.shards}
-        for shard in self.shards:
-            for name, stored in header_of(self._files[shard], _LIMITS).items():
+        self.stored: dict[str, Stored] = {}
+        for shard, file in self._files.items():
+            for name, stored in header_of(file, _LIMITS).items():
                 if name in self._of:
                     raise ConfigError(f"{directory}: {self._of[name]} and {shard} both hold {name!r}.")
-                self._of[name], self._stored[name] = shard, stored
-        if weight_map is not None and weight_map != self._of:
-            odd = sorted(n for n in {*weight_map, *self._of} if weight_map.get(n) != self._of.get(n))
-            raise ConfigError(
-                f"{directory}: {INDEX} and the files contradict each other: {odd[0][:200]!r} is in "
-                f"{self._of.get(odd[0]) or 'none'}, by the index in {weight_map.get(odd[0]) or 'none'} "
-                f"({len(odd)} such tensors)."
-            )
-        self._refuse_quantised_tensors()
+                self._of[name], self.stored[name] = shard, stored
+        self._refuse_quantised()
 
-    def _weight_map(self) -> dict[str, str]:
-        """Tensor -> its file, as the index has it; all files are there, and in the directory itself."""
-        if not os.path.lexists(self.directory / INDEX):
+    def _shards(self) -> Sequence[str]:
+        """The names of the files of weights, all of them in the directory itself."""
+        if os.path.lexists(self.directory / SINGLE):
+            return [SINGLE]
+        listed = read_json(self.directory / INDEX, _LIMITS) if os.path.lexists(self.directory / INDEX) else {}
+        found = listed.get("weight_map")
+        names = sorted(set(map(str, found.values()))) if isinstance(found, dict) else []
+        for shard in names:
+            if not _NAME.fullmatch(shard) or not shard.endswith(".safetensors"):
+                raise ConfigError(f"{self.directory / INDEX} names {quoted(shard)}, which is no file of weights.")
+        missing = next((shard for shard in names if not os.path.lexists(self.directory / shard)), None)
+        if missing or not names:
             raise ConfigError(
                 f"{self.directory} is no model directory: it has no complete safetensors weights ({SINGLE}, or {INDEX} "
-                f"and its files)."
+                f"whose weight_map names files{f'; {missing} is missing' if missing else ''})."
             )
-        found = read_json(self.directory / INDEX, _LIMITS).get("weight_map")
-        if not isinstance(found, dict) or not found or not all(isinstance(shard, str) for shard in found.values()):
-            raise ConfigError(f"{self.directory / INDEX} is damaged: its weight_map must name a file for each tensor.")
-        for shard in set(found.values()):
-            if not _NAME.fullmatch(shard) or not shard.endswith(".safetensors"):
-                raise ConfigError(f"{self.directory / INDEX} names {shard[:200]!r}, which is no file of weights.")
-            if not os.path.lexists(self.directory / shard):
-                raise ConfigError(
-                    f"{self.directory} is no model directory: it has no complete safetensors weights; {shard} is "
-                    f"missing."
-                )
-        return found
+        return names
 
-    def _refuse_quantised_config(self) -> None:
-        described = self.config.get("quantization_config")
+    def _refuse_quantised(self) -> None:
+        described, why = self.config.get("quantization_config"), ""
         if described:
-            method = described.get("quant_method") if isinstance(described, Mapping) else None
-            if method is None and isinstance(described, Mapping):
-                method = next(
-                    (f"bitsandbytes ({k})" for k in ("load_in_4bit", "load_in_8bit") if described.get(k)), None
-                )
-            raise self._quantised(f"by its config.json, {str(method or 'of an unknown kind')[:80]}")
-
-    def _refuse_quantised_tensors(self) -> None:
-        for name, stored in self._stored.items():
-            for part, kind in _QUANTISED:
-                if name.endswith(part) or (part.endswith(".") and part in name):
-                    raise self._quantised(f"{kind}, by its tensor {name!r}")
+            fields = described if isinstance(described, Mapping) else {}
+            method = fields.get("quant_method") or next((f"bitsandbytes, {k}" for k in fields if "load_in" in k), "?")
+            why = f"by its config.json, {str(method)[:80]}"
+        for name, stored in self.stored.items():
             if name.endswith(".weight") and stored.dtype not in FLOATS:
-                raise self._quantised(f"its {name!r} is of type {stored.dtype}")
-
-    def _quantised(self, why: str) -> ConfigError:
-        return ConfigError(
-            f"the base model in {self.directory} is quantised ({why}): its weights cannot take an update. "
-            f"Apply to the model that it was quantised from, and quantise the result."
-        )
+                why = why or f"its {name!r} is of type {stored.dtype}"
+        if why:
+            raise ConfigError(
+                f"the base model in {self.directory} is quantised ({why}): its weights cannot take an update. "
+                f"Apply to the model that it was quantised from, and quantise the result."
+            )
 
     @property
     def repository(self) -> str | None:
@@ -152,17 +122,12 @@ class BaseFiles:
 
     def digests(self) -> dict[str, str]:
         """File of weights -> its SHA-256. Reads all of them."""
-        return {shard: self._files[shard].sha256() for shard in self.shards}
-
-    @property
-    def stored(self) -> Mapping[str, Stored]:
-        """Every tensor by its name, as the headers have it."""
-        return self._stored
+        return {shard: file.sha256() for shard, file in self._files.items()}
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, of a file that is still the one that was opened. Raises `ConfigError` where it is not."""
         try:
-            return tensor_of(self._files[self._of[name]], self._stored[name])
+            return tensor_of(self._files[self._of[name]], self.stored[name])
         except AdapterFormatError as error:
             raise ConfigError(f"the base model in {self.directory} cannot be read: {error}") from error
 
@@ -179,45 +144,33 @@ class BaseFiles:
         """
         kept: list[SideFile] = []
         left: list[str] = []
-        own = {*self.shards, INDEX}
-        self._sort_folder(self.directory, "", own, kept, left)
-        for name in self._module_folders():
-            self._sort_folder(self.directory / name, f"{name}/", set(), kept, left)
+        folders = self._module_folders()
+        for folder in ("", *(f"{name}/" for name in folders)):
+            entries = sorted(os.listdir(self.directory / folder))
+            if len(entries) > _MOST_FILES:
+                raise ConfigError(
+                    f"{self.directory / folder} has {len(entries):,} entries; a model's folder has a few dozen."
+                )
+            for name in entries:
+                if folder or name not in (*self._files, INDEX, *folders):
+                    source, why = self._judged(self.directory / folder / name, inside=bool(folder))
+                    if source is None:
+                        left.append(f"{shown(folder + name)} ({why})")
+                    else:
+                        kept.append(SideFile(folder + name, source))
         return kept, left
 
-    def _sort_folder(self, folder: Path, prefix: str, own: set[str], kept: list[SideFile], left: list[str]) -> None:
-        entries = sorted(os.listdir(folder))
-        if len(entries) > _MOST_FILES:
-            raise ConfigError(f"{folder} has {len(entries):,} entries; a model's folder has a few dozen.")
-        folders = set(self._module_folders()) if not prefix else set()
-        for name in entries:
-            if name in own or name in folders:
-                continue
-            why, source = self._judged(folder / name, name, inside=bool(prefix))
-            if why is not None:
-                left.append(f"{shown(prefix + name)} ({why})")
-            elif source is not None:
-                kept.append(SideFile(prefix + name, source))
-
-    def _judged(self, path: Path, name: str, *, inside: bool) -> tuple[str | None, Path | None]:
-        """(why a file is left out, None) or (None, where its bytes are)."""
-        if not _NAME.fullmatch(name):
-            return "an odd name", None
-        source = self._within(path)
+    def _judged(self, path: Path, *, inside: bool) -> tuple[Path | None, str]:
+        """Where a file's bytes are; or None, and why it is left out. inside: of a further module."""
+        source = self._within(path) if _NAME.fullmatch(path.name) else None
         if source is None:
-            return "a link to nothing", None
-        facts = source.stat()
-        if stat.S_ISDIR(facts.st_mode):
-            return "a folder", None
+            return None, "a link to nothing" if _NAME.fullmatch(path.name) else "an odd name"
+        facts, ending = source.stat(), PurePath(path.name).suffix.lower()
         if not stat.S_ISREG(facts.st_mode):
-            return "no ordinary file", None
-        ending = PurePath(name).suffix.lower()
-        wanted = ending in _COPIED or name.startswith(_COPIED_NAMES) or (inside and ending == ".safetensors")
-        if not wanted:
-            return "may hold other weights" if not inside else "no file of this module", None
-        if facts.st_size > _most(name):
-            return f"{facts.st_size:,} bytes", None
-        return None, source
+            return None, "a folder" if stat.S_ISDIR(facts.st_mode) else "no ordinary file"
+        if not (ending in _COPIED or path.name.startswith(_COPIED_NAMES) or (inside and ending == ".safetensors")):
+            return None, "no file of this module" if inside else "may hold other weights"
+        return (None, f"{facts.st_size:,} bytes") if facts.st_size > _most(path.name) else (source, "")
 
     def _within(self, path: Path) -> Path | None:
         """Where a path ends; None where nowhere. Raises `ConfigError` where that is not in the model's folder."""
@@ -232,16 +185,15 @@ class BaseFiles:
 
     def _module_folders(self) -> list[str]:
         """Folders of sentence-transformers' further modules, by modules.json: poolings and dense layers."""
-        described = self.directory / "modules.json"
-        if not os.path.lexists(described) or self._within(described) is None:
-            return []
+        described = self._within(self.directory / "modules.json")
         try:
-            source = StrangersFile(self._within(described) or described)
-            paths = [module["path"] for module in json.loads(source.read(0, min(source.size, 2**20)))]
+            source = StrangersFile(described) if described else None
+            modules = json.loads(source.read(0, min(source.size, 2**20))) if source else []
+            names = [module["path"] for module in modules if isinstance(module["path"], str)]
         except (ValueError, TypeError, KeyError, RecursionError, AdapterFormatError):
             return []
-        names = [p for p in paths if isinstance(p, str) and _NAME.fullmatch(p) and p.strip(".")]
-        return sorted({p for p in names if (self._within(self.directory / p) or described).is_dir()})
+        names = [name for name in names if _NAME.fullmatch(name) and name.strip(".")]
+        return sorted({name for name in names if (inside := self._within(self.directory / name)) and inside.is_dir()})
 
 
 def copy_side_file(file: SideFile, to: Path) -> None:

@@ -6,7 +6,6 @@ Large tensors are taken a block of rows at a time, so that no copy of one is eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +33,12 @@ class Rounding:
 
 
 def changed(
-    name: str, before: Tensor, dtype: torch.dtype, *, value: Tensor | None = None, delta: Callable[[int, int], Tensor] | None = None
+    name: str, before: Tensor, dtype: torch.dtype, *, value: Tensor | None = None, delta: Tensor | None = None
 ) -> tuple[Tensor, Rounding]:
     """(value or `before`) + delta, in `dtype`, and what rounding to it has cost.
 
     Args:
-        value: of the shape of `before`, in its place. delta: gives rows i to j, in float64, of what is added to the
-            tensor when it is seen as a matrix with its first dimension as rows.
+        value: of the shape of `before`, in its place. delta: in float64, a matrix whose rows are the first dimension.
 
     Raises:
         AdapterFormatError: a number is beyond what `dtype` holds, or the base model's own are not finite; whole numbers
@@ -48,7 +46,9 @@ def changed(
     """
     if not before.is_floating_point():
         if value is None or value.dtype != before.dtype or delta is not None:
-            raise AdapterFormatError(f"the base model's {name!r} is of type {_short(before.dtype)}: whole numbers cannot take an update.")
+            raise AdapterFormatError(
+                f"the base model's {name!r} is of type {_short(before.dtype)}: whole numbers cannot take an update."
+            )
         return value.reshape(before.shape).clone(), Rounding()
     after = torch.empty(before.shape, dtype=dtype)
     old, new = _matrix(before), _matrix(after)
@@ -62,7 +62,7 @@ def changed(
         exact = start if instead is None else instead[i:j].double()
         meant = exact - start
         if delta is not None:
-            added = delta(i, j)
+            added = delta[i:j]
             exact, meant = exact + added, meant + added  # not exact - start, which would lose a small update
         new[i:j] = exact.to(dtype)
         written = new[i:j].double()
