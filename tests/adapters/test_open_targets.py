@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fedlora.adapters import default_targets
-from fedlora.adapters.apply import apply_adapter
-from fedlora.adapters.base_model import BaseFiles
+from fedlora.applying.apply import apply_adapter
+from fedlora.applying.base_folder import BaseFiles
 from fedlora.adapters.io import read_adapter
 from fedlora.adapters.merging import resize
 from fedlora.adapters.reader import AdapterFile

@@ -283,12 +283,18 @@ def _check_written(verdict: Judged, folder: Path, digests: Mapping[str, tuple[to
     Raises:
         AdapterFormatError: something differs, or would be made up on loading.
     """
-    file, written = verdict.file, BaseFiles(folder)
+    file, base, written = verdict.file, verdict.base, BaseFiles(folder)
     kind, most = verdict.built.kind, file.limits.tensors
     model, missing, unexpected = load(kind, config_of(written), written, meta=False, most=most)
     state = model.state_dict()
     odd = [*missing, *unexpected, *(digests.keys() ^ state.keys())]
     odd += [n for n, (dtype, digest) in digests.items() if n in state and _digest(state[n].to(dtype)) != digest]
+    known = {*verdict.built.unexpected, *ties_of(verdict.built.model), *written.stored}
+    twice = sorted(set(base.stored) - known)
+    if len(twice) > len(set(written.stored) - set(base.stored) - verdict.built.missing):
+        raise ConfigError(
+            f"the base model in {base.directory} stores a tensor under two names, {twice[0]!r} and another."
+        )
     if odd:
         raise AdapterFormatError(
             f"{file.directory}: what transformers writes does not load as it was made: {odd[0]!r} ({len(odd):,} such "

@@ -97,7 +97,8 @@ def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
     lacking = sorted(found.missing - set(changes))
     if lacking:
         raise AdapterFormatError(
-            f"{found} has {quoted(lacking[0])} ({len(lacking):,} such tensors), and neither its files nor the adapter do"
+            f"{found} has {quoted(lacking[0])} ({len(lacking):,} such tensors), and neither its files nor the adapter "
+            f"have it, under whatever name: its numbers would be made up"
         )
     return Judged(file, base, found, beside, changes, _must_untie(file, base, found, ties, changes))
 

@@ -42,8 +42,8 @@ def parameter_of(found: Built, path: str, layer: Any) -> str:
     around = found.model.get_submodule(module.rpartition(".")[0])
     if isinstance(layer, MultiheadAttention) or isinstance(around, nn.MultiheadAttention):
         raise AdapterFormatError(
-            f"{quoted(module)} is of PyTorch's nn.MultiheadAttention, whose out_proj peft updates twice, or has no part "
-            f"in. {WAY_OUT}"
+            f"{quoted(module)} is of PyTorch's nn.MultiheadAttention, whose out_proj peft updates twice, or not at "
+            f"all. {WAY_OUT}"
         )
     parameter = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
     if isinstance(layer, ParamWrapper):

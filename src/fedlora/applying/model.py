@@ -127,6 +127,8 @@ def load(
             None, config=copy.deepcopy(config), state_dict={name: _Lazy(base, name, meta) for name in base.stored},
             attn_implementation="eager", ignore_mismatched_sizes=True, output_loading_info=True, **how,
         )  # fmt: skip
+        if meta:
+            model.tie_weights(recompute_mapping=False)  # also what is stored twice: it leaves that open without numbers
     for name, stored, wanted in sorted(told["mismatched_keys"]):
         raise ConfigError(f"{where} holds {name!r} as {tuple(stored)}, and its config.json says {tuple(wanted)}.")
     return model, frozenset(told["missing_keys"]), tuple(sorted(told["unexpected_keys"]))
