@@ -7,6 +7,7 @@ here, in float64, and rounded once. Then the program checks itself: each update 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -38,6 +39,7 @@ from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.stored import stored_bytes
 
 _APPLY = "fedlora apply"
+_SHARD = "5GB"  # of weights in one file
 Progress = Callable[[Sequence[str]], Iterable[str]]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -139,7 +141,7 @@ def _check_memory(verdict: Judged) -> None:
     whole = sum(tensor.numel() for tensor in state.values()) * torch.finfo(widest(verdict.base)).bits // 8
     adapter = sum(math.prod(tensor.shape) for tensor in verdict.file.stored.values())
     largest = max((state[name].numel() for name in verdict.changes), default=0)
-    needed = whole * (1 if stored <= set(state) else 2) + 8 * adapter + 16 * largest + 2**26
+    needed = whole * (1 if stored <= set(state) else 2) + 8 * adapter + 16 * largest + 2**28
     allocation.check(needed, f"loading the base model in {verdict.base.directory} whole", verdict.file.limits)
 
 
@@ -190,10 +192,11 @@ def _write(verdict: Judged, folder: Path, dtype: torch.dtype | None, progress: P
     costs: dict[str, Rounding] = {}
     digests = dict(_change(verdict, model, dtype, progress, costs))
     with quiet():
-        model.save_pretrained(folder, max_shard_size=max(base.largest_file, 2**16))
+        model.save_pretrained(folder, max_shard_size=_SHARD)
     for path in folder.glob("model*.safetensors"):
         _mark(path)
     del model
+    gc.collect()  # modules refer to each other, and the next line loads another one
     _check_written(verdict, folder, digests)
     return costs
 
@@ -217,12 +220,15 @@ def _change(
             after, costs[name] = _sum(verdict.file, name, before, changes, layers, kind)
         else:
             after = converted(name, before, kind)
-        is_parameter = name.rpartition(".")[2] in _owner(model, name)._parameters
-        new = nn.Parameter(after, requires_grad=False) if is_parameter else after
         digest = _digest(after)
-        for each in group:
-            _put(model, each, new)
-            yield each, (kind, digest)
+        if changes and after.dtype == before.dtype:
+            before.copy_(after)  # in its place, for what is freed piece by piece does not go back to the system
+        elif after.dtype != before.dtype:
+            is_parameter = name.rpartition(".")[2] in _owner(model, name)._parameters
+            new = nn.Parameter(after, requires_grad=False) if is_parameter else after
+            for each in group:
+                _put(model, each, new)
+        yield from ((each, (kind, digest)) for each in group)
 
 
 def _sum(

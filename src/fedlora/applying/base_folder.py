@@ -131,11 +131,6 @@ class BaseFiles:
         except AdapterFormatError as error:
             raise ConfigError(f"the base model in {self.directory} cannot be read: {error}") from error
 
-    @property
-    def largest_file(self) -> int:
-        """Bytes of the largest file of weights: about as large the result's files become."""
-        return max(file.size for file in self._files.values())
-
     def side_files(self) -> tuple[list[SideFile], list[str]]:
         """What lies beside the weights and belongs to the model, and what is left out, each with its reason.
 

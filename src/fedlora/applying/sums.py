@@ -75,6 +75,8 @@ def changed(
 
 def converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor that stays, in another type. Raises `AdapterFormatError` where that cannot hold it."""
+    if value.dtype == dtype:
+        return value
     after = value.to(dtype)
     if not torch.equal(torch.isfinite(after), torch.isfinite(value)):
         most = float(value[torch.isfinite(value)].abs().max())
