@@ -25,7 +25,7 @@ SAID = {
     "runs": "one file, one folder",
     "offline": "rounds by hand", "testing": "the contracts", "training": "a client's work", "simulation": "the engine",
     "analysis": "audits", "workers": "processes", "server": "one round", "methods": "one paper a file",
-    "adapters": "PEFT files", "client": "a client's round", "attacks": "clients that lie",
+    "adapters": "PEFT files", "applying": "adapter into base", "client": "a client's round", "attacks": "clients that lie",
     "privacy": "noise and ledger",
     "core": "what travels", "linalg": "thin matrices", "data": "text, dealt out", "seeds": "random streams",
     "errors": "errors that teach", "given_files": "what people name", "versions": "what is installed",

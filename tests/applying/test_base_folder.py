@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,33 @@ def test_a_base_of_another_name_is_told(tmp_path: Path, main: Callable[..., Said
         done = main(*command, "--base", base)
         assert done.code == 0 and re.search("^warning: .*'meta/one'", done.err, re.M)
         assert "calls itself 'mine/two'" in done.err
+
+
+WATCHED: list[Path] = []
+OPENED: list[tuple[str, str]] = []  # (file, code that opens it)
+
+
+@pytest.fixture(scope="module")
+def watch() -> list[Path]:
+    """Files below a folder in it are noted as they are opened, with whose code does it."""
+
+    def hear(event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and WATCHED and str(args[0]).startswith(f"{WATCHED[0]}/"):
+            OPENED.append((Path(str(args[0])).name, sys._getframe(1).f_code.co_filename))
+
+    sys.addaudithook(hear)  # which cannot be taken away again
+    return WATCHED
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_only_we_open_files_of_the_base(watch: list[Path], tmp_path: Path, main: Callable[..., Said]) -> None:
+    """transformers is handed a config and tensors: pickles, checkpoints and code beside them are nothing to it."""
+    adapter, base = small(tmp_path)
+    for name in ("pytorch_model.bin", ".metadata", "__0_0.distcp", "adapter_model.bin"):
+        (base / name).write_bytes(b"\x80\x04cos\nsystem\n")
+    watch.append(base)
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    watch.clear()
+    assert done.code == 0, done.err
+    assert {name for name, _ in OPENED} == {"config.json", "model.safetensors", "generation_config.json"}
+    assert {Path(code).name for _, code in OPENED} == {"untrusted_files.py"}, OPENED
