@@ -130,7 +130,7 @@ def test_no_targets_are_those_of_the_base_models_type(config: dict[str, Any], ba
 
 def test_all_linear_is_asked_with_a_base_and_told_without(base: Path, tmp_path: Path) -> None:
     some = put(tmp_path / "some", Q + K, **ALL)
-    with pytest.raises(AdapterFormatError, match=r"mlp\.down_proj.* the file has no factors"):
+    with pytest.raises(AdapterFormatError, match=r"mlp\.down_proj.*no factors"):
         apply_adapter(AdapterFile(some, with_base=True), BaseFiles(base), tmp_path / "full")
     folder = put(tmp_path / "a", LINEAR, **ALL)
     apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(base), tmp_path / "full")

@@ -135,7 +135,9 @@ def test_tied_weights_are_written_as_peft_computes_them_or_refused(
     assert main("validate", tmp_path / "adapter", "--base", tmp_path / "base").code == done.code
     if done.code:
         assert done.err.count("\n") == 1 and not (tmp_path / "full").exists()
-        assert kind in EXCLUDED, done.err
+        by_reader = name in ("gpt2", "t5") and kind == "both, together"  # it holds what its config does not target
+        with_bias = name == "bert" and "tokens" in kind
+        assert kind in EXCLUDED or by_reader or with_bias, done.err
         return
     got = said(type(model).from_pretrained(tmp_path / "full").eval())
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

@@ -17,7 +17,7 @@ from typing import Any
 
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import TrainableTokensWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -49,7 +49,7 @@ def parameter_of(found: Built, path: str, layer: Any) -> str:
     if isinstance(layer, ParamWrapper):
         if layer.num_experts == 1 and getattr(base, parameter).dim() == 3 and getattr(base, "is_transposed", False):
             raise AdapterFormatError(f"{quoted(module)} is one transposed expert, which peft itself cannot load")
-    elif isinstance(layer.base_layer, BaseTunerLayer):
+    elif isinstance(layer.base_layer, BaseTunerLayer | AuxiliaryTrainingWrapper):
         raise AdapterFormatError(f"{quoted(module)} is adapted in two ways that exclude each other")
     else:
         _check_forward(found, module, layer, base)
