@@ -41,7 +41,7 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence(built: Built) -> 
         facts = email.message_from_bytes(wheel.read(next(n for n in names if n.endswith("/METADATA"))))
     tracked = run(["git", "ls-files", "src/fedlora"], ROOT).splitlines() if (ROOT / ".git").exists() else []
     assert {name.removeprefix("src/") for name in tracked} <= names
-    assert {"fedlora/py.typed", "fedlora/demo.toml", "fedlora/adapters/known_models.json"} <= names
+    assert {"fedlora/py.typed", "fedlora/demo.toml"} <= names
     assert f"fedlora-{fedlora.__version__}.dist-info/licenses/LICENSE" in names
     assert not [
         name for name in names if not name.startswith(("fedlora/", f"fedlora-{fedlora.__version__}.dist-info/"))

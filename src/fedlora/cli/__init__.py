@@ -54,7 +54,7 @@ COMMANDS = {
     ),
     "apply": (
         "adapters:apply",
-        "Merge an adapter into the full model, for serving without PEFT: one tensor in memory at a time.",
+        "Merge an adapter into the full model, for serving without PEFT. The model is loaded whole.",
     ),
     "privacy": (
         "privacy:privacy",

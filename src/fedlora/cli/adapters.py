@@ -17,7 +17,7 @@ from fedlora.runs.folder import plain
 from fedlora.runs.picture_mark import check_picture
 
 if TYPE_CHECKING:
-    from fedlora.adapters.apply import Applied
+    from fedlora.applying.apply import Applied
 
 Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
@@ -128,7 +128,6 @@ def validate(
     json: AsJson = False,
 ) -> None:
     """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
-    from fedlora.adapters.apply import check_adapter
     from fedlora.adapters.merging import open_adapters
     from fedlora.cli import applied
     from fedlora.cli.opened import base_files, tell
@@ -138,6 +137,8 @@ def validate(
     fits: dict[str, Applied] = {}
     remarks: dict[str, list[str]] = {}
     model = base_files(base) if base is not None else None
+    if model is not None:
+        from fedlora.applying.apply import check_adapter
     for directory in tracked(adapters, "checking"):
         try:
             (file,), said = open_adapters([directory], allow_unknown or (), limits, with_base=model is not None)
@@ -160,7 +161,7 @@ def validate(
         for name, reason in found.items():
             console.print(f"{name}: {'sound' if reason is None else 'refused'}", markup=False, soft_wrap=True)
             if name in fits:
-                applied.tell(fits[name], would=True)
+                applied.tell(fits[name])
             tell(remarks.get(name, ()))
     refused = [reason for reason in found.values() if reason is not None]
     if refused:
@@ -184,12 +185,11 @@ def apply(
     limit: Limit = None,
     json: AsJson = False,
 ) -> None:
-    """Merge an adapter into the full model, for serving without PEFT: one tensor in memory at a time."""
-    from fedlora.adapters.apply import DTYPES, apply_adapter
+    """Merge an adapter into the full model, for serving without PEFT. The model is loaded whole."""
     from fedlora.adapters.merging import open_adapters
+    from fedlora.applying.apply import DTYPES, apply_adapter
     from fedlora.cli import applied
     from fedlora.cli.opened import base_files, tell
-    from fedlora.training.head_classes import class_with_head
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
@@ -202,14 +202,13 @@ def apply(
         DTYPES[dtype] if dtype else None,
         progress=lambda steps: tracked(steps, "writing"),
         force=force,
-        find=class_with_head,
     )
     if json:
         print_json({"out": str(out)} | applied.as_json(done))
         return
     applied.tell(done)
+    loss = done.cost.loss if done.cost is not None else 0.0
     console.print(
-        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {done.loss:.1e} of the "
-        f"update",
+        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the update",
         markup=False, soft_wrap=True,
     )  # fmt: skip

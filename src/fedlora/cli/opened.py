@@ -8,11 +8,11 @@ from pathlib import Path
 
 from fedlora.adapters import allocation
 from fedlora.adapters.agreement import same_weights
-from fedlora.adapters.base_model import BaseFiles
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.merging import open_adapters
 from fedlora.adapters.reader import AdapterFile
 from fedlora.analysis.inspection import overlap
+from fedlora.applying.base_folder import BaseFiles
 from fedlora.cli.limits import limits_of
 from fedlora.cli.screen import notes
 from fedlora.core.echo import quoted

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from fedlora.adapters.base_names import is_path
 from fedlora.adapters.card_text import base_line, cell
-from fedlora.adapters.head_config import HeadFacts
 from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.untrusted_files import StrangersFile
+from fedlora.applying.base_folder import SideFile
+from fedlora.applying.model import Built
 
 CARD = "README.md"
 _FRONT = re.compile(r"---\r?\n(.*?)\r?\n---\r?\n", re.DOTALL)
@@ -15,7 +18,16 @@ _LICENSE = re.compile(r"^license: [A-Za-z0-9.-]{1,40}$", re.MULTILINE)
 _MOST_CLASSES = 20  # that a card names
 
 
-def full_card(file: AdapterFile, of_base: str, changed: int, added: int, head: HeadFacts) -> str:
+def card_of(kept: Sequence[SideFile]) -> str:
+    """The base model's own card, "" where it has none."""
+    for file in kept:
+        if file.name == CARD:
+            source = StrangersFile(file.source)
+            return bytes(source.read(0, source.size)).decode(errors="replace")
+    return ""
+
+
+def full_card(file: AdapterFile, of_base: str, changed: int, added: int, head: Built) -> str:
     """README.md, with the front matter that the hub reads. of_base: the base model's card."""
     front = _FRONT.match(of_base)
     license = _LICENSE.search(front[1]) if front else None

@@ -26,108 +26,63 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fedlora.adapters.apply import apply_adapter
-from fedlora.adapters.base_model import BaseFiles
 from fedlora.adapters.base_names import KNOWN_WEIGHTS
 from fedlora.adapters.reader import AdapterFile
+from fedlora.applying.apply import apply_adapter
+from fedlora.applying.base_folder import BaseFiles
 from fedlora.data.demo import HUB_NAMES, MODEL_SHA256, PACKAGED
-from fedlora.errors import AdapterFormatError
+from fedlora.errors import ConfigError
+from support.bases import reconfigure, refused, rewrite, said, small
 from support.command_line import Said
 from support.peft_cases import CASES, TIED, Case, loaded, randomise, saved
-from support.tiny_models import TOKENS, bert, distilbert, llama
+from support.tiny_models import TOKENS, bert, distilbert
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def stored(model: nn.Module, folder: Path, **how: Any) -> Path:
-    """A base model as its author saves it."""
-    if isinstance(model, PreTrainedModel):
-        model.save_pretrained(folder, **how)
-    else:
-        folder.mkdir(parents=True)
-        safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
-    return folder
-
-
 def read(model: nn.Module, folder: Path) -> nn.Module:
-    """The model in a folder, in the class of `model`: from_pretrained, or by its state."""
-    if isinstance(model, PreTrainedModel):
-        return type(model).from_pretrained(folder).eval()
-    model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
-    return model.eval()
+    """The model in a folder, in the class of `model`, with its experts computed one by one."""
+    how = {"experts_implementation": "eager"} if "Mixtral" in type(model).__name__ else {}
+    return type(model).from_pretrained(folder, **how).eval()
 
 
-@torch.no_grad()
-def said(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    out = model(**inputs)
-    found: Tensor = getattr(out, "logits", out)
-    return found
-
-
-# Cases that cannot be written, and what the refusal says.
-REFUSED = {
-    "Mixtral": "experts.*one by one",
-    "Mixtral, all-linear": "experts.*one by one",
-    "layers repeated": "layer_replication makes another model",
-    "AdaLoRA, convolution": "linear layer, a matrix",
-    "experts, three": "nested pairs",
-    "embedding of another name": "without a config.json",
-}
+WRITTEN = [name for name, case in CASES.items() if isinstance(case.build(), PreTrainedModel)]
 
 
 @pytest.mark.quick(23)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_the_written_model_answers_as_peft_with_the_adapter_beside_it(
     name: str, tmp_path: Path, main: Callable[..., Said]
 ) -> None:
-    """Every case of peft_cases.py: equal logits in float64, or a refusal; `validate --base` judges the same."""
+    """Every case of peft_cases.py on a model of transformers: equal logits in float64; `validate --base` judges the
+    same. Layers that are repeated make another model."""
     case: Case = CASES[name]
-    adapter = saved(case, 0, tmp_path / "adapter")
-    base = stored(case.build(), tmp_path / "base")
+    adapter, base = saved(case, 0, tmp_path / "adapter"), tmp_path / "base"
+    case.build().save_pretrained(base)
+    if name == "layers repeated":
+        return refused(main, adapter, base, "layer_replication")
     done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
-    judged = main("validate", adapter, "--base", base)
-    assert judged.code == done.code
-    if name in REFUSED:
-        assert done.code == 2 and done.err.count("\n") == 1 and not (tmp_path / "full").exists()
-        assert re.search(REFUSED[name], done.err), done.err
-        return
-    assert done.code == 0, done.err
+    assert done.code == 0 and main("validate", adapter, "--base", base).code == 0, done.err
     want = said(loaded(case, adapter), case.inputs)
     got = said(read(case.build(), tmp_path / "full"), case.inputs)
     assert float((want - said(case.build(), case.inputs)).abs().max()) > 0.05
     torch.testing.assert_close(got, want, rtol=0, atol=max(1e-11, case.tolerance))
 
 
+@pytest.mark.parametrize("name", ["ConvNet", "TableNet", "AttentionNet"])
+def test_a_base_that_transformers_does_not_know_is_refused(
+    name: str, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """A model of somebody's own class, stored without a config.json: who can build it can merge it, with peft."""
+    case = {"ConvNet": CASES["convolutions"], "TableNet": CASES["embedding of another name"],
+            "AttentionNet": CASES["attention"]}[name]  # fmt: skip
+    adapter = saved(case, 0, tmp_path / "adapter")
+    (tmp_path / "base").mkdir()
+    safetensors.torch.save_file(case.build().state_dict(), tmp_path / "base" / "model.safetensors")
+    refused(main, adapter, tmp_path / "base", r"model_type.*merge_and_unload")
+
+
 # ---- single decisions ------------------------------------------------------------------------------------------------
-
-
-def small(folder: Path, dtype: torch.dtype = torch.float32, build: Any = llama, **fields: Any) -> tuple[Path, Path]:
-    """A base model, and an adapter with random numbers in all that trains."""
-    build().to(dtype).save_pretrained(folder / "base")
-    options = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]} | fields
-    model = get_peft_model(build(), LoraConfig(**options))
-    randomise(model, 1)
-    model.save_pretrained(folder / "adapter")
-    return folder / "adapter", folder / "base"
-
-
-def rewrite(adapter: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
-    change(tensors)
-    safetensors.torch.save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def reconfigure(folder: Path, **more: Any) -> None:
-    path = folder / ("adapter_config.json" if (folder / "adapter_config.json").exists() else "config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | more))
-
-
-def refused(main: Callable[..., Said], adapter: Path, base: Path, why: str) -> None:
-    """By `apply` and by `validate --base`, in one line, with nothing written."""
-    for command in (["apply", adapter, "-o", adapter.parent / "full"], ["validate", adapter]):
-        done = main(*command, "--base", base)
-        assert done.code == 2 and done.err.count("\n") == 1 and re.search(why, done.err), done.err
-    assert not (adapter.parent / "full").exists()
 
 
 def test_a_number_beyond_float16_is_refused_by_name(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -139,7 +94,9 @@ def test_a_number_beyond_float16_is_refused_by_name(tmp_path: Path, main: Callab
         tensors[key.format("A")], tensors[key.format("B")] = torch.ones(2, 32), torch.full((32, 2), 25000.0)
 
     rewrite(adapter, grow)
-    refused(main, adapter, base, r"layers.1.self_attn.q_proj.weight' would hold 10\d{4} .*beyond float16's .*65504")
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    assert done.code == 2 and not (tmp_path / "full").exists()
+    assert re.search(r"layers.1.self_attn.q_proj.weight' would hold 10\d{4} .*float16.*65504.*--dtype", done.err)
     done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--dtype", "float32")
     assert done.code == 0, done.err
     written = safetensors.torch.load_file(tmp_path / "full" / "model.safetensors")
@@ -171,7 +128,6 @@ def test_an_update_that_rounding_swallows_is_told(tmp_path: Path, main: Callable
         update += float(delta.square().sum())
         lost += float((written[name].double() - plain[name].double() - delta).square().sum())
     assert told["lost"] == pytest.approx((lost / update) ** 0.5, rel=1e-9) and told["lost"] > 0.5
-    assert "rounding would lose" in main("validate", adapter, "--base", base).err
     done = main("apply", adapter, "--base", base, "-o", tmp_path / "wide", "--dtype", "float32")
     assert "loses" in done.out and float(re.search(r"loses (\S+) of", done.out)[1]) < 1e-2  # type: ignore[index]
 
@@ -253,7 +209,6 @@ TOKENS_WRONG: Mapping[str, tuple[Any, str]] = {
     "too few": ([1], "trainable_token_indices names 1"),
     "of another table": ({"words": [1, 2]}, "names 'words', and the file has no rows of it"),
     "no numbers": ([1, True], "whole numbers|does not say which rows"),
-    "of two patterns": ({"embed_tokens": [1, 2], "model.embed_tokens": [3, 4]}, "does not say which rows"),
 }
 
 
@@ -266,7 +221,7 @@ def test_tokens_that_no_table_has_are_refused(what: str, tmp_path: Path, main: C
 
 
 def test_shapes_of_biases_and_heads_must_be_the_bases(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """Another number of labels, a bias of another length; a head that the base lacks is added, and named."""
+    """Another number of labels, a bias of another length."""
     fields = {"target_modules": ["query"], "bias": "lora_only", "lora_bias": True, "task_type": "SEQ_CLS"}
     adapter, base = small(tmp_path, build=bert, **fields)
     for key, shape in (
@@ -294,7 +249,7 @@ def test_a_saved_module_is_saved_whole(missing: str, tmp_path: Path, main: Calla
 def test_a_bias_that_the_base_lacks_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
     """Beside the model peft would compute with it; a llama's layers have no place for it."""
     adapter, base = small(tmp_path, lora_bias=True)
-    refused(main, adapter, base, "q_proj.bias', which the base model does not have")
+    refused(main, adapter, base, "q_proj.bias'.* no such bias")
 
 
 def test_a_head_on_an_encoder_stored_alone(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -355,7 +310,7 @@ def test_a_classifier_is_loaded_by_its_own_config(
         n: k for k, n in enumerate(names)
     }
     config = json.loads((tmp_path / "full" / "config.json").read_text())
-    assert config["architectures"] == [type(model).__name__] and config["num_labels"] == 3
+    assert config["architectures"] == [type(model).__name__] and len(config["id2label"]) == 3
     written = (tmp_path / "full" / "README.md").read_text()
     front = "---\nlibrary_name: transformers\nlicense: apache-2.0\nbase_model: org/tiny\n"
     assert written.startswith(front) and "AutoModelForSequenceClassification" in written
@@ -369,19 +324,13 @@ def test_a_classifier_is_loaded_by_its_own_config(
     )
 
 
-def test_a_head_of_no_known_class_is_said(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """Its classes are counted, and the architectures stay: no class of the type has a head of that name."""
-    build = NoBodysHead
-    build().bert.save_pretrained(tmp_path / "base")
+def test_a_head_of_no_known_class_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """No class of transformers has a head of that name: which model it makes is known to its own program."""
+    NoBodysHead().bert.save_pretrained(tmp_path / "base")
     options = LoraConfig(r=2, target_modules=["query"], modules_to_save=["judge"], task_type="SEQ_CLS")
-    peft_model = get_peft_model(build(), options)
-    randomise(peft_model, 1)
-    peft_model.save_pretrained(tmp_path / "adapter")
+    get_peft_model(NoBodysHead(), options).save_pretrained(tmp_path / "adapter")
     reconfigure(tmp_path / "adapter", modules_to_save=["judge"])
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
-    assert done.code == 0 and "class of transformers" in done.err, done.err
-    config = json.loads((tmp_path / "full" / "config.json").read_text())
-    assert config["architectures"] == ["BertModel"] and config["num_labels"] == 4
+    refused(main, tmp_path / "adapter", tmp_path / "base", r"has no 'judge\.\w+'.*merge_and_unload")
 
 
 class NoBodysHead(BertForSequenceClassification):
@@ -389,14 +338,6 @@ class NoBodysHead(BertForSequenceClassification):
         super().__init__(bert().config)
         del self.classifier
         self.judge = nn.Linear(32, 4)
-
-
-def test_tokens_of_a_head_with_a_bias_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """peft leaves the bias out as long as the adapter lies beside the model."""
-    adapter, base = small(tmp_path, trainable_token_indices={"lm_head": [1, 2]})
-    tensors = safetensors.torch.load_file(base / "model.safetensors")
-    safetensors.torch.save_file(tensors | {"lm_head.bias": torch.ones(40)}, base / "model.safetensors")
-    refused(main, adapter, base, "rows of a layer with a bias")
 
 
 @pytest.mark.parametrize("shards", ["20KB", "1GB"])
@@ -420,7 +361,9 @@ def test_two_different_weights_under_a_tie_are_refused(tmp_path: Path, main: Cal
     """config.json says that they are one, the file has two: which is meant is not known."""
     adapter, base = small(tmp_path, target_modules=["lm_head"])
     reconfigure(base, tie_word_embeddings=True)
-    refused(main, adapter, base, "ties and its files store with different numbers")
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    assert done.code == 2 and re.search("lm_head.* ties .*different numbers", done.err), done.err
+    assert not (tmp_path / "full").exists()
 
 
 def test_a_base_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
@@ -428,7 +371,7 @@ def test_a_base_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     opened = BaseFiles(base)
     content = (base / "model.safetensors").read_bytes()
     (base / "model.safetensors").write_bytes(content[:-4] + b"abcd")
-    with pytest.raises(AdapterFormatError, match="has changed"):
+    with pytest.raises(ConfigError, match="has changed"):
         apply_adapter(AdapterFile(adapter), opened, tmp_path / "full")
     assert not (tmp_path / "full").exists()
 

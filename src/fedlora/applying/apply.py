@@ -1,0 +1,315 @@
+"""The full model with an adapter written into it, for serving without PEFT.
+
+transformers loads the base model and saves the result; peft says what each update is (`judge.py`). The sums are made
+here, in float64, and rounded once. Then the program checks itself: each update of peft's against the file's own reading
+(`updates.py`), and the written folder, loaded again, against what was in memory, bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedlora.adapters import allocation
+from fedlora.adapters.mark import marked, only_by
+from fedlora.adapters.reader import AdapterFile
+from fedlora.applying.base_folder import CONFIG, BaseFiles, SideFile, copy_side_file
+from fedlora.applying.card import CARD, card_of, full_card
+from fedlora.applying.judge import Change, Judged, judged, ties_of, untied
+from fedlora.applying.model import WAY_OUT, config_of, load, quiet, stored_type, widest
+from fedlora.applying.relation import relation
+from fedlora.applying.sums import BLOCK, Rounding, changed, converted
+from fedlora.applying.updates import filled, update
+from fedlora.core import files
+from fedlora.core.folders import FolderKind, check_target, replacing_folder
+from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.linalg.stored import stored_bytes
+
+_APPLY = "fedlora apply"
+_SHARD = "5GB"  # of weights in one file
+Progress = Callable[[Sequence[str]], Iterable[str]]
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What rounding to the type that is written takes of the update. loss: of all of it, relative. where, most: the
+    tensor that loses most, and how much. vanished: tensors in which nothing of the update is left."""
+
+    loss: float
+    where: str
+    most: float
+    vanished: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What `apply` did, or would do.
+
+    changed, added: names of tensors, as the model in memory has them. left_out: files and tensors of the base that are
+    no part of the result, with reasons. notes: lines for a reader. cost: None where no number was computed.
+    """
+
+    changed: tuple[str, ...]
+    added: tuple[str, ...]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    cost: Cost | None = None
+
+
+def check_adapter(file: AdapterFile, base: BaseFiles) -> Applied:
+    """The judgement of `apply_adapter`, by names and shapes: no number of the base model is read.
+
+    Raises:
+        AdapterFormatError: the adapter does not fit the base model. ConfigError: the base model's files are unsound.
+    """
+    _, left_out = base.side_files()
+    return _applied(judged(file, base), left_out)
+
+
+def apply_adapter(
+    file: AdapterFile,
+    base: BaseFiles,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    progress: Progress = iter,
+    *,
+    force: bool = False,
+) -> Applied:
+    """Write the base model with the adapter in it to `out`; tell what was changed, added and left out.
+
+    Args:
+        dtype: of all floating-point tensors of the result; None: as the base model has them.
+        force: a model of the same files that `apply` wrote is replaced.
+
+    Raises:
+        AdapterFormatError: the adapter does not fit the base model, or the work would take more memory than its limit.
+        ConfigError: the base's files are unsound; `out` is not empty, lies in an input, or cannot be written.
+    """
+    kept, left_out = base.side_files()
+    how: Any = {"force": force, "kind": model_folder(kept), "inputs": [file.directory, base.directory]}
+    _refuse_inside(file.directory, base.directory, out)
+    check_target(out, **how)
+    verdict = judged(file, base)
+    _check_memory(verdict)
+    with replacing_folder(out, **how) as building:
+        costs = _write(verdict, building, dtype, progress)
+        for side in kept:
+            if side.name not in (CONFIG, CARD):
+                (building / side.name).unlink(missing_ok=True)  # generation_config.json, of transformers' making
+                copy_side_file(side, building / side.name)
+        applied = _applied(verdict, left_out, costs)
+        card = full_card(file, card_of(kept), len(applied.changed), len(applied.added), verdict.built)
+        files.write(building / CARD, card)
+    return applied
+
+
+def model_folder(kept: Sequence[SideFile]) -> FolderKind:
+    """What `apply_adapter` writes for a base model with these files beside its weights."""
+    copied = "|".join(re.escape(file.name) for file in kept)
+    shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+    own = f"{shards}|{re.escape(CONFIG)}|{re.escape(CARD)}|generation_config\\.json"
+    mark = only_by(_APPLY, "model*.safetensors")
+    return FolderKind("a model that apply writes for this base", CONFIG, f"{own}|{copied}", mark)
+
+
+def _refuse_inside(adapter: Path, base: Path, out: Path) -> None:
+    """Raises `ConfigError` where the result would lie in one of the folders that it is made from."""
+    place = Path(os.path.realpath(out))
+    for name, folder in (("the adapter", adapter), ("the base model", base)):
+        if Path(os.path.realpath(folder)) in (place, *place.parents):
+            raise ConfigError(f"{out} is the folder of {name}, or lies in it; name another directory.")
+
+
+def _check_memory(verdict: Judged) -> None:
+    """The whole model in its widest type, twice where transformers keeps its tensors otherwise than they are stored;
+    the adapter in float64; two copies of the largest changed tensor in float64."""
+    state, stored = verdict.built.model.state_dict(), set(verdict.base.stored) - set(verdict.built.unexpected)
+    whole = sum(tensor.numel() for tensor in state.values()) * torch.finfo(widest(verdict.base)).bits // 8
+    adapter = sum(math.prod(tensor.shape) for tensor in verdict.file.stored.values())
+    largest = max((state[name].numel() for name in verdict.changes), default=0)
+    needed = whole * (1 if stored <= set(state) else 2) + 8 * adapter + 16 * largest + 2**28
+    allocation.check(needed, f"loading the base model in {verdict.base.directory} whole", verdict.file.limits)
+
+
+def _applied(verdict: Judged, left_out: Sequence[str], costs: Mapping[str, Rounding] | None = None) -> Applied:
+    built, several = verdict.built, ties_of(verdict.built.model) if verdict.untied else {}
+    state = built.model.state_dict()
+    brought = sorted(set(verdict.changes) & built.missing)
+    added = sorted({*brought, *(name for name in several if name not in verdict.base.stored)})
+    notes = [*relation(verdict.file, verdict.base), *built.notes]
+    notes += [f"{n} {tuple(state[n].shape)} is added: the base model has no such tensor." for n in brought]
+    if several:
+        notes.append(
+            f"what is one tensor in the base model becomes several, and tie_word_embeddings = false: "
+            f"{', '.join(sorted(several))} stand by themselves."
+        )
+    odd = [f"{name} (a tensor that a {built.kind.__name__} has no place for)" for name in built.unexpected]
+    changes = tuple(sorted(set(verdict.changes) - set(added)))
+    return Applied(changes, tuple(added), (*left_out, *odd), tuple(notes), None if costs is None else _cost(costs))
+
+
+def _cost(costs: Mapping[str, Rounding]) -> Cost:
+    update, lost = (math.hypot(*(getattr(cost, what) for cost in costs.values())) for what in ("update", "lost"))
+    where = max(costs, key=lambda name: costs[name].loss, default="")
+    vanished = tuple(sorted(name for name, cost in costs.items() if cost.vanished))
+    return Cost(Rounding(update, lost).loss, where, costs[where].loss if where else 0.0, vanished)
+
+
+# --------------------------------------------------------------------------------------------------------- the weights
+
+
+def _write(verdict: Judged, folder: Path, dtype: torch.dtype | None, progress: Progress) -> dict[str, Rounding]:
+    """The weights and the config of the result; returns what rounding has cost each changed tensor."""
+    file, base, built = verdict.file, verdict.base, verdict.built
+    most = file.limits.tensors
+    model, _, _ = load(built.kind, built.config, base, meta=False, most=most)
+    ties = ties_of(model)
+    odd = next((n for n, group in ties_of(built.model).items() if ties.get(n) != group and n in verdict.changes), None)
+    if odd is not None:
+        raise AdapterFormatError(
+            f"{file.directory}: it changes {odd!r}, which the base model's config ties and its files store with "
+            f"different numbers: which of the two it means is not known."
+        )
+    if verdict.untied:
+        for name, group in ties.items():
+            if name != group[0]:
+                _put(model, name, nn.Parameter(_tensor(model, name).clone(), requires_grad=False))
+        model.config = untied(model.config)
+    costs: dict[str, Rounding] = {}
+    digests = dict(_change(verdict, model, dtype, progress, costs))
+    with quiet():
+        model.save_pretrained(folder, max_shard_size=_SHARD)
+    for path in folder.glob("model*.safetensors"):
+        _mark(path)
+    del model
+    gc.collect()  # modules refer to each other, and the next line loads another one
+    _check_written(verdict, folder, digests)
+    return costs
+
+
+def _change(
+    verdict: Judged, model: nn.Module, dtype: torch.dtype | None, progress: Progress, costs: dict[str, Rounding]
+) -> Iterator[tuple[str, tuple[torch.dtype, str]]]:
+    """Changes the model in place; yields each name, with the type and a digest of the tensor as it now is."""
+    base, layers, ties = verdict.base, filled(verdict.file, verdict.beside), ties_of(model)
+    for name in progress(list(model.state_dict())):
+        group = ties.get(name, (name,))
+        if name != group[0]:
+            continue  # changed with the first
+        before = _tensor(model, name)
+        stored = next((kind for each in group if (kind := stored_type(base, each)) is not None), None)
+        if stored is not None and torch.promote_types(stored, before.dtype) != before.dtype:
+            raise ConfigError(f"transformers narrows {name!r} from {stored} to {before.dtype} as it loads. {WAY_OUT}.")
+        kind = (dtype or stored or widest(base)) if before.is_floating_point() else before.dtype
+        changes = next((verdict.changes[each] for each in group if each in verdict.changes), ())
+        if changes:
+            after, costs[name] = _sum(verdict.file, name, before, changes, layers, kind)
+        else:
+            after = converted(name, before, kind)
+        digest = _digest(after)
+        if changes and after.dtype == before.dtype:
+            before.copy_(after)  # in its place, for what is freed piece by piece does not go back to the system
+        elif after.dtype != before.dtype:
+            is_parameter = name.rpartition(".")[2] in _owner(model, name)._parameters
+            new = nn.Parameter(after, requires_grad=False) if is_parameter else after
+            for each in group:
+                _put(model, each, new)
+        yield from ((each, (kind, digest)) for each in group)
+
+
+def _sum(
+    file: AdapterFile,
+    name: str,
+    before: Tensor,
+    changes: Sequence[Change],
+    layers: Mapping[str, Any],
+    kind: torch.dtype,
+) -> tuple[Tensor, Rounding]:
+    """One changed tensor of the result, and what rounding has cost it."""
+    value, delta = None, None
+    for change in changes:
+        if change.kind == "update":
+            delta = update(file, change.source, layers[change.source], before.shape)
+            continue
+        head = file.head(change.source)
+        if change.kind == "bias":
+            delta = head.double().reshape(-1, 1)
+        elif change.kind == "rows":
+            value = before.to(torch.promote_types(before.dtype, head.dtype), copy=True)
+            value[list(change.rows)] = head.to(value.dtype)
+        else:
+            value = head
+    return changed(name, before, kind, value=value, delta=delta)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    tensor: Tensor = getattr(_owner(model, name), name.rpartition(".")[2])
+    return tensor.detach()
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner = _owner(model, name)
+    held: dict[str, Any] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
+    held[name.rpartition(".")[2]] = tensor
+
+
+def _mark(path: Path) -> None:
+    """Says in the file's header who wrote it, which transformers lets nobody say."""
+    new = path.with_name(f"{path.name}.new")
+    with path.open("rb") as source, new.open("xb") as target:
+        header = json.loads(source.read(struct.unpack("<Q", source.read(8))[0])) | {"__metadata__": marked(_APPLY)}
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        target.write(struct.pack("<Q", len(raw)) + raw)
+        shutil.copyfileobj(source, target, 2**23)
+    os.replace(new, path)
+
+
+def _check_written(verdict: Judged, folder: Path, digests: Mapping[str, tuple[torch.dtype, str]]) -> None:
+    """Loads the written folder as anybody would, and compares every tensor with what was in memory, bit for bit.
+
+    Raises:
+        AdapterFormatError: something differs, or would be made up on loading.
+    """
+    file, base, written = verdict.file, verdict.base, BaseFiles(folder)
+    kind, most = verdict.built.kind, file.limits.tensors
+    model, missing, unexpected = load(kind, config_of(written), written, meta=False, most=most)
+    state = model.state_dict()
+    odd = [*missing, *unexpected, *(digests.keys() ^ state.keys())]
+    odd += [n for n, (dtype, digest) in digests.items() if n in state and _digest(state[n].to(dtype)) != digest]
+    known = {*verdict.built.unexpected, *ties_of(verdict.built.model), *written.stored}
+    twice = sorted(set(base.stored) - known)
+    if len(twice) > len(set(written.stored) - set(base.stored) - verdict.built.missing):
+        raise ConfigError(
+            f"the base model in {base.directory} stores a tensor under two names, {twice[0]!r} and another."
+        )
+    if odd:
+        raise AdapterFormatError(
+            f"{file.directory}: what transformers writes does not load as it was made: {odd[0]!r} ({len(odd):,} such "
+            f"tensors). Nothing is written. {WAY_OUT}."
+        )
+
+
+def _digest(tensor: Tensor) -> str:
+    found = hashlib.sha256(str(tuple(tensor.shape)).encode())
+    for piece in torch.split(tensor.contiguous().reshape(-1), BLOCK):
+        found.update(stored_bytes(piece))
+    return found.hexdigest()

@@ -1,0 +1,210 @@
+"""The files of a full model: its weights by their headers, its config, and what lies beside them.
+
+A base model may come from a stranger as an adapter may: headers are checked to the last byte, no link is followed out
+of the folder (the hub's cache excepted), and what is no part of the model is named, not copied. Tensors are read here,
+one by one and of files that have not changed: transformers is handed them (`model.py`), and opens no file itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from torch import Tensor
+
+from fedlora.adapters.limits import Limits
+from fedlora.adapters.reader import CONFIG_FILE as ADAPTER_CONFIG
+from fedlora.adapters.untrusted_files import FLOATS, Stored, StrangersFile, header_of, read_json, tensor_of
+from fedlora.core.echo import quoted, shown
+from fedlora.errors import AdapterFormatError, ConfigError
+
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+_LIMITS = Limits(total=2**45, tensors=1_000_000, header=2**28, json=2**28, values=16_000_000)
+_LARGEST_FILE = 2**28  # of those beside the weights: tokenizers have some 20 MB
+_LARGEST_WEIGHTS = 2**34  # of a further module, such as a dense layer of a sentence encoder
+_MOST_FILES = 10_000
+_PIECE = 2**23
+# Endings of what is copied; anything else may hold weights of the unchanged model, or a program.
+_COPIED = frozenset((
+    ".json", ".txt", ".md", ".model", ".jinja", ".jsonl", ".py", ".tiktoken", ".vocab", ".spm", ".bpe", ".codes",
+    ".yaml", ".yml", ".rst",
+))  # fmt: skip
+_COPIED_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", ".gitattributes", "VERSION")
+_NAME = re.compile(r"[A-Za-z0-9_.@()+, -]{1,200}")
+
+
+@dataclass(frozen=True)
+class SideFile:
+    """A file beside the weights that belongs to the model. name: within its folder. source: where its bytes are."""
+
+    name: str
+    source: Path
+
+
+class BaseFiles:
+    """The safetensors files of a model directory, by their headers. Another index than their headers is not asked.
+
+    stored: every tensor by its name. config: of config.json; empty where there is none. home: the real directory.
+
+    Raises:
+        ConfigError: there are none, two hold one name, or the weights are quantised.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            self._read()
+        except (AdapterFormatError, OSError) as error:
+            raise ConfigError(f"the base model in {directory} cannot be read: {error}") from error
+
+    def _read(self) -> None:
+        directory = self.directory
+        if os.path.lexists(directory / ADAPTER_CONFIG):
+            raise ConfigError(f"{directory} is no model directory but an adapter's: it has {ADAPTER_CONFIG}.")
+        self.home = directory.resolve(strict=True)
+        found = os.path.lexists(directory / CONFIG)
+        self.config: Mapping[str, Any] = read_json(directory / CONFIG, Limits()) if found else {}
+        self._files = {shard: StrangersFile(directory / shard) for shard in self._shards()}
+        self._of: dict[str, str] = {}
+        self.stored: dict[str, Stored] = {}
+        for shard, file in self._files.items():
+            for name, stored in header_of(file, _LIMITS).items():
+                if name in self._of:
+                    raise ConfigError(f"{directory}: {self._of[name]} and {shard} both hold {name!r}.")
+                self._of[name], self.stored[name] = shard, stored
+        self._refuse_quantised()
+
+    def _shards(self) -> Sequence[str]:
+        """The names of the files of weights, all of them in the directory itself."""
+        if os.path.lexists(self.directory / SINGLE):
+            return [SINGLE]
+        listed = read_json(self.directory / INDEX, _LIMITS) if os.path.lexists(self.directory / INDEX) else {}
+        found = listed.get("weight_map")
+        names = sorted(set(map(str, found.values()))) if isinstance(found, dict) else []
+        for shard in names:
+            if not _NAME.fullmatch(shard) or not shard.endswith(".safetensors"):
+                raise ConfigError(f"{self.directory / INDEX} names {quoted(shard)}, which is no file of weights.")
+        missing = next((shard for shard in names if not os.path.lexists(self.directory / shard)), None)
+        if missing or not names:
+            raise ConfigError(
+                f"{self.directory} is no model directory: it has no complete safetensors weights ({SINGLE}, or {INDEX} "
+                f"whose weight_map names files{f'; {missing} is missing' if missing else ''})."
+            )
+        return names
+
+    def _refuse_quantised(self) -> None:
+        described, why = self.config.get("quantization_config"), ""
+        if described:
+            fields = described if isinstance(described, Mapping) else {}
+            method = fields.get("quant_method") or next((f"bitsandbytes, {k}" for k in fields if "load_in" in k), "?")
+            why = f"by its config.json, {str(method)[:80]}"
+        for name, stored in self.stored.items():
+            if name.endswith(".weight") and stored.dtype not in FLOATS:
+                why = why or f"its {name!r} is of type {stored.dtype}"
+        if why:
+            raise ConfigError(
+                f"the base model in {self.directory} is quantised ({why}): its weights cannot take an update. "
+                f"Apply to the model that it was quantised from, and quantise the result."
+            )
+
+    @property
+    def repository(self) -> str | None:
+        """The hub's name of a model in the hub's cache, models--ORGANISATION--NAME/snapshots/REVISION."""
+        folder = self.home.parent.parent.name
+        told = self.home.parent.name == "snapshots" and folder.startswith("models--")
+        return folder.removeprefix("models--").replace("--", "/") if told else None
+
+    def digests(self) -> dict[str, str]:
+        """File of weights -> its SHA-256. Reads all of them."""
+        return {shard: file.sha256() for shard, file in self._files.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, of a file that is still the one that was opened. Raises `ConfigError` where it is not."""
+        try:
+            return tensor_of(self._files[self._of[name]], self.stored[name])
+        except AdapterFormatError as error:
+            raise ConfigError(f"the base model in {self.directory} cannot be read: {error}") from error
+
+    def side_files(self) -> tuple[list[SideFile], list[str]]:
+        """What lies beside the weights and belongs to the model, and what is left out, each with its reason.
+
+        Raises:
+            ConfigError: a link leads out of the folder.
+        """
+        kept: list[SideFile] = []
+        left: list[str] = []
+        folders = self._module_folders()
+        for folder in ("", *(f"{name}/" for name in folders)):
+            entries = sorted(os.listdir(self.directory / folder))
+            if len(entries) > _MOST_FILES:
+                raise ConfigError(
+                    f"{self.directory / folder} has {len(entries):,} entries; a model's folder has a few dozen."
+                )
+            for name in entries:
+                if folder or name not in (*self._files, INDEX, *folders):
+                    source, why = self._judged(self.directory / folder / name, inside=bool(folder))
+                    if source is None:
+                        left.append(f"{shown(folder + name)} ({why})")
+                    else:
+                        kept.append(SideFile(folder + name, source))
+        return kept, left
+
+    def _judged(self, path: Path, *, inside: bool) -> tuple[Path | None, str]:
+        """Where a file's bytes are; or None, and why it is left out. inside: of a further module."""
+        source = self._within(path) if _NAME.fullmatch(path.name) else None
+        if source is None:
+            return None, "a link to nothing" if _NAME.fullmatch(path.name) else "an odd name"
+        facts, ending = source.stat(), PurePath(path.name).suffix.lower()
+        if not stat.S_ISREG(facts.st_mode):
+            return None, "a folder" if stat.S_ISDIR(facts.st_mode) else "no ordinary file"
+        if not (ending in _COPIED or path.name.startswith(_COPIED_NAMES) or (inside and ending == ".safetensors")):
+            return None, "no file of this module" if inside else "may hold other weights"
+        return (None, f"{facts.st_size:,} bytes") if facts.st_size > _most(path.name) else (source, "")
+
+    def _within(self, path: Path) -> Path | None:
+        """Where a path ends; None where nowhere. Raises `ConfigError` where that is not in the model's folder."""
+        try:
+            target = path.resolve(strict=True)
+        except (OSError, RuntimeError):
+            return None
+        cache = self.home.parent.parent / "blobs" if self.repository else None
+        if self.home in target.parents or (cache is not None and target.parent == cache):
+            return target
+        raise ConfigError(f"{shown(str(path))} is a link to another place; a model's files lie in its directory.")
+
+    def _module_folders(self) -> list[str]:
+        """Folders of sentence-transformers' further modules, by modules.json: poolings and dense layers."""
+        described = self._within(self.directory / "modules.json")
+        try:
+            source = StrangersFile(described) if described else None
+            modules = json.loads(source.read(0, min(source.size, 2**20))) if source else []
+            names = [module["path"] for module in modules if isinstance(module["path"], str)]
+        except (ValueError, TypeError, KeyError, RecursionError, AdapterFormatError):
+            return []
+        names = [name for name in names if _NAME.fullmatch(name) and name.strip(".")]
+        return sorted({name for name in names if (inside := self._within(self.directory / name)) and inside.is_dir()})
+
+
+def copy_side_file(file: SideFile, to: Path) -> None:
+    """The bytes of a file beside the weights, which is still an ordinary one, and of bounded size."""
+    try:
+        source = StrangersFile(file.source)
+    except AdapterFormatError as error:
+        raise ConfigError(f"the base model cannot be read: {error}") from error
+    if source.size > _most(file.name):
+        raise ConfigError(f"{shown(file.name)} has grown to {source.size:,} bytes since it was looked at.")
+    to.parent.mkdir(exist_ok=True)
+    with to.open("xb") as target:
+        for begin in range(0, source.size, _PIECE):
+            target.write(source.read(begin, min(_PIECE, source.size - begin)))
+
+
+def _most(name: str) -> int:
+    """Bytes that a file of that name may have."""
+    return _LARGEST_WEIGHTS if name.endswith(".safetensors") else _LARGEST_FILE

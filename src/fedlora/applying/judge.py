@@ -1,0 +1,271 @@
+"""Whether an adapter fits a base model, and what it does to each of its tensors: one judgement, for `apply` and
+`validate --base`, on the meta device, where no number of the base is read.
+
+transformers builds the model, peft puts the adapter beside it. What peft made is compared with the file, key by key and
+shape by shape: peft passes over much in silence (targets without factors, factors without a target, saved modules that
+are not there), and here each is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict
+from torch import nn
+
+from fedlora.adapters.config_fields import is_adalora
+from fedlora.adapters.module_names import plain
+from fedlora.adapters.reader import PREFIX, AdapterFile
+from fedlora.applying.base_folder import BaseFiles
+from fedlora.applying.layers import NAME, parameter_of, token_rows, within
+from fedlora.applying.model import Built, built, load, quiet, said
+from fedlora.core.echo import quoted
+from fedlora.errors import AdapterFormatError, FedLoRAError, escaped
+
+# What concerns only how an adapter starts, or runs: peft is not told, so that it loads and imports nothing for it.
+_NEUTRAL = frozenset((
+    "init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config",
+    "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "lora_dropout", "inference_mode",
+    "megatron_config", "megatron_core", "peft_type",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that the adapter does to one parameter or buffer.
+
+    kind: "update", W + s B A of the pair at the path `source`; "value", the tensor `source` in its place; "bias", W +
+    the added bias `source`; "rows", the rows of `source` in the places `rows`.
+    """
+
+    kind: str
+    source: str
+    rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judged:
+    """built: the base on meta. beside: peft's model of it, too. changes: name in the model -> what happens to it, in
+    order. untied: tied parameters must become several, and the config say so."""
+
+    file: AdapterFile
+    base: BaseFiles
+    built: Built
+    beside: Any
+    changes: Mapping[str, tuple[Change, ...]]
+    untied: bool
+
+
+def judged(file: AdapterFile, base: BaseFiles) -> Judged:
+    """What the adapter does to the base model.
+
+    Raises:
+        AdapterFormatError: it does not fit, in a line. ConfigError: the base is none that transformers builds.
+    """
+    try:
+        return _judged(file, base)
+    except AdapterFormatError as error:
+        if escaped(str(file.directory)) in str(error):
+            raise
+        raise AdapterFormatError(f"{file.directory}: {str(error).rstrip('.')}.") from error
+
+
+def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
+    if file.config.get("layer_replication"):
+        raise AdapterFormatError("layer_replication makes another model, which is not written here")
+    found = built(file, base)
+    beside = _beside(file, found)
+    layers = {path: module for path, module in within(beside) if isinstance(module, LoraLayer)}
+    _check_targets(file, found, layers)
+    _check_keys(file, found, beside)
+    ties, wanted = ties_of(found.model), [(parameter_of(found, p, x), Change("update", p)) for p, x in layers.items()]
+    wanted += [*_heads(file, found, ties)]
+    wanted += [(name, Change("rows", source, rows)) for name, source, rows in token_rows(found, beside)]
+    by_name: dict[str, list[Change]] = {}
+    for name, change in wanted:
+        by_name.setdefault(name, []).append(change)
+    changes = {name: _in_order(file, name, several) for name, several in by_name.items()}
+    lacking = sorted(found.missing - set(changes))
+    if lacking:
+        raise AdapterFormatError(
+            f"{found} has {quoted(lacking[0])} ({len(lacking):,} such tensors), and neither its files nor the adapter "
+            f"have it, under whatever name: its numbers would be made up"
+        )
+    return Judged(file, base, found, beside, changes, _must_untie(file, base, found, ties, changes))
+
+
+# ---------------------------------------------------------------------------------------------------------------- peft
+
+
+def _beside(file: AdapterFile, found: Built) -> Any:
+    """peft's model: a copy of the base on the meta device with the adapter's empty layers in it."""
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[file.config["peft_type"]]
+    known = {field.name for field in fields(kind) if field.init} - _NEUTRAL
+    known -= {"rank_pattern"} if is_adalora(file.config) else set()  # of masks, see below
+    given = {key: dict(x) if isinstance(x, Mapping) else copy.copy(x) for key, x in file.config.items() if key in known}
+    with quiet():
+        try:
+            config = kind(**given, inference_mode=True)
+            wrap = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)
+            beside = wrap(copy.deepcopy(found.model), config, NAME, low_cpu_mem_usage=True)
+        except (FedLoRAError, MemoryError):
+            raise
+        except Exception as error:
+            raise AdapterFormatError(f"peft does not put it beside {found}: {said(error)}") from error
+        for path, layer in within(beside) if is_adalora(file.config) else ():
+            if isinstance(layer, LoraLayer) and path in file.layouts:  # the ranks that were kept, as peft loads them
+                layer.update_layer(NAME, file.pair(path)[1].shape[0], config.lora_alpha, config=config)
+                began_with = torch.tensor([float(config.init_r)], dtype=torch.float64)
+                layer.ranknum[NAME] = nn.Parameter(began_with, requires_grad=False)
+    return beside
+
+
+def _check_targets(file: AdapterFile, found: Built, layers: Mapping[str, Any]) -> None:
+    """Raises `AdapterFormatError` where peft would adapt other modules than the file has factors of, or scale them
+    otherwise than the file's own names say."""
+    idle, absent = sorted(set(file.layouts) - set(layers)), sorted(set(layers) - set(file.layouts))
+    if idle:
+        raise AdapterFormatError(
+            f"it has factors of {quoted(idle[0])} ({len(idle):,} such modules), which peft would leave out beside "
+            f"{found}: its config does not make peft target that there. Name the modules in target_modules"
+        )
+    if absent:
+        raise AdapterFormatError(
+            f"peft would adapt {quoted(absent[0])} of {found} too ({len(absent):,} such modules), and the file has no "
+            f"factors for that: it is damaged, or of another model. Name in target_modules what was trained"
+        )
+    for path, layer in layers.items() if not is_adalora(file.config) else ():
+        peft, ours = float(layer.scaling[NAME]), file.scale(file.layouts[path].modules(path)[0])
+        if not math.isclose(peft, ours, rel_tol=1e-9):
+            raise AdapterFormatError(
+                f"{quoted(path)} counts {ours:g} times by the file's names and {peft:g} times by those of {found}: "
+                f"rank_pattern or alpha_pattern means other modules there. Name them in full"
+            )
+
+
+def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
+    """Raises `AdapterFormatError` where peft would ask for other tensors than the file has, or for other shapes."""
+    with quiet():
+        try:
+            peft = get_peft_model_state_dict(beside, save_embedding_layers=False)
+        except Exception as error:
+            raise AdapterFormatError(f"peft does not tell its tensors beside {found}: {said(error)}") from error
+    for key, tensor in sorted(peft.items()):
+        name, stored = quoted(key.removeprefix(PREFIX)), file.stored.get(key)
+        if stored is None:
+            raise AdapterFormatError(f"the file lacks {name}, which peft asks for beside {found}")
+        if stored.shape != tuple(tensor.shape):
+            raise AdapterFormatError(
+                f"{name} has shape {stored.shape}, and beside {found} peft needs {tuple(tensor.shape)}: the adapter is "
+                f"of another model, or its vocabulary or labels were changed. Save the base model so, and apply to that"
+            )
+    for key in sorted(set(file.stored) - set(peft)):
+        name = key.removeprefix(PREFIX)
+        head = name if name in file.heads else plain(name)
+        if head in file.heads and file.kind(head) in ("head", "added", "tokens"):
+            raise AdapterFormatError(f"{quoted(name)} is in the file, and peft would leave it out beside {found}")
+
+
+# ----------------------------------------------------------------------------------------------------- beside the pairs
+
+
+def _heads(file: AdapterFile, found: Built, ties: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Change]]:
+    """The tensors beside the pairs, but for tokens."""
+    state = found.model.state_dict()
+    for head in file.heads:
+        kind, shape = file.kind(head), file.stored_head(head).shape
+        if kind == "added":
+            yield f"{plain(head.removesuffix('.lora_B.bias'))}.bias", Change("bias", head)
+        elif kind != "tokens":
+            wanted = tuple(state[head].shape) if head in state else None
+            if shape != wanted:
+                raise AdapterFormatError(
+                    f"{quoted(head)} has shape {shape}, and {found} has {wanted or 'no such tensor'}: the vocabulary "
+                    f"or the labels were changed. Save the base model so, and apply to that"
+                )
+            # peft copies a bias or a base weight into the parameter itself; a saved module is a copy beside it.
+            for name in (head,) if kind == "head" else ties.get(head, (head,)):
+                yield name, Change("value", head)
+
+
+def _in_order(file: AdapterFile, name: str, several: Sequence[Change]) -> tuple[Change, ...]:
+    """First what takes the place, then what is added. A saved module is a copy, whatever its original became; what a
+    tie stores twice counts once. Refused: two of one kind, and rows of what changes otherwise."""
+    changes = [c for k, c in enumerate(several) if not any(_same(file, c, other) for other in several[:k])]
+    saved = [c for c in changes if c.kind == "value" and file.kind(c.source) == "head"]
+    changes = [c for c in changes if c in saved or c.kind != "value"] if saved else changes
+    kinds = [c.kind for c in changes]
+    if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and ("rows" in kinds or saved)):
+        raise AdapterFormatError(f"{quoted(name)} is changed in two ways that exclude each other")
+    return tuple(sorted(changes, key=lambda change: change.kind != "value"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- ties
+
+
+def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Name -> all names of the same parameter, of those that have several."""
+    by_object: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_object.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in by_object.values() if len(group) > 1 for name in group}
+
+
+def untied(config: Any) -> Any:
+    """A copy that ties nothing, in any of its parts."""
+    config = copy.deepcopy(config)
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        if part is not None:
+            part.tie_word_embeddings = False
+    return config
+
+
+def _must_untie(
+    file: AdapterFile,
+    base: BaseFiles,
+    found: Built,
+    ties: Mapping[str, Sequence[str]],
+    changes: Mapping[str, tuple[Change, ...]],
+) -> bool:
+    """Whether uses of one parameter change differently, so that there must be several. Refused where the class ties
+    them whatever its config says."""
+
+    def split(groups: Mapping[str, Sequence[str]]) -> Iterator[Sequence[str]]:
+        for name, group in groups.items():
+            if name in changes and not all(_alike(file, changes[name], changes.get(n, ())) for n in group):
+                yield group
+
+    if next(split(ties), None) is None:
+        return False
+    model, _, _ = load(found.kind, untied(found.config), base, most=file.limits.tensors)
+    for group in split(ties_of(model)):
+        raise AdapterFormatError(
+            f"it changes one of {', '.join(map(repr, group[:4]))}, which are one tensor in {found} whatever "
+            f"tie_word_embeddings says: merged, the others would change too"
+        )
+    return True
+
+
+def _alike(file: AdapterFile, one: Sequence[Change], other: Sequence[Change]) -> bool:
+    return len(one) == len(other) and all(_same(file, a, b) for a, b in zip(one, other, strict=True))
+
+
+def _same(file: AdapterFile, one: Change, other: Change) -> bool:
+    """Whether two changes give a tensor the same numbers."""
+    if one == other or one.kind != other.kind:
+        return one == other
+    if any(change.source in file.layouts and file.layouts[change.source].experts for change in (one, other)):
+        return False
+    if one.kind != "update":
+        return one.rows == other.rows and torch.equal(file.head(one.source), file.head(other.source))
+    ((b, a), s), ((d, c), t) = ((pair.factors, scale) for pair, scale in map(file.unscaled, (one.source, other.source)))
+    return s == t and any(torch.equal(b, x) and torch.equal(a, y) for x, y in ((d, c), (c.mT, d.mT)))

@@ -1,0 +1,146 @@
+"""What peft's layers change of the model's parameters, and whether merged weights can say the same.
+
+The measure is what the model computes with the adapter beside it. Where peft's layer takes no part in that, or a layer
+computes something of its own around its weight, merging would compute another thing: such layers are refused by name.
+Asked are the objects themselves, their classes, and the source of the code around them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fedlora.adapters.module_names import plain
+from fedlora.applying.model import WAY_OUT, Built
+from fedlora.core.echo import quoted
+from fedlora.errors import AdapterFormatError
+
+NAME = "default"  # of the adapter in the peft model
+TOKENS = ".token_adapter.trainable_tokens_delta"
+_STOCK = {kind.forward for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)}
+_FACTS = ("dtype", "device", "shape", "size", "ndim", "dim", "numel", "is_quantized", "requires_grad", "is_cuda")
+
+
+def parameter_of(found: Built, path: str, layer: Any) -> str:
+    """The name of the base parameter that a layer of peft's LoRA updates.
+
+    Raises:
+        AdapterFormatError: merged weights would compute something else, in words without the adapter's directory.
+    """
+    module, base = plain(path), layer.get_base_layer()
+    around = found.model.get_submodule(module.rpartition(".")[0])
+    if isinstance(layer, MultiheadAttention) or isinstance(around, nn.MultiheadAttention):
+        raise AdapterFormatError(
+            f"{quoted(module)} is of PyTorch's nn.MultiheadAttention, whose out_proj peft updates twice, or not at "
+            f"all. {WAY_OUT}"
+        )
+    parameter = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+    if isinstance(layer, ParamWrapper):
+        if layer.num_experts == 1 and getattr(base, parameter).dim() == 3 and getattr(base, "is_transposed", False):
+            raise AdapterFormatError(f"{quoted(module)} is one transposed expert, which peft itself cannot load")
+    elif isinstance(layer.base_layer, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        raise AdapterFormatError(f"{quoted(module)} is adapted in two ways that exclude each other")
+    else:
+        _check_forward(found, module, layer, base)
+    if layer.lora_bias.get(NAME) and getattr(base, "bias", None) is None:
+        raise AdapterFormatError(f"it adds to {quoted(module + '.bias')}, and {found} has no such bias")
+    if parameter not in base._parameters:
+        raise AdapterFormatError(
+            f"{quoted(f'{module}.{parameter}')} of {found} is computed from other parameters. {WAY_OUT}"
+        )
+    _check_read(found, module, parameter)
+    return f"{module}.{parameter}"
+
+
+def token_rows(found: Built, beside: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name of a parameter, path of the tensor with its trained rows, their places), also of what peft ties to it.
+
+    Raises:
+        AdapterFormatError: as `parameter_of`; tokens that the parameter does not have.
+    """
+    paths = dict(within(beside))
+    for path, wrapper in paths.items():
+        if not isinstance(wrapper, TrainableTokensWrapper):
+            continue
+        adapter, name = wrapper.token_adapter, f"{plain(path)}.weight"
+        base, rows = adapter.base_layer, tuple(adapter.token_indices[NAME])
+        own = next((p for p, module in paths.items() if module is adapter.tied_adapter), f"{path}.token_adapter")
+        if len(set(rows)) < len(rows):
+            twice = next(row for row in rows if rows.count(row) > 1)
+            raise AdapterFormatError(f"trainable_token_indices names token {twice} of {quoted(name)} twice")
+        odd = next((row for row in rows if not 0 <= row < base.weight.shape[0]), None)
+        if odd is not None:
+            last = base.weight.shape[0] - 1
+            raise AdapterFormatError(f"trainable_token_indices names token {odd}, {quoted(name)} has 0 to {last}")
+        if getattr(base, "bias", None) is not None:
+            raise AdapterFormatError(
+                f"it trains rows of a layer with a bias, {quoted(name)}, and peft leaves that bias out as long as the "
+                f"adapter lies beside the model: merged, it would compute something else"
+            )
+        _check_forward(found, plain(path), adapter, base)
+        _check_read(found, plain(path), "weight")
+        yield name, f"{own.removesuffix('.token_adapter')}{TOKENS}", rows
+
+
+def within(beside: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of a peft model, by the paths that adapter files use."""
+    prefix = "base_model.model."
+    for name, module in beside.named_modules():
+        if name.startswith(prefix):
+            yield name.removeprefix(prefix), module
+
+
+def _check_forward(found: Built, module: str, layer: Any, base: nn.Module) -> None:
+    """A layer whose class computes something around the weight; peft knows the scale of an embedding."""
+    scaled = isinstance(base, nn.Embedding) and layer._get_embed_scale() is not None
+    if type(base).forward not in _STOCK and not scaled:
+        raise AdapterFormatError(
+            f"{quoted(module)} of {found} is a {type(base).__name__} with a forward of its own, where an adapter "
+            f"beside the weight and in it need not be the same. {WAY_OUT}"
+        )
+    if getattr(base, "max_norm", None) is not None:
+        raise AdapterFormatError(f"{quoted(module)} of {found} changes its weight as it is read (max_norm). {WAY_OUT}")
+
+
+def _check_read(found: Built, module: str, parameter: str) -> None:
+    """A weight that the code of a module around the layer takes past the layer's forward."""
+    *around, leaf = module.split(".")
+    if found.config.model_type == "bloom" and not found.config.slow_but_exact:
+        return  # its code reads them under that switch only
+    for depth in range(len(around) + 1):
+        kind: Any = type(found.model.get_submodule(".".join(around[:depth])))
+        if kind.__module__.startswith("transformers.") and (leaf, parameter) in _reads(kind):
+            raise AdapterFormatError(
+                f"it changes {quoted(f'{module}.{parameter}')}, which the code of {kind.__name__} uses past its layer: "
+                f"beside the model, peft's adapter has no part in it there, and merged it would have"
+            )
+
+
+@cache
+def _reads(kind: Any) -> frozenset[tuple[str, str]]:
+    """(layer, parameter) that the class's own code computes with: `self.q_proj.weight`, not its dtype or shape."""
+    found = set()
+    for function in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+        if not isinstance(function, ast.FunctionDef) or re.search("init|tie|embeddings", function.name):
+            continue
+        nodes = list(ast.walk(function))
+        facts = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _FACTS}
+        for call in nodes:
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "isinstance":
+                facts |= {id(argument) for argument in call.args}
+        for node in nodes:
+            match node:
+                case ast.Attribute(ast.Attribute(attr=layer), attr=parameter, ctx=ast.Load()) if id(node) not in facts:
+                    found.add((layer, parameter))
+    return frozenset(found)

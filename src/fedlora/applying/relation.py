@@ -1,0 +1,37 @@
+"""Whether an adapter's base model is the one at hand, as far as names tell, and where they do not, digests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedlora.adapters.agreement import base_weights
+from fedlora.adapters.base_names import KNOWN_WEIGHTS, is_path
+from fedlora.adapters.reader import AdapterFile
+from fedlora.applying.base_folder import BaseFiles
+from fedlora.core.echo import quoted
+
+
+def relation(file: AdapterFile, base: BaseFiles) -> Iterator[str]:
+    """A line for a reader, where the two names differ and nothing shows that they mean one model."""
+    trained_on, own = file.base_model, base.config.get("_name_or_path")
+    own = own if isinstance(own, str) and own else base.repository
+    if trained_on and own and _last(trained_on) != _last(own) and not _surely_one(file, base, trained_on):
+        yield (
+            f"warning: the adapter was trained on {quoted(trained_on, 120)}, and this base model calls itself "
+            f"{quoted(own, 120)}: shapes fit, but it may be another model."
+        )
+
+
+def _surely_one(file: AdapterFile, base: BaseFiles, trained_on: str) -> bool:
+    """This directory under another name, or the same weights."""
+    if is_path(trained_on) and Path(os.path.realpath(trained_on)) == base.home:
+        return True
+    known_digests, here = base_weights(file), base.digests()
+    known = KNOWN_WEIGHTS.get(next(iter(here.values()))) if len(here) == 1 else None
+    return known_digests == here if known_digests else known is not None and _last(known) == _last(trained_on)
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/\\").replace("\\", "/").rpartition("/")[2].lower()

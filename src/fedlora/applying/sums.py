@@ -1,0 +1,107 @@
+"""What becomes of one tensor: computed in float64, rounded once, and what the rounding costs.
+
+Large tensors are taken a block of rows at a time, so that no copy of one is ever whole in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedlora.errors import AdapterFormatError
+from fedlora.linalg import norm
+
+BLOCK = 2**21  # numbers that are held in float64 at a time
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What writing in a narrow type costs: the norms of the update and of what is lost of it. vanished: no number of a
+    tensor changed, though it should."""
+
+    update: float = 0.0
+    lost: float = 0.0
+    vanished: bool = False
+
+    @property
+    def loss(self) -> float:
+        """|written - meant| / |update|, 0 for no update."""
+        return self.lost / self.update if self.update else 0.0
+
+
+def changed(
+    name: str, before: Tensor, dtype: torch.dtype, *, value: Tensor | None = None, delta: Tensor | None = None
+) -> tuple[Tensor, Rounding]:
+    """(value or `before`) + delta, in `dtype`, and what rounding to it has cost.
+
+    Args:
+        value: of the shape of `before`, in its place. delta: in float64, a matrix whose rows are the first dimension.
+
+    Raises:
+        AdapterFormatError: a number is beyond what `dtype` holds, or the base model's own are not finite; whole numbers
+            that would be changed otherwise than by whole numbers.
+    """
+    if not before.is_floating_point():
+        if value is None or value.dtype != before.dtype or delta is not None:
+            raise AdapterFormatError(
+                f"the base model's {name!r} is of type {_short(before.dtype)}: whole numbers cannot take an update."
+            )
+        return value.reshape(before.shape).clone(), Rounding()
+    after = torch.empty(before.shape, dtype=dtype)
+    old, new = _matrix(before), _matrix(after)
+    instead = None if value is None else _matrix(value)
+    update = lost = 0.0
+    same = True
+    height = max(1, BLOCK // max(1, old.shape[1]))
+    for i in range(0, len(old), height):
+        j = min(i + height, len(old))
+        start = old[i:j].double()
+        exact = start if instead is None else instead[i:j].double()
+        meant = exact - start
+        if delta is not None:
+            added = delta[i:j]
+            exact, meant = exact + added, meant + added  # not exact - start, which would lose a small update
+        new[i:j] = exact.to(dtype)
+        written = new[i:j].double()
+        _refuse_infinite(name, start, exact, written, dtype)
+        update = math.hypot(update, float(norm(meant)))
+        lost = math.hypot(lost, float(norm((written - start) - meant)))
+        same = same and torch.equal(written, start)
+    return after, Rounding(update, lost, vanished=same and update > 0)
+
+
+def converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that stays, in another type. Raises `AdapterFormatError` where that cannot hold it."""
+    if value.dtype == dtype:
+        return value
+    after = value.to(dtype)
+    if not torch.equal(torch.isfinite(after), torch.isfinite(value)):
+        most = float(value[torch.isfinite(value)].abs().max())
+        raise AdapterFormatError(
+            f"the base model's {name!r} holds {most:.6g}, beyond {_short(dtype)}'s largest number "
+            f"{torch.finfo(dtype).max:.6g}; name another --dtype."
+        )
+    return after
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor.flatten(1)
+
+
+def _refuse_infinite(name: str, start: Tensor, exact: Tensor, written: Tensor, dtype: torch.dtype) -> None:
+    if bool(torch.isfinite(written).all()):
+        return
+    if not bool(torch.isfinite(start).all()):
+        raise AdapterFormatError(f"the base model's {name!r} holds NaN or Inf itself.")
+    worst = float(exact.abs().max())
+    raise AdapterFormatError(
+        f"{name!r} would hold {worst:.6g} with the adapter in it, beyond {_short(dtype)}'s largest number "
+        f"{torch.finfo(dtype).max:.6g}. Write with --dtype float32, or ask how the adapter came to such an update."
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

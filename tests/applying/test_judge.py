@@ -1,0 +1,289 @@
+"""What the judgement refuses on top of transformers and peft. Kinds of evidence: oracle (peft's own silence, or what it
+computes beside the model) and example-based (bases and adapters that are wrong in one way)."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from support.bases import reconfigure, refused, rewrite, said, small
+from support.command_line import Said
+from support.peft_cases import randomise
+from support.tiny_models import TOKENS, bert, gpt2
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PREFIX = "base_model.model.model.layers"
+LM = {"input_ids": TOKENS}
+
+
+def drop(part: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if part in key]:
+            del tensors[key]
+
+    return change
+
+
+def turned(tensors: dict[str, Tensor]) -> None:
+    """A and B exchanged: the update turned round, which once was accepted."""
+    for key in [key for key in tensors if "lora_A" in key]:
+        other = key.replace("lora_A", "lora_B")
+        tensors[key], tensors[other] = tensors[other].T.contiguous(), tensors[key].T.contiguous()
+
+
+# What -> (peft's fields, what is changed in the file, in its config, words of the refusal).
+SILENCES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
+    "a target without factors": ({}, drop("layers.1."), {}, r"layers\.1\.self_attn\.q_proj' .*target_modules"),
+    "a target that matches more here": ({}, None, {"target_modules": ["q_proj", "up_proj"]}, "up_proj.*no factors"),
+    "factors of another layer": (
+        {}, lambda t: t.update({f"{PREFIX}.7.self_attn.q_proj.lora_{f}.weight": t[
+            f"{PREFIX}.0.self_attn.q_proj.lora_{f}.weight"].clone() for f in "AB"}), {}, r"layers\.7.*another model"),
+    "turned round": ({"target_modules": ["v_proj"]}, turned, {}, r"has shape \(2, 16\).* \(2, 32\)"),
+    "tokens of a longer vocabulary": (
+        {"trainable_token_indices": [1, 2]}, None, {"trainable_token_indices": [1, 40]}, "token 40, .* 0 to 39"),
+    "saved embeddings of a longer vocabulary": (
+        {"modules_to_save": ["embed_tokens"]}, lambda t: t.update({k: torch.ones(44, 32) for k in t if "embed" in k}),
+        {}, r"\(44, 32\).* \(40, 32\).*vocabulary"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SILENCES)
+def test_what_peft_passes_over_is_refused(what: str, tmp_path: Path, main: Callable[..., Said]) -> None:
+    fields, change, config, why = SILENCES[what]
+    adapter, base = small(tmp_path, **fields)
+    if change is not None:
+        rewrite(adapter, change)
+    reconfigure(adapter, **config)
+    refused(main, adapter, base, why)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    adapter, _ = small(tmp_path / "llama")
+    _, base = small(tmp_path / "gpt2", build=gpt2, target_modules=["c_attn"])
+    refused(main, adapter, base, r"GPT2LMHeadModel.* has no 'model\.layers\.0\.self_attn\.q_proj'")
+    assert "is no model directory" in main("validate", adapter, "--base", tmp_path).err
+
+
+def test_an_unknown_type_or_code_of_its_own_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    adapter, base = small(tmp_path)
+    reconfigure(base, model_type="mine")
+    refused(main, adapter, base, "'mine', which transformers .* does not know.*merge_and_unload")
+    (base / "configuration_mine.py").write_text("raise SystemExit('run')")
+    reconfigure(base, auto_map={"AutoConfig": "configuration_mine.Mine"})
+    refused(main, adapter, base, "auto_map.*no stranger's code is run")
+
+
+ABSURD: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers' = 1,000,000,000"),
+    "many layers": ({"num_hidden_layers": 9_999, "--": True}, "modules and parameters; --limit tensors"),
+    "a vocabulary": ({"vocab_size": 2**40}, "vocab_size"),
+    "heads": ({"num_attention_heads": 10**6}, "num_attention_heads"),
+    "another file": ({"transformers_weights": "../other.safetensors"}, "transformers_weights"),
+    "other layers": ({"fusion_config": {"x": True}}, "fusion_config"),
+    "other sizes": ({"intermediate_size": 49}, r"'model.layers.0.mlp.\w+.weight' as \("),
+    "a word for a number": ({"hidden_size": "many"}, "config.json"),
+    "one layer more": ({"num_hidden_layers": 3}, r"layers\.2\.self_attn"),
+}
+
+
+@pytest.mark.parametrize("what", ABSURD)
+def test_a_config_that_no_model_has_is_refused_soon(what: str, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Before anything of that size is built, or at the limit of what is."""
+    config, why = ABSURD[what]
+    adapter, base = small(tmp_path)
+    begun = time.process_time()
+    if config.pop("--", False):
+        reconfigure(base, **config)
+        done = main("validate", adapter, "--base", base, "--limit", "tensors=2000")
+        assert done.code == 2 and re.search(why, done.err), done.err
+        config["--"] = True
+    else:
+        reconfigure(base, **config)
+        refused(main, adapter, base, why)
+    assert time.process_time() - begun < 20
+
+
+def test_the_whole_model_must_fit_into_memory(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Foretold from the headers, before a number is read; validate reads none."""
+    adapter, base = small(tmp_path)
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--limit", "memory=1MiB")
+    assert done.code == 2 and re.search(r"loading the base model .*--limit memory=\d+", done.err), done.err
+    assert main("validate", adapter, "--base", base, "--limit", "memory=1MiB").code == 0
+
+
+# ---- what peft computes beside the model, and merged weights would not -----------------------------------------------
+
+
+def wavlm() -> Any:
+    """Hands q_proj.weight to torch's attention."""
+    sizes = {"conv_dim": (8,), "conv_stride": (4,), "conv_kernel": (8,), "num_feat_extract_layers": 1}
+    return transformers.WavLMModel(
+        transformers.WavLMConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+            num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, **sizes,
+        )
+    )  # fmt: skip
+
+
+def opt() -> Any:
+    """Its embedding of positions counts from 2."""
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2, init_std=0.3,
+            max_position_embeddings=32, word_embed_proj_dim=16,
+        )
+    )  # fmt: skip
+
+
+def siglip() -> Any:
+    """Its pooling head is PyTorch's own attention."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=8))
+
+
+def test_a_layer_that_the_code_reads_past_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """peft's adapter changes nothing there; merged it would."""
+    adapter, base = small(tmp_path, build=wavlm)
+    sound = {"input_values": torch.randn(1, 400, generator=torch.Generator().manual_seed(0))}
+    model = transformers.WavLMModel.from_pretrained(base).eval()
+    with torch.no_grad():
+        plain = model(**sound).last_hidden_state
+        beside = PeftModel.from_pretrained(model, adapter).eval()(**sound).last_hidden_state
+    assert torch.equal(plain, beside)
+    refused(main, adapter, base, "q_proj.weight', which the code of .* uses past its layer")
+
+
+def test_an_embedding_with_a_forward_of_its_own_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """The layer looks up positions that it counts itself, and peft hands the adapter what the layer was given."""
+    adapter, base = small(tmp_path, build=opt, target_modules=["embed_positions"])
+    model = PeftModel.from_pretrained(transformers.OPTForCausalLM.from_pretrained(base), adapter).eval()
+    with pytest.raises(RuntimeError, match="indices"):
+        said(model, LM)
+    refused(main, adapter, base, "embed_positions' .*forward of its own")
+
+
+@pytest.mark.parametrize("target", ["attention", "out_proj"])
+def test_pytorchs_attention_is_refused(target: str, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """peft counts the update of out_proj twice, or, targeted by itself, not at all."""
+    name = r".*head\.attention" if target == "attention" else r".*head\.attention\.out_proj"
+    adapter, base = small(tmp_path, build=siglip, target_modules=name)
+    refused(main, adapter, base, "nn.MultiheadAttention")
+
+
+def test_tokens_of_a_layer_with_a_bias_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """peft leaves the bias out as long as the adapter lies beside the model."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+    def phi() -> Any:
+        return transformers.PhiForCausalLM(transformers.PhiConfig(vocab_size=40, **sizes))
+
+    adapter, base = small(tmp_path, build=phi, trainable_token_indices={"lm_head": [1, 2]})
+    refused(main, adapter, base, "rows of a layer with a bias")
+
+
+def test_both_names_of_one_table_are_pefts_to_read(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Two keys of trainable_token_indices that mean one embedding: the result is what peft makes of them."""
+    adapter, base = small(tmp_path, torch.float64, trainable_token_indices=[1, 2])
+    reconfigure(adapter, trainable_token_indices={"embed_tokens": [1, 2], "model.embed_tokens": [3, 4]})
+    fresh = transformers.LlamaForCausalLM.from_pretrained(base)
+    want = said(PeftModel.from_pretrained(fresh, adapter).eval(), LM)
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    assert done.code == 0, done.err
+    got = said(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "full").eval(), LM)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+
+# ---- experts, and embeddings that scale ------------------------------------------------------------------------------
+
+_SIZES = {
+    "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 16, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS: dict[str, Callable[[], Any]] = {
+    "gpt_oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**_SIZES, num_local_experts=3, num_experts_per_tok=2, intermediate_size=12)),
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**_SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=10)),
+    "llama4": lambda: transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(**_SIZES, num_local_experts=3, intermediate_size=12, intermediate_size_mlp=24)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_changed_as_peft_changes_them(name: str, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Square ones too, those that are kept turned round, and those that are stored one by one: equal answers in
+    float64, and the names of the base's file stay."""
+    eager = {"experts_implementation": "eager"}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = EXPERTS[name]().double().eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "base")
+    options = LoraConfig(r=2, lora_alpha=5, target_modules=[], target_parameters=["experts.down_proj"])
+    peft_model = get_peft_model(model, options)
+    randomise(peft_model, 3)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    again = type(model).from_pretrained(tmp_path / "base", **eager).eval()
+    plain = said(again, LM)
+    want = said(PeftModel.from_pretrained(again, tmp_path / "adapter").eval(), LM)
+    assert float((want - plain).abs().max()) > 1e-3
+    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    assert done.code == 0, done.err
+    got = said(type(model).from_pretrained(tmp_path / "full", **eager).eval(), LM)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    before, after = (safetensors.torch.load_file(tmp_path / f / "model.safetensors") for f in ("base", "full"))
+    assert before.keys() == after.keys()
+
+
+def test_square_weights_and_two_biases(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """GPT-2's square Conv1D beside a linear head (its config then says fan_in_fan_out = false), and a bias that is
+    replaced and added to."""
+    for kind, fields in (
+        (gpt2, {"target_modules": ["c_proj", "lm_head"]}),
+        (bert, {"target_modules": ["query"], "bias": "lora_only", "lora_bias": True, "task_type": "SEQ_CLS"}),
+    ):
+        adapter, base = small(tmp_path / kind.__name__, torch.float64, build=kind, **fields)
+        model: Any = type(kind())
+        want = said(PeftModel.from_pretrained(model.from_pretrained(base), adapter).eval(), LM)
+        done = main("apply", adapter, "--base", base, "-o", adapter.parent / "full")
+        assert done.code == 0, done.err
+        got = said(model.from_pretrained(adapter.parent / "full").eval(), LM)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+
+# ---- the program checks itself ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["update", "file"])
+def test_a_wrong_update_or_file_is_never_written(
+    fault: str, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update of peft's that the file does not say, and a tensor that is written otherwise than it was computed."""
+    adapter, base = small(tmp_path)
+    if fault == "update":
+        from peft.tuners.lora.layer import Linear
+
+        before = Linear.get_delta_weight
+        monkeypatch.setattr(Linear, "get_delta_weight", lambda self, name: before(self, name) * 1.0001)
+    else:
+        write = transformers.PreTrainedModel.save_pretrained
+
+        def spoiled(self: Any, *args: Any, **how: Any) -> None:
+            self.model.norm.weight.data[3] += 1
+            write(self, *args, **how)
+
+        monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", spoiled)
+    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    assert done.code == 2 and "Nothing is written" in done.err and done.err.count("\n") == 1
+    assert not (tmp_path / "full").exists()

@@ -1,0 +1,54 @@
+"""A tiny base model and an adapter of it in two folders, and ways to spoil them: for `apply` and `validate --base`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from support.command_line import Said
+from support.peft_cases import randomise
+from support.tiny_models import llama
+
+
+def small(folder: Path, dtype: torch.dtype = torch.float32, build: Any = llama, **fields: Any) -> tuple[Path, Path]:
+    """(adapter, base), with random numbers in all that trains."""
+    build().to(dtype).save_pretrained(folder / "base")
+    options = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]} | fields
+    model = get_peft_model(build(), LoraConfig(**options))
+    randomise(model, 1)
+    model.save_pretrained(folder / "adapter")
+    return folder / "adapter", folder / "base"
+
+
+def rewrite(adapter: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def reconfigure(folder: Path, **more: Any) -> None:
+    path = folder / ("adapter_config.json" if (folder / "adapter_config.json").exists() else "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+def refused(main: Callable[..., Said], adapter: Path, base: Path, why: str) -> None:
+    """By `apply` and by `validate --base`, in one line, with nothing written."""
+    for command in (["apply", adapter, "-o", adapter.parent / "full"], ["validate", adapter]):
+        done = main(*command, "--base", base)
+        assert done.code == 2 and done.err.count("\n") == 1 and re.search(why, done.err), done.err
+    assert not (adapter.parent / "full").exists()
+
+
+@torch.no_grad()
+def said(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    out = model(**inputs)
+    found: Tensor = getattr(out, "logits", out)
+    return found
