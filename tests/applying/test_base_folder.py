@@ -257,4 +257,4 @@ def test_only_we_open_files_of_the_base(watch: list[Path], tmp_path: Path, main:
     watch.clear()
     assert done.code == 0, done.err
     assert {name for name, _ in OPENED} == {"config.json", "model.safetensors", "generation_config.json"}
-    assert {Path(code).name for _, code in OPENED} == {"untrusted_files.py"}, OPENED
+    assert {Path(code).name for _, code in OPENED} == {"given_files.py"}, OPENED
