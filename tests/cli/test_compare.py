@@ -17,7 +17,7 @@ import fedlora.runs.execution
 import fedlora.training.local
 from fedlora import build
 from fedlora.errors import ConfigError
-from fedlora.experiments.running.comparison import ComparedRuns
+from fedlora.experiments.comparison import ComparedRuns
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, cells, invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.stored.results import Result, write_result
-from fedlora.experiments.tables.budgets import budget_rows, spendings
-from fedlora.experiments.tables.filled_pages import Stored, filled
+from fedlora.experiments.plan import mains
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.result import Result, write_result
+from fedlora.experiments.tables import budget_rows, spendings
+from fedlora.experiments.filled_pages import Stored, filled
 from support.command_line import invoke
 from support.made_results import whole
 
@@ -112,7 +112,7 @@ def test_axes_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 def test_the_picture_is_drawn_of_whole_and_of_half_grids(experiment: Experiment, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from fedlora.experiments.report.budget_plot import plot_budgets
+    from fedlora.experiments.pictures import plot_budgets
 
     results = stored(experiment)
     for some in (results, dict(list(results.items())[:1]), dict(list(results.items())[-1:])):
@@ -187,6 +187,6 @@ def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
 def test_a_tick_of_the_picture_never_understates_epsilon() -> None:
     """By hand: the tenth at or above. 1.1 * 10 is 11.000000000000002 in floats, and stays 1.1."""
     pytest.importorskip("matplotlib")
-    from fedlora.experiments.report.budget_plot import _tenth_up
+    from fedlora.experiments.pictures import _tenth_up
 
     assert [_tenth_up(e) for e in (13.603, 8.0, 1.1, 0.02)] == [13.7, 8.0, 1.1, 0.1]

@@ -16,14 +16,14 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from fedlora.experiments.deciding.claims import Family, Question, Score, load_claims
-from fedlora.experiments.deciding.decisions import Answer, Answers
-from fedlora.experiments.deciding.seed_plan import path_of, read_plan
-from fedlora.experiments.deciding.verdicts import Verdict, weigh
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.report.decision_page import decided_part
-from fedlora.experiments.report.map_plots import map_figure
-from fedlora.experiments.tables.decision_words import (
+from fedlora.experiments.claims import Family, Question, Score, load_claims
+from fedlora.experiments.decisions import Answer, Answers
+from fedlora.experiments.seed_plan import path_of, read_plan
+from fedlora.experiments.verdicts import Verdict, weigh
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.report import decided_part
+from fedlora.experiments.pictures import map_figure
+from fedlora.experiments.decision_words import (
     by_score,
     claim_rows,
     headings,
@@ -35,7 +35,7 @@ from fedlora.experiments.tables.decision_words import (
     tally,
     title,
 )
-from fedlora.experiments.tables.decision_words import rows as rows_in_words
+from fedlora.experiments.decision_words import rows as rows_in_words
 from support.command_line import Said, invoke
 from support.cut_claims import cut_claims
 from support.made_results import by_effects, write_runs

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.deciding.claims import check_asked, load_claims
-from fedlora.experiments.deciding.power import powers
-from fedlora.experiments.deciding.seed_plan import rates, read_plan
-from fedlora.experiments.grid.plan import searches
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.stored.results import read_results
-from fedlora.experiments.tables.filled_pages import Stored, filled
+from fedlora.experiments.claims import check_asked, load_claims
+from fedlora.experiments.verdicts import powers
+from fedlora.experiments.seed_plan import rates, read_plan
+from fedlora.experiments.plan import searches
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.result import read_results
+from fedlora.experiments.filled_pages import Stored, filled
 from support.command_line import Said, invoke
 from support.cut_claims import cut_claims
 from support.known_warnings import FUTURE_NAMES

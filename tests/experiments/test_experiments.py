@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.experiments.grid.plan import chosen_value, dead_end, mains, searches
-from fedlora.experiments.grid.spec import Experiment, Tune, load_experiment
-from fedlora.experiments.report.one_page import write_report
-from fedlora.experiments.running.runner import Places, missing, run_all
-from fedlora.experiments.stored.results import Result, read_results, write_result
-from fedlora.experiments.tables.cells import CellScore, difference, paired, score_cells
+from fedlora.experiments.plan import chosen_value, dead_end, mains, searches
+from fedlora.experiments.spec import Experiment, Tune, load_experiment
+from fedlora.experiments.report import write_report
+from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.result import Result, read_results, write_result
+from fedlora.experiments.tables import CellScore, difference, paired, score_cells
 from fedlora.runs.config import parse_config
 from fedlora.runs.own_files import contents, digest_of
 from support.command_line import Said, invoke

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.experiments.grid.spec import load_experiment
+from fedlora.experiments.spec import load_experiment
 from support.command_line import Said, invoke
 from support.cut_claims import cut_claims
 from support.known_warnings import FUTURE_NAMES

@@ -15,13 +15,13 @@ from fedlora.adapters.uploads_together import read_uploads
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.data.text import TextData
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.experiments.grid.merger_settings import resolved, searched_as
-from fedlora.experiments.grid.plan import PlannedRun, chosen_value, mains, searches
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.running.head_alone import head_alone
-from fedlora.experiments.running.mergers import _uploads
-from fedlora.experiments.running.runner import Places, missing, run_all
-from fedlora.experiments.tables.cells import score_cells
+from fedlora.experiments.merger_settings import resolved, searched_as
+from fedlora.experiments.plan import PlannedRun, chosen_value, mains, searches
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.head_alone import head_alone
+from fedlora.experiments.mergers import _uploads
+from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.tables import score_cells
 from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
@@ -221,7 +221,7 @@ def test_heads_apart_are_the_mean_of_each_clients_logits(experiment: Experiment,
     import numpy as np
     from sklearn.linear_model import LogisticRegression
 
-    from fedlora.experiments.running.head_alone import _features
+    from fedlora.experiments.head_alone import _features
 
     run = searches(experiment, "mini")[0]
     facts = places.finished(unclean=True)[run.digest].raw["mergers"]["heads"]

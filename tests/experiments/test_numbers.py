@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.scores.digits import alike, difference_in_words, in_words, places, shown
-from fedlora.experiments.scores.numbers import KNOWN, parse_number, titled
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.cells import CellScore, difference, orders, placings
+from fedlora.experiments.digits import alike, difference_in_words, in_words, places, shown
+from fedlora.experiments.scores import KNOWN, parse_number, titled
+from fedlora.experiments.result import Result
+from fedlora.experiments.tables import CellScore, difference, orders, placings
 from fedlora.runs.config import RunConfig, parse_config
 
 

@@ -15,11 +15,11 @@ import pytest
 
 import fedlora.runs.preparation
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.experiments.grid.other_files import other_files
-from fedlora.experiments.grid.plan import chosen_value, mains, searches
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.running.runner import Places, by_machine, missing, run_all
-from fedlora.experiments.stored.results import Result, read_results
+from fedlora.experiments.plan import other_files
+from fedlora.experiments.plan import chosen_value, mains, searches
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.runner import Places, by_machine, missing, run_all
+from fedlora.experiments.result import Result, read_results
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, rows, save_encoder

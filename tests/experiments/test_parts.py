@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedlora.errors import CheckpointError
-from fedlora.experiments.stored.parts import PARTS, note, noted
+from fedlora.experiments.origin import PARTS, note, noted
 from fedlora.runs.folder import RunFolder
 
 A, B = ({"id": letter * 40, "clean": clean} for letter, clean in (("a", True), ("b", False)))

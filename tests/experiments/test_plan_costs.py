@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedlora.experiments.grid.run_times import examples_of
+from fedlora.experiments.costs import examples_of
 from fedlora.server.sampling import sample_clients
 from support.command_line import invoke
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedlora.experiments.deciding.claims import Claims, Family
-from fedlora.experiments.deciding.power import chance_of_equals, per_cent, powers, smallest_gap
+from fedlora.experiments.claims import Claims, Family
+from fedlora.experiments.verdicts import chance_of_equals, per_cent, powers, smallest_gap
 
 DRAWS = 40_000
 SLACK = 4 * math.sqrt(0.25 / DRAWS)  # four standard errors of a share at most

@@ -10,12 +10,12 @@ from statistics import fmean, stdev
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.report.one_page import write_report
-from fedlora.experiments.running.runner import Places
-from fedlora.experiments.stored.results import Result, write_result
-from fedlora.experiments.tables.prices import price_rows, prices
+from fedlora.experiments.plan import mains
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.report import write_report
+from fedlora.experiments.runner import Places
+from fedlora.experiments.result import Result, write_result
+from fedlora.experiments.tables import price_rows, prices
 from fedlora.runs.attack_words import attacks_of
 from support.command_line import invoke
 from support.made_results import whole

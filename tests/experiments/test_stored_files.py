@@ -14,7 +14,7 @@ import pytest
 
 from fedlora.errors import CheckpointError
 from fedlora.experiments.stored import failures
-from fedlora.experiments.stored.results import read_results, write_result
+from fedlora.experiments.result import read_results, write_result
 from fedlora.experiments.stored.stored_json import read_table
 from support.command_line import Said
 from support.small_world import make, planned, small_world, where
@@ -262,7 +262,7 @@ def test_a_damaged_report_of_a_failure_is_not_taken_for_a_failure(
 
 
 def test_all_stored_results_and_plans_of_this_repository_are_read() -> None:
-    from fedlora.experiments.deciding.seed_plan import read_plan
+    from fedlora.experiments.seed_plan import read_plan
 
     assert len(read_results(ROOT / "results" / "runs")) >= 667
     for path in (ROOT / "results" / "plans").glob("*.json"):

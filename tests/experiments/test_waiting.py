@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.experiments.deciding.seed_plan import history, read_plan
+from fedlora.experiments.seed_plan import history, read_plan
 from support.command_line import Said, invoke
 from support.small_world import CLAIMS, SMALL, make, planned, small_world, where
 
@@ -133,8 +133,8 @@ def test_what_failed_stands_below_the_table(place: Path) -> None:
     the command."""
     import json
 
-    from fedlora.experiments.grid.plan import mains
-    from fedlora.experiments.grid.spec import load_experiment
+    from fedlora.experiments.plan import mains
+    from fedlora.experiments.spec import load_experiment
 
     (place / "claims.toml").write_text(CLAIMS)
     make(place, "same", lambda label, seed: seed > 1)

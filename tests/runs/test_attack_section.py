@@ -68,7 +68,7 @@ def test_every_line_of_metrics_names_the_liars_and_their_numbers(attacked: tuple
 
 
 def test_manifest_summary_and_results_name_it(attacked: tuple[RunFolder, str, str]) -> None:
-    from fedlora.experiments.stored.results import summarise
+    from fedlora.experiments.result import summarise
 
     folder, facts = attacked[0], {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(LIAR)}
     assert folder.read_json("manifest.json")["attack"] == folder.read_json("summary.json")["attack"] == facts

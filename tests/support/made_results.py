@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedlora.experiments.grid.plan import PlannedRun, mains, searches
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.stored.results import read_results, write_result
+from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.result import read_results, write_result
 
 ERRORS = {"factor averages": 0.6, "GLoRA 0.25": 0.5}  # label -> relative error of its mean update, on seed 0
 Rule = Callable[[str, str, int], float]  # label, set-up, seed -> log-loss on the test set

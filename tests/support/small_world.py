@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import load_experiment
-from fedlora.experiments.stored.results import write_result
+from fedlora.experiments.plan import mains
+from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.result import write_result
 from support.command_line import invoke
 from support.made_results import whole
 

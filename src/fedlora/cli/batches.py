@@ -20,8 +20,8 @@ from rich.progress import (
 from fedlora.cli.privacy_rows import where_to_look
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.plan import PlannedRun
-from fedlora.experiments.running.runner import Keeper, Outcome, run_all
+from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.runner import Keeper, Outcome, run_all
 from fedlora.runs.quiet import quiet_libraries
 
 

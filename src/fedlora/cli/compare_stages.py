@@ -20,9 +20,9 @@ from fedlora.cli.screen import can_write, complain, notes, plotted
 from fedlora.cli.seeds import parse_seeds
 from fedlora.cli.tuning import parse_search
 from fedlora.errors import ConfigError, DataError
-from fedlora.experiments.grid.plan import dead_end, mains, searches
-from fedlora.experiments.grid.spec import Experiment, Tune
-from fedlora.experiments.running.comparison import (
+from fedlora.experiments.plan import dead_end, mains, searches
+from fedlora.experiments.spec import Experiment, Tune
+from fedlora.experiments.comparison import (
     AXIS,
     PICTURE,
     PROFILE,
@@ -31,8 +31,8 @@ from fedlora.experiments.running.comparison import (
     check_data,
     comparison,
 )
-from fedlora.experiments.running.runner import missing
-from fedlora.experiments.stored.results import Result
+from fedlora.experiments.runner import missing
+from fedlora.experiments.result import Result
 from fedlora.runs.config import RunConfig, load_config, overridden
 from fedlora.runs.sections import MethodSection
 
@@ -156,7 +156,7 @@ def _print(experiment: Experiment, kept: ComparedRuns, ran: Ran, form: Format) -
 
 def _drawing(found: Found, path: Path) -> Callable[[], list[Path]]:
     def draw() -> list[Path]:
-        from fedlora.experiments.report.plots import plot_comparison
+        from fedlora.experiments.pictures import plot_comparison
 
         return [plot_comparison(found.runs, found.differences, found.which, path)]
 

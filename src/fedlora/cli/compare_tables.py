@@ -10,10 +10,10 @@ from fedlora.cli.compare_runs import Failure
 from fedlora.cli.formats import Sheet
 from fedlora.cli.measures import megabytes
 from fedlora.cli.scores import difference_sheet, direction, score_sheet, widen_lines
-from fedlora.experiments.grid.plan import worst_values
-from fedlora.experiments.running.comparison import AXIS, PROFILE
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.cells import CellScore, Difference, smaller_is_better
+from fedlora.experiments.plan import worst_values
+from fedlora.experiments.comparison import AXIS, PROFILE
+from fedlora.experiments.result import Result
+from fedlora.experiments.tables import CellScore, Difference, smaller_is_better
 from fedlora.runs.attack_words import attacks_of
 
 _PLACES = 5  # so many places have a column of their own on 80 characters

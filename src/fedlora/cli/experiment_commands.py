@@ -38,10 +38,10 @@ from fedlora.cli.screen import Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.core import files
 from fedlora.errors import ConfigError
-from fedlora.experiments.deciding.claims import load_claims
-from fedlora.experiments.deciding.waiting import note_early, open_plans
-from fedlora.experiments.grid.other_files import missing_files, other_files
-from fedlora.experiments.grid.plan import (
+from fedlora.experiments.claims import load_claims
+from fedlora.experiments.decisions import note_early, open_plans
+from fedlora.experiments.plan import missing_files, other_files
+from fedlora.experiments.plan import (
     PlannedRun,
     check_number,
     chosen_value,
@@ -50,16 +50,16 @@ from fedlora.experiments.grid.plan import (
     searches,
     worst_values,
 )
-from fedlora.experiments.grid.runnable import check_runnable
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.report.one_page import write_report
-from fedlora.experiments.running.runner import Outcome, Places, missing
-from fedlora.experiments.scores.numbers import parse_number, titled
-from fedlora.experiments.stored.results import Result, unclean_lines
-from fedlora.experiments.tables.budgets import SIMULATIONS, budget_rows, spendings
-from fedlora.experiments.tables.cells import measured_by, paired, score_cells, without_number
-from fedlora.experiments.tables.filled_pages import Stored, asked_of, failed_here, filled, read_page
-from fedlora.experiments.tables.prices import price_rows, prices
+from fedlora.experiments.plan import check_runnable
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.report import write_report
+from fedlora.experiments.runner import Outcome, Places, missing
+from fedlora.experiments.scores import parse_number, titled
+from fedlora.experiments.result import Result, unclean_lines
+from fedlora.experiments.tables import SIMULATIONS, budget_rows, spendings
+from fedlora.experiments.tables import measured_by, paired, score_cells, without_number
+from fedlora.experiments.filled_pages import Stored, asked_of, failed_here, filled, read_page
+from fedlora.experiments.tables import price_rows, prices
 from fedlora.runs.attack_words import attacks_of
 
 

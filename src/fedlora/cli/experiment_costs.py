@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedlora.cli.screen import Table, console
 from fedlora.errors import counted
-from fedlora.experiments.grid.plan import PlannedRun, mains, searches, waiting
-from fedlora.experiments.grid.run_times import Workload, Workloads, trained_on
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.running.runner import Places
-from fedlora.experiments.stored.results import Result
+from fedlora.experiments.plan import PlannedRun, mains, searches, waiting
+from fedlora.experiments.costs import Workload, Workloads, trained_on
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.runner import Places
+from fedlora.experiments.result import Result
 from fedlora.runs.config import RunConfig
 from fedlora.runs.own_files import named
 from fedlora.training.metrics import generates

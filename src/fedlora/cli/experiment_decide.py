@@ -24,10 +24,10 @@ from fedlora.cli.experiment_files import (
 )  # fmt: skip
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.errors import ConfigError
-from fedlora.experiments.deciding.claims import Claims, Family, check_asked, load_claims
-from fedlora.experiments.deciding.decisions import Answers, answers_from, read_scores
-from fedlora.experiments.deciding.power import per_cent, powers
-from fedlora.experiments.deciding.seed_plan import (
+from fedlora.experiments.claims import Claims, Family, check_asked, load_claims
+from fedlora.experiments.decisions import Answers, answers_from, read_scores
+from fedlora.experiments.verdicts import per_cent, powers
+from fedlora.experiments.seed_plan import (
     check_plan,
     history,
     is_planned,
@@ -40,12 +40,12 @@ from fedlora.experiments.deciding.seed_plan import (
     write_plan,
 )
 from fedlora.experiments.deciding.seed_plan_check import check_content
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.running.runner import Places
-from fedlora.experiments.scores.digits import shown
-from fedlora.experiments.stored.results import unclean_lines
-from fedlora.experiments.tables.decision_words import (
+from fedlora.experiments.plan import mains
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.runner import Places
+from fedlora.experiments.digits import shown
+from fedlora.experiments.result import unclean_lines
+from fedlora.experiments.decision_words import (
     UNITS,
     headings,
     margin_in_words,

@@ -10,10 +10,10 @@ import typer
 
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.left_out import left_out
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.running.runner import Places
-from fedlora.experiments.stored.results import read_results
+from fedlora.experiments.plan import left_out
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.runner import Places
+from fedlora.experiments.result import read_results
 
 Names = Annotated[list[str], typer.Argument(help="names of experiments/NAME.toml, or paths", show_default=False)]
 ProfileName = Annotated[str, typer.Option("--profile", help="of the experiment's file: mini, paper, or another it has")]

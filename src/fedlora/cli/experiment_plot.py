@@ -26,13 +26,13 @@ from fedlora.cli.experiment_files import (
 )  # fmt: skip
 from fedlora.cli.screen import plotted
 from fedlora.errors import ConfigError
-from fedlora.experiments.deciding.claims import load_claims
-from fedlora.experiments.deciding.decisions import Answers
-from fedlora.experiments.deciding.waiting import awaited, open_plans
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.running.runner import Places
-from fedlora.experiments.tables.budgets import spendings
-from fedlora.experiments.tables.decision_words import by_score, margins
+from fedlora.experiments.claims import load_claims
+from fedlora.experiments.decisions import Answers
+from fedlora.experiments.decisions import awaited, open_plans
+from fedlora.experiments.plan import mains
+from fedlora.experiments.runner import Places
+from fedlora.experiments.tables import spendings
+from fedlora.experiments.decision_words import by_score, margins
 
 
 def draw(
@@ -69,10 +69,10 @@ def draw(
         raise ConfigError(f"{one.words} ({one.path}), and nothing of these runs is drawn before all of them are.")
 
     def pictures() -> list[Path]:
-        from fedlora.experiments.report.budget_plot import plot_budgets
-        from fedlora.experiments.report.interval_plots import plot_dots
-        from fedlora.experiments.report.map_plots import plot_map
-        from fedlora.experiments.report.plots import plot_curves
+        from fedlora.experiments.pictures import plot_budgets
+        from fedlora.experiments.pictures import plot_dots
+        from fedlora.experiments.pictures import plot_map
+        from fedlora.experiments.pictures import plot_curves
 
         if experiment.budgets is not None:
             found = spendings(experiment, profile, done, given_up)

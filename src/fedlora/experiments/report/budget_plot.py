@@ -11,9 +11,9 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator, NullLocator
 
-from fedlora.experiments.report.pictures import MUTED
-from fedlora.experiments.report.plots import legend_entry
-from fedlora.experiments.tables.budgets import Spent
+from fedlora.experiments.pictures import MUTED
+from fedlora.experiments.pictures import legend_entry
+from fedlora.experiments.tables import Spent
 from fedlora.runs.drawing import COLOURS, saved, words
 
 _PROMISES_NOTHING = 1000.0  # an epsilon beyond it stands at the picture's edge, by its label

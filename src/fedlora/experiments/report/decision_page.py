@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from fedlora.experiments.deciding.claims import Claims, setup_axis
-from fedlora.experiments.deciding.decisions import Answer, Answers
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.scores.digits import by_spread
-from fedlora.experiments.scores.units import scale
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.cells import score_cells
-from fedlora.experiments.tables.decision_words import (
+from fedlora.experiments.claims import Claims, setup_axis
+from fedlora.experiments.decisions import Answer, Answers
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.digits import by_spread
+from fedlora.experiments.scores import scale
+from fedlora.experiments.result import Result
+from fedlora.experiments.tables import score_cells
+from fedlora.experiments.decision_words import (
     OUT,
     UNITS,
     by_score,
@@ -125,8 +125,8 @@ def _maps(name: str, found: Sequence[Answers]) -> list[object]:
     """A heat map for each score that families go by: one scale has one unit."""
     from markupsafe import Markup
 
-    from fedlora.experiments.report.map_plots import map_figure
-    from fedlora.experiments.report.pictures import inline
+    from fedlora.experiments.pictures import map_figure
+    from fedlora.experiments.pictures import inline
 
     made: list[object] = []
     for score, of in by_score(found).items():
@@ -153,9 +153,9 @@ def set_up_pictures(
     dots with intervals. margins: score -> what is too small to matter, of an experiment that is decided."""
     from markupsafe import Markup
 
-    from fedlora.experiments.report.interval_plots import dots, dots_figure, reach
-    from fedlora.experiments.report.pictures import drawn, inline
-    from fedlora.experiments.report.plots import curve_figure, curve_panels, legend_of
+    from fedlora.experiments.pictures import dots, dots_figure, reach
+    from fedlora.experiments.pictures import drawn, inline
+    from fedlora.experiments.pictures import curve_figure, curve_panels, legend_of
 
     name = f"{experiment.name}-{profile}"
     against = experiment.reference if margins else None

@@ -15,14 +15,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.report.pictures import FAINT, GROUND, INK, MUTED, drawn
-from fedlora.experiments.report.plots import panel_grid, wrapped
-from fedlora.experiments.scores.units import scale
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.cells import Difference, measured_by, paired, score_cells, smaller_is_better
-from fedlora.experiments.tables.chance import chance
+from fedlora.experiments.plan import mains
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.pictures import FAINT, GROUND, INK, MUTED, drawn
+from fedlora.experiments.pictures import panel_grid, wrapped
+from fedlora.experiments.scores import scale
+from fedlora.experiments.result import Result
+from fedlora.experiments.tables import Difference, measured_by, paired, score_cells, smaller_is_better
+from fedlora.experiments.result import chance
 from fedlora.runs.drawing import COLOURS, saved
 
 _REACH = 12.0  # margins from zero to the ends of the scale, at most; what lies beyond stands at the edge, by its number

@@ -11,10 +11,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from fedlora.experiments.deciding.decisions import Answer, Answers
-from fedlora.experiments.report.pictures import FAINT, INK, MUTED, drawn
-from fedlora.experiments.report.plots import wrapped
-from fedlora.experiments.tables.decision_words import MARKS, OUT, UNITS, mark
+from fedlora.experiments.decisions import Answer, Answers
+from fedlora.experiments.pictures import FAINT, INK, MUTED, drawn
+from fedlora.experiments.pictures import wrapped
+from fedlora.experiments.decision_words import MARKS, OUT, UNITS, mark
 from fedlora.runs.drawing import saved
 
 _COLOURS = "PuOr"  # orange to purple: told apart by everybody

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.errors import counted
-from fedlora.experiments.deciding.provenance import notes, used
-from fedlora.experiments.grid.plan import mains, worst_values
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.report.decision_page import set_up_pictures
-from fedlora.experiments.scores.digits import by_spread, rounded, shown, written
-from fedlora.experiments.scores.numbers import parse_number
-from fedlora.experiments.scores.units import capital, explained
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.budgets import SIMULATIONS, budget_rows, spendings
-from fedlora.experiments.tables.cells import (
+from fedlora.experiments.footnotes import notes, used
+from fedlora.experiments.plan import mains, worst_values
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.report import set_up_pictures
+from fedlora.experiments.digits import by_spread, rounded, shown, written
+from fedlora.experiments.scores import parse_number
+from fedlora.experiments.scores import capital, explained
+from fedlora.experiments.result import Result
+from fedlora.experiments.tables import SIMULATIONS, budget_rows, spendings
+from fedlora.experiments.tables import (
     CellScore,
     Difference,
     measured_by,
@@ -25,9 +25,9 @@ from fedlora.experiments.tables.cells import (
     smaller_is_better,
     without_number,
 )
-from fedlora.experiments.tables.chance import chance
-from fedlora.experiments.tables.decision_words import MARKS
-from fedlora.experiments.tables.prices import price_rows, prices
+from fedlora.experiments.result import chance
+from fedlora.experiments.decision_words import MARKS
+from fedlora.experiments.tables import price_rows, prices
 from fedlora.runs.attack_words import attacks_of
 
 
@@ -153,8 +153,8 @@ def _budgets(
 def _budget_pictures(experiment: Experiment, private: Sequence[Any]) -> dict[str, Any]:
     from markupsafe import Markup
 
-    from fedlora.experiments.report.budget_plot import budget_figures
-    from fedlora.experiments.report.pictures import drawn, inline
+    from fedlora.experiments.pictures import budget_figures
+    from fedlora.experiments.pictures import drawn, inline
 
     lines = experiment.budgets.lines if experiment.budgets else ""
     with drawn(9):
