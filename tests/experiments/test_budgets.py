@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.plan import mains
-from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.result import Result, write_result
-from fedlora.experiments.tables import budget_rows, spendings
 from fedlora.experiments.filled_pages import Stored, filled
+from fedlora.experiments.plan import mains
+from fedlora.experiments.result import Result, write_result
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.tables import budget_rows, spendings
 from support.command_line import invoke
 from support.made_results import whole
 
@@ -160,9 +160,9 @@ def test_a_block_that_cannot_be_filled_is_refused(
 def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for result in stored(experiment).values():
-        write_result(tmp_path / "results" / "runs", result.raw)
+        write_result(tmp_path / "results", result.raw)
     (tmp_path / "page.md").write_text(MARKED)
-    where = ("--experiments", tmp_path, "--results", tmp_path / "results" / "runs")
+    where = ("--experiments", tmp_path, "--results", tmp_path / "results")
     said = invoke("experiment", "fill", tmp_path / "page.md", *where).stderr
     assert "filled" in said and "| 6 | 8.00 |" in (tmp_path / "page.md").read_text()
     assert "as it was" in invoke("experiment", "fill", tmp_path / "page.md", *where).stderr
@@ -179,7 +179,7 @@ def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
     """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""
     text = page.read_text(encoding="utf-8")
     assert (
-        filled(text, Stored.read(ROOT / "experiments", ROOT / "results" / "runs", ROOT / "docs" / "claims.toml"))
+        filled(text, Stored.read(ROOT / "experiments", ROOT / "results", ROOT / "docs" / "claims.toml"))
         == text
     )
 

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
+from fedlora.experiments.page_tables import CAPTIONS, KINDS, Source, caption, reservations, table_of
 from fedlora.experiments.plan import mains
-from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.scores import KNOWN
-from fedlora.experiments.scores import SCALES, explained, scale
 from fedlora.experiments.result import Result
-from fedlora.experiments.page_tables import CAPTIONS, caption, reservations
-from fedlora.experiments.page_tables import KINDS, Source, table_of
+from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
+from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.training.metrics import METRICS, score_name
 
 ROOT = Path(__file__).parents[2]

@@ -19,10 +19,10 @@ import pytest
 
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.experiments.plan import chosen_value, dead_end, mains, searches
-from fedlora.experiments.spec import Experiment, Tune, load_experiment
 from fedlora.experiments.report import write_report
-from fedlora.experiments.runner import Places, missing, run_all
 from fedlora.experiments.result import Result, read_results, write_result
+from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.spec import Experiment, Tune, load_experiment
 from fedlora.experiments.tables import CellScore, difference, paired, score_cells
 from fedlora.runs.config import parse_config
 from fedlora.runs.own_files import contents, digest_of
@@ -436,13 +436,13 @@ def test_a_failing_run_is_kept_apart_and_the_others_go_on(
 
 @pytest.fixture(scope="module")
 def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with experiments/ and results/runs/ of a clean checkout."""
+    """A folder with experiments/ and results/ of a clean checkout."""
     root = tmp_path_factory.mktemp("finished")
     (root / "experiments").mkdir()
     model = experiment.run["model"]["path"]
     (root / "experiments" / "tiny.toml").write_text(EXPERIMENT.format(model=model))
     (root / "experiments" / "paper_numbers.toml").write_text('[tiny.skewed]\nFedIT = "50.0 <b>&"\n')
-    places = Places(root / "results" / "runs", root / "work", data_root)
+    places = Places(root / "results", root / "work", data_root)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patched.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
@@ -451,7 +451,7 @@ def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.T
 
 
 def call(root: Path, *args: str) -> Any:
-    where = ["--experiments", root / "experiments", "--results", root / "results/runs", "--work", root / "work"]
+    where = ["--experiments", root / "experiments", "--results", root / "results", "--work", root / "work"]
     return invoke("experiment", *args, *where)
 
 

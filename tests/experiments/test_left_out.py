@@ -52,7 +52,7 @@ def test_every_command_says_what_it_leaves_out(
     place: Path, command: tuple[str, ...], main: Callable[..., Said]
 ) -> None:
     told = [word.replace("PLACE", str(place)) for word in command]
-    where = ["--experiments", place / "experiments", "--results", place / "results" / "runs", "--work", place / "work"]
+    where = ["--experiments", place / "experiments", "--results", place / "results", "--work", place / "work"]
     claims = ["--claims", place / "claims.toml"] if command[0] in ("plan", "plot", "report", "fill") else []
     said = " ".join(main("experiment", *told, *map(str, where), *map(str, claims)).err.split())
     assert "map_rounds, profile pilot: 16 finished runs " in said and "no commit" in said
@@ -64,12 +64,12 @@ def test_decide_says_it_of_the_profile_that_answers(place: Path, main: Callable[
     rounds = load_experiment(place / "experiments" / "map_rounds.toml")
     for name in ("map_once", "map_rounds"):
         write_runs(
-            place / "results" / "runs",
+            place / "results",
             load_experiment(place / "experiments" / f"{name}.toml"),
             "pilot",
             by_effects({}, 0.01),
         )
-    where = ["--experiments", place / "experiments", "--results", place / "results" / "runs", "--work", place / "work"]
+    where = ["--experiments", place / "experiments", "--results", place / "results", "--work", place / "work"]
     where += ["--claims", place / "claims.toml"]
     invoke("experiment", "plan", "map_rounds", *where)
     count = write_runs(place / "work" / "unclean", rounds, "mini", by_effects({}, 0.01))
@@ -80,7 +80,7 @@ def test_decide_says_it_of_the_profile_that_answers(place: Path, main: Callable[
 def test_a_run_that_counts_is_not_left_out(place: Path) -> None:
     """The same digest among the clean results: nothing is missed, and nothing is said."""
     rounds = load_experiment(place / "experiments" / "map_rounds.toml")
-    write_runs(place / "results" / "runs", rounds, "pilot", by_effects({}, 0.01))
-    where = ["--experiments", place / "experiments", "--results", place / "results" / "runs", "--work", place / "work"]
+    write_runs(place / "results", rounds, "pilot", by_effects({}, 0.01))
+    where = ["--experiments", place / "experiments", "--results", place / "results", "--work", place / "work"]
     said = invoke("experiment", "table", "map_rounds", "--profile", "pilot", *where)
     assert said.exit_code == 0 and "left out" not in said.stderr

@@ -15,12 +15,12 @@ from fedlora.adapters.uploads_together import read_uploads
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.data.text import TextData
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.experiments.merger_settings import resolved, searched_as
-from fedlora.experiments.plan import PlannedRun, chosen_value, mains, searches
-from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.head_alone import head_alone
+from fedlora.experiments.merger_settings import resolved, searched_as
 from fedlora.experiments.mergers import _uploads
+from fedlora.experiments.plan import PlannedRun, chosen_value, mains, searches
 from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import score_cells
 from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder

@@ -9,8 +9,8 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import alike, difference_in_words, in_words, places, shown
-from fedlora.experiments.scores import KNOWN, parse_number, titled
 from fedlora.experiments.result import Result
+from fedlora.experiments.scores import KNOWN, parse_number, titled
 from fedlora.experiments.tables import CellScore, difference, orders, placings
 from fedlora.runs.config import RunConfig, parse_config
 

@@ -15,11 +15,10 @@ import pytest
 
 import fedlora.runs.preparation
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.experiments.plan import other_files
-from fedlora.experiments.plan import chosen_value, mains, searches
-from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.runner import Places, by_machine, missing, run_all
+from fedlora.experiments.plan import chosen_value, mains, other_files, searches
 from fedlora.experiments.result import Result, read_results
+from fedlora.experiments.runner import Places, by_machine, missing, run_all
+from fedlora.experiments.spec import Experiment, load_experiment
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, rows, save_encoder
@@ -262,7 +261,7 @@ def test_seeds_as_a_range(bench: Callable[..., Path], tmp_path: Path, main: Call
 
 def test_the_stored_results_of_the_paper_are_found() -> None:
     """By some experiment: named data sets have no files of one's own, and their digests are as they were."""
-    stored = read_results(ROOT / "results" / "runs")
+    stored = read_results(ROOT / "results")
     found = set()
     for path in (ROOT / "experiments").glob("*.toml"):
         if path.stem != "paper_numbers":

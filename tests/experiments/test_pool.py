@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from fedlora.experiments.running import pool
+
 from fedlora.experiments.pool import run_in_processes
 from support.pool_tasks import die_so_often, lives, nothing, sleep_long, square
 

@@ -11,10 +11,10 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.plan import mains
-from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.report import write_report
-from fedlora.experiments.runner import Places
 from fedlora.experiments.result import Result, write_result
+from fedlora.experiments.runner import Places
+from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import price_rows, prices
 from fedlora.runs.attack_words import attacks_of
 from support.command_line import invoke

@@ -12,8 +12,8 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.plan import mains
-from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.privacy import recompute
 from fedlora.runs.config import load_config
 from fedlora.runs.private_simulation import LEDGER, simulated

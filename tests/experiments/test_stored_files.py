@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fedlora.experiments.stored import failures
+from fedlora.experiments.stored.stored_json import read_table
 
 from fedlora.errors import CheckpointError
-from fedlora.experiments.stored import failures
 from fedlora.experiments.result import read_results, write_result
-from fedlora.experiments.stored.stored_json import read_table
 from support.command_line import Said
 from support.small_world import make, planned, small_world, where
 
@@ -79,7 +79,7 @@ def changed(path: Path, keys: str, value: object) -> None:
     ],
 )  # fmt: skip
 def test_a_changed_result_is_named_with_its_key_and_value(place: Path, keys: str, value: object, says: str) -> None:
-    path = next((place / "results" / "runs").glob("*.json"))
+    path = next((place / "results").glob("*.json"))
     changed(path, keys, value)
     with pytest.raises(CheckpointError) as refused:
         read_results(path.parent)
@@ -89,7 +89,7 @@ def test_a_changed_result_is_named_with_its_key_and_value(place: Path, keys: str
 
 def test_test_scores_agree_with_what_else_tells_of_them(place: Path) -> None:
     """The best round is the last one: one state, one score. Three of four right is an accuracy of 0.75."""
-    path = next((place / "results" / "runs").glob("*.json"))
+    path = next((place / "results").glob("*.json"))
     changed(path, "best_round", 2)
     read_results(path.parent)
     changed(path, "test/best/loss", 0.123)
@@ -144,7 +144,7 @@ def test_files_that_are_none_are_one_line_in_every_command(
     content, says = NO_JSON[what]
     if name == "decide":
         planned(place)
-    odd = place / "results" / "runs" / "0000000000000000.json"
+    odd = place / "results" / "0000000000000000.json"
     odd.write_bytes(content)
     assert says in call(main, place, name).error()
     odd.unlink()
@@ -159,7 +159,7 @@ def test_files_that_are_none_are_one_line_in_every_command(
 def test_links_in_a_circle_folders_and_pipes_are_one_line(place: Path, main: Callable[..., Said]) -> None:
     import os
 
-    odd = place / "results" / "runs" / "x.json"
+    odd = place / "results" / "x.json"
     odd.symlink_to(odd)
     assert "x.json cannot be used" in call(main, place, "table").error()
     odd.unlink()
@@ -213,7 +213,7 @@ def test_a_changed_plan_is_refused_where_verdicts_or_its_numbers_are_shown(
 
 def test_a_plan_is_not_believed_when_its_pilot_is_another_one(place: Path, main: Callable[..., Said]) -> None:
     planned(place)
-    for path in (place / "results" / "runs").glob("*.json"):
+    for path in (place / "results").glob("*.json"):
         raw = json.loads(path.read_text())
         if raw["config"]["run"]["seed"] == 11 and raw["method"] == "glora":
             changed(path, "test/last/loss", 0.7)
@@ -222,7 +222,7 @@ def test_a_plan_is_not_believed_when_its_pilot_is_another_one(place: Path, main:
 
 def test_a_plan_without_its_pilot_is_said_to_be_unchecked(place: Path, main: Callable[..., Said]) -> None:
     planned(place)
-    for path in (place / "results" / "runs").glob("*.json"):
+    for path in (place / "results").glob("*.json"):
         path.unlink()
     make(place, "mini")
     assert "not checked: its pilot" in call(main, place, "decide").out.replace("\n", " ")
@@ -230,7 +230,7 @@ def test_a_plan_without_its_pilot_is_said_to_be_unchecked(place: Path, main: Cal
 
 
 def test_a_result_that_would_be_refused_is_not_written(tmp_path: Path, place: Path) -> None:
-    raw = dict(next(iter(read_results(place / "results" / "runs").values())).raw)
+    raw = dict(next(iter(read_results(place / "results").values())).raw)
     with pytest.raises(CheckpointError, match="rounds is 7"):
         write_result(tmp_path / "new", {**raw, "rounds": 7})
     assert not (tmp_path / "new").exists()
@@ -243,7 +243,7 @@ def test_numbers_that_a_run_is_known_by_are_not_rounded(tmp_path: Path, place: P
     experiment = place / "experiments" / "small.toml"
     experiment.write_text(experiment.read_text().replace("[run.run]", "[run.train]\nlr = 0.00123456789\n[run.run]"))
     (digest, *_) = make(place, "mini")
-    assert read_results(place / "results" / "runs")[digest].raw["config"]["train"]["lr"] == 0.00123456789
+    assert read_results(place / "results")[digest].raw["config"]["train"]["lr"] == 0.00123456789
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"error": 1}', b"\xff", b'{"error": "x", "by_machine": 1}'])
@@ -255,7 +255,7 @@ def test_a_damaged_report_of_a_failure_is_not_taken_for_a_failure(
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     assert "fedlora experiment retry" in call(main, place, "table").error()
-    kept = failures.path_of(place / "results" / "runs") / path.name
+    kept = failures.path_of(place / "results") / path.name
     kept.parent.mkdir()
     path.rename(kept)
     assert "or delete it" in call(main, place, "table").error()
@@ -264,6 +264,6 @@ def test_a_damaged_report_of_a_failure_is_not_taken_for_a_failure(
 def test_all_stored_results_and_plans_of_this_repository_are_read() -> None:
     from fedlora.experiments.seed_plan import read_plan
 
-    assert len(read_results(ROOT / "results" / "runs")) >= 667
+    assert len(read_results(ROOT / "results")) >= 667
     for path in (ROOT / "results" / "plans").glob("*.json"):
         assert read_plan(path)["experiment"] == path.stem

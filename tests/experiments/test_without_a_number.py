@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
+from fedlora.experiments.page_tables import Source, reservations, table_of
 from fedlora.experiments.plan import mains
-from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.result import Result
-from fedlora.experiments.page_tables import reservations
+from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.tables import CellScore, orders, paired, placings, score_cells, without_number
-from fedlora.experiments.page_tables import Source, table_of
 from support.made_results import whole
 
 EXPERIMENT = """title = "t"

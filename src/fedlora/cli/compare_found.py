@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.spec import Experiment
 from fedlora.experiments.comparison import AXIS, PROFILE
-from fedlora.experiments.scores import titled
 from fedlora.experiments.result import Result
+from fedlora.experiments.scores import titled
+from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import (
     CellScore,
     Difference,

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.cli.formats import Sheet
-from fedlora.experiments.plan import at_the_edge
-from fedlora.experiments.spec import Experiment
 from fedlora.experiments.digits import difference_in_words, shown
+from fedlora.experiments.plan import at_the_edge
 from fedlora.experiments.scores import parse_number
+from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import CellScore, Difference
 
 

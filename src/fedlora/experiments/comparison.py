@@ -2,8 +2,7 @@
 
 OUT/METHOD/seed-0                       with a search: OUT/METHOD/train.lr=0.003/seed-0
 OUT/METHOD/search/train.lr=0.003/seed-1000
-
-A run is found by its configuration's digest, wherever in OUT it lies; where it has to be made, it gets these names.
+OUT/results.jsonl                       the finished runs (`fedlora.results`)
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from typing import Any
 
 from fedlora.core import echo, files
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError, counted
-from fedlora.experiments.plan import PlannedRun, check_number
-from fedlora.experiments.spec import Experiment, Profile, Tune
-from fedlora.experiments.runner import failure_report
 from fedlora.experiments.digits import shown
-from fedlora.experiments.result import Result, summarise
+from fedlora.experiments.plan import PlannedRun, check_number
+from fedlora.experiments.result import Result
+from fedlora.experiments.runner import Places, failure_report
+from fedlora.experiments.spec import Experiment, Profile, Tune
+from fedlora.experiments.store import data_of, gather, read_results
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
@@ -33,6 +33,7 @@ PROFILE = "comparison"  # the one that a comparison's experiment has
 AXIS = "method"
 SEARCH_SEED = 1000
 PICTURE = "comparison.png"  # in OUT
+RESULTS = "results"  # .jsonl, in OUT
 _FAILURES = "failures"
 _DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
 
@@ -90,20 +91,25 @@ def comparison(
 
 
 @dataclass(frozen=True)
-class ComparedRuns:
-    """The folder of a comparison: keeps runs for `runner.run_all`. tuned_key: what is searched, for the names."""
+class ComparedRuns(Places):
+    """The folder of a comparison, OUT: its runs by their names, their results in one file, whatever code made them.
+    tuned_key: what is searched, for the names."""
 
-    root: Path
-    data_root: Path | None = None
     tuned_key: str | None = None
 
+    @classmethod
+    def at(cls, root: Path, data_root: Path | None = None, tuned_key: str | None = None) -> ComparedRuns:
+        return cls(root, root, data_root, tuned_key)
+
     def folder(self, run: PlannedRun) -> RunFolder:
-        named = RunFolder(self.root / self._name(run))
+        """By its name, or wherever a run of its digest is: names change with --tune."""
+        named = RunFolder(self.work / self._name(run))
         if _digest(named) == run.digest:
             return named
         return next((folder for folder in self.folders() if _digest(folder) == run.digest), named)
 
     def classes(self, run: PlannedRun) -> tuple[str, ...]:
+        """Also of another run on the same data, with which this one is compared."""
         data = json.loads(run.config.canonical())["data"]
         alike = (folder for folder in self.folders() if _data(folder) == data)
         return next(filter(None, map(stored_classes, [self.folder(run), *alike])), ())
@@ -111,7 +117,7 @@ class ComparedRuns:
     def folders(self) -> Iterator[RunFolder]:
         """Every run that is there, finished or not."""
         for depth in _DEPTHS:
-            for path in sorted(self.root.glob(f"{depth}/manifest.json")):
+            for path in sorted(self.work.glob(f"{depth}/manifest.json")):
                 yield RunFolder(path.parent)
 
     def check_place(self, methods: Collection[str]) -> None:
@@ -121,40 +127,37 @@ class ComparedRuns:
         Raises:
             ConfigError: the folder holds other files, and no run.
         """
-        if not self.root.is_dir() or next(self.folders(), None) is not None:
+        if not self.work.is_dir() or next(self.folders(), None) is not None:
             return
-        found = sorted(os.listdir(self.root))
-        theirs = [name for name in found if name not in {_FAILURES, *map(folder_name, methods)}]
+        found = sorted(os.listdir(self.work))
+        theirs = [name for name in found if name not in {_FAILURES, ".locks", *map(folder_name, methods)}]
         if theirs:
             entries = counted(len(found), "entry", "entries")
             raise ConfigError(
-                f"{echo.shown(self.root)} is not empty and holds no run: {entries}, the first that is not of a "
+                f"{echo.shown(self.work)} is not empty and holds no run: {entries}, the first that is not of a "
                 f"comparison is {echo.quoted(theirs[0])}. Its {PICTURE} could be written over. Nothing "
                 f"was written. Name a new or an empty directory with --out."
             )
 
-    def finished(self, *, unclean: bool = False) -> dict[str, Result]:
-        """Digest -> result of every finished run. `unclean` makes no difference: they are all of one folder."""
-        done: dict[str, Result] = {}
-        for folder in self.folders():
-            digest = _digest(folder)
-            if folder.finished() and digest is not None and (told := _summarised(folder)) is not None:
-                done.setdefault(digest, Result(digest, told))
-        return done
+    def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
+        """Digest -> result of every finished run whose folder is whole. `unclean` makes no difference."""
+        there = {_digest(folder) for folder in self.folders() if folder.finished() and folder.whole()}
+        return {digest: result for digest, result in read_results(self.results).items() if digest in there}
+
+    def done(self, run: PlannedRun) -> bool:
+        return self.folder(run).finished() and run.digest in read_results(self.results)
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
-        """The run's folder is its result."""
-        self._failure(run).unlink(missing_ok=True)
+        gather(self.results, RESULTS, self.summary(run, wall_seconds))
+        self.failure(run).unlink(missing_ok=True)
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
         """A failure that is no refusal of ours is kept with its traceback; that of a refusal helps nobody."""
         if not isinstance(error, FedLoRAError):
-            path = self._failure(run)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write(path, failure_report(run, error))
+            files.write(self.failure(run), failure_report(run, error))
 
-    def _failure(self, run: PlannedRun) -> Path:
-        return self.root / _FAILURES / f"{'_'.join(self._name(run).parts)}.json"
+    def failure(self, run: PlannedRun) -> Path:
+        return self.work / _FAILURES / f"{'_'.join(self._name(run).parts)}.json"
 
     def _name(self, run: PlannedRun) -> Path:
         search = ["search"] if run.searching else []
@@ -169,8 +172,8 @@ def check_data(runs: Sequence[PlannedRun], results: Mapping[str, Result], places
     for run in runs:
         if run.digest in results and run.seed not in seen:
             seen.add(run.seed)
-            now = data_facts(deal(run.config, places.data_root, places.classes(run)))
-            if other := _other(results[run.digest].raw["data"], now):
+            now = data_of(data_facts(deal(run.config, places.data_root, places.classes(run))))
+            if other := _other(results[run.digest].data, now):
                 raise ConfigError(
                     f"{run.label} is finished, and its {other} data are not those that there are now: a file has "
                     f"changed since, and the two cannot be compared. Put the old file back, or choose another --out."
@@ -185,14 +188,14 @@ def check_alike(runs: Mapping[str, Mapping[int, Result]]) -> None:
     for label, by_seed in runs.items():
         for seed, result in by_seed.items():
             one = one or (label, seed, result)
-            if one[2].raw["model_sha256"] != result.raw["model_sha256"]:
+            if one[2].model != result.model:
                 raise ConfigError(
                     f"{one[0]}, seed {one[1]}, and {label}, seed {seed}, had another model: its files have changed "
                     f"between these runs, and they cannot be compared. Delete the folders of the older ones and go on "
                     f"with --resume, or choose another --out."
                 )
             theirs, their = first.setdefault(seed, (label, result))
-            other = _other(their.raw["data"], result.raw["data"])
+            other = _other(their.data, result.data)
             if other:
                 raise ConfigError(
                     f"{theirs} and {label} had another {other} data on seed {seed}: a file has changed between these "
@@ -209,18 +212,6 @@ def _other(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
 def folder_name(label: str) -> str:
     """A label as the name of a folder."""
     return label.replace(" ", "_").replace(":", ".").replace("/", "-")
-
-
-def _summarised(folder: RunFolder) -> dict[str, Any] | None:
-    """A finished run's result; None where a part of it is gone, so that the run has to make it again."""
-    try:
-        return summarise(folder, 0.0) if folder.whole() else None
-    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
-        why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            f"the finished run in {folder.path} cannot be read ({why.rstrip('.')}). Delete that folder, and --resume "
-            f"runs it again."
-        ) from error
 
 
 def _digest(folder: RunFolder) -> str | None:

@@ -96,8 +96,8 @@ def examples_of(config: RunConfig, sizes: Mapping[str, int] | None = None) -> in
     """How many examples a run's clients train on, over all rounds; of a private run, whose draw is secret, the expected
     number.
 
-    sizes: client -> how many examples it has. Without them each takes whole batches, which is the most that it can; None
-    where it trains by epochs, which the data alone can count.
+    sizes: client -> how many examples it has. Without them each takes whole batches, which is the most that it can;
+    None where it trains by epochs, which the data alone can count.
     """
     train, run = config.train, config.run
     if sizes is None:

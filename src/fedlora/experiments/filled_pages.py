@@ -35,7 +35,16 @@ from fedlora.experiments.decisions import Answers, answers_from
 from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
 from fedlora.experiments.plan import PlannedRun, mains, searches
 from fedlora.experiments.result import Result
-from fedlora.experiments.seed_plan import SeedPlan, Waiting, awaited, check_plan, open_plans, path_of, read_plan, runs_of
+from fedlora.experiments.seed_plan import (
+    SeedPlan,
+    Waiting,
+    awaited,
+    check_plan,
+    open_plans,
+    path_of,
+    read_plan,
+    runs_of,
+)
 from fedlora.experiments.spec import Experiment, load_all, load_experiment
 from fedlora.experiments.store import exists, read_failed, read_results
 

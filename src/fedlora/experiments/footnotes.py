@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fedlora.experiments.claims import Claims, Family, setup_axis
+from fedlora.experiments.digits import shown
 from fedlora.experiments.merger_settings import ALONE
 from fedlora.experiments.plan import PlannedRun, at_the_edge, mains
-from fedlora.experiments.spec import Experiment
-from fedlora.experiments.digits import shown
-from fedlora.experiments.scores import parse_number
 from fedlora.experiments.result import Result
+from fedlora.experiments.scores import parse_number
+from fedlora.experiments.spec import Experiment
 
 Used = Sequence[tuple[PlannedRun, Result]]
 _FIRST_GRID = (1e-3, 10.0)  # of C, in results that do not say what was tried

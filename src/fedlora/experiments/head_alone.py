@@ -24,7 +24,9 @@ from fedlora.runs.preparation import Prepared
 from fedlora.training.encoding import collate, encode
 
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0)  # scikit-learn's C
-_known: dict[tuple[str, ...], Tensor] = {}  # (model, text) -> its features: one process makes many runs on one model
+# Text -> its features, of the model that was used last: one process makes many runs on one model.
+_known: dict[tuple[str, ...], Tensor] = {}
+_of: list[tuple[str, ...]] = []  # that model
 
 
 def head_alone(
@@ -98,8 +100,11 @@ def _features(prepared: Prepared, data: TextData) -> Any:
     config, model = prepared.config, prepared.model
     content = ",".join(f"{name}={digest}" for name, digest in sorted(prepared.manifest["model"]["sha256"].items()))
     pairs = data.pair or [""] * len(data)
-    told = content, config.model.path, str(config.data.max_length)
-    keys = [(*told, *both) for both in zip(data.text, pairs, strict=True)]
+    told = (content, config.model.path, str(config.data.max_length))
+    if _of != [told]:
+        _known.clear()
+        _of[:] = [told]
+    keys = list(zip(data.text, pairs, strict=True))
     new = [k for k, key in enumerate(keys) if key not in _known]
     if new:
         seed = prepared.seed_adapter

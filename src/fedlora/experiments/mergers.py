@@ -20,8 +20,8 @@ from fedlora.analysis.audit import mean_update, relative_difference
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Upload
 from fedlora.errors import CheckpointError, counted
-from fedlora.experiments.merger_settings import ALONE, HEAD, HEADS, LEAST_ERROR, NOTHING, SHRUNK, Merger, method_of
 from fedlora.experiments.head_alone import head_alone, no_adapter
+from fedlora.experiments.merger_settings import ALONE, HEAD, HEADS, LEAST_ERROR, NOTHING, SHRUNK, Merger, method_of
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared

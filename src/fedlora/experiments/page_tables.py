@@ -295,8 +295,9 @@ def _seeds(source: Source) -> Table:
         f"spread, if gaps are normal: the smallest difference that they show in {cases}, and how often they find equal "
         f"methods equivalent."
     )
-    return Table(["family", "largest spread of a gap in the pilot", "seeds that it takes", "seeds planned",
-                  "smallest gap that these show", "chance that equals are found equivalent"], rows, caption)  # fmt: skip
+    columns = ["family", "largest spread of a gap in the pilot", "seeds that it takes", "seeds planned",
+               "smallest gap that these show", "chance that equals are found equivalent"]  # fmt: skip
+    return Table(columns, rows, caption)
 
 
 def _piloted(experiment: Experiment, family: Family, spreads: Mapping[str, float]) -> Mapping[str, float]:

@@ -21,8 +21,8 @@ from fedlora.core.messages import Client
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.experiments.digits import shown
 from fedlora.experiments.merger_settings import check_run, resolved, searched_as
-from fedlora.experiments.scores import parse_number
 from fedlora.experiments.result import Result
+from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
 from fedlora.runs.own_files import MISSING, contents, digest_of, named, own_paths
@@ -37,8 +37,8 @@ Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
 class PlannedRun:
     """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
     files: key -> content of its own data and model, where it is known by these (`own_files.contents`). mergers: label
-    -> settings of what is made of its uploads (`mergers`); of one cell the one label that it stands for. experiment: the
-    one that asks for it, whose file its result goes to."""
+    -> settings of what is made of its uploads (`mergers`); of one cell the one label that it stands for. experiment:
+    the one that asks for it, whose file its result goes to."""
 
     cell: Cell
     seed: int
@@ -356,7 +356,9 @@ def unfit(config: RunConfig) -> str | None:
     try:
         server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
         names = [str(k) for k in range(clients_of(config))]
-        ranks = {r for r in config.clients.assigned(names, config.run.seed).values() if isinstance(r, int)} if names else []
+        ranks = (
+            {r for r in config.clients.assigned(names, config.run.seed).values() if isinstance(r, int)} if names else []
+        )
         if ranks:  # a model of one square matrix says whether the method serves them
             size = max(ranks)
             state = server.init(Adapter({"any": LoRA(torch.zeros(size, size), torch.eye(size))}))
@@ -395,7 +397,9 @@ def other_files(runs: Sequence[PlannedRun], results: Mapping[str, Result]) -> li
     found: Counter[tuple[str, str, str, str]] = Counter()
     for result in results.values() if wanted else ():
         run = wanted.get(result.settings.digest()) if result.files else None
-        for key, here in run.files.items() if run is not None else ():
+        if run is None:
+            continue
+        for key, here in run.files.items():
             if result.files.get(key) != here != MISSING:
                 found[key, own_paths(run.config)[key], result.files.get(key, ""), here] += 1
     return missing_files(list(wanted.values())) + [

@@ -1,13 +1,13 @@
 """Tasks in processes of their own: one that dies costs its task a second try and the other tasks nothing.
 
 Each process is a `ProcessPoolExecutor` of one worker, so that a dead one says whose task it was. Interrupts reach the
-parent alone, which ends them; and they end by themselves when the parent is gone, also in the middle of a task.
+parent alone, which ends them; the system ends them when the parent is gone, also in the middle of a task.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
-import os
 import signal
 import threading
 from collections import Counter, deque
@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 _TRIES = 2
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LOOK = 0.3  # seconds between two looks at what runs
 
 
@@ -132,13 +133,6 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _started(begin: Callable[[], None]) -> None:
-    """In a new process."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """In a new process: it ends when the one that started it does, also in the middle of a task."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # what was finished is stored, whole
     begin()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)  # what was finished is stored, whole

@@ -1,7 +1,7 @@
 """What a finished run left: one value, and the numbers that runs are compared by.
 
-A line of a results file (`store`) is one of these. It names no path and, but for `machine`, `parts` and times, nothing of
-where it was made. Keys of a run's summary that no table asks for are not in it; they stand in the run's folder.
+A line of a results file (`store`) is one of these. It names no path and, but for `machine`, `parts` and times, nothing
+of where it was made. Keys of a run's summary that no table asks for are not in it; they stand in the run's folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedlora.training.metrics import by_guessing, find_metric, is_better
 PADDED = "padded-average"  # the method whose error every run measures on its own uploads
 ABSENT: Literal["absent"] = "absent"  # of a client that a round did not ask, or a score that it did not measure
 Scores = dict[str, float | None]  # score -> value; None: the run diverged
-Columns = dict[str, list[float | None | Literal["absent"]]]
+Columns = dict[str, list[float | Literal["absent"] | None]]
 
 
 class Part(BaseModel):
@@ -139,7 +139,9 @@ class History(Part):
     def curve(self, score: str) -> dict[int, float]:
         """Round -> the score on validation; NaN where the run had diverged."""
         values = self.metrics.get(score, [])
-        return {r: float("nan") if x is None else x for r, x in zip(self.evaluated, values, strict=False) if x != ABSENT}
+        return {
+            r: float("nan") if x is None else x for r, x in zip(self.evaluated, values, strict=False) if x != ABSENT
+        }
 
 
 class Result(Part):
@@ -148,8 +150,8 @@ class Result(Part):
     digest: of its configuration. config: what differs from the defaults, with the names of its own files. files: key ->
     content of its own data and model, where it has some. target: whose model was measured, "server" or "clients".
     probes: further test sets. categories: task -> its category. ranks, examples: of each client. held_out, data, model:
-    how many examples the held-out sets have, and digests of the data's parts and of the model. bytes, seconds: sums over
-    rounds. padded_error, gauge_drift: of the last round, relative. of: the merger that it stands for (`merged`).
+    how many examples the held-out sets have, and digests of the data's parts and of the model. bytes, seconds: sums
+    over rounds. padded_error, gauge_drift: of the last round, relative. of: the merger that it stands for (`merged`).
     """
 
     digest: str
@@ -361,7 +363,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
 
 def _row(columns: Columns, k: int) -> Scores:
     found = {name: column[k] for name, column in columns.items()}
-    return {name: x for name, x in found.items() if x != ABSENT}  # type: ignore[misc]
+    return {name: x for name, x in found.items() if x != ABSENT}
 
 
 def _number(value: float | None) -> float:

@@ -1,7 +1,12 @@
-"""Run what is missing of an experiment: finished runs are skipped, interrupted ones resumed, failures kept apart."""
+"""Run what is missing of an experiment: finished runs are skipped, interrupted ones resumed, failures kept apart.
+
+Several processes may run one experiment in one folder: a run is one process's at a time, and who finds it taken does
+the others first, then waits for it.
+"""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import time
@@ -12,21 +17,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from fedlora.runs.preparation import Prepared
 
+from filelock import FileLock, Timeout
+
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError, DataError, FedLoRAError, WorkerDied
-from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
-from fedlora.experiments.spec import Experiment
-from fedlora.experiments.pool import run_in_processes
-from fedlora.experiments.stored import failures
 from fedlora.experiments.origin import is_clean, made_by, note
-from fedlora.experiments.result import MERGERS, Result, read_results, summarise, write_result
+from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
+from fedlora.experiments.pool import run_in_processes
+from fedlora.experiments.result import Result
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.store import MERGERS, forget_failed, gather, note_failed, read_failed, read_results, summarise
 from fedlora.runs import manifest, resuming
 from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
@@ -36,28 +43,6 @@ from fedlora.runs.quiet import quiet_libraries
 
 Tick = Callable[[PlannedRun, int], None]
 _OF_THE_MACHINE = (OSError, MemoryError, CheckpointError, WorkerDied, BrokenProcessPool, torch.OutOfMemoryError)
-
-
-class Keeper(Protocol):
-    """Knows where runs and their results are. `Places` is one for experiments, `comparison.Comparison` another."""
-
-    @property
-    def data_root(self) -> Path | None: ...
-
-    def folder(self, run: PlannedRun) -> RunFolder:
-        """Where the run is, or will be."""
-
-    def classes(self, run: PlannedRun) -> tuple[str, ...]:
-        """The classes that the run was begun with, or another that it is compared with; empty where none was."""
-
-    def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
-        """Digest -> result; with `unclean`, also those of a changed checkout."""
-
-    def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
-        """Note a finished run. wall_seconds: of its training; None where it was trained before."""
-
-    def failed(self, run: PlannedRun, error: Exception) -> None:
-        """Note a failed run."""
 
 
 @dataclass(frozen=True)
@@ -74,83 +59,98 @@ class Places:
         return self.work / "unclean"
 
     def folder(self, run: PlannedRun) -> RunFolder:
+        """Where the run is, or will be."""
         return RunFolder(self.work / "runs" / run.digest)
 
     def classes(self, run: PlannedRun) -> tuple[str, ...]:
+        """The classes that the run was begun with; empty where it was not."""
         return resuming.stored_classes(self.folder(run))
 
-    def failure(self, digest: str) -> Path:
-        return self.work / "failures" / f"{digest}.json"
+    def failure(self, run: PlannedRun) -> Path:
+        """What went wrong here, with the traceback."""
+        return self.work / "failures" / f"{run.digest}.json"
 
-    @property
-    def failures(self) -> Path:
-        """Of a clean checkout, beside the results."""
-        return failures.path_of(self.results)
+    def lock(self, run: PlannedRun) -> FileLock:
+        """Held by the process that runs it."""
+        place = self.work / ".locks"
+        place.mkdir(parents=True, exist_ok=True)
+        return FileLock(place / run.digest)
 
-    def finished(self, *, unclean: bool = False) -> dict[str, Result]:
+    def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
         """Digest -> result; with `unclean`, also those of a changed checkout, and the mergers that one made."""
         found = read_results(self.results)
         if not unclean:
             return found
-        changed = read_results(self.unclean, mixed=True)
+        changed = read_results(self.unclean)
         both = {digest: found[digest].with_mergers_of(changed[digest]) for digest in found if digest in changed}
         return {**changed, **found, **both}
+
+    def done(self, run: PlannedRun) -> bool:
+        """Whether nothing of the run is left to do."""
+        return run.left(self.finished(unclean=True)) is None
 
     def given_up(self) -> dict[str, str]:
         """Digest -> why, of the runs that failed by themselves, here or where the results were made. What the machine
         failed says nothing of the run."""
-        return failures.kept(self.failures) | failures.reported(self.work / "failures")
+        here = {digest: said["error"] for digest, said in self._reports().items() if not said["by_machine"]}
+        return read_failed(self.results) | here
 
     def reports(self) -> dict[str, str]:
         """Digest -> why, of all that failed here, the machine's failures too, and is not noted beside the results."""
-        known = failures.kept(self.failures)
-        found = failures.reported(self.work / "failures", machine=True)
-        return {digest: why for digest, why in found.items() if digest not in known}
+        known = read_failed(self.results)
+        return {digest: said["error"] for digest, said in self._reports().items() if digest not in known}
+
+    def _reports(self) -> dict[str, Any]:
+        found = {path.stem: json.loads(path.read_bytes()) for path in sorted((self.work / "failures").glob("*.json"))}
+        return {digest: {**said, "error": said["error"].partition("\n")[0]} for digest, said in found.items()}
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
+        """Gather a finished run. wall_seconds: of its training; None where it was trained before."""
+        result = self.summary(run, wall_seconds)
+        clean = {label: one for label, one in result.mergers.items() if one.made is None or one.made.clean}
+        trained_clean = result.commit is not None and result.commit.clean
+        if trained_clean and (clean or not result.mergers):
+            gather(self.results, run.experiment, result.model_copy(update={"mergers": clean}))
+        if not trained_clean or len(clean) < len(result.mergers):
+            gather(self.unclean, run.experiment, result)
+        self.failure(run).unlink(missing_ok=True)
+        if trained_clean:
+            forget_failed(self.results, {run.digest})
+
+    def summary(self, run: PlannedRun, wall_seconds: float | None) -> Result:
+        """The run's folder as a result, known as it was planned: wherever its files and its ledger were."""
         if wall_seconds is None:
             known = self.finished(unclean=True).get(run.digest)
-            wall_seconds = known.raw["wall_seconds"] if known is not None else 0.0
-        result = summarise(self.folder(run), wall_seconds)
-        # As it was planned, so that neither the result nor what finds it depends on where files and ledger were.
-        result |= {"digest": run.digest, "config": json.loads(named(run.config).canonical())}
-        if run.files:
-            result["files"] = dict(run.files)
-        mergers: dict[str, Any] = result.pop("mergers", {})
-        clean = {label: facts for label, facts in mergers.items() if is_clean(facts.get("commit", result["commit"]))}
-        trained_clean = is_clean(result["commit"])
-        if trained_clean and (clean or not mergers):
-            write_result(self.results, result | ({"mergers": clean} if clean else {}))
-        if not trained_clean or len(clean) < len(mergers):
-            write_result(self.unclean, result | ({"mergers": mergers} if mergers else {}))
-        self.failure(run.digest).unlink(missing_ok=True)
-        if trained_clean:
-            (self.failures / f"{run.digest}.json").unlink(missing_ok=True)
+            wall_seconds = known.wall_seconds if known is not None else 0.0
+        found = summarise(self.folder(run), named(run.config), wall_seconds)
+        return found.model_copy(update={"digest": run.digest, "files": dict(run.files)})
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
-        files.write(self.failure(run.digest), failure_report(run, error))
+        """Note a failed run; beside the results where it failed by itself, in a clean checkout."""
+        files.write(self.failure(run), failure_report(run, error))
         commit = manifest.commit_of_code()
         if commit and is_clean(commit) and not by_machine(error) and not isinstance(error, ConfigError | DataError):
-            told = {"digest": run.digest, "label": run.label, "error": type(error).__name__, "commit": commit}
-            files.write(self.failures / f"{run.digest}.json", json.dumps(told, indent=1, sort_keys=True) + "\n")
+            told = {"label": run.label, "error": type(error).__name__, "commit": commit}
+            note_failed(self.results, run.digest, told)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of one run. error: one line, or None. unfit: the configuration cannot be run, with any seed.
-    by_machine: it is not the configuration that failed, but what it ran on."""
+    by_machine: it is not the configuration that failed, but what it ran on. busy: another process has it."""
 
     run: PlannedRun
     seconds: float
     error: str | None
     unfit: bool = False
     by_machine: bool = False
+    busy: bool = False
 
 
 def missing(
     experiment: Experiment,
     profile: str,
-    places: Keeper,
+    places: Places,
     seeds: Sequence[int] | None = None,
     failed: Collection[str] = (),
 ) -> list[PlannedRun]:
@@ -167,7 +167,7 @@ def missing(
 
 def run_all(
     runs: Sequence[PlannedRun],
-    places: Keeper,
+    places: Places,
     *,
     workers: int = 1,
     tick: Tick | None = None,
@@ -180,10 +180,25 @@ def run_all(
         tick: called with a run and its newest round.
         wanted: asked before a run is started; one that is not wanted is left out.
     """
+    for wait in (False, True):
+        taken: list[PlannedRun] = []
+        for outcome in _once(runs, places, workers, tick, wanted, wait):
+            if outcome.busy:
+                taken.append(outcome.run)
+            else:
+                yield outcome
+        runs = taken
+
+
+def _once(
+    runs: Sequence[PlannedRun], places: Places, workers: int, tick: Tick | None, wanted: Callable[[PlannedRun], bool],
+    wait: bool,
+) -> Generator[Outcome, None, None]:  # fmt: skip
+    """Each run once. wait: for those that another process has."""
     if workers == 1:
         for run in runs:
             if wanted(run):
-                yield _one(places, run, tick)
+                yield _one(places, wait, run, tick)
         return
 
     def watch(running: Sequence[PlannedRun]) -> None:
@@ -191,7 +206,7 @@ def run_all(
             for run in running:
                 tick(run, len(places.folder(run).metrics()))
 
-    function = partial(_one, places)
+    function = partial(_one, places, wait)
     for run, result in run_in_processes(function, runs, workers, begin=quiet_libraries, wanted=wanted, watch=watch):
         yield result if isinstance(result, Outcome) else _lost(run, places, result)
 
@@ -235,13 +250,13 @@ def _check_unchanged(run: PlannedRun) -> None:
         )
 
 
-def _note(places: Keeper, run: PlannedRun, error: Exception) -> None:
+def _note(places: Places, run: PlannedRun, error: Exception) -> None:
     """Keep the failure, where the disk still takes it; it is told in any case."""
     with suppress(OSError):
         places.failed(run, error)
 
 
-def _lost(run: PlannedRun, places: Keeper, error: object) -> Outcome:
+def _lost(run: PlannedRun, places: Places, error: object) -> Outcome:
     """A run that never came back from its process."""
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, BrokenProcessPool):
@@ -250,19 +265,18 @@ def _lost(run: PlannedRun, places: Keeper, error: object) -> Outcome:
     return Outcome(run, 0.0, why, by_machine=isinstance(error, BrokenProcessPool))
 
 
-def _merge(run: PlannedRun, prepared: Prepared, places: Keeper) -> None:
+def _merge(run: PlannedRun, prepared: Prepared, places: Places) -> None:
     """What the run's mergers make of its uploads, beside what others made of them before: into the run's folder."""
     from fedlora.experiments.mergers import merge_all
 
-    folder, before = places.folder(run), {}
-    if (folder.path / MERGERS).is_file():
-        before = folder.read_json(MERGERS)
+    folder = places.folder(run)
+    before = folder.read_json(MERGERS) if (folder.path / MERGERS).is_file() else {}
     classes = next(iter(prepared.parts.values())).label_names
     made = merge_all(prepared, deal(run.config, places.data_root, classes), folder, run.mergers, validate=run.searching)
     now = made_by(prepared.manifest)
     for label, facts in made.items():
         told = before.get(label, facts)["merger"] == facts["merger"]  # another experiment's label may be of another one
-        before[label if told else f"{label} ({_short_digest(facts['merger'])})"] = {**facts, **now}
+        before[label if told else f"{label} ({_short_digest(facts['merger'])})"] = {**facts, "made": now}
     folder.write_json(MERGERS, before)
 
 
@@ -281,8 +295,22 @@ def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
     return folder.whole()
 
 
-def _one(places: Keeper, run: PlannedRun, tick: Tick | None = None) -> Outcome:
-    """One run in this process."""
+def _one(places: Places, wait: bool, run: PlannedRun, tick: Tick | None = None) -> Outcome:
+    """One run in this process, unless another one has it, or finished it meanwhile."""
+    try:
+        with places.lock(run).acquire(blocking=wait):
+            if places.done(run):
+                return Outcome(run, 0.0, None)
+            if wait and places.failure(run).is_file():
+                return Outcome(run, 0.0, "it failed in another process, which says why")
+            return _run(places, run, tick)
+    except Timeout:
+        return Outcome(run, 0.0, None, busy=True)
+    finally:
+        gc.collect()  # models hold themselves in circles, and a process makes many runs
+
+
+def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare  # transformers: only the processes that run need it
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from fedlora.core import files
 from fedlora.errors import ConfigError
@@ -61,9 +61,9 @@ class SeedPlan(Part):
     needed: dict[str, int]
     spreads: dict[str, dict[str, float]]
     rates: list[Rate]
-    runs: dict[str, str] = {}
+    runs: dict[str, str] = Field(default_factory=dict)
     results: Before = Before(there=0, of=0)
-    before: dict[str, int] = {}
+    before: dict[str, int] = Field(default_factory=dict)
 
     @property
     def history(self) -> list[str]:
@@ -208,9 +208,7 @@ def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores)
     return found
 
 
-def rates(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
-) -> list[Rate]:
+def rates(experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Rate]:
     """For each label of the searched axes: the value chosen, and the score on validation of each value and seed; where
     cells share one value, of each of them, by its label and the seed ("glora, 7")."""
     if experiment.tune is None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from pydantic import ValidationError
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError
@@ -150,19 +149,18 @@ def _locked(folder: Path) -> FileLock:
 @lru_cache(maxsize=64)  # of one version each: bounded, and a file that changed is another entry
 def _read(path: Path, changed: int, size: int) -> dict[str, Result]:
     found = {}
-    number = 0
     try:
-        with path.open(encoding="utf-8") as stream:
-            shared = json.loads(stream.readline())["shared"]
-            for number, line in enumerate(stream, start=2):
-                raw = _with(json.loads(line), shared)
-                raw["test"].setdefault("best", raw["test"]["last"])
-                found[raw["digest"]] = Result.model_validate(raw)
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        first, *lines = path.read_text(encoding="utf-8").splitlines()
+        shared = json.loads(first)["shared"]
+        for line in lines:
+            raw = _with(json.loads(line), shared)
+            raw["test"] = {"best": raw["test"]["last"], **raw["test"]}
+            found[raw["digest"]] = Result.model_validate(raw)
+    except (ValueError, KeyError, TypeError, OSError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()
         raise CheckpointError(
-            f"{path}, line {number or 1}, is no result ({' '.join(why[:3])}). Restore the file (git), or take the line "
-            f"out: then its run is missing, and `fedlora experiment run` makes it again."
+            f"{path}, line {len(found) + 2}, is no result ({' '.join(why[:3])}). Restore the file (git), or take "
+            f"the line out: then its run is missing, and `fedlora experiment run` makes it again."
         ) from error
     return found
 
@@ -185,9 +183,8 @@ def _shared(each: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         if all(value == other for other in theirs):
             found[key] = value
-        elif isinstance(value, dict) and all(isinstance(other, dict) for other in theirs):
-            if inner := _shared([value, *theirs]):
-                found[key] = inner
+        elif all(isinstance(other, dict) for other in (value, *theirs)) and (inner := _shared([value, *theirs])):
+            found[key] = inner
     return found
 
 

@@ -1,7 +1,6 @@
-"""What results say, as frames and values: runs, means and spreads of cells, paired differences, places, prices, budgets.
+"""What results say, as frames and values: runs, means of cells, paired differences, places, prices, budgets.
 
-`results` is the whole of a folder for pandas, `long_frame` an experiment's scores by round. A new column of the first is
-a line in `COLUMNS`.
+`results` is a folder as a pandas frame; a new column of it is a line in `COLUMNS`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fedlora.experiments.plan import chosen_value, mains
 from fedlora.experiments.result import Result, Spent
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Cell, Experiment
-from fedlora.experiments.store import read_results, read_results_of
+from fedlora.experiments.store import read_results_of
 from fedlora.training.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     return DataFrame(
         [
             {"file": file, **{name: column(result) for name, column in COLUMNS.items()},
-             **{key: value for key, value in told.items() if key in differing and key not in ("run.seed", "method.name")},
+             **{key: value for key, value in told.items() if key in differing - {"run.seed", "method.name"}},
              **{f"test {name}": value for name, value in result.test.last.items()}}
             for (file, result), told in zip(found, settings, strict=True)
         ]
