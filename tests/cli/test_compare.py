@@ -114,9 +114,9 @@ def test_compare_writes_into_no_folder_of_other_files(project: Path, tmp_path: P
     begun = tmp_path / "begun"
     (begun / "glora" / "seed-0").mkdir(parents=True)
     (begun / "failures").mkdir()
-    ComparedRuns(begun).check_place(["glora", "svd"])
+    ComparedRuns.at(begun).check_place(["glora", "svd"])
     with pytest.raises(ConfigError, match=r"2 entries, .* 'glora'"):
-        ComparedRuns(begun).check_place(["svd"])
+        ComparedRuns.at(begun).check_place(["svd"])
 
 
 def test_compare_in_which_nothing_can_run_is_an_error(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -47,7 +47,7 @@ def test_the_runs_are_the_configuration_with_method_seed_and_one_thread() -> Non
 
 
 def test_runs_are_named_for_people_and_found_by_digest(tmp_path: Path) -> None:
-    kept = ComparedRuns(tmp_path, tuned_key="train.lr")
+    kept = ComparedRuns.at(tmp_path, tuned_key="train.lr")
     tune = Tune(values=[0.001, 0.02], seeds=[1000])
     names = [str(kept.folder(run).path.relative_to(tmp_path)) for run in searches(compared(tune=tune), PROFILE)]
     assert names == [f"{m}/search/train.lr={v}/seed-1000" for m in ("glora", "svd_energy=0.9") for v in (0.001, 0.02)]

@@ -35,6 +35,7 @@ from fedlora.experiments.pictures import map_figure
 from fedlora.experiments.report import decided_part
 from fedlora.experiments.seed_plan import path_of, read_plan
 from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.store import as_lines, read_results_of
 from fedlora.experiments.verdicts import Verdict, weigh
 from support.command_line import Said, invoke
 from support.cut_claims import cut_claims
@@ -200,7 +201,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wanted(folder: Path, name: str) -> int:
     """How many seeds its plan has."""
-    return len(read_plan(path_of(folder / "results", name))["seeds"])
+    return len(read_plan(path_of(folder / "results", name)).seeds)
 
 
 def experiment(folder: Path, name: str) -> Experiment:
@@ -310,8 +311,8 @@ def test_plot_draws_the_map_and_the_set_ups_and_nothing_before_its_time(
         assert map_text.stat().st_size > 10_000 and set_ups.stat().st_size > 10_000
     copy = Path(shutil.copytree(place, tmp_path / "copy"))
     there = wanted(copy, "map_rounds") - 1
-    for path in (copy / "results").glob("*.json"):
-        if json.loads(path.read_text())["config"]["run"]["seed"] == there:  # the last one
-            path.unlink()
+    for path in (copy / "results").glob("*.jsonl"):  # without the last one
+        kept = {digest: one for digest, one in read_results_of(path).items() if one.settings.run.seed != there}
+        path.write_text(as_lines(kept))
     said = main("experiment", "plot", "map_rounds", *options(copy)).error()
     assert f"{there} of {there + 1} planned seeds of map_rounds" in said

@@ -3,7 +3,6 @@ Kind: end-to-end."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fedlora.experiments.result import Commit
 from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.store import as_lines, read_results_of
 from support.command_line import Said, invoke
 from support.cut_claims import cut_claims
 from support.known_warnings import FUTURE_NAMES
@@ -33,9 +34,10 @@ def place(tmp_path: Path) -> Path:
         aside, load_experiment(tmp_path / "experiments" / "map_rounds.toml"), "pilot", by_effects({}, 0.01)
     )
     assert made == 16
-    for k, path in enumerate(sorted(aside.glob("*.json"))):
-        commit = {"id": "c" * 40, "clean": False} if k < 5 else None
-        path.write_text(json.dumps({**json.loads(path.read_text()), "commit": commit}))
+    (path,) = aside.glob("*.jsonl")
+    of = [Commit(id="c" * 40, clean=False)] * 5 + [None] * 11
+    found = zip(read_results_of(path).items(), of, strict=True)
+    path.write_text(as_lines({digest: one.model_copy(update={"commit": commit}) for (digest, one), commit in found}))
     (tmp_path / "page.md").write_text("<!-- filled: map_rounds pilot scores -->\n<!-- end -->\n")
     return tmp_path
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fedlora.experiments.running import pool
 
+from fedlora.experiments import pool
 from fedlora.experiments.pool import run_in_processes
 from support.pool_tasks import die_so_often, lives, nothing, sleep_long, square
 
@@ -87,7 +87,7 @@ def test_the_processes_end_when_the_one_that_asked_is_killed(tmp_path: Path) -> 
     """kill -9 in the middle of a task: nobody can clean up, and nobody has to."""
     code = f"""
 from pathlib import Path
-from fedlora.experiments.running import pool
+from fedlora.experiments import pool
 from fedlora.experiments.pool import run_in_processes
 from support.pool_tasks import nothing, sleep_long
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fedlora.experiments.result import History, Result, short_config
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import as_lines, gather, read_results, read_results_of
 from fedlora.runs.config import RunConfig
+from fedlora.runs.folder import plain
 
 ERRORS = {"factor averages": 0.6, "GLoRA 0.25": 0.5}  # label -> relative error of its mean update, on seed 0
 Rule = Callable[[str, str, int], float]  # label, set-up, seed -> log-loss on the test set
@@ -21,13 +22,19 @@ Rule = Callable[[str, str, int], float]  # label, set-up, seed -> log-loss on th
 def stored(raw: Mapping[str, Any]) -> Result:
     """What `whole` gives as the value that is stored: its history by columns, its configuration in short."""
     config = RunConfig.model_validate(raw["config"])
-    lines = [{**line, "metrics": finite(line["metrics"])} for line in raw["history"]]
-    told = {**raw, "config": short_config(config), "history": History.of(lines), "rounds": len(lines)}
+    lines = plain(raw["history"])
+    told = {**plain(raw), "config": short_config(config), "history": History.of(lines), "rounds": len(lines)}
     return Result.model_validate(told)
 
 
-def finite(scores: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: None if x != x else x for name, x in scores.items()}
+def bare(digest: str, history: Sequence[Mapping[str, Any]] = (), **told: Any) -> Result:
+    """A result of which only this is known. history: lines with "round" and "metrics"."""
+    of = {
+        "method": "glora", "metric": "accuracy", "target": "server", "test": {}, "commit": None,
+        "rounds": len(history), "config": {"model": {"path": "demo"}, "data": {"train": "demo"}},
+        "machine": {"device": "cpu", "architecture": "x86_64"},
+    }  # fmt: skip
+    return Result.model_validate({**of, "digest": digest, "history": History.of(history), **told})
 
 
 def write_result(folder: Path, raw: Mapping[str, Any], name: str = "made") -> None:

@@ -69,7 +69,7 @@ def draw(
         raise ConfigError(f"{one.words}, and nothing of these runs is drawn before all of them are.")
 
     def pictures() -> list[Path]:
-        from fedlora.experiments.pictures import plot_budgets, plot_curves, plot_dots, plot_map
+        from fedlora.experiments.pictures import curve_panels, plot_budgets, plot_curves, plot_dots, plot_map
 
         if experiment.budgets is not None:
             found = spendings(experiment, profile, done, given_up)
@@ -80,7 +80,7 @@ def draw(
         for k, (score, of) in enumerate(by_score(decided).items()):
             made.append(plot_map(of, target if k == 0 else target.with_stem(f"{target.stem}-{score}")))
         panels = target.with_stem(f"{target.stem}-setups") if decided else target
-        if experiment.merged:
+        if experiment.merged or not curve_panels(experiment, profile, done, given_up):
             return [*made, plot_dots(experiment, profile, done, panels, given_up, margins(decided))]
         against = experiment.reference if decided else None
         return [*made, plot_curves(experiment, profile, done, panels, given_up, against)]

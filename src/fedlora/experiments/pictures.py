@@ -414,7 +414,10 @@ def plot_dots(
     """
     panels = dots(experiment, profile, results, failed, margins)
     if not panels:
-        raise ConfigError(f"experiment {experiment.name} has no result of profile {profile}; run some first.")
+        raise ConfigError(
+            f"experiment {experiment.name} has no result of profile {profile} to draw: it takes runs that were "
+            f"evaluated after several rounds, or two seeds of the reference and of another label. Run more first."
+        )
     end = reach(panels)
     with drawn(13):
         figure, axes = panel_grid(len(panels), 0.9 + 0.3 * max(len(panel.rows) for panel in panels))

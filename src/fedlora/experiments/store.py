@@ -156,7 +156,7 @@ def _read(path: Path, changed: int, size: int) -> dict[str, Result]:
             raw = _with(json.loads(line), shared)
             raw["test"] = {"best": raw["test"]["last"], **raw["test"]}
             found[raw["digest"]] = Result.model_validate(raw)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()
         raise CheckpointError(
             f"{path}, line {len(found) + 2}, is no result ({' '.join(why[:3])}). Restore the file (git), or take "
@@ -175,7 +175,7 @@ def _shortest(result: Result) -> dict[str, Any]:
 
 def _shared(each: list[dict[str, Any]]) -> dict[str, Any]:
     """What is in all of them, alike; of tables their common part."""
-    first, *others = each
+    first, others = (each[0], each[1:]) if each else ({}, [])
     found: dict[str, Any] = {}
     for key, value in first.items():
         theirs = [other[key] for other in others if key in other]
