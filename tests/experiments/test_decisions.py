@@ -458,7 +458,7 @@ def test_verdicts_of_a_second_plan_say_that_the_first_was_answered(
 def changed(result: Result) -> Result:
     """GLoRA 0.5 of the clients' own models, FlexLoRA of another commit and machine, the head's strength at the edge."""
     changes: dict[str, Any] = {}
-    if result.method == "glora" and result.config["method"].get("rho") == 0.5:
+    if result.method == "glora" and (result.settings.method.model_extra or {}).get("rho") == 0.5:
         changes["target"] = "clients"
     if result.method == "flexlora" and not result.mergers:
         machine = result.machine.model_copy(update={"device": "GPU"})

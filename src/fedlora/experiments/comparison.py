@@ -148,7 +148,7 @@ class ComparedRuns(Places):
         return self.folder(run).finished() and run.digest in read_results(self.results)
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
-        gather(self.results, RESULTS, self.summary(run, wall_seconds))
+        gather(self.results, RESULTS, self.summary(run, wall_seconds), rounded=False)
         self.failure(run).unlink(missing_ok=True)
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
