@@ -356,9 +356,8 @@ def unfit(config: RunConfig) -> str | None:
     try:
         server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
         names = [str(k) for k in range(clients_of(config))]
-        ranks = (
-            {r for r in config.clients.assigned(names, config.run.seed).values() if isinstance(r, int)} if names else []
-        )
+        assigned = config.clients.assigned(names, config.run.seed) if names else {}
+        ranks = {of.attention for of in assigned.values()}
         if ranks:  # a model of one square matrix says whether the method serves them
             size = max(ranks)
             state = server.init(Adapter({"any": LoRA(torch.zeros(size, size), torch.eye(size))}))

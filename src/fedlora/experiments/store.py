@@ -41,16 +41,15 @@ def read_results(folder: Path) -> dict[str, Result]:
     return found
 
 
-def gather(folder: Path, name: str, result: Result, *, rounded: bool = True) -> None:
-    """Add a run to NAME.jsonl, or put it in the place of what is there of it, keeping mergers that it lacks. rounded:
-    to six digits, which is more than a result has, and keeps small what is kept in a repository."""
+def gather(folder: Path, name: str, result: Result) -> None:
+    """Add a run to NAME.jsonl, or put it in the place of what is there of it, keeping mergers that it lacks."""
     with _locked(folder):
         for path in sorted(folder.glob("*.jsonl")):
             if (before := read_results_of(path).get(result.digest)) is not None:
                 name, result = path.stem, result.with_mergers_of(before)
         path = folder / f"{name}.jsonl"
         found = read_results_of(path) if path.is_file() else {}
-        files.write(path, as_lines({**found, result.digest: result}, rounded=rounded))
+        files.write(path, as_lines({**found, result.digest: result}))
 
 
 def read_results_of(path: Path) -> Mapping[str, Result]:
@@ -59,10 +58,9 @@ def read_results_of(path: Path) -> Mapping[str, Result]:
     return _read(path, seen.st_mtime_ns, seen.st_size)
 
 
-def as_lines(results: Mapping[str, Result], *, rounded: bool = True) -> str:
+def as_lines(results: Mapping[str, Result]) -> str:
     """The content of a file: what all of these share, then each by its digest."""
-    told = [_shortest(results[digest]) for digest in sorted(results)]
-    each = [_rounded(one) for one in told] if rounded else told
+    each = [_rounded(_shortest(results[digest])) for digest in sorted(results)]
     shared = _shared(each)
     lines = [{"shared": shared}, *(_without(one, shared) for one in each)]
     return "".join(json.dumps(line, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
@@ -209,7 +207,7 @@ def _with(own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """To six digits, but for what a run or a merger is known by."""
+    """Six digits are more than a result has, and keep the files small. What a run or a merger is known by stays."""
     if isinstance(value, Mapping):
         return {key: item if key in ("config", "merger") else _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
