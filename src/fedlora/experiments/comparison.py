@@ -229,7 +229,7 @@ def folder_name(label: str) -> str:
 def _summarised(folder: RunFolder) -> Result | None:
     """A finished run's result; None where a part of it is gone, so that the run has to make it again."""
     try:
-        if not folder.whole() or _digest(folder) is None:
+        if _digest(folder) is None or not folder.whole():
             return None
         return summarise(folder, RunConfig.model_validate(folder.read_json("config.json")))
     except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -169,16 +169,8 @@ def draw_curves(axis: Any, panel: Panel, labels: Sequence[str], against: str | N
         rounds = sorted(set.intersection(*(set(each) for each in curve.values())))
         means = [fmean(each[t] for each in curve.values()) for t in rounds]
         marker = "o" if len(rounds) < 8 else ""
-        axis.plot(
-            rounds,
-            means,
-            style,
-            color=colour,
-            label=label,
-            linewidth=max(1.6, 3.4 - 0.4 * place),
-            marker=marker,
-            markersize=3.5,
-        )
+        wide = max(1.6, 3.4 - 0.4 * place)  # where two coincide, both are seen
+        axis.plot(rounds, means, style, color=colour, label=label, linewidth=wide, marker=marker, markersize=3.5)
         if len(panel.lines) <= _BANDS and label != against:
             reference = (
                 curves.get(against or "", {}) if against else {seed: dict.fromkeys(rounds, 0.0) for seed in curve}
@@ -663,7 +655,8 @@ def plot_comparison(
 ) -> list[Path]:
     """Curves, where methods were evaluated after several rounds, above the differences to the reference, where there
     are several seeds. runs: label -> seed -> result. panels: of `dots`, of the number `which`. order: all labels,
-    which give the colours. paths: a file each, in the format of its name. Of one seed and one evaluated round nothing is drawn.
+    which give the colours. paths: a file each, in the format of its name. Of one seed and one evaluated round nothing
+    is drawn.
     """
     curves = {label: each for label, each in runs.items() if all(len(r.history.evaluated) > 1 for r in each.values())}
     shown = [panel for panel in panels if panel.rows]
