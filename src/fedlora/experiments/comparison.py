@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,10 @@ class ComparedRuns(Places):
         return found
 
     def done(self, run: PlannedRun) -> bool:
-        return self.folder(run).whole() and self.folder(run).finished()
+        folder = self.folder(run)
+        with suppress(CheckpointError):  # what is damaged is not done: its run says what is wrong
+            return folder.finished() and folder.whole()
+        return False
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
         gather(self.results, RESULTS, self.summary(run, wall_seconds))
