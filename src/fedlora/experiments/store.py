@@ -36,8 +36,7 @@ def read_results(folder: Path) -> dict[str, Result]:
     one that holds no results."""
     found: dict[str, Result] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        seen = path.stat()
-        found |= _read(path, seen.st_mtime_ns, seen.st_size)
+        found |= read_results_of(path)
     return found
 
 
@@ -55,7 +54,7 @@ def gather(folder: Path, name: str, result: Result) -> None:
 def read_results_of(path: Path) -> Mapping[str, Result]:
     """Those of one file, as `read_results`."""
     seen = path.stat()
-    return _read(path, seen.st_mtime_ns, seen.st_size)
+    return _read(path, (seen.st_mtime_ns, seen.st_size, seen.st_ino))
 
 
 def as_lines(results: Mapping[str, Result]) -> str:
@@ -146,7 +145,7 @@ def _locked(folder: Path) -> FileLock:
 
 
 @lru_cache(maxsize=64)  # of one version each: bounded, and a file that changed is another entry
-def _read(path: Path, changed: int, size: int) -> dict[str, Result]:
+def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
     found = {}
     try:
         first, *lines = path.read_text(encoding="utf-8").splitlines()
