@@ -35,6 +35,7 @@ _ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")  # where no layers_patter
 _SPECIAL = frozenset(r".^$*+?{}[]\|()")
 _LONGEST, _DEEPEST, _MOST = 4_000, 20, 1_000  # letters of a pattern, brackets in each other, patterns of one field
 _MOST_STEPS, _MOST_PARTS = 200_000_000, 20_000  # of one pattern on one name: a second at most (tests measure it)
+_OF_A_MODEL = 100  # letters of the longest names that transformers' models have: peft asks these too (`applying`)
 Spots = tuple[int, ...]
 
 
@@ -96,7 +97,7 @@ def _answers(question: Question, names: Sequence[str], clock: _Clock) -> list[in
             endings.add(number, *known)
         else:
             others.append((number, pattern))
-    compiled = _compiled(question, others, max(map(len, names), default=0), clock)
+    compiled = _compiled(question, others, max([_OF_A_MODEL, *map(len, names)]), clock)
     found: list[int | None] = []
     for name in names:
         clock.check()
