@@ -23,8 +23,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds import bounded_pull
+from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.bounded_pull import HttpInbox, TooLarge, answers_at_most, heartbeats_outlive_errors
-from fedlora.flower.rounds.collecting import Limit, inbox_of
+from fedlora.flower.rounds.collecting import inbox_of
 from support import flower_grid
 
 MB = 2**20

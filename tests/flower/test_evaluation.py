@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from fedlora import read_adapter
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.events import Ended, read_events
-from fedlora.flower.rounds.federation import told
+from fedlora.flower.rounds.playing import told
 from fedlora.runs.config import load_config
 from support.federation_folders import RANKS, FederationOnDisk
 from support.flower_grid import LocalGrid

@@ -19,7 +19,7 @@ pytest.importorskip("dp_accounting")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import told
+from fedlora.flower.rounds.playing import told
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.setup.init_steps import federation
 from fedlora.flower.setup.members import invite

@@ -21,6 +21,7 @@ from fedlora.core.accumulating import Accumulating
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.methods import METHODS
 from fedlora.privacy import Geometry
+from fedlora.server.private_options import require_private
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.state import ServerState
 from fedlora.simulation import simulate, start
@@ -402,15 +403,10 @@ def test_the_context_knows_state_and_constants() -> None:
 )
 def test_what_breaks_the_bound_is_refused(server: dict[str, Any], words: str) -> None:
     if "sketch" in server:
-        from fedlora.server.sketched_round import Sketch
-
-        plain = private()
-        object.__setattr__(plain, "sketch", Sketch(4))  # which refuses missing = "zero" by itself already
-        from fedlora.server.private_options import require_private
-
+        plain = private()  # a Server refuses a sketch with missing = "zero" by itself already
         assert plain.privacy is not None
         with pytest.raises(HyperparameterError, match=words):
-            require_private(plain, plain.privacy)
+            require_private(plain.privacy, plain.method, plain.missing, plain.weighs_by, ["sketch"])
         return
     with pytest.raises(HyperparameterError, match=words):
         private(server=server)

@@ -11,7 +11,7 @@ import tomli_w
 from flwr.app import RecordDict
 
 from fedlora.adapters.io import write_adapter
-from fedlora.flower.rounds.federation import play
+from fedlora.flower.rounds.playing import play
 from fedlora.flower.site.site_work import Changed, Do, SiteWork
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site

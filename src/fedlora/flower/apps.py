@@ -30,7 +30,7 @@ client_app = ClientApp()
 def main(grid: Grid, context: Context) -> None:
     """The federation of the run's folder, to its end."""
     from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors
-    from fedlora.flower.rounds.federation import play, told
+    from fedlora.flower.rounds.playing import play, told
 
     with heartbeats_outlive_errors(grid):
         summary = play(grid, Path(str(context.run_config["folder"])))

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.children import SWITCHES
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import play
+from fedlora.flower.rounds.playing import play
 from fedlora.flower.site.site_work import Do, SiteWork
 from fedlora.flower.terms.policy import Policy
 

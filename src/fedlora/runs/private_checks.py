@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.private_releases import Planned
-from fedlora.server.private_options import Privacy, require_private
+from fedlora.server.private_options import Privacy
 from fedlora.server.server import Server
 
 
@@ -22,12 +23,10 @@ def check_private(config: RunConfig, server: Server) -> None:
     if found:
         raise ConfigError("; ".join(found) + ".")
     probe = section.model_copy(update={"noise_multiplier": 1.0, "epsilon": None})
-    require_private(
-        server,
-        probe.build(
-            Planned(), clients=["anybody"], largest=1, rounds=1, participation=config.run.participation, seed=0
-        ),
+    privacy = probe.build(
+        Planned(), clients=["anybody"], largest=1, rounds=1, participation=config.run.participation, seed=0
     )
+    replace(server, privacy=privacy)
 
 
 def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter) -> Privacy:

@@ -7,20 +7,30 @@ depends on who took part, or on what others sent, breaks the bound on what one c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from fedlora.core.accumulating import Accumulating
+from fedlora.core.messages import Missing
+from fedlora.core.method import Method
 from fedlora.errors import HyperparameterError
 from fedlora.privacy.geometry import Geometry
 from fedlora.privacy.mechanism import Mechanism, share_of
 from fedlora.server.method_faults import blamed_on
+from fedlora.server.terms import Weighting
 
-if TYPE_CHECKING:
-    from fedlora.server.server import Server
+# Options of a server that privacy excludes -> why.
+_BREAKS_THE_BOUND = {
+    "quorum": "a private round has no quorum: whether it takes place would say who came. Who is refused, offline or "
+    "fails counts as zero",
+    "memory": "a private round keeps one sum, and no uploads to fold",
+    "sketch": "the sums of a sketch are not noised: they un-mix",
+    "rule": "a rule's weights depend on what others sent, so one client's part is not bounded by the clip",
+    "defences": "a defence's weights depend on what others sent, so one client's contribution would have no bound",
+}
 
 
 class Releases(Protocol):
@@ -145,13 +155,17 @@ def _population(clients: Any) -> tuple[str, ...]:
     return tuple(sorted(named))
 
 
-def require_private(server: Server, privacy: Privacy) -> Accumulating[Any]:
+def require_private(
+    privacy: Privacy, method: Method[Any], missing: Missing, weighting: Weighting, beside: Collection[str]
+) -> Accumulating[Any]:
     """The method as one that can go on from a released change.
+
+    Args:
+        missing, weighting: the server's. beside: which of its other options are set.
 
     Raises:
         HyperparameterError: it cannot, or an option of the server breaks what privacy promises: which, and why.
     """
-    method = server.method
     if not isinstance(method, Accumulating):
         raise HyperparameterError(
             f"Server: privacy needs a method whose next state is made of its last one and one noised sum of changes "
@@ -161,32 +175,22 @@ def require_private(server: Server, privacy: Privacy) -> Accumulating[Any]:
         )
     with blamed_on(method, "require_accumulating"):
         method.require_accumulating()
-    if server.missing != "zero":
+    if missing != "zero":
         raise HyperparameterError(
-            f"Server: privacy counts a client that lacks a module as a zero change, and missing = {server.missing!r} "
+            f"Server: privacy counts a client that lacks a module as a zero change, and missing = {missing!r} "
             f"divides by those who hold it: one client would change everybody's weight. Set missing = 'zero'."
         )
-    if server.weighs_by == "examples" and privacy.most_examples is None:
+    if weighting == "examples" and privacy.most_examples is None:
         raise HyperparameterError(
             "Server: weighting = 'examples' needs privacy.most_examples: without a public largest number, one client's "
             "count of examples has no bound. Give it, or set weighting = 'uniform'."
         )
-    if server.weighs_by == "uniform" and privacy.most_examples is not None:
+    if weighting == "uniform" and privacy.most_examples is not None:
         raise HyperparameterError(
             f"Server: privacy.most_examples = {privacy.most_examples:g} weighs clients by their examples, and "
             f"weighting = 'uniform' does not. Leave one of them out."
         )
-    broken = {
-        "quorum": (server.quorum is not None, "a private round has no quorum: whether it takes place would say who "
-                   "came. Who is refused, offline or fails counts as zero"),
-        "memory": (server.memory is not None, "a private round keeps one sum, and no uploads to fold"),
-        "sketch": (server.sketch is not None, "the sums of a sketch are not noised: they un-mix"),
-        "rule": (server.rule is not None, "a rule's weights depend on what others sent, so one client's part is not "
-                 "bounded by the clip"),
-        "defences": (bool(server.defences), "a defence's weights depend on what others sent, so one client's "
-                     "contribution would have no bound"),
-    }  # fmt: skip
-    for name, (there, why) in broken.items():
-        if there:
-            raise HyperparameterError(f"Server: {name} and privacy exclude each other: {why}. Leave {name} out.")
+    for option, why in _BREAKS_THE_BOUND.items():
+        if option in beside:
+            raise HyperparameterError(f"Server: {option} and privacy exclude each other: {why}. Leave {option} out.")
     return method

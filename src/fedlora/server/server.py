@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import Adapter, LoRA, compute_dtype, named_tensors
 from fedlora.core.messages import Client, Download, Missing, Upload
 from fedlora.core.method import Method, Role, Roles
@@ -156,7 +157,7 @@ class Server:
         if self.rule is not None:
             self._check_rule(self.rule)
         if self.privacy is not None:
-            require_private(self, self.privacy)
+            self._accumulating(self.privacy)
 
     def _check_rule(self, rule: Rule) -> None:
         """Raises `HyperparameterError` where a robust rule cannot be kept."""
@@ -190,6 +191,12 @@ class Server:
                 f"{self.method.name} cannot. {advice}"
             )
         return self.method
+
+    def _accumulating(self, privacy: Privacy) -> Accumulating[Any]:
+        """The method as one whose rounds can be private with these options."""
+        beside = [name for name in ("quorum", "memory", "sketch", "rule") if getattr(self, name) is not None]
+        beside += ["defences"] if self.defences else []
+        return require_private(privacy, self.method, self.missing, self.weighs_by, beside)
 
     # ------------------------------------------------------------------------------------------------ the protocol
 
@@ -308,7 +315,7 @@ class Server:
         """
         terms = self.terms(state)
         if self.privacy is not None:
-            return PrivateRound(terms, require_private(self, self.privacy), self.privacy)
+            return PrivateRound(terms, self._accumulating(self.privacy), self.privacy)
         if self.sketch is not None:
             return SketchedRound(terms, self._pairing("a sketch", "", ""), self.sketch)
         if self.memory is not None:

@@ -21,7 +21,8 @@ from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, Uplo
 from fedlora.flower.messages.codecs import Codec, Reply
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import RecordError
-from fedlora.flower.rounds.collecting import Answer, Limit, Question
+from fedlora.flower.rounds.arrivals import Limit
+from fedlora.flower.rounds.collecting import Answer, Question
 from fedlora.flower.rounds.drawing import Drawn
 from fedlora.flower.rounds.events import Fate, Fated
 from fedlora.flower.rounds.memory import FlowerState

@@ -23,7 +23,7 @@ from flwr.serverapp import Grid
 
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
-from fedlora.flower.rounds.collecting import Arrival, Limit, too_large
+from fedlora.flower.rounds.arrivals import Arrival, Limit, too_large
 
 log = logging.getLogger(__name__)
 TESTED = "1.41."

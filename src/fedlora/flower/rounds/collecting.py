@@ -20,6 +20,8 @@ from flwr.serverapp import Grid
 
 from fedlora.core.echo import quoted, shown
 from fedlora.flower.messages.envelope import site_words
+from fedlora.flower.rounds.arrivals import Arrival, Inbox, Limit, PlainInbox
+from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
 from fedlora.flower.rounds.events import Fate
 
 log = logging.getLogger(__name__)
@@ -36,16 +38,6 @@ class Clock(Protocol):
     def monotonic(self) -> float: ...
 
     def sleep(self, seconds: float, /) -> None: ...
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What one reply may take: bytes in all, as they come and as they are unpacked; objects, into which Flower cuts it;
-    bytes of what is no array's data (names, numbers, text)."""
-
-    bytes: int
-    objects: int
-    described: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,49 +60,6 @@ class Answer:
     fate: Fate | None = None
     why: str = ""
     bytes: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """A reply that came, or why it was not let in. reply_to: the id of the message that it answers."""
-
-    reply_to: str
-    message: Message | None
-    bytes: int = 0
-    why: str = ""
-
-
-class Inbox(Protocol):
-    """How replies come in from one kind of grid. pause: seconds between two looks."""
-
-    pause: float
-
-    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
-        """What has come of the messages of these ids since the last look."""
-
-    def half(self, message_id: str) -> str:
-        """What is known of a reply that has not come whole; "" where nothing is."""
-
-
-class PlainInbox:
-    """Any grid: replies are measured when they are there already."""
-
-    pause = 0.1
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-
-    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
-        for message in self._grid.pull_messages(list(wanted)):
-            reply_to = message.metadata.reply_to_message_id
-            limit, size = wanted.get(reply_to), reply_bytes(message)
-            if limit is not None and size > limit.bytes:
-                yield Arrival(reply_to, None, size, too_large(size, limit.bytes))
-            else:
-                yield Arrival(reply_to, message, size)
-
-    def half(self, message_id: str) -> str:
-        return ""
 
 
 Awaiting = Callable[[list[str], float, float], object]
@@ -226,24 +175,7 @@ def _stray(arrival: Arrival, asked: Mapping[str, tuple[Question, float]], strays
 
 def inbox_of(grid: Grid) -> Inbox:
     """The inbox for this kind of grid: bounded as it pulls for a real SuperLink."""
-    from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
-
     return HttpInbox(grid) if is_http(grid) else PlainInbox(grid)
-
-
-def reply_bytes(message: Message) -> int:
-    """Bytes of a reply's arrays."""
-    if not message.has_content():
-        return 0
-    return sum(len(array.data) for record in message.content.array_records.values() for array in record.values())
-
-
-def too_large(size: int, most: int) -> str:
-    """Why a reply is not let in."""
-    return (
-        f"its reply has {size:,} bytes or more, and {most:,} are allowed (twice what its upload can have, or the "
-        f"policy's max_upload_mb)"
-    )
 
 
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:

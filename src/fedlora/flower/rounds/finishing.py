@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.serverapp import Grid
 
@@ -13,6 +13,7 @@ from fedlora.core import checkpoint, files
 from fedlora.errors import CheckpointError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Fated, read_events
+from fedlora.flower.rounds.federation import Federation
 from fedlora.flower.rounds.measured_where import sites_test
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.private_words import public_summary
@@ -26,9 +27,6 @@ from fedlora.runs.tracking import Tracker, numbers_of_test
 from fedlora.server.judged import of_run, remarks
 from fedlora.server.state import RunState
 from fedlora.training.metrics import score_name
-
-if TYPE_CHECKING:
-    from fedlora.flower.rounds.federation import Federation
 
 log = logging.getLogger(__name__)
 

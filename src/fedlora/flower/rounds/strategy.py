@@ -33,8 +33,9 @@ from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.messages.records import to_array
 from fedlora.flower.rounds import server_log
+from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.attempt import Attempt, Closed
-from fedlora.flower.rounds.collecting import Answer, Awaiting, Clock, Limit, Question, collect
+from fedlora.flower.rounds.collecting import Answer, Awaiting, Clock, Question, collect
 from fedlora.flower.rounds.drawing import Drawn, draw
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
 from fedlora.flower.rounds.memory import FlowerState

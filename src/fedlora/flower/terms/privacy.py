@@ -7,17 +7,16 @@ the mean is divided by a number of the settings, whoever answers. It is a promis
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.flower.terms.policy import Policy
 from fedlora.privacy.accounting import epsilon_up, how_strong
+from fedlora.runs.defence import DefenceSection
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
-
-if TYPE_CHECKING:
-    from fedlora.flower.terms.settings import FederationSettings
+from fedlora.runs.sections import EvaluateSection, RunSection, ServerSection
 
 
 class FederationPrivacy(PrivacySection):
@@ -100,28 +99,34 @@ def with_private_defaults(raw: Any) -> Any:
     return {**raw, "data": {"validation": 0.0, "test": 0.0, **raw.get("data", {})}}
 
 
-def refusals(settings: FederationSettings) -> Iterator[str]:
-    """A line for each setting that [privacy] cannot go with. The server's own are `server.private_options`'."""
-    data, run, evaluate = settings.data, settings.run, settings.evaluate
-    if settings.privacy is None:
-        return
+def refusals(
+    run: RunSection,
+    server: ServerSection,
+    defence: DefenceSection,
+    evaluate: EvaluateSection,
+    held_out: Mapping[str, float],
+) -> Iterator[str]:
+    """A line for each setting that [privacy] cannot go with. The server's own are `server.private_options`'.
+
+    held_out: "validation" and "test" -> the share that each site holds out of its own data.
+    """
     if run.participation != 1.0:
         yield (
             f"run.participation = {run.participation:g} draws some of the sites, and [privacy] on a network asks all "
             f"of them in every round (q = 1): leave it out"
         )
-    if settings.server.quorum is not None:
+    if server.quorum is not None:
         yield (
-            f"server.quorum = {settings.server.quorum} repeats a round in which too few answer, and whether a private "
+            f"server.quorum = {server.quorum} repeats a round in which too few answer, and whether a private "
             f"round takes place would say who came: who is missing counts as zero. Leave it out"
         )
-    if settings.defence.rule != "none":
+    if defence.rule != "none":
         yield (
-            f"defence.rule = {settings.defence.rule!r} weighs each site by what the others sent, so that one site's "
+            f"defence.rule = {defence.rule!r} weighs each site by what the others sent, so that one site's "
             f"part has no bound: leave [defence] or [privacy] out"
         )
-    for part in ("validation", "test"):
-        if share := getattr(data, part):
+    for part, share in held_out.items():
+        if share:
             yield (
                 f"data.{part} = {share:g} is measured at the sites, on their own data, and scores without noise would "
                 f"leave: leave it out, and let the server measure on a file of public data (at_server.{part})"

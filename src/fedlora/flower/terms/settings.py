@@ -185,8 +185,11 @@ class FederationSettings(Section):
         Raises:
             ConfigError: keys that would do nothing, or contradict each other.
         """
-        if wrong := list(refusals(self)):
-            raise ConfigError("; ".join(wrong))
+        if self.privacy is not None:
+            held_out = {"validation": self.data.validation, "test": self.data.test}
+            wrong = list(refusals(self.run, self.server, self.defence, self.evaluate, held_out))
+            if wrong:
+                raise ConfigError("; ".join(wrong))
         idle = unused(self._everything())
         if idle:
             raise ConfigError(f"{'; '.join(dict.fromkeys(idle))}. Leave it out")

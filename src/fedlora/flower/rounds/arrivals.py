@@ -1,0 +1,78 @@
+"""Replies as they come in: what one may take, what came of it, and the inbox of any grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What one reply may take: bytes in all, as they come and as they are unpacked; objects, into which Flower cuts it;
+    bytes of what is no array's data (names, numbers, text)."""
+
+    bytes: int
+    objects: int
+    described: int
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A reply that came, or why it was not let in. reply_to: the id of the message that it answers."""
+
+    reply_to: str
+    message: Message | None
+    bytes: int = 0
+    why: str = ""
+
+
+class Inbox(Protocol):
+    """How replies come in from one kind of grid. pause: seconds between two looks."""
+
+    pause: float
+
+    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
+        """What has come of the messages of these ids since the last look."""
+
+    def half(self, message_id: str) -> str:
+        """What is known of a reply that has not come whole; "" where nothing is."""
+
+
+class PlainInbox:
+    """Any grid: replies are measured when they are there already."""
+
+    pause = 0.1
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
+        for message in self._grid.pull_messages(list(wanted)):
+            reply_to = message.metadata.reply_to_message_id
+            limit, size = wanted.get(reply_to), reply_bytes(message)
+            if limit is not None and size > limit.bytes:
+                yield Arrival(reply_to, None, size, too_large(size, limit.bytes))
+            else:
+                yield Arrival(reply_to, message, size)
+
+    def half(self, message_id: str) -> str:
+        return ""
+
+
+def reply_bytes(message: Message) -> int:
+    """Bytes of a reply's arrays."""
+    if not message.has_content():
+        return 0
+    return sum(len(array.data) for record in message.content.array_records.values() for array in record.values())
+
+
+def too_large(size: int, most: int) -> str:
+    """Why a reply is not let in."""
+    return (
+        f"its reply has {size:,} bytes or more, and {most:,} are allowed (twice what its upload can have, or the "
+        f"policy's max_upload_mb)"
+    )
