@@ -25,7 +25,7 @@ from fedlora.experiments.stored.results import Result, summarise
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.manifest import data_facts
+from fedlora.runs.inputs import data_facts
 from fedlora.runs.resuming import stored_classes
 from fedlora.runs.sections import MethodSection
 
