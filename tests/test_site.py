@@ -15,8 +15,8 @@ import pytest
 from pydantic import BaseModel, create_model
 
 import fedlora
-from fedlora.experiments.deciding.claims import Claims
-from fedlora.experiments.grid.spec import Experiment
+from fedlora.experiments.claims import Claims
+from fedlora.experiments.spec import Experiment
 from fedlora.methods.registry import Listed, listed
 from fedlora.runs.config import RunConfig
 from generate import commands, config_keys, docstrings, experiment_keys, method_pages, python_names

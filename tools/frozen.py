@@ -57,11 +57,24 @@ def bits(tensors: Mapping[str, Any]) -> str:
 
 
 def results() -> Facts:
-    kept = ("method", "metric", "target", "rounds", "best_round", "validation", "test", "ranks", "history", "probes")
+    """Of each run what it measured, in the words of the file that each had before there was one for each experiment."""
+    from fedlora.experiments.store import read_results
+
     found = {}
-    for path in sorted((ROOT / "results" / "runs").glob("*.json")):
-        result = json.loads(path.read_text())
-        found[result["digest"]] = digest({key: result[key] for key in kept if key in result})
+    for result in read_results(ROOT / "results").values():
+        history = result.history
+        by_round = zip(history.padded_error, history.server_rank, strict=True)
+        lines = [
+            {"losses": history.losses_of(t), "metrics": history.scores_of(t), "padded_error": error, "round": t,
+             "server_rank": rank}
+            for t, (error, rank) in enumerate(by_round, start=1)
+        ]  # fmt: skip
+        probes = result.probes or {"best": {}, "last": {}}
+        found[result.digest] = digest({
+            "method": result.method, "metric": result.metric, "target": result.target, "rounds": result.rounds,
+            "best_round": result.best_round, "validation": result.validation.model_dump(),
+            "test": result.test.model_dump(), "ranks": result.ranks, "history": lines, "probes": probes,
+        })  # fmt: skip
     return found
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from fedlora.experiments.deciding.claims import Claim, Claims, Family, Gate, HeadOf
-from fedlora.experiments.grid.spec import Budgets, Experiment, Peace, Profile, Tune
+from fedlora.experiments.claims import Claim, Claims, Family, Gate, HeadOf
+from fedlora.experiments.spec import Budgets, Experiment, Peace, Profile, Tune
 from generate.config_keys import Table, page, table_of
 
 # Keys that hold further tables, by the names that these have in a file; "" is the file itself.

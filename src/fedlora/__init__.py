@@ -1,7 +1,8 @@
 """fedlora: federated LoRA. What a server should represent when clients send low-rank updates.
 
-The names here need torch and safetensors only, and are imported when they are first used. Training, configs and plots
-live in their own modules (`fedlora[train]`, `fedlora[plot]`) and are imported from there.
+The names here need torch and safetensors only (`results` needs `fedlora[train]`), and are imported when they are first
+used. Training, configs and plots live in their own modules (`fedlora[train]`, `fedlora[plot]`) and are imported from
+there.
 """
 
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from fedlora.core.messages import Client, Download, Upload
     from fedlora.core.method import Method, Readout, Roles, Update
     from fedlora.errors import FedLoRAError
+    from fedlora.experiments.tables import results
     from fedlora.methods.registry import METHODS, build
     from fedlora.server.server import Server
     from fedlora.server.state import ServerState
@@ -27,6 +29,7 @@ __getattr__ = face(
         "client": ("keep", "receive", "send"),
         "core": ("Adapter", "Client", "Download", "LoRA", "Method", "Readout", "Roles", "Update", "Upload"),
         "errors": ("FedLoRAError",),
+        "experiments.tables": ("results",),
         "methods": ("METHODS", "build"),
         "adapters": ("AdapterSpec", "read_adapter", "write_adapter"),
         "server": ("Server", "ServerState"),
@@ -52,6 +55,7 @@ __all__ = [
     "keep",
     "read_adapter",
     "receive",
+    "results",
     "send",
     "write_adapter",
 ]

@@ -17,7 +17,7 @@ import fedlora.runs.execution
 import fedlora.training.local
 from fedlora import build
 from fedlora.errors import ConfigError
-from fedlora.experiments.running.comparison import ComparedRuns
+from fedlora.experiments.comparison import ComparedRuns
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, cells, invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -36,8 +36,11 @@ def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def test_compare_runs_all_that_can_and_names_those_that_cannot(compared: tuple[Path, Any]) -> None:
     out, result = compared
-    assert {path.name for path in out.iterdir()} == {"glora", "padded-average", "comparison.png"}
+    left = {"comparison.png", "comparison.pdf", "results.jsonl"}
+    assert {path.name for path in out.iterdir() if path.name[0] != "."} == {"glora", "padded-average", *left}
     assert result.stdout.count("fedit not run: ") == 1
+    first = result.stderr.index("fedit not run: ")
+    assert first < result.stderr.index("glora, seed 0 begins"), "before hours are spent on the others"
     assert re.search("one seed: .*--seeds 0:8", result.stderr)
     assert "One seed: no interval" in result.stdout and "undecided" not in result.stdout
 
@@ -114,9 +117,9 @@ def test_compare_writes_into_no_folder_of_other_files(project: Path, tmp_path: P
     begun = tmp_path / "begun"
     (begun / "glora" / "seed-0").mkdir(parents=True)
     (begun / "failures").mkdir()
-    ComparedRuns(begun).check_place(["glora", "svd"])
+    ComparedRuns.at(begun).check_place(["glora", "svd"])
     with pytest.raises(ConfigError, match=r"2 entries, .* 'glora'"):
-        ComparedRuns(begun).check_place(["svd"])
+        ComparedRuns.at(begun).check_place(["svd"])
 
 
 def test_compare_in_which_nothing_can_run_is_an_error(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -149,8 +152,9 @@ def with_settings(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_each_entry_has_its_own_label_and_folder(with_settings: tuple[Path, dict[str, Any]]) -> None:
     """usage.md: `runs/my-compare/glora_gamma=1/seed-0`, and comparison.png beside them."""
     out, said = with_settings
-    assert {path.name for path in out.iterdir()} == {
-        "glora", "glora_gamma=1", "flexlora_preset=raflora", "comparison.png",
+    left = {"comparison.png", "comparison.pdf", "results.jsonl"}
+    assert {path.name for path in out.iterdir() if path.name[0] != "."} == {
+        "glora", "glora_gamma=1", "flexlora_preset=raflora", *left,
     }  # fmt: skip
     assert list(said["methods"]) == sorted(["glora", "glora gamma=1", "flexlora preset=raflora"])
     assert list(said["refused"]) == ["fedit"]

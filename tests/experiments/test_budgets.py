@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.stored.results import Result, write_result
-from fedlora.experiments.tables.budgets import budget_rows, spendings
-from fedlora.experiments.tables.filled_pages import Stored, filled
+from fedlora.experiments.filled_pages import Stored, filled
+from fedlora.experiments.plan import mains
+from fedlora.experiments.result import Result, Spent
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.store import gather
+from fedlora.experiments.tables import budget_rows, spendings
 from support.command_line import invoke
+from support.made_results import stored as as_stored
 from support.made_results import whole
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +65,7 @@ def stored(experiment: Experiment) -> dict[str, Result]:
                 "delta": run.config.privacy.delta, "noise_multiplier": 1.155, "sampling": 1.0, "rounds_planned": 8,
                 "clip": 1.0,
             }  # fmt: skip
-        found[run.digest] = Result(run.digest, raw)
+        found[run.digest] = as_stored(raw)
     return found
 
 
@@ -86,10 +88,13 @@ def test_the_table_says_what_was_spent_and_epsilon_is_rounded_up(experiment: Exp
 def test_runs_of_a_cell_that_spent_differently_are_no_cell(experiment: Experiment) -> None:
     results = stored(experiment)
     run = next(run for run in mains(experiment, "mini", {}) if run.cell["epsilon"] == "8")
-    results[run.digest].raw["privacy"]["epsilon_planned"] = 3.0  # type: ignore[index]
+    spent = results[run.digest].privacy
+    assert isinstance(spent, Spent)
+    other = spent.model_copy(update={"epsilon_planned": 3.0})
+    results[run.digest] = results[run.digest].model_copy(update={"privacy": other})
     with pytest.raises(ConfigError, match=r"6, 8: .*not spent the same"):
         spendings(experiment, "mini", results)
-    del results[run.digest].raw["privacy"]  # type: ignore[attr-defined]
+    results[run.digest] = results[run.digest].model_copy(update={"privacy": None})
     with pytest.raises(ConfigError, match=r"1 of its 2 runs .*privacy.*budgets.none"):
         spendings(experiment, "mini", results)
 
@@ -112,7 +117,7 @@ def test_axes_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 def test_the_picture_is_drawn_of_whole_and_of_half_grids(experiment: Experiment, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from fedlora.experiments.report.budget_plot import plot_budgets
+    from fedlora.experiments.pictures import plot_budgets
 
     results = stored(experiment)
     for some in (results, dict(list(results.items())[:1]), dict(list(results.items())[-1:])):
@@ -160,9 +165,9 @@ def test_a_block_that_cannot_be_filled_is_refused(
 def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for result in stored(experiment).values():
-        write_result(tmp_path / "results" / "runs", result.raw)
+        gather(tmp_path / "results", "tiny", result)
     (tmp_path / "page.md").write_text(MARKED)
-    where = ("--experiments", tmp_path, "--results", tmp_path / "results" / "runs")
+    where = ("--experiments", tmp_path, "--results", tmp_path / "results")
     said = invoke("experiment", "fill", tmp_path / "page.md", *where).stderr
     assert "filled" in said and "| 6 | 8.00 |" in (tmp_path / "page.md").read_text()
     assert "as it was" in invoke("experiment", "fill", tmp_path / "page.md", *where).stderr
@@ -178,15 +183,12 @@ def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_pat
 def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
     """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""
     text = page.read_text(encoding="utf-8")
-    assert (
-        filled(text, Stored.read(ROOT / "experiments", ROOT / "results" / "runs", ROOT / "docs" / "claims.toml"))
-        == text
-    )
+    assert filled(text, Stored.read(ROOT / "experiments", ROOT / "results", ROOT / "docs" / "claims.toml")) == text
 
 
 def test_a_tick_of_the_picture_never_understates_epsilon() -> None:
     """By hand: the tenth at or above. 1.1 * 10 is 11.000000000000002 in floats, and stays 1.1."""
     pytest.importorskip("matplotlib")
-    from fedlora.experiments.report.budget_plot import _tenth_up
+    from fedlora.experiments.pictures import _tenth_up
 
     assert [_tenth_up(e) for e in (13.603, 8.0, 1.1, 0.02)] == [13.7, 8.0, 1.1, 0.1]

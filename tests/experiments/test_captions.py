@@ -3,21 +3,19 @@ table is made of. Kinds: structural, oracle."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.scores.numbers import KNOWN
-from fedlora.experiments.scores.units import SCALES, explained, scale
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.captions import CAPTIONS, caption, reservations
-from fedlora.experiments.tables.filled_tables import KINDS, Source, table_of
+from fedlora.experiments.page_tables import Source, table_of
+from fedlora.experiments.plan import mains
+from fedlora.experiments.result import Commit, Machine, Made, Merged, Result, short_config
+from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
+from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.training.metrics import METRICS, score_name
+from support.made_results import bare
 
 ROOT = Path(__file__).parents[2]
 FILE = """
@@ -62,17 +60,14 @@ def made(experiment: Experiment, metric: str = "loss", **more: Any) -> dict[str,
         value = 0.5 + 0.1 * run.seed + (0.2 + 0.01 * run.seed) * (run.cell["rule"] == "other")
         scores = {"loss": value, "accuracy": 1 - value, "perplexity": value}
         raw: dict[str, Any] = {
-            "digest": run.digest, "config": json.loads(run.config.canonical()), "metric": metric, "target": "server",
-            "commit": {"id": "a" * 40, "clean": True}, "machine": {"device": "cpu", "architecture": "x86_64"},
-            "test": {"last": scores, "best": scores}, "history": [{"round": 1, "metrics": {}, "losses": {"a": 0.3}}],
-            "padded_error": 0.1, "gauge_drift": {}, **more,
+            "config": short_config(run.config), "metric": metric, "commit": {"id": "a" * 40, "clean": True},
+            "test": {"last": scores, "best": scores}, "padded_error": 0.1, **more,
         }  # fmt: skip
-        found[run.digest] = Result(run.digest, raw)
+        found[run.digest] = bare(run.digest, [{"round": 1, "metrics": {}, "losses": {"a": 0.3}}], **raw)
     return found
 
 
-def test_every_kind_of_table_has_a_caption_and_every_metric_a_unit() -> None:
-    assert set(CAPTIONS) == set(KINDS)
+def test_every_metric_has_a_unit_and_every_number_words() -> None:
     assert set(SCALES) == {score_name(name) for name in METRICS}
     for name in KNOWN:
         which = name.replace("last K", "last 3").replace("to X", "to 0.7")
@@ -99,9 +94,9 @@ def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment)
     """By hand: losses are in nats and less is better; accuracy the other way; two seeds everywhere."""
 
     def said(kind: str, words: str = "", metric: str = "loss") -> str:
-        source = Source(experiment, "mini", made(experiment, metric), words)
-        assert table_of(kind, source)[1]
-        return caption(kind, source)
+        table = table_of(kind, Source(experiment, "mini", made(experiment, metric), words))
+        assert table.rows
+        return table.caption
 
     scores, gaps = said("scores"), said("differences")
     assert "Log-loss in nats on" in scores and "standard deviation over seeds" in scores
@@ -120,23 +115,24 @@ def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment)
 def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
     """One label of the clients' own models, one commit more, one value at the end of its grid: each said once."""
     results = made(experiment)
-    source = Source(experiment, "mini", results)
-    assert [reservations(kind, source) for kind in ("scores", "differences", "losses")] == [[], [], []]
+
+    def below(kind: str, words: str = "") -> list[str]:
+        return list(table_of(kind, Source(experiment, "mini", results, words)).below)
+
+    assert [below(kind) for kind in ("scores", "differences", "losses")] == [[], [], []]
     mine = [run for run in mains(experiment, "mini", {}) if run.cell["rule"] == "other"]
     for run in mine:
-        raw = {**results[run.digest].raw, "target": "clients"}
-        if run.seed == 1:
-            raw["commit"] = {"id": "b" * 40, "clean": True}
-        results[run.digest] = Result(run.digest, raw)
-    own, mixed = reservations("differences", source)
+        other = {"commit": Commit(id="b" * 40, clean=True)} if run.seed == 1 else {}
+        results[run.digest] = results[run.digest].model_copy(update={"target": "clients", **other})
+    own, mixed = below("differences")
     assert re.match("other: .*the clients' own models.* The others: .*the server's model", own)
     assert "The 8 runs are of 2 commits" in mixed and ": aaaaaaa (6), bbbbbbb (2)." in mixed
     assert "compared in 2 of 4 cases" in mixed
-    assert reservations("losses", source) == [mixed], "training losses are the clients' for every method"
+    assert below("losses") == [mixed], "training losses are the clients' for every method"
     for digest, result in results.items():
-        results[digest] = Result(digest, {**result.raw, "target": "clients"})
-    assert reservations("scores", source)[0].startswith("Every number is the mean")
-    assert len(reservations("scores", Source(experiment, "mini", results, "server, error"))) == 1, "of no such model"
+        results[digest] = result.model_copy(update={"target": "clients"})
+    assert below("scores")[0].startswith("Every number is the mean")
+    assert not any("clients' own" in line for line in below("scores", "server, error")), "of no such model"
 
 
 def test_times_count_each_training_once(experiment: Experiment) -> None:
@@ -145,10 +141,10 @@ def test_times_count_each_training_once(experiment: Experiment) -> None:
     results = made(experiment, ranks={"a": 2, "b": 2, "c": 2}, seconds={"train": 10.0}, wall_seconds=60.0)
     config = mains(experiment, "mini", {})[0].config
     each = 3 * 2 * config.train.batch_size * config.run.rounds
-    ((runs, examples, rate, hours),) = table_of("times", Source(experiment, "mini", results))[1]
+    ((runs, examples, rate, hours),) = table_of("times", Source(experiment, "mini", results)).rows
     assert (runs, examples) == ("8", f"{8 * each:,}") and rate == f"{each / 10:.0f}" and hours == f"{8 / 60:.1f}"
     merged = {digest: results[digest] for digest in list(results)[:3]}
-    assert table_of("times", Source(experiment, "mini", merged))[1][0][0] == "3"
+    assert table_of("times", Source(experiment, "mini", merged)).rows[0][0] == "3"
 
 
 def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
@@ -156,9 +152,10 @@ def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
     results = made(experiment)
     for run in mains(experiment, "mini", {}):
         if run.seed == 1:
-            other = {"commit": None, "machine": {"device": "gpu", "architecture": "x86_64"}, "versions": {"torch": "3"}}
-            results[run.digest] = Result(run.digest, {**results[run.digest].raw, **other})
-    said = reservations("scores", Source(experiment, "mini", results))
+            machine = Machine(device="gpu", architecture="x86_64")
+            other = {"commit": None, "machine": machine, "versions": {"torch": "3"}}
+            results[run.digest] = results[run.digest].model_copy(update=other)
+    said = table_of("scores", Source(experiment, "mini", results)).below
     for line, what in zip(said, ("commits", "machines", "versions"), strict=True):
         assert line.startswith(f"The 8 runs are of 2 {what}")
     assert all("no gap comes" in line for line in said) and "unknown (4)" in said[0]
@@ -169,10 +166,10 @@ def test_a_merger_of_another_commit_is_said(experiment: Experiment) -> None:
     results = made(experiment)
     for run in mains(experiment, "mini", {}):
         if run.cell["rule"] == "other":
-            machine = results[run.digest].raw["machine"]
-            facts = {"merger": {}, "commit": {"id": "b" * 40, "clean": True}, "machine": machine}
-            results[run.digest] = Result(run.digest, {**results[run.digest].raw, "of": facts})
-    said = reservations("scores", Source(experiment, "mini", results))
+            later = Made(commit=Commit(id="b" * 40, clean=True), machine=results[run.digest].machine)
+            facts = Merged(merger={}, test=results[run.digest].test.last, made=later)
+            results[run.digest] = results[run.digest].model_copy(update={"of": facts})
+    said = table_of("scores", Source(experiment, "mini", results)).below
     (line,) = said
     assert re.search(r"2 commits .*: aaaaaaa \(4\), aaaaaaa and bbbbbbb \(4\)\..* 4 of 4 cases", line)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.plan import at_the_edge, mains, searches
-from fedlora.experiments.grid.spec import Experiment, Tune
-from fedlora.experiments.running.comparison import PROFILE, ComparedRuns, comparison
-from fedlora.experiments.tables.cells import CellScore, difference, orders, placings, smaller_is_better
+from fedlora.experiments.comparison import PROFILE, ComparedRuns, comparison
+from fedlora.experiments.plan import at_the_edge, mains, searches
+from fedlora.experiments.spec import Experiment, Tune
+from fedlora.experiments.tables import CellScore, difference, orders, placings, smaller_is_better
 from fedlora.runs.config import RunConfig, parse_config
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.sections import MethodSection
@@ -47,7 +47,7 @@ def test_the_runs_are_the_configuration_with_method_seed_and_one_thread() -> Non
 
 
 def test_runs_are_named_for_people_and_found_by_digest(tmp_path: Path) -> None:
-    kept = ComparedRuns(tmp_path, tuned_key="train.lr")
+    kept = ComparedRuns.at(tmp_path, tuned_key="train.lr")
     tune = Tune(values=[0.001, 0.02], seeds=[1000])
     names = [str(kept.folder(run).path.relative_to(tmp_path)) for run in searches(compared(tune=tune), PROFILE)]
     assert names == [f"{m}/search/train.lr={v}/seed-1000" for m in ("glora", "svd_energy=0.9") for v in (0.001, 0.02)]

@@ -16,14 +16,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from fedlora.experiments.deciding.claims import Family, Question, Score, load_claims
-from fedlora.experiments.deciding.decisions import Answer, Answers
-from fedlora.experiments.deciding.seed_plan import path_of, read_plan
-from fedlora.experiments.deciding.verdicts import Verdict, weigh
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.report.decision_page import decided_part
-from fedlora.experiments.report.map_plots import map_figure
-from fedlora.experiments.tables.decision_words import (
+from fedlora.experiments.claims import Family, Question, Score, load_claims
+from fedlora.experiments.decision_words import (
     by_score,
     claim_rows,
     headings,
@@ -35,7 +29,14 @@ from fedlora.experiments.tables.decision_words import (
     tally,
     title,
 )
-from fedlora.experiments.tables.decision_words import rows as rows_in_words
+from fedlora.experiments.decision_words import rows as rows_in_words
+from fedlora.experiments.decisions import Answer, Answers
+from fedlora.experiments.pictures import map_figure
+from fedlora.experiments.report import decided_part
+from fedlora.experiments.seed_plan import path_of, read_plan
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.store import as_lines, read_results_of
+from fedlora.experiments.verdicts import Verdict, weigh
 from support.command_line import Said, invoke
 from support.cut_claims import cut_claims
 from support.made_results import by_effects, write_runs
@@ -189,7 +190,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def loss(label: str, setup: str, seed: int) -> float:
         return planted(label, setup, seed) - bare(label, setup, seed) + bare("", "", seed)
 
-    results = folder / "results" / "runs"
+    results = folder / "results"
     for one in (once, rounds):
         write_runs(results, one, "mini", loss, search=True)
         write_runs(results, one, "pilot", loss)
@@ -200,7 +201,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wanted(folder: Path, name: str) -> int:
     """How many seeds its plan has."""
-    return len(read_plan(path_of(folder / "results" / "runs", name))["seeds"])
+    return len(read_plan(path_of(folder / "results", name)).seeds)
 
 
 def experiment(folder: Path, name: str) -> Experiment:
@@ -215,7 +216,7 @@ def with_seeds(one: Experiment, count: int) -> Experiment:
 
 
 def options(folder: Path) -> list[str]:
-    return ["--experiments", str(folder / "experiments"), "--results", str(folder / "results" / "runs"),
+    return ["--experiments", str(folder / "experiments"), "--results", str(folder / "results"),
             "--work", str(folder / "work"), "--claims", str(folder / "claims.toml")]  # fmt: skip
 
 
@@ -310,8 +311,8 @@ def test_plot_draws_the_map_and_the_set_ups_and_nothing_before_its_time(
         assert map_text.stat().st_size > 10_000 and set_ups.stat().st_size > 10_000
     copy = Path(shutil.copytree(place, tmp_path / "copy"))
     there = wanted(copy, "map_rounds") - 1
-    for path in (copy / "results" / "runs").glob("*.json"):
-        if json.loads(path.read_text())["config"]["run"]["seed"] == there:  # the last one
-            path.unlink()
+    for path in (copy / "results").glob("*.jsonl"):  # without the last one
+        kept = {digest: one for digest, one in read_results_of(path).items() if one.settings.run.seed != there}
+        path.write_text(as_lines(kept))
     said = main("experiment", "plot", "map_rounds", *options(copy)).error()
     assert f"{there} of {there + 1} planned seeds of map_rounds" in said

@@ -17,18 +17,19 @@ from typing import Any
 
 import pytest
 
-from fedlora.errors import CheckpointError, ConfigError
-from fedlora.experiments.grid.plan import chosen_value, dead_end, mains, searches
-from fedlora.experiments.grid.spec import Experiment, Tune, load_experiment
-from fedlora.experiments.report.one_page import write_report
-from fedlora.experiments.running.runner import Places, missing, run_all
-from fedlora.experiments.stored.results import Result, read_results, write_result
-from fedlora.experiments.tables.cells import CellScore, difference, paired, score_cells
+from fedlora.errors import ConfigError
+from fedlora.experiments.plan import chosen_value, dead_end, mains, searches
+from fedlora.experiments.report import write_report
+from fedlora.experiments.result import Commit, Merged, Result
+from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.spec import Experiment, Tune, load_experiment
+from fedlora.experiments.store import as_lines, read_results_of
+from fedlora.experiments.tables import CellScore, difference, paired, score_cells
 from fedlora.runs.config import parse_config
 from fedlora.runs.own_files import contents, digest_of
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.made_results import whole
+from support.made_results import bare
 from support.training_data import classification, save_encoder
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -77,7 +78,7 @@ seeds = [0, 1]
 seeds = [0]
 tune = [1e-2]
 axes = {{ split = ["skewed"] }}
-set = {{ "run.rounds" = 1 }}
+set = {{ "run.rounds" = 2 }}
 """
 
 
@@ -106,15 +107,10 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
 
 def result(digest: str, seed: int, best: float, last: float = 0.5) -> Result:
     history = [{"round": k + 1, "metrics": {"accuracy": x, "loss": 1.0}} for k, x in enumerate((0.4, best, last))]
-    return Result(
-        digest,
-        {
-            "digest": digest, "metric": "accuracy", "history": history,
-            "validation": {"best": {"accuracy": best}, "last": {"accuracy": last}},
-            "test": {"last": {"accuracy": last}, "best": {"accuracy": best}},
-            "probes": {"last": {"unseen": {"accuracy": 0.25}}, "best": {}},
-            "clients_at_end": {"a": {"accuracy": 0.2}, "b": {"accuracy": 0.6}},
-        },
+    return bare(
+        digest, history, best_round=2, test={"last": {"accuracy": last}, "best": {"accuracy": best}},
+        probes={"last": {"unseen": {"accuracy": 0.25}}, "best": {}},
+        clients_at_end={"a": {"accuracy": 0.2}, "b": {"accuracy": 0.6}},
     )  # fmt: skip
 
 
@@ -149,7 +145,7 @@ def test_by_loss_the_search_chooses_the_least_and_thresholds_are_reached_from_ab
 
     def by_loss(digest: str, best: float | None) -> Result:
         history = [{"round": k + 1, "metrics": {"loss": x}} for k, x in enumerate((0.9, best, 0.7))]
-        return Result(digest, {"metric": "loss", "history": history, "validation": {"best": {"loss": best}}})
+        return bare(digest, history, metric="loss", best_round=2)
 
     search = searches(experiment, "mini")
     losses = {1e-3: 0.6, 1e-2: 0.4}
@@ -263,8 +259,8 @@ def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
         done = {}
         for r in search:
             scores = {"accuracy": 0.5}
-            mergers = {label: {"merger": m, "test": scores, "validation": scores} for label, m in r.mergers.items()}
-            done[r.digest] = Result(r.digest, {**result(r.digest, 0, 0.5).raw, "mergers": mergers})
+            mergers = {label: Merged(merger=dict(m), test=scores, validation=scores) for label, m in r.mergers.items()}
+            done[r.digest] = result(r.digest, 0, 0.5).model_copy(update={"mergers": mergers})
         runs = mains(found, profile, done)
         assert len(runs) == len(list(found.cells(profile))) * len(found.profile(profile).seeds)
 
@@ -310,19 +306,6 @@ def test_scores_by_name() -> None:
     assert r.rounds_to(0.9) == r.score("rounds to 0.9") == 2 and r.score("rounds to 0.95") is None
 
 
-def test_results_round_trip_and_a_damaged_one_is_refused(experiment: Experiment, tmp_path: Path) -> None:
-    run = mains(experiment, "one", {})[0]
-    raw = whole(run, "accuracy", {"accuracy": 0.5, "loss": 1.0})
-    path = write_result(tmp_path, {**raw, "wall_seconds": 1 / 3})
-    assert read_results(tmp_path)[run.digest].raw["wall_seconds"] == 0.333333
-    path.rename(tmp_path / "other.json")
-    with pytest.raises(CheckpointError, match=rf"other.json .* the result of '{run.digest}'"):
-        read_results(tmp_path)
-    (tmp_path / "other.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be used"):
-        read_results(tmp_path)
-
-
 def test_a_paired_interval_is_students() -> None:
     """By hand: gaps 1, 2, 3: mean 2, s = 1, t(0.975, 2) = 4.302653, half width 4.302653 / sqrt 3; t = 2 sqrt 3, and
     p = 2 (1 - T_2(t)) = 1 - t / sqrt(t^2 + 2)."""
@@ -363,18 +346,18 @@ def test_an_experiment_runs_skips_what_is_finished_and_resumes(
     assert [o.error for o in outcomes] == [None, None] and missing(experiment, "one", places) == []
     done = places.finished(unclean=True)
     for found in done.values():
-        raw = json.dumps({k: v for k, v in found.raw.items() if k != "config"})
+        raw = found.model_dump_json(exclude={"config"})
         assert str(tmp_path) not in raw and str(data_root) not in raw
-        assert 0 <= found.validation_best <= 1 and found.raw["wall_seconds"] > 0
+        assert 0 <= found.validation_best <= 1 and found.wall_seconds > 0
     cells = score_cells(experiment, "one", done)
     assert [c.cell["method"] for c in cells] == ["FedIT", "GLoRA"] and all(c.mean is not None for c in cells)
     digest = todo[0].digest
-    for folder in (places.results, places.unclean):
-        (folder / f"{digest}.json").unlink(missing_ok=True)
+    for path in [*places.results.glob("*.jsonl"), *places.unclean.glob("*.jsonl")]:
+        path.write_text(as_lines({k: v for k, v in read_results_of(path).items() if k != digest}))
     (again,) = missing(experiment, "one", places)
-    before = done[digest].raw["test"]
+    before = done[digest].test
     list(run_all([again], places))  # its folder is still there: no round is run again
-    assert places.finished(unclean=True)[digest].raw["test"] == before
+    assert places.finished(unclean=True)[digest].test == before
 
 
 def test_results_of_a_changed_checkout_stay_apart(
@@ -384,7 +367,7 @@ def test_results_of_a_changed_checkout_stay_apart(
     monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "0" * 40, "clean": False})
     places = Places(tmp_path / "results", tmp_path / "work", data_root)
     list(run_all(missing(experiment, "one", places)[:1], places))
-    assert not places.results.exists() and len(list(places.unclean.glob("*.json"))) == 1
+    assert not places.results.exists() and len(list(places.unclean.glob("*.jsonl"))) == 1
     assert places.finished() == {} and len(places.finished(unclean=True)) == 1
     monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "0" * 40, "clean": True})
     clean = replace(places, results=tmp_path / "clean", work=tmp_path / "work2")
@@ -413,9 +396,9 @@ def test_a_run_that_goes_on_in_a_changed_checkout_is_unclean(
     assert [outcome.error for outcome in run_all([run], places)] == [None]
     assert places.finished() == {}
     found = places.finished(unclean=True)[run.digest]
-    assert [(part["after"], part["commit"]["id"][0]) for part in found.raw["parts"]] == [(0, "a"), (1, "b")]
+    assert [(part.after, part.commit and part.commit.id[0]) for part in found.parts] == [(0, "a"), (1, "b")]
     assert not found.clean and found.commits(3) == ["aaa", "bbb with changes"]
-    assert found.raw["commit"] == {"id": "a" * 40, "clean": False}
+    assert found.commit == Commit(id="a" * 40, clean=False)
 
 
 def test_a_failing_run_is_kept_apart_and_the_others_go_on(
@@ -424,11 +407,11 @@ def test_a_failing_run_is_kept_apart_and_the_others_go_on(
     places = Places(tmp_path / "results", tmp_path / "work", tmp_path / "nothing here")
     outcomes = list(run_all(missing(experiment, "one", places), places))
     assert all(o.error is not None and "does not exist" in o.error for o in outcomes)
-    said = json.loads(places.failure(outcomes[0].run.digest).read_text())
+    said = json.loads(places.failure(outcomes[0].run).read_text())
     assert said["label"] == outcomes[0].run.label and "DataError" in said["error"]
     mended = replace(places, data_root=data_root)
     list(run_all(missing(experiment, "one", mended)[:1], mended))
-    assert not places.failure(outcomes[0].run.digest).exists()
+    assert not places.failure(outcomes[0].run).exists()
 
 
 # ---- the command line and the page -----------------------------------------------------------------------------------
@@ -436,13 +419,13 @@ def test_a_failing_run_is_kept_apart_and_the_others_go_on(
 
 @pytest.fixture(scope="module")
 def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with experiments/ and results/runs/ of a clean checkout."""
+    """A folder with experiments/ and results/ of a clean checkout."""
     root = tmp_path_factory.mktemp("finished")
     (root / "experiments").mkdir()
     model = experiment.run["model"]["path"]
     (root / "experiments" / "tiny.toml").write_text(EXPERIMENT.format(model=model))
     (root / "experiments" / "paper_numbers.toml").write_text('[tiny.skewed]\nFedIT = "50.0 <b>&"\n')
-    places = Places(root / "results" / "runs", root / "work", data_root)
+    places = Places(root / "results", root / "work", data_root)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patched.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
@@ -451,7 +434,7 @@ def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.T
 
 
 def call(root: Path, *args: str) -> Any:
-    where = ["--experiments", root / "experiments", "--results", root / "results/runs", "--work", root / "work"]
+    where = ["--experiments", root / "experiments", "--results", root / "results", "--work", root / "work"]
     return invoke("experiment", *args, *where)
 
 

@@ -3,7 +3,6 @@ Kind: end-to-end."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.experiments.grid.spec import load_experiment
+from fedlora.experiments.result import Commit
+from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.store import as_lines, read_results_of
 from support.command_line import Said, invoke
 from support.cut_claims import cut_claims
 from support.known_warnings import FUTURE_NAMES
@@ -33,9 +34,10 @@ def place(tmp_path: Path) -> Path:
         aside, load_experiment(tmp_path / "experiments" / "map_rounds.toml"), "pilot", by_effects({}, 0.01)
     )
     assert made == 16
-    for k, path in enumerate(sorted(aside.glob("*.json"))):
-        commit = {"id": "c" * 40, "clean": False} if k < 5 else None
-        path.write_text(json.dumps({**json.loads(path.read_text()), "commit": commit}))
+    (path,) = aside.glob("*.jsonl")
+    of = [Commit(id="c" * 40, clean=False)] * 5 + [None] * 11
+    found = zip(read_results_of(path).items(), of, strict=True)
+    path.write_text(as_lines({digest: one.model_copy(update={"commit": commit}) for (digest, one), commit in found}))
     (tmp_path / "page.md").write_text("<!-- filled: map_rounds pilot scores -->\n<!-- end -->\n")
     return tmp_path
 
@@ -52,7 +54,7 @@ def test_every_command_says_what_it_leaves_out(
     place: Path, command: tuple[str, ...], main: Callable[..., Said]
 ) -> None:
     told = [word.replace("PLACE", str(place)) for word in command]
-    where = ["--experiments", place / "experiments", "--results", place / "results" / "runs", "--work", place / "work"]
+    where = ["--experiments", place / "experiments", "--results", place / "results", "--work", place / "work"]
     claims = ["--claims", place / "claims.toml"] if command[0] in ("plan", "plot", "report", "fill") else []
     said = " ".join(main("experiment", *told, *map(str, where), *map(str, claims)).err.split())
     assert "map_rounds, profile pilot: 16 finished runs " in said and "no commit" in said
@@ -64,12 +66,12 @@ def test_decide_says_it_of_the_profile_that_answers(place: Path, main: Callable[
     rounds = load_experiment(place / "experiments" / "map_rounds.toml")
     for name in ("map_once", "map_rounds"):
         write_runs(
-            place / "results" / "runs",
+            place / "results",
             load_experiment(place / "experiments" / f"{name}.toml"),
             "pilot",
             by_effects({}, 0.01),
         )
-    where = ["--experiments", place / "experiments", "--results", place / "results" / "runs", "--work", place / "work"]
+    where = ["--experiments", place / "experiments", "--results", place / "results", "--work", place / "work"]
     where += ["--claims", place / "claims.toml"]
     invoke("experiment", "plan", "map_rounds", *where)
     count = write_runs(place / "work" / "unclean", rounds, "mini", by_effects({}, 0.01))
@@ -80,7 +82,7 @@ def test_decide_says_it_of_the_profile_that_answers(place: Path, main: Callable[
 def test_a_run_that_counts_is_not_left_out(place: Path) -> None:
     """The same digest among the clean results: nothing is missed, and nothing is said."""
     rounds = load_experiment(place / "experiments" / "map_rounds.toml")
-    write_runs(place / "results" / "runs", rounds, "pilot", by_effects({}, 0.01))
-    where = ["--experiments", place / "experiments", "--results", place / "results" / "runs", "--work", place / "work"]
+    write_runs(place / "results", rounds, "pilot", by_effects({}, 0.01))
+    where = ["--experiments", place / "experiments", "--results", place / "results", "--work", place / "work"]
     said = invoke("experiment", "table", "map_rounds", "--profile", "pilot", *where)
     assert said.exit_code == 0 and "left out" not in said.stderr

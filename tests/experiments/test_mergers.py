@@ -3,7 +3,6 @@ float64), end-to-end."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,13 @@ from fedlora.adapters.uploads_together import read_uploads
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.data.text import TextData
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.experiments.grid.merger_settings import resolved, searched_as
-from fedlora.experiments.grid.plan import PlannedRun, chosen_value, mains, searches
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.running.head_alone import head_alone
-from fedlora.experiments.running.mergers import _uploads
-from fedlora.experiments.running.runner import Places, missing, run_all
-from fedlora.experiments.tables.cells import score_cells
+from fedlora.experiments.head_alone import head_alone
+from fedlora.experiments.merger_settings import resolved, searched_as
+from fedlora.experiments.mergers import _uploads
+from fedlora.experiments.plan import PlannedRun, chosen_value, mains, searches
+from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.tables import score_cells
 from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
@@ -150,7 +149,7 @@ def test_a_new_merger_costs_no_training(folder: Path, experiment: Experiment, pl
     assert written == [place.stat().st_mtime_ns for run in todo for place in kept(places, run)]
     done = places.finished(unclean=True)
     assert all(run.result(done) is not None for run in todo)
-    assert set(done[todo[0].digest].raw["mergers"]) == {*experiment.axes["method"], "quarter"}, "the others stay"
+    assert set(done[todo[0].digest].mergers) == {*experiment.axes["method"], "quarter"}, "the others stay"
 
 
 def test_uploads_of_another_round_than_the_last_are_refused(
@@ -180,7 +179,7 @@ def test_mergers_are_what_they_are_by_dense_algebra(experiment: Experiment, plac
     shrunk mean has the norm of its like and the exact mean's direction; rank budget ceil(0.5 * 10) = 5; the least-error
     basis is no worse than GLoRA's at that rank, and Eckart and Young's optimum."""
     run = searches(experiment, "mini")[0]
-    facts = places.finished(unclean=True)[run.digest].raw["mergers"]
+    facts = places.finished(unclean=True)[run.digest].mergers
     uploads, _ = read_uploads(kept(places, run))  # in the unit of Delta W: twice what travels
     total = sum(u.num_examples for u in uploads)
     means, padded, best = {}, {}, {}
@@ -193,26 +192,22 @@ def test_mergers_are_what_they_are_by_dense_algebra(experiment: Experiment, plac
         best[name] = torch.linalg.svdvals(means[name])[5:]
     size = torch.cat([m.flatten() for m in means.values()]).norm() / 2
     off = torch.cat([(padded[n] - means[n]).flatten() for n in means]).norm() / 2
-    assert facts["exact"]["norm"] == pytest.approx(float(size), rel=1e-5) and facts["exact"]["error"] < 1e-5
-    assert facts["factors"]["error"] == pytest.approx(float(off / size), rel=1e-4)
-    assert facts["shrunk"]["norm"] == pytest.approx(facts["half"]["norm"], rel=1e-5)
-    assert facts["half"]["rank"] == 5 and facts["least"]["rank"] <= 5 and facts["exact"]["rank"] == 10
+    assert facts["exact"].norm == pytest.approx(float(size), rel=1e-5) and facts["exact"].error < 1e-5
+    assert facts["factors"].error == pytest.approx(float(off / size), rel=1e-4)
+    assert facts["shrunk"].norm == pytest.approx(facts["half"].norm, rel=1e-5)
+    assert facts["half"].rank == 5 and facts["least"].rank <= 5 and facts["exact"].rank == 10
     optimum = float(torch.cat(list(best.values())).norm() / 2 / size)
-    assert (
-        facts["least"]["error"] == pytest.approx(optimum, rel=1e-3)
-        and facts["least"]["error"] <= facts["half"]["error"]
-    )
-    assert facts["nothing"]["norm"] == 0 and facts["nothing"]["error"] == 1
+    assert facts["least"].error == pytest.approx(optimum, rel=1e-3) and facts["least"].error <= facts["half"].error
+    assert facts["nothing"].norm == 0 and facts["nothing"].error == 1
 
 
 def test_the_exact_merger_is_the_run_itself(experiment: Experiment, places: Places) -> None:
     """The run's own server is FlexLoRA: the merger `exact` has its score."""
     for run in searches(experiment, "mini"):
-        raw = places.finished(unclean=True)[run.digest].raw
-        assert raw["mergers"]["exact"]["test"]["loss"] == pytest.approx(raw["test"]["last"]["loss"], rel=1e-5)
-        assert raw["mergers"]["exact"]["validation"]["loss"] == pytest.approx(
-            raw["validation"]["last"]["loss"], rel=1e-5
-        )
+        found = places.finished(unclean=True)[run.digest]
+        exact = found.mergers["exact"]
+        assert exact.test["loss"] == pytest.approx(found.test.last["loss"], rel=1e-5)
+        assert exact.validation["loss"] == pytest.approx(found.validation.last["loss"], rel=1e-5)
 
 
 def test_heads_apart_are_the_mean_of_each_clients_logits(experiment: Experiment, places: Places) -> None:
@@ -221,21 +216,21 @@ def test_heads_apart_are_the_mean_of_each_clients_logits(experiment: Experiment,
     import numpy as np
     from sklearn.linear_model import LogisticRegression
 
-    from fedlora.experiments.running.head_alone import _features
+    from fedlora.experiments.head_alone import _features
 
     run = searches(experiment, "mini")[0]
-    facts = places.finished(unclean=True)[run.digest].raw["mergers"]["heads"]
+    facts = places.finished(unclean=True)[run.digest].mergers["heads"]
     prepared = prepare(run.config)
     dealt = deal(run.config, None)
     test = TextData.concat(list(dealt.test.values()))
     logits, total = 0.0, sum(len(part) for part in dealt.parts.values())
     for part in dealt.parts.values():
-        head = LogisticRegression(C=facts["strength"], max_iter=1000).fit(_features(prepared, part), part.labels)
+        head = LogisticRegression(C=facts.strength, max_iter=1000).fit(_features(prepared, part), part.labels)
         logits = logits + len(part) / total * (_features(prepared, test) @ head.coef_.T + head.intercept_)
     chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     right = chances[np.arange(len(test)), list(test.labels or ())]
-    assert facts["test"]["loss"] == pytest.approx(float(-np.log(right).mean()), rel=1e-5)
-    assert facts["test"]["accuracy"] == pytest.approx(float((chances.argmax(axis=1) == np.array(test.labels)).mean()))
+    assert facts.test["loss"] == pytest.approx(float(-np.log(right).mean()), rel=1e-5)
+    assert facts.test["accuracy"] == pytest.approx(float((chances.argmax(axis=1) == np.array(test.labels)).mean()))
 
     # Of a single client they are the head alone.
     (name, whole), *_ = dealt.parts.items()
@@ -333,13 +328,14 @@ def test_a_merger_of_other_code_has_that_code_s_commit(
     commit c lands there, with both commits. Nothing is trained or measured again."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     mine = Places(copy / "results", copy / "work", None)
-    before = {path.name: path.read_bytes() for path in mine.results.glob("*.json")}
+    before = {path.name: path.read_bytes() for path in mine.results.glob("*.jsonl")}
+    old = dict(mine.finished())
     monkeypatch.setattr("fedlora.runs.execution.execute", lambda *_, **__: pytest.fail("run again"))
     monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "b" * 40, "clean": False})
     fifth = added(copy, "fifth", 'fifth = { name = "glora", rho = 0.2 }')
     todo = missing(fifth, "mini", mine)
     assert todo and all(outcome.error is None for outcome in run_all(todo, mine))
-    assert before == {path.name: path.read_bytes() for path in mine.results.glob("*.json")}
+    assert before == {path.name: path.read_bytes() for path in mine.results.glob("*.jsonl")}
     settings = {"name": "glora", "rho": 0.2}
     for run in todo:
         assert mine.finished()[run.digest].merged("fifth", settings) is None
@@ -358,7 +354,5 @@ def test_a_merger_of_other_code_has_that_code_s_commit(
         assert now is not None and now.clean and now.commits(7) == ["aaaaaaa", "ccccccc"] and then is None
         kept = mine.finished(unclean=True)[run.digest]
         assert kept.merged("fifth", settings) is not None and kept.merged("half", {"name": "glora", "rho": 0.5})
-        old = json.loads(before[f"{run.digest}.json"])
-        assert {key: clean.raw[key] for key in ("test", "validation", "commit")} == {
-            key: old[key] for key in ("test", "validation", "commit")
-        }
+        was = old[run.digest]
+        assert (clean.test, clean.validation, clean.commit) == (was.test, was.validation, was.commit)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.scores.digits import alike, difference_in_words, in_words, places, shown
-from fedlora.experiments.scores.numbers import KNOWN, parse_number, titled
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.cells import CellScore, difference, orders, placings
+from fedlora.experiments.digits import alike, difference_in_words, in_words, places, shown
+from fedlora.experiments.scores import KNOWN, parse_number, titled
+from fedlora.experiments.tables import CellScore, difference, orders, placings
 from fedlora.runs.config import RunConfig, parse_config
+from support.made_results import bare
 
 
 def config(**tables: Any) -> RunConfig:
@@ -66,11 +66,8 @@ def test_what_a_run_has() -> None:
 def test_a_score_is_a_number_or_none_and_never_an_error(name: str, history: list[float | None]) -> None:
     """Of runs without validation, of one evaluation, diverged ones."""
     lines = [{"round": k, "metrics": {"accuracy": x}} for k, x in enumerate(history, start=1)]
-    raw = {
-        "metric": "accuracy", "history": lines, "validation": {"best": {}, "last": {}}, "probes": {},
-        "test": {"last": {"accuracy": None}, "best": {}}, "clients_at_end": {"a": {"accuracy": None}},
-    }  # fmt: skip
-    found = Result("x", raw).score(name)
+    told = {"test": {"last": {"accuracy": None}, "best": {}}, "clients_at_end": {"a": {"accuracy": None}}}
+    found = bare("x", lines, **told).score(name)
     assert found is None or found == found, "no NaN"
     assert found is None or [x for x in history if x is not None]
 

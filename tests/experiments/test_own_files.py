@@ -15,11 +15,10 @@ import pytest
 
 import fedlora.runs.preparation
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.experiments.grid.other_files import other_files
-from fedlora.experiments.grid.plan import chosen_value, mains, searches
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.running.runner import Places, by_machine, missing, run_all
-from fedlora.experiments.stored.results import Result, read_results
+from fedlora.experiments.plan import chosen_value, mains, searches
+from fedlora.experiments.runner import Places, by_machine, missing, run_all
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.store import read_results
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, rows, save_encoder
@@ -99,11 +98,11 @@ def test_two_data_sets_of_one_name_in_two_folders_are_two(
     for folder in (one, two):
         invoke("experiment", "run", folder / "mine.toml", *where(tmp_path))
     found = kept(tmp_path)
-    assert len(found) == 2 and len({json.dumps(r.raw["data"]["train"]) for r in found.values()}) == 2
+    assert len(found) == 2 and len({r.data["train"] for r in found.values()}) == 2
     for folder in (one, two):
         (run,) = mains(loaded(folder), "mini", {})
-        assert found[run.digest].raw["files"] == dict(run.files) and set(run.files) == {"data.train", "model.path"}
-        assert str(tmp_path) not in json.dumps(found[run.digest].raw), "a result says nothing of where it was made"
+        assert found[run.digest].files == dict(run.files) and set(run.files) == {"data.train", "model.path"}
+        assert str(tmp_path) not in found[run.digest].model_dump_json(), "a result says nothing of where it was made"
 
 
 def test_a_moved_folder_finds_its_results_and_a_changed_file_does_not(
@@ -141,17 +140,6 @@ def test_a_model_with_other_words_for_its_tokens_is_another(name: str, bench: Ca
     file.write_text("{ }")
     (after,) = mains(loaded(folder), "mini", {})
     assert before.digest != after.digest and before.files["data.train"] == after.files["data.train"]
-
-
-def test_a_result_of_an_older_version_is_named_and_not_taken(bench: Callable[..., Path]) -> None:
-    """It was known by its paths as they were written, and what lay there was not noted."""
-    (run,) = mains(loaded(bench("one")), "mini", {})
-    raw = json.loads(run.config.canonical())
-    raw["data"]["train"], raw["model"]["path"] = "data/mine.jsonl", "some/model"
-    lines = other_files([run], {"0": Result("0", {"digest": "0", "config": raw})})
-    assert len(lines) == 2 and all("an older version" in line for line in lines)
-    raw["train"]["steps"] = 2
-    assert other_files([run], {"0": Result("0", {"digest": "0", "config": raw})}) == [], "another configuration"
 
 
 def test_another_model_of_the_same_name_is_another_run(bench: Callable[..., Path]) -> None:
@@ -232,8 +220,8 @@ def test_what_the_machine_failed_is_no_worst_value(
     with monkeypatch.context() as patched:
         patched.setattr("fedlora.runs.preparation.prepare", prepare)
         said = main("experiment", "run", folder / "mine.toml", *where(tmp_path))
-    assert "No space left on device" in said.err and "1 runs failed" in said.error()
-    assert [found.raw["config"]["train"]["lr"] for found in kept(tmp_path).values()] == [1e-2], "the search alone"
+    assert "No space left on device" in said.err and "1 run failed" in said.error()
+    assert [found.settings.train.lr for found in kept(tmp_path).values()] == [1e-2], "the search alone"
     invoke("experiment", "retry", "--work", tmp_path / "work")
     invoke("experiment", "run", folder / "mine.toml", *where(tmp_path))
     assert len(kept(tmp_path)) == 3
@@ -262,7 +250,7 @@ def test_seeds_as_a_range(bench: Callable[..., Path], tmp_path: Path, main: Call
 
 def test_the_stored_results_of_the_paper_are_found() -> None:
     """By some experiment: named data sets have no files of one's own, and their digests are as they were."""
-    stored = read_results(ROOT / "results" / "runs")
+    stored = read_results(ROOT / "results")
     found = set()
     for path in (ROOT / "experiments").glob("*.toml"):
         if path.stem != "paper_numbers":
@@ -271,7 +259,7 @@ def test_the_stored_results_of_the_paper_are_found() -> None:
                 for run in [*searches(experiment, profile), *mains(experiment, profile, stored)]:
                     assert run.files == {} and run.digest == run.config.digest()
                     found.add(run.digest)
-    assert set(stored) <= found and len(stored) >= 352
+    assert set(stored) <= found and len(stored) == 410
 
 
 def test_a_damaged_experiment_or_result_is_one_line(
@@ -279,9 +267,9 @@ def test_a_damaged_experiment_or_result_is_one_line(
 ) -> None:
     folder = bench("one")
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "0.json").write_text("[1]")
+    (tmp_path / "results" / "0.jsonl").write_text("[1]")
     said = main("experiment", "status", folder / "mine.toml", *where(tmp_path)).complaint()
-    assert re.search("0.json .*no table of keys", said)
-    (tmp_path / "results" / "0.json").unlink()
+    assert re.search("0.jsonl, line 2, .*no result", said)
+    (tmp_path / "results" / "0.jsonl").unlink()
     (folder / "mine.toml").write_bytes(MINE.replace("Mine", "Café").encode("latin-1"))
     assert "mine.toml is not TOML" in main("experiment", "status", folder / "mine.toml", *where(tmp_path)).complaint()

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from fedlora.experiments.grid.run_times import examples_of
+from fedlora.experiments.costs import examples_of
+from fedlora.runs.config import parse_config
 from fedlora.server.sampling import sample_clients
 from support.command_line import invoke
 
@@ -110,7 +111,9 @@ def test_without_its_data_a_run_by_epochs_has_no_number(folder: Path) -> None:
 def test_a_part_of_the_clients_counts_as_it_is_drawn() -> None:
     """Sizes 1, 2, ..., 5 in batches of 100, one step, half of them a round: 2.5 is rounded up, as the engine does."""
     sizes = {name: k + 1 for k, name in enumerate("abcde")}
-    config = {"train": {"steps": 1, "batch_size": 100}, "run": {"participation": 0.5, "seed": 3, "rounds": 4}}
+    run = {"participation": 0.5, "seed": 3, "rounds": 4}
+    config = parse_config({"model": {"path": "m"}, "data": {"train": "x.csv"}, "clients": {"ranks": [2]}, "run": run,
+                           "train": {"steps": 1, "batch_size": 100}})  # fmt: skip
     drawn = [sample_clients(list(sizes), 0.5, seed=3, round=k) for k in range(4)]
     assert all(len(names) == 3 for names in drawn)
     assert examples_of(config, sizes) == sum(sizes[name] for names in drawn for name in names)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fedlora.experiments.running import pool
-from fedlora.experiments.running.pool import run_in_processes
+from fedlora.experiments import pool
+from fedlora.experiments.pool import run_in_processes
 from support.pool_tasks import die_so_often, lives, nothing, sleep_long, square
 
 TESTS = Path(__file__).parents[1]
@@ -87,8 +87,8 @@ def test_the_processes_end_when_the_one_that_asked_is_killed(tmp_path: Path) -> 
     """kill -9 in the middle of a task: nobody can clean up, and nobody has to."""
     code = f"""
 from pathlib import Path
-from fedlora.experiments.running import pool
-from fedlora.experiments.running.pool import run_in_processes
+from fedlora.experiments import pool
+from fedlora.experiments.pool import run_in_processes
 from support.pool_tasks import nothing, sleep_long
 if __name__ == "__main__":
     tasks = [Path({str(tmp_path)!r}) / name for name in "ab"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedlora.experiments.deciding.claims import Claims, Family
-from fedlora.experiments.deciding.power import chance_of_equals, per_cent, powers, smallest_gap
+from fedlora.experiments.claims import Claims, Family
+from fedlora.experiments.verdicts import chance_of_equals, per_cent, smallest_gap
 
 DRAWS = 40_000
 SLACK = 4 * math.sqrt(0.25 / DRAWS)  # four standard errors of a share at most
@@ -62,7 +62,7 @@ def test_a_family_shares_its_level_among_its_questions() -> None:
     """By hand: two pairs in two set-ups are four questions, each at 0.05 / 4."""
     family = Family(question="?", experiment="e", pairs=[("a", "b"), ("a", "c")], setups=["x", "y"], margin=0.005)
     claims = Claims(families={"f": family})
-    found = powers(claims, family, {"a against b, x": 0.004, "a against c, y": 0.01}, 6)
+    found = claims.powers("f", {"a against b, x": 0.004, "a against c, y": 0.01}, 6)
     assert {question: power.gap for question, power in found.items()} == {
         "a against b, x": smallest_gap(0.004, 6, 0.0125, 0.8),
         "a against c, y": smallest_gap(0.01, 6, 0.0125, 0.8),

@@ -10,15 +10,16 @@ from statistics import fmean, stdev
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.report.one_page import write_report
-from fedlora.experiments.running.runner import Places
-from fedlora.experiments.stored.results import Result, write_result
-from fedlora.experiments.tables.prices import price_rows, prices
+from fedlora.experiments.plan import mains
+from fedlora.experiments.report import write_report
+from fedlora.experiments.result import Result
+from fedlora.experiments.runner import Places
+from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.store import gather
+from fedlora.experiments.tables import price_rows, prices
 from fedlora.runs.attack_words import attacks_of
 from support.command_line import invoke
-from support.made_results import whole
+from support.made_results import stored, whole
 
 ROOT = Path(__file__).parents[2]
 GRID = """
@@ -62,7 +63,7 @@ def results(experiment: Experiment) -> dict[str, Result]:
     for run in mains(experiment, "mini", {}):
         loss = LOSS[run.cell["rule"], run.cell["attack"]][run.seed]
         scores = {"loss": loss, "accuracy": 1 - loss / 2}
-        found[run.digest] = Result(run.digest, whole(run, "accuracy", scores))
+        found[run.digest] = stored(whole(run, "accuracy", scores))
     return found
 
 
@@ -122,7 +123,7 @@ def test_a_peace_that_is_none_is_refused(tmp_path: Path, was: str, now: str, wor
 
 
 def test_attacks_are_named_once(grid: Experiment) -> None:
-    assert attacks_of([r.raw["config"] for r in results(grid).values()]) == ["sign-flip by 20% of the clients"]
+    assert attacks_of([r.settings.model_dump() for r in results(grid).values()]) == ["sign-flip by 20% of the clients"]
     assert attacks_of([{"attack": {"kind": "none"}}, {}]) == []
 
 
@@ -150,7 +151,7 @@ def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(gr
     pytest.importorskip("jinja2")
     places = Places(tmp_path / "results", tmp_path / "work", None)
     for found in results(grid).values():
-        write_result(places.results, found.raw)
+        gather(places.results, "grid", found)
     write_report(tmp_path / "r.html", [grid], "mini", places.finished(), tmp_path / "none.toml")
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "Under attack, on purpose: sign-flip by 20%" in page

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.running.runner import Places, missing, run_all
+from fedlora.experiments.plan import mains
+from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.privacy import recompute
 from fedlora.runs.config import load_config
 from fedlora.runs.private_simulation import LEDGER, simulated
@@ -96,21 +96,20 @@ def test_each_run_charges_its_own_ledger_alone_and_its_result_says_so(
     pld = pytest.importorskip("dp_accounting.pld")
     done = finished.finished(unclean=True)
     for run in mains(experiment, "mini", done):
-        raw, label = done[run.digest].raw, run.cell["privacy"]
-        assert str(finished.work) not in json.dumps(raw)
+        found, label = done[run.digest], run.cell["privacy"]
+        assert str(finished.work) not in found.model_dump_json()
         if label == "none":
-            assert "privacy" not in raw
+            assert found.privacy is None
             continue
         z = {"noisy": 1.5, "noisier": 3.0}[label]
         accountant = pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
         accountant.compose(dp.GaussianDpEvent(z), 2)
-        told = raw["privacy"]
-        assert told["epsilon"] == pytest.approx(accountant.get_epsilon(0.01), rel=1e-3) == told["epsilon_planned"]
-        assert (told["noise_multiplier"], told["delta"], told["sampling"], told["rounds_planned"]) == (z, 0.01, 1.0, 2)
-        assert "SIMULATED" in told["ledger"]["population"] and told["ledger"]["events"] == 2
+        told = found.privacy
+        assert told is not None and told.epsilon_planned == pytest.approx(accountant.get_epsilon(0.01), rel=1e-3)
+        assert (told.noise_multiplier, told.delta, told.sampling, told.rounds_planned) == (z, 0.01, 1.0, 2)
         folder = finished.folder(run)
-        found = recompute(folder.path / LEDGER)
-        assert len(found.events) == 2 and "SIMULATED" in found.population
+        ledger = recompute(folder.path / LEDGER)
+        assert len(ledger.events) == 2 and "SIMULATED" in ledger.population
         card = " ".join((folder.path / "adapter" / "README.md").read_text().split())
         assert "anybody's data (SIMULATED" in card
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedlora.experiments.deciding.verdicts import MOST, Weighed, beats_by, judge, seeds_needed, seeds_to_beat, weigh
-from fedlora.experiments.tables.decision_words import seeds_in_words
+from fedlora.experiments.decision_words import seeds_in_words
+from fedlora.experiments.verdicts import MOST, Weighed, beats_by, judge, seeds_needed, seeds_to_beat, weigh
 
 GAPS = [0.010, 0.014, 0.004, 0.012, 0.008, 0.012]
 

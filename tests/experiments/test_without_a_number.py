@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import load_experiment
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.captions import reservations
-from fedlora.experiments.tables.cells import CellScore, orders, paired, placings, score_cells, without_number
-from fedlora.experiments.tables.filled_tables import Source, table_of
-from support.made_results import whole
+from fedlora.experiments.page_tables import Source, table_of
+from fedlora.experiments.plan import mains
+from fedlora.experiments.result import Result
+from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.tables import CellScore, orders, paired, placings, score_cells, without_number
+from support.made_results import stored, whole
 
 EXPERIMENT = """title = "t"
 question = "q"
@@ -58,7 +57,7 @@ def made(tmp_path: Path, fifth: str) -> tuple[Any, dict[str, Result], dict[str, 
         for line in raw["history"]:
             diverged = at == 1e9 and fifth == "diverged"
             line["metrics"] = {"accuracy": float("nan") if diverged else 0.95 if line["round"] >= at else 0.1}
-        results[run.digest] = Result(run.digest, raw)
+        results[run.digest] = stored(raw)
     return experiment, results, failed
 
 
@@ -70,15 +69,15 @@ def test_no_mean_and_no_difference_where_a_run_has_no_number(tmp_path: Path, fif
     slow, fast = cells
     assert (slow.mean, slow.median, fast.median) == (30, 30, 5)
     source = Source(experiment, "mini", results, failed=failed)
-    [_, row] = table_of("scores", source)[1]
+    [_, row] = table_of("scores", source).rows
     if fifth == "not run":
         assert fast.mean == 5 and len(fast.scores) == 4 and fast.planned == 5 and without_number(cells) == []
         assert len(paired(cells, "method", "slow")) == 1 and row[1:] == ["5.0000 ± 0.0000", "4"]
         return
     assert fast.mean is None and fast.spread is None and fast.none == (4,)
     assert row[1] == "median 5.0000; 4 of 5 have a number"
-    assert paired(cells, "method", "slow") == [] == table_of("differences", source)[1]
-    for said in (without_number(cells), reservations("scores", source), reservations("differences", source)):
+    assert paired(cells, "method", "slow") == [] == table_of("differences", source).rows
+    for said in (without_number(cells), table_of("scores", source).below, table_of("differences", source).below):
         assert any("fast: no number on seed 4: " in line for line in said)
     [first, second] = placings(cells, "method", smaller_is_better=True)
     assert first.counts == (1, 4) and second.counts == (4, 1), "the one that never gets there is last on that seed"

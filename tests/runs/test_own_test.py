@@ -11,7 +11,7 @@ import pytest
 from fedlora.data import TextData
 from fedlora.data.splits import inputs
 from fedlora.errors import ConfigError
-from fedlora.experiments.scores.numbers import parse_number
+from fedlora.experiments.scores import parse_number
 from fedlora.runs.client_data import deal
 from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB

@@ -4,16 +4,41 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlora.experiments.grid.plan import PlannedRun, mains, searches
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.stored.results import read_results, write_result
+from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.result import History, Result, short_config
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.store import as_lines, gather, read_results, read_results_of
+from fedlora.runs.config import RunConfig
+from fedlora.runs.folder import plain
 
 ERRORS = {"factor averages": 0.6, "GLoRA 0.25": 0.5}  # label -> relative error of its mean update, on seed 0
 Rule = Callable[[str, str, int], float]  # label, set-up, seed -> log-loss on the test set
+
+
+def stored(raw: Mapping[str, Any]) -> Result:
+    """What `whole` gives as the value that is stored: its history by columns, its configuration in short."""
+    config = RunConfig.model_validate(raw["config"])
+    lines = plain(raw["history"])
+    told = {**plain(raw), "config": short_config(config), "history": History.of(lines), "rounds": len(lines)}
+    return Result.model_validate(told)
+
+
+def bare(digest: str, history: Sequence[Mapping[str, Any]] = (), **told: Any) -> Result:
+    """A result of which only this is known. history: lines with "round" and "metrics"."""
+    of = {
+        "method": "glora", "metric": "accuracy", "target": "server", "test": {}, "commit": None,
+        "rounds": len(history), "config": {"model": {"path": "demo"}, "data": {"train": "demo"}},
+        "machine": {"device": "cpu", "architecture": "x86_64"},
+    }  # fmt: skip
+    return Result.model_validate({**of, "digest": digest, "history": History.of(history), **told})
+
+
+def write_result(folder: Path, raw: Mapping[str, Any], name: str = "made") -> None:
+    gather(folder, name, stored(raw))
 
 
 def whole(run: PlannedRun, metric: str, scores: Mapping[str, float]) -> dict[str, Any]:
@@ -23,7 +48,7 @@ def whole(run: PlannedRun, metric: str, scores: Mapping[str, float]) -> dict[str
         "digest": run.digest, "config": json.loads(run.config.canonical()), "metric": metric, "target": "server",
         "method": run.config.method.name, "wall_seconds": 40.0,
         "history": [{"round": k, "metrics": dict(scores), "losses": {"a": 1.0}} for k in rounds],
-        "validation": {"best": dict(scores), "last": dict(scores)},
+        "best_round": len(rounds),
         "test": {"best": dict(scores), "last": dict(scores)},
         "probes": {"best": {}, "last": {}}, "clients_at_end": {}, "categories": {}, "ranks": {"a": 8}, "bytes": {},
         "commit": {"id": "c" * 40, "clean": True},
@@ -48,8 +73,10 @@ def write_runs(folder: Path, experiment: Experiment, profile: str, loss: Rule, *
     made: dict[str, dict[str, object]] = {}
     for run in runs:
         made[run.digest] = _result(experiment, run, loss, made.get(run.digest, {}))
-    for raw in made.values():
-        write_result(folder, raw)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{experiment.name}.jsonl"
+    before = dict(read_results_of(path)) if path.is_file() else {}
+    path.write_text(as_lines({**before, **{digest: stored(raw) for digest, raw in made.items()}}))  # at once, unlocked
     return len(made)
 
 

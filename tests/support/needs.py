@@ -52,8 +52,8 @@ NEEDS = {
     "train,plot": "import fedlora.runs.plots as p; from pathlib import Path\n"
     "p.plot_overlaps(['a', 'b'], {'q': [[1.0, 0.2], [0.2, 1.0]]}, Path('o.png'))\n"
     "print('sound' if Path('o.png').stat().st_size else '')",
-    "train,stats": "from scipy import stats; import fedlora.experiments.deciding.verdicts\n"
-    "import fedlora.experiments.tables.cells; print('sound')",
+    "train,stats": "from scipy import stats; import fedlora.experiments.verdicts\n"
+    "import fedlora.experiments.tables; print('sound')",
     "hub": "from datasets import Dataset; from fedlora.data.hub import from_dataset\n"
     "d = Dataset.from_dict({'text': ['good', 'bad'], 'label': [1, 0]})\n"
     "print('sound' if len(from_dataset(d, text='text', label='label')) == 2 else '')",

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import load_experiment
-from fedlora.experiments.stored.results import write_result
+from fedlora.experiments.plan import mains
+from fedlora.experiments.spec import load_experiment
 from support.command_line import invoke
-from support.made_results import whole
+from support.made_results import whole, write_result
 
 SMALL = """
 title = "Small"
@@ -53,7 +52,7 @@ PAGE = "".join(
 
 
 def small_world(place: Path) -> Path:
-    """experiments/small.toml, claims.toml, page.md, and the pilot's results in results/runs."""
+    """experiments/small.toml, claims.toml, page.md, and the pilot's results in results."""
     (place / "experiments").mkdir(parents=True)
     (place / "experiments" / "small.toml").write_text(SMALL)
     (place / "claims.toml").write_text(CLAIMS)
@@ -69,16 +68,14 @@ def make(place: Path, profile: str, wanted: Callable[[str, int], bool] = lambda 
         label = run.cell["method"]
         if wanted(label, run.seed):
             loss = 0.6 - 0.1 * (label == "new") + 0.01 * (run.seed % 10) + 0.001 * (label == "new") * (run.seed % 2)
-            write_result(
-                place / "results" / "runs", whole(run, "loss", {"loss": round(loss, 4), "accuracy": 0.5 + loss / 10})
-            )
+            write_result(place / "results", whole(run, "loss", {"loss": round(loss, 4), "accuracy": 0.5 + loss / 10}))
             made.append(run.digest)
     return made
 
 
 def where(place: Path, *more: str) -> list[str]:
     """Options of a command. more: "work", "claims"."""
-    said = ["--experiments", str(place / "experiments"), "--results", str(place / "results" / "runs")]
+    said = ["--experiments", str(place / "experiments"), "--results", str(place / "results")]
     said += ["--work", str(place / "work")] if "work" in more else []
     return said + (["--claims", str(place / "claims.toml")] if "claims" in more else [])
 

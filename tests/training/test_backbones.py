@@ -15,8 +15,8 @@ from transformers import Gemma2Config, Gemma2ForSequenceClassification, Qwen2Con
 from fedlora import Client, Upload, build, send
 from fedlora.analysis.audit import mean_update, relative_difference
 from fedlora.client import receive
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import load_experiment
+from fedlora.experiments.plan import mains
+from fedlora.experiments.spec import load_experiment
 from fedlora.server.server import Server
 from fedlora.training.local import LocalTrainer
 from fedlora.training.models import AdaptedModel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from datetime import datetime
 
 import torch
 from rich.progress import (
@@ -20,20 +21,21 @@ from rich.progress import (
 from fedlora.cli.privacy_rows import where_to_look
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.plan import PlannedRun
-from fedlora.experiments.running.runner import Keeper, Outcome, run_all
+from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.runner import Outcome, Places, run_all
 from fedlora.runs.quiet import quiet_libraries
 
 
 def run_batch(
     title: str,
     todo: Sequence[PlannedRun],
-    places: Keeper,
+    places: Places,
     workers: int,
     wanted: Callable[[PlannedRun], bool],
     heard: Callable[[Outcome], None],
 ) -> None:
-    """Run them; each outcome is heard as it comes. An interrupt ends them at once."""
+    """Run them; each outcome is heard as it comes. An interrupt ends them at once. Where nobody sees a bar, in a pipe
+    or a file, a line says of each run that it began, and how it ended."""
     if not todo:
         return
     quiet_libraries()
@@ -52,6 +54,8 @@ def run_batch(
         def tick(run: PlannedRun, round: int) -> None:
             rounds = run.config.run.rounds
             if run.digest not in rows:
+                if not notes.is_terminal:
+                    _log(f"{title}: {run.label} begins")
                 rows[run.digest] = progress.add_task(run.label, total=rounds, unit="rounds")
             progress.update(rows[run.digest], completed=round)
             shares = (task.percentage / 100 for task in progress.tasks if task.id != whole)
@@ -60,10 +64,17 @@ def run_batch(
         with closing(run_all(todo, places, workers=workers, tick=tick, wanted=wanted)) as outcomes:
             for outcome in outcomes:
                 finished += 1
+                if not notes.is_terminal:
+                    end = "done" if outcome.error is None else f"failed: {outcome.error}"
+                    _log(f"{title}: {finished} of {len(todo)}: {outcome.run.label} {end}, {outcome.seconds:.0f} s")
                 if outcome.run.digest in rows:
                     progress.remove_task(rows.pop(outcome.run.digest))
                 progress.update(whole, completed=finished)
                 heard(outcome)
+
+
+def _log(line: str) -> None:
+    notes.print(f"{datetime.now():%H:%M:%S} {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:

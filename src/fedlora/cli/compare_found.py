@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.running.comparison import AXIS, PROFILE
-from fedlora.experiments.scores.numbers import titled
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.cells import (
+from fedlora.experiments.comparison import AXIS, PROFILE
+from fedlora.experiments.result import Result
+from fedlora.experiments.scores import titled
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.tables import (
     CellScore,
     Difference,
     Placing,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from fedlora.cli.batches import cores, run_batch, worker_count
 from fedlora.cli.screen import notes
-from fedlora.experiments.grid.plan import PlannedRun, dropped_value
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.running.comparison import AXIS, PROFILE, ComparedRuns
-from fedlora.experiments.running.runner import Outcome, missing
-from fedlora.experiments.scores.digits import shown
+from fedlora.experiments.comparison import AXIS, PROFILE, ComparedRuns
+from fedlora.experiments.digits import shown
+from fedlora.experiments.plan import PlannedRun, dropped_value
+from fedlora.experiments.runner import Outcome, missing
+from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
 
 

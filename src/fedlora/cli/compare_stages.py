@@ -20,9 +20,7 @@ from fedlora.cli.screen import can_write, complain, notes, plotted
 from fedlora.cli.seeds import parse_seeds
 from fedlora.cli.tuning import parse_search
 from fedlora.errors import ConfigError, DataError
-from fedlora.experiments.grid.plan import dead_end, mains, searches
-from fedlora.experiments.grid.spec import Experiment, Tune
-from fedlora.experiments.running.comparison import (
+from fedlora.experiments.comparison import (
     AXIS,
     PICTURE,
     PROFILE,
@@ -30,9 +28,13 @@ from fedlora.experiments.running.comparison import (
     check_alike,
     check_data,
     comparison,
+    folder_name,
 )
-from fedlora.experiments.running.runner import missing
-from fedlora.experiments.stored.results import Result
+from fedlora.experiments.plan import dead_end, mains, searches, unfit
+from fedlora.experiments.result import Result
+from fedlora.experiments.runner import missing
+from fedlora.experiments.spec import Experiment, Tune
+from fedlora.experiments.tables import long_records
 from fedlora.runs.config import RunConfig, load_config, overridden
 from fedlora.runs.sections import MethodSection
 
@@ -76,13 +78,16 @@ def compare_all(
         reference=None if reference is None else plain_label(reference),
         tune=search,
     )
-    kept = ComparedRuns(out or Path("runs") / name, data_root, None if search is None else search.key)
+    kept = ComparedRuns.at(out or Path("runs") / name, data_root, None if search is None else search.key)
+    experiment, refused = _able(experiment)
+    for failure in refused:  # before hours are spent on the others
+        notes.print(failure.words(), style="yellow", markup=False, soft_wrap=True)
     planned = missing(experiment, PROFILE, kept)  # also says at once what is no configuration
-    can_write(kept.root)
+    can_write(kept.work)
     kept.check_place(labels)
     if not resume and next(kept.folders(), None) is not None:
         raise typer.Exit(
-            complain(f"{kept.root} already holds a run; add --resume to go on with it, or choose another --out.")
+            complain(f"{kept.work} already holds a run; add --resume to go on with it, or choose another --out.")
         )
     if resume:
         done = kept.finished()
@@ -90,7 +95,24 @@ def compare_all(
             check_data([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], done, kept)
     if planned:
         say_before(base, compared, seeds is None, workers)
-    _print(experiment, kept, run_stages(experiment, kept, workers), form)
+    ran = run_stages(experiment, kept, workers)
+    _print(experiment, kept, Ran([*refused, *ran.failures], ran.given_up), form)
+
+
+def _able(experiment: Experiment) -> tuple[Experiment, list[Failure]]:
+    """The experiment without the methods that its configuration alone shows to be impossible, and these. Raises
+    `typer.Exit` where none is left."""
+    whys = {}
+    for run in [*mains(experiment, PROFILE, {}), *searches(experiment, PROFILE)]:
+        if run.cell[AXIS] not in whys:
+            whys[run.cell[AXIS]] = unfit(run.config)
+    refused = [Failure(label, (), why) for label, why in whys.items() if why is not None]
+    able = {label: change for label, change in experiment.axes[AXIS].items() if whys.get(label) is None}
+    if not able:
+        told = "; ".join(f"{one.label}: {one.reason()}" for one in refused)
+        raise typer.Exit(complain(f"no method could run: {told}"))
+    reference = experiment.reference if experiment.reference in able else None
+    return experiment.model_copy(update={"axes": {AXIS: able}, "reference": reference}), refused
 
 
 def _no_contradiction(
@@ -147,17 +169,35 @@ def _print(experiment: Experiment, kept: ComparedRuns, ran: Ran, form: Format) -
     found = gather(experiment, results, runs, ran.given_up)
     lines = [*(f.words() for f in failures), *remarks(found)]
     each = records(found.which, found.cells, found.differences, AXIS)
-    show(Printed(sheets(found), each, value(found, failures), lines), form)
-    if form in (Format.csv, Format.json):  # programs read the table: people read this
+    by_round = long_records(experiment, PROFILE, results, ran.given_up)
+
+    def summary(label: str, seed: int) -> Mapping[str, Any]:
+        each = mains(experiment, PROFILE, results, ran.given_up)
+        run = next(run for run in each if (run.cell[AXIS], run.seed) == (label, seed))
+        told = kept.folder(run).read_json("summary.json")
+        return {key: value for key, value in told.items() if key != "diagnostics"}
+
+    show(Printed(sheets(found), each, value(found, failures, summary), lines, by_round), form)
+    if form in (Format.csv, Format.long, Format.json):  # programs read the table: people read this
         for failure in failures:
             notes.print(failure.words(), style="yellow", markup=False, soft_wrap=True)
-    plotted(_drawing(found, kept.root / PICTURE))
+    plotted(_drawing(experiment, found, kept, ran))
 
 
-def _drawing(found: Found, path: Path) -> Callable[[], list[Path]]:
+def _drawing(experiment: Experiment, found: Found, kept: ComparedRuns, ran: Ran) -> Callable[[], list[Path]]:
+    """Of all methods in the folder it is comparison.png, of fewer it has their names: none takes the place of more. A
+    method has its colour by its place among all."""
+
     def draw() -> list[Path]:
-        from fedlora.experiments.report.plots import plot_comparison
+        from fedlora.experiments.pictures import dots, plot_comparison
 
-        return [plot_comparison(found.runs, found.differences, found.which, path)]
+        every = sorted({folder.path.relative_to(kept.work).parts[0] for folder in kept.folders()})
+        mine = {folder_name(label): label for label in found.runs}
+        order = [mine.get(name, name) for name in every]
+        whole = len(mine) == len(every)
+        stem = Path(PICTURE).stem if whole else "-".join([Path(PICTURE).stem, *sorted(mine)])[:200]
+        asked = experiment.model_copy(update={"reference": found.reference})
+        panels = dots(asked, PROFILE, found.results, ran.given_up)
+        return plot_comparison(found.runs, panels, order, [kept.work / f"{stem}.pdf", kept.work / f"{stem}.png"])
 
     return draw

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from fedlora.cli.compare_found import Found
@@ -10,10 +11,10 @@ from fedlora.cli.compare_runs import Failure
 from fedlora.cli.formats import Sheet
 from fedlora.cli.measures import megabytes
 from fedlora.cli.scores import difference_sheet, direction, score_sheet, widen_lines
-from fedlora.experiments.grid.plan import worst_values
-from fedlora.experiments.running.comparison import AXIS, PROFILE
-from fedlora.experiments.stored.results import Result
-from fedlora.experiments.tables.cells import CellScore, Difference, smaller_is_better
+from fedlora.experiments.comparison import AXIS, PROFILE
+from fedlora.experiments.plan import worst_values
+from fedlora.experiments.result import Result
+from fedlora.experiments.tables import CellScore, Difference, smaller_is_better
 from fedlora.runs.attack_words import attacks_of
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
@@ -57,21 +58,27 @@ def _placings(found: Found) -> list[Sheet]:
 
 def _costs(found: Found) -> Sheet:
     """What it took, in the mean over seeds."""
-    rows = []
-    for label, by_seed in found.runs.items():
-        raws = [result.raw for result in by_seed.values()]
-        told = [raw["bytes"] for raw in raws if raw["bytes"]]  # not of private runs
-        up = _mean([bytes["up_adapter"] + bytes["up_heads"] for bytes in told]) if told else 0.0
-        total = _mean([bytes["total"] for bytes in told]) if told else 0.0
-        sizes = [megabytes(up), megabytes(total - up)] if told else ["not told", "not told"]
-        drifts = [d for raw in raws if (d := (raw["gauge_drift"] or {}).get(raw["method"])) is not None]
-        aggregate = _mean([raw["seconds"].get("aggregate", 0.0) for raw in raws])
-        rows.append(
-            [label, raws[0]["target"], *sizes, f"{aggregate:.2f}",
-             f"{max(drifts):.1e}" if drifts else "not told"]
-        )  # fmt: skip
-    columns = [AXIS, "target", "MB up", "MB down", "aggregate s", "gauge"]
-    return Sheet("What a run costs, and its gauge check", columns, rows, 2)
+    columns: dict[str, Callable[[Sequence[Result]], str]] = {
+        "target": lambda runs: runs[0].target,
+        "MB up": lambda runs: _size([r.megabytes_up for r in runs]),
+        "MB down": lambda runs: _size([r.megabytes_down for r in runs]),
+        "aggregate s": lambda runs: f"{fmean(r.seconds.get('aggregate', 0.0) for r in runs):.2f}",
+        "gauge": lambda runs: f"{max(drifts):.1e}" if (drifts := _told([r.drift for r in runs])) else "not told",
+    }
+    rows = [
+        [label, *(column(list(by_seed.values())) for column in columns.values())]
+        for label, by_seed in found.runs.items()
+    ]
+    return Sheet("What a run costs, and its gauge check", [AXIS, *columns], rows, 2)
+
+
+def _size(each: Sequence[float | None]) -> str:
+    told = _told(each)  # private runs do not tell
+    return megabytes(1e6 * fmean(told)) if told else "not told"
+
+
+def _told(each: Sequence[float | None]) -> list[float]:
+    return [x for x in each if x is not None]
 
 
 _VERDICTS = {
@@ -87,9 +94,9 @@ _VERDICTS = {
 
 
 def remarks(found: Found) -> list[str]:
-    configs = [result.raw["config"] for by_seed in found.runs.values() for result in by_seed.values()]
+    configs = [result.settings.model_dump() for by_seed in found.runs.values() for result in by_seed.values()]
     said = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks_of(configs)]
-    targets = {raw.raw["target"] for by_seed in found.runs.values() for raw in by_seed.values()}
+    targets = {result.target for by_seed in found.runs.values() for result in by_seed.values()}
     if len(found.seeds) == 1:
         said.append("One seed: no interval and no verdict. Add --seeds 0:8.")
     elif found.reference not in found.runs:
@@ -144,13 +151,15 @@ def _search_remarks(found: Found) -> list[str]:
     return said + widen_lines(found.experiment, PROFILE, found.cells)
 
 
-def value(found: Found, failures: Sequence[Failure]) -> dict[str, Any]:
-    """For JSON: everything, each run's summary too."""
+def value(
+    found: Found, failures: Sequence[Failure], summary: Callable[[str, int], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """For JSON: everything. summary: what a run's folder says of a label and seed."""
     methods = {
         str(cell.cell[AXIS]): {
             "scores": dict(cell.scores), "n": len(cell.scores), "mean": cell.mean, "sd": cell.spread,
             "tuned": cell.tuned,
-            "runs": {seed: _summary(result) for seed, result in found.runs[cell.cell[AXIS]].items()},
+            "runs": {seed: summary(cell.cell[AXIS], seed) for seed in found.runs[cell.cell[AXIS]]},
         }
         for cell in found.cells
     }  # fmt: skip
@@ -167,21 +176,6 @@ def value(found: Found, failures: Sequence[Failure]) -> dict[str, Any]:
         ],
         "dropped": [f.words() for f in failures if f.dropped is not None and not f.by_machine],
     }  # fmt: skip
-
-
-_NOT_OF_THE_SUMMARY = {
-    "digest", "config", "consensus", "history", "wall_seconds", "commit", "parts", "versions", "machine", "data",
-    "categories", "ranks", "model_sha256",
-}  # fmt: skip
-
-
-def _summary(result: Result) -> dict[str, Any]:
-    """The run's own summary.json, without its diagnostics."""
-    return {key: value for key, value in result.raw.items() if key not in _NOT_OF_THE_SUMMARY}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _difference(d: Difference) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from fedlora.cli.experiment_files import (
     Results,
     Work,
     beside,
-    load_all,
     load_named,
     tell,
     tell_left_out,
@@ -37,29 +36,40 @@ from fedlora.cli.scores import cell_value, difference_sheet, direction, records,
 from fedlora.cli.screen import Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.core import files
-from fedlora.errors import ConfigError
-from fedlora.experiments.deciding.claims import load_claims
-from fedlora.experiments.deciding.waiting import note_early, open_plans
-from fedlora.experiments.grid.other_files import missing_files, other_files
-from fedlora.experiments.grid.plan import (
+from fedlora.errors import ConfigError, counted
+from fedlora.experiments.claims import load_claims
+from fedlora.experiments.filled_pages import Stored, asked_of, failed_here, filled, read_page
+from fedlora.experiments.plan import (
     PlannedRun,
     check_number,
+    check_runnable,
     chosen_value,
     dead_end,
     mains,
+    missing_files,
+    other_files,
     searches,
     worst_values,
 )
-from fedlora.experiments.grid.runnable import check_runnable
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.report.one_page import write_report
-from fedlora.experiments.running.runner import Outcome, Places, missing
-from fedlora.experiments.scores.numbers import parse_number, titled
-from fedlora.experiments.stored.results import Result, unclean_lines
-from fedlora.experiments.tables.budgets import SIMULATIONS, budget_rows, spendings
-from fedlora.experiments.tables.cells import measured_by, paired, score_cells, without_number
-from fedlora.experiments.tables.filled_pages import Stored, asked_of, failed_here, filled, read_page
-from fedlora.experiments.tables.prices import price_rows, prices
+from fedlora.experiments.report import write_report
+from fedlora.experiments.result import Result, unclean_lines
+from fedlora.experiments.runner import Outcome, Places, missing
+from fedlora.experiments.scores import parse_number, titled
+from fedlora.experiments.seed_plan import awaited, open_plans
+from fedlora.experiments.spec import Experiment, load_all
+from fedlora.experiments.store import forget_failed
+from fedlora.experiments.tables import (
+    SIMULATIONS,
+    budget_rows,
+    long_records,
+    measured_by,
+    paired,
+    price_rows,
+    prices,
+    score_cells,
+    spendings,
+    without_number,
+)
 from fedlora.runs.attack_words import attacks_of
 
 
@@ -82,17 +92,9 @@ def run(
     places = Places(results, work, data_root)
     loaded = [load_named(name, experiments) for name in names]
     only = None if seeds is None else parse_seeds(seeds, "--seeds")
-    for experiment in loaded:
-        if unknown := sorted({*(only or [])} - {*experiment.profile(profile).seeds}):
-            raise ConfigError(
-                f"--seeds {unknown[0]} is no seed of {experiment.name}, profile {profile}: it has "
-                f"{', '.join(map(str, experiment.profile(profile).seeds))}."
-            )
-        check_number(experiment, profile, experiment.profile(profile).metric or experiment.metric)
+    _check(loaded, profile, places, only)
     if rate is not None and not plan:
         raise ConfigError("--rate is for --plan, which tells hours by it: give both, or leave it out.")
-    for experiment in loaded:
-        check_runnable(missing(experiment, profile, places, only, places.given_up()))
     if plan:
         show_plan(loaded, profile, places, only, rate)
         return
@@ -114,15 +116,9 @@ def run(
     for experiment in loaded:
         for _ in range(2):  # the search, then what it decides
             todo = missing(experiment, profile, places, only, places.given_up())
-            todo = [run for run in todo if not places.failure(run.digest).exists()]
+            todo = [run for run in todo if not places.failure(run).exists()]
             run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, heard)
-    gone_without: set[str] = set()  # failed runs of searches that chose all the same
-    for experiment in loaded:
-        done, given_up = places.finished(unclean=True), places.given_up()
-        tell(_of_searches(experiment, profile, places, done))
-        for run in searches(experiment, profile):
-            if run.digest in given_up and chosen_value(experiment, profile, run.cell, done, given_up) is not None:
-                gone_without.add(run.digest)
+    gone_without = _gone_without(loaded, profile, places)
     tell_left_out(places, [(experiment, profile) for experiment in loaded])
     if until is not None and time.monotonic() > until:
         notes.print("the budget is used up; run again to go on", style="yellow")
@@ -130,14 +126,40 @@ def run(
     for outcome in failed:
         notes.print(f"failed: {outcome.run.label}: {outcome.error}", style="red", markup=False, soft_wrap=True)
     if failed:
-        raise typer.Exit(complain(f"{len(failed)} runs failed; see {work / 'failures'}. Mend the cause, then `retry`."))
+        lost = f"{counted(len(failed), 'run')} failed; see {work / 'failures'}. Mend the cause, then: fedlora "
+        raise typer.Exit(complain(f"{lost}experiment retry --work {work}, and run again."))
+
+
+def _check(loaded: list[Experiment], profile: str, places: Places, only: list[int] | None) -> None:
+    """Raises `ConfigError` for what can be known before anything runs."""
+    for experiment in loaded:
+        known = experiment.profile(profile).seeds
+        if unknown := sorted({*(only or [])} - {*known}):
+            raise ConfigError(
+                f"--seeds {unknown[0]} is no seed of {experiment.name}, profile {profile}: it has "
+                f"{', '.join(map(str, known))}."
+            )
+        check_number(experiment, profile, experiment.profile(profile).metric or experiment.metric)
+        check_runnable(missing(experiment, profile, places, only, places.given_up()))
+
+
+def _gone_without(loaded: list[Experiment], profile: str, places: Places) -> set[str]:
+    """The failed runs of searches that chose all the same; what the searches did not choose is told."""
+    done, given_up = places.finished(unclean=True), places.given_up()
+    found = set()
+    for experiment in loaded:
+        tell(_of_searches(experiment, profile, places, done))
+        for run in searches(experiment, profile):
+            if run.digest in given_up and chosen_value(experiment, profile, run.cell, done, given_up) is not None:
+                found.add(run.digest)
+    return found
 
 
 def retry(results: Results = RESULTS, work: Work = WORK) -> None:
     """Forget failures, so that the next `run` tries those runs again."""
     found = sorted((work / "failures").glob("*.json"))
+    forget_failed(results, {path.stem for path in found})
     for path in found:
-        (Places(results, work, None).failures / path.name).unlink(missing_ok=True)
         path.unlink()
     notes.print(f"{len(found)} failures forgotten")
 
@@ -161,7 +183,7 @@ def status(
         cells = sum(1 for _ in experiment.cells(profile)) * len(experiment.profile(profile).seeds)
         finished = sum(run.result(done) is not None for run in mains(experiment, profile, done, given_up))
         left = missing(experiment, profile, places, None, given_up)
-        failed = sum(places.failure(run.digest).exists() for run in left)
+        failed = sum(places.failure(run).exists() for run in left)
         tell(other_files(left, done))
         tell_left_out(places, [(experiment, profile)])
         found[experiment.name] = {
@@ -194,41 +216,38 @@ def show_table(
     places = Places(results, work, None)
     done, given_up = places.finished(), places.given_up()
     cells = score_cells(experiment, profile, done, metric, given_up)
-    measured = measured_by(cells)
-    title = titled(which, measured)
-    reference, axis = experiment.reference, experiment.rows[0]
+    reference, axis, title = experiment.reference, experiment.rows[0], titled(which, measured_by(cells))
     differences = paired(cells, axis, reference) if reference else []
     sheets = [score_sheet(f"{experiment.title}: {title}, mean ± sd", {which: cells}, list(experiment.axes))]
     if differences:
         sheets.append(difference_sheet(f"{title}: against {reference}, paired by seed", differences))
-    runs = mains(experiment, profile, done, given_up)
-    attacks = attacks_of([done[run.digest].raw["config"] for run in runs if run.digest in done])
     found = prices(experiment, profile, done, failed=given_up)
     for score in dict.fromkeys(price.score for price in found):
-        columns, rows = price_rows(found, score)
-        sheets.append(Sheet(f"Held-out {score}, and in brackets what a {axis} costs or saves against {reference}",
-                            columns, rows))  # fmt: skip
+        told = f"Held-out {score}, and in brackets what a {axis} costs or saves against {reference}"
+        sheets.append(Sheet(told, *price_rows(found, score)))
     if experiment.budgets is not None and (spent := spendings(experiment, profile, done, given_up)):
         sheets.append(Sheet("What each cell spent, and its scores", *budget_rows(spent, experiment.budgets.lines)))
+    runs = mains(experiment, profile, done, given_up)
+    used = {run.digest: result for run in runs if (result := run.result(done)) is not None}
+    attacks = attacks_of([result.settings.model_dump() for result in used.values()])
     remarks = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
-    if any(done[run.digest].raw.get("privacy") for run in runs if run.digest in done):
+    if any(result.privacy for result in used.values()):
         remarks.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
     loud = " ".join(remarks)
     remarks += [*without_number(cells), *direction(which, cells), *_of_searches(experiment, profile, places, done)]
-    remarks += widen_lines(experiment, profile, cells)
-    used = {run.digest: result for run in runs if (result := run.result(done)) is not None}
-    remarks += unclean_lines(used.values())
-    known = beside(experiment, experiments)
-    remarks += note_early(open_plans(results, known, done, given_up), {*used}, "table")
+    remarks += [*widen_lines(experiment, profile, cells), *unclean_lines(used.values())]
     remarks += other_files(missing(experiment, profile, places, None, given_up), done)
     value = {
-        "metric": which, "score": measured, "cells": [cell_value(c) for c in cells],
+        "metric": which, "score": measured_by(cells), "cells": [cell_value(c) for c in cells],
         "differences": [vars(d) for d in differences], "prices": [vars(price) for price in found], "attacks": attacks,
         "not_for_use": loud,
     }  # fmt: skip
     lines = [{**line, "not_for_use": loud} if loud else line for line in records(which, cells, differences, axis)]
-    show(Printed(sheets, lines, value, remarks), chosen(format, json))
+    by_round = long_records(experiment, profile, done, given_up) if format is Format.long else []
+    show(Printed(sheets, lines, value, remarks, by_round), chosen(format, json))
     tell_left_out(places, [(experiment, profile)])
+    late = awaited(open_plans(results, beside(experiment, experiments), done, given_up), {*used})
+    tell([f"A look before its time: {one.words}." for one in late])
 
 
 def fill(
@@ -248,7 +267,6 @@ def fill(
             files.write(page.resolve(), new)  # a link stays one
         notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)
     asked = dict.fromkeys(pair for _, text, _ in found for pair in asked_of(text))
-    places = Places(results, work, None)
     tell_left_out(places, [(load_named(name, experiments), profile) for name, profile in asked])
     tell(failed_here(asked, stored, places.reports()))
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedlora.cli.screen import Table, console
 from fedlora.errors import counted
-from fedlora.experiments.grid.plan import PlannedRun, mains, searches, waiting
-from fedlora.experiments.grid.run_times import Workload, Workloads, trained_on
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.running.runner import Places
-from fedlora.experiments.stored.results import Result
+from fedlora.experiments.costs import Workload, Workloads, trained_on
+from fedlora.experiments.plan import PlannedRun, mains, searches, waiting
+from fedlora.experiments.result import Result
+from fedlora.experiments.runner import Places
+from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
 from fedlora.runs.own_files import named
 from fedlora.training.metrics import generates
@@ -99,11 +99,11 @@ def _paces(done: Mapping[str, Result]) -> dict[tuple[str, int], float]:
     """Seconds of a whole process for each example trained on, of finished runs by their kind."""
     sums: dict[tuple[str, int], tuple[float, int]] = {}
     for result in done.values():
-        config, trained = result.raw["config"], trained_on(result)
+        config, trained = result.settings, trained_on(result)
         if trained:
-            kind = config["model"]["path"], config["data"]["max_length"]
+            kind = config.model.path, config.data.max_length
             spent, examples = sums.get(kind, (0.0, 0))
-            sums[kind] = spent + result.raw["wall_seconds"], examples + trained
+            sums[kind] = spent + result.wall_seconds, examples + trained
     return {kind: spent / examples for kind, (spent, examples) in sums.items()}
 
 
@@ -117,7 +117,7 @@ def _travel(
 
     sizes: dict[tuple[tuple[str, str], ...], list[float]] = {}
     for run in runs:
-        if run.digest in done and (size := done[run.digest].raw["bytes"]):
+        if run.digest in done and (size := done[run.digest].bytes):
             sizes.setdefault(cell(run), []).append(size["total"] / 1e6)
     if any(cell(run) not in sizes for run in todo):
         return "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,35 +18,14 @@ from fedlora.cli.experiment_files import (
     Names,
     Results,
     Work,
-    load_all,
     load_named,
     tell,
     tell_left_out,
 )  # fmt: skip
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
 from fedlora.errors import ConfigError
-from fedlora.experiments.deciding.claims import Claims, Family, check_asked, load_claims
-from fedlora.experiments.deciding.decisions import Answers, answers_from, read_scores
-from fedlora.experiments.deciding.power import per_cent, powers
-from fedlora.experiments.deciding.seed_plan import (
-    check_plan,
-    history,
-    is_planned,
-    make_plan,
-    not_noted,
-    note_look,
-    path_of,
-    read_plan,
-    runs_of,
-    write_plan,
-)
-from fedlora.experiments.deciding.seed_plan_check import check_content
-from fedlora.experiments.grid.plan import mains
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.running.runner import Places
-from fedlora.experiments.scores.digits import shown
-from fedlora.experiments.stored.results import unclean_lines
-from fedlora.experiments.tables.decision_words import (
+from fedlora.experiments.claims import Claims, Family, check_asked, load_claims
+from fedlora.experiments.decision_words import (
     UNITS,
     headings,
     margin_in_words,
@@ -56,6 +36,15 @@ from fedlora.experiments.tables.decision_words import (
     seeds_in_words,
     title,
 )
+from fedlora.experiments.decisions import Answers, answers_from, read_scores
+from fedlora.experiments.digits import shown
+from fedlora.experiments.plan import mains
+from fedlora.experiments.result import unclean_lines
+from fedlora.experiments.runner import Places
+from fedlora.experiments.seed_plan import SeedPlan, check_plan, make_plan, path_of, read_plan, runs_of, write_plan
+from fedlora.experiments.spec import Experiment, load_all
+from fedlora.experiments.store import exists
+from fedlora.experiments.verdicts import per_cent
 from fedlora.runs.manifest import commit_of_code
 
 
@@ -82,56 +71,52 @@ def plan_seeds(
             asked, experiment, known, scores, done, commit_of_code(), failed, places.finished(unclean=True)
         )
         path = path_of(results, experiment.name)
-        write_plan(path, plan, again=again)
-        if plan["results"]["there"]:
-            tell([f"{plan['results']['there']} of the {plan['results']['of']} planned runs are there already. Verdicts "
-                  f"will say so: a plan that is written after its runs were seen plans nothing."])  # fmt: skip
-        seeds = len(plan["seeds"])
-        sheet = Sheet(
-            f"{experiment.name}: {seeds} seeds ({plan['seeds'][0]} to {plan['seeds'][-1]}), in {path}",
-            ["family", "largest spread", "margin", "seeds needed", "cap"],
-            [
-                [family, _in_unit(of, max(plan["spreads"][family].values())), margin_in_words(of),
-                 seeds_in_words(plan["needed"][family]), str(of.cap)]
-                for family, of in families.items()
-            ],
-        )  # fmt: skip
-        can = {family: powers(asked, of, plan["spreads"][family], seeds) for family, of in families.items()}
-        power = Sheet(
-            f"what {seeds} seeds can show, at the pilot's spread, if gaps are normal",
-            [
-                "question",
-                "spread",
-                f"smallest gap shown in {asked.power:.0%}",
-                "chance that equals are found equivalent",
-            ],
-            [
-                [question, *(_in_unit(families[family], size) for size in (one.spread, one.gap)), per_cent(one.equal)]
-                for family, each in can.items()
-                for question, one in each.items()
-            ],
-        )
-        rates = Sheet(
-            "the search", ["for", "key", "chosen", "at the edge"],
-            [[r["of"], r["key"], "" if r["value"] is None else shown(r["value"]), r["at_the_edge"] or ""]
-             for r in plan["rates"]],
-        )  # fmt: skip
-        show(Printed([sheet, power, *([rates] if plan["rates"] else [])], [], plan), Format.table)
-        short = [family for family, n in plan["needed"].items() if n > seeds]
-        tell([
-            f"{family}: {seeds_in_words(plan['needed'][family])} seeds would find equal methods equivalent in "
-            f"{asked.power:.0%} of cases; {seeds} do in "
-            f"{per_cent(min(one.equal for one in can[family].values()))}, and show a difference "
-            f"of {_in_unit(families[family], max(one.gap for one in can[family].values()))} or more in "
-            f"{asked.power:.0%} (of the question with the largest spread). What lies between stays undecided."
-            for family in short
-        ])  # fmt: skip
-        profile = experiment.profile(plan["profile"])
-        if seeds == len(profile.seeds) and any(n > seeds < families[name].cap for name, n in plan["needed"].items()):
-            tell([f"profile {plan['profile']} has {seeds} seeds, fewer than a family needs and its cap allows."])
-        row = plan["seeds"] == list(range(seeds))
-        which = f"0:{seeds}" if row else ",".join(map(str, plan["seeds"]))
-        tell([f"next: fedlora experiment run {name} --profile {plan['profile']} --seeds {which}"])
+        _show_plan(asked, experiment, write_plan(path, plan, again=again), path, name)
+
+
+def _show_plan(asked: Claims, experiment: Experiment, plan: SeedPlan, path: Path, name: str) -> None:
+    """Seeds, what they can show, rates; what is too few; and the next command. name: as the experiment was typed."""
+    if plan.results.there:
+        tell([f"{plan.results.there} of the {plan.results.of} planned runs are there already. Verdicts will say so: a "
+              f"plan that is written after its runs were seen plans nothing."])  # fmt: skip
+    families, seeds = asked.of(experiment.name), len(plan.seeds)
+    sheet = Sheet(
+        f"{experiment.name}: {seeds} seeds ({plan.seeds[0]} to {plan.seeds[-1]}), in {path}",
+        ["family", "largest spread", "margin", "seeds needed", "cap"],
+        [
+            [family, _in_unit(of, max(plan.spreads[family].values())), margin_in_words(of),
+             seeds_in_words(plan.needed[family]), str(of.cap)]
+            for family, of in families.items()
+        ],
+    )  # fmt: skip
+    can = {family: asked.powers(family, plan.spreads[family], seeds) for family in families}
+    cases = f"{asked.power:.0%}"
+    power = Sheet(
+        f"what {seeds} seeds can show, at the pilot's spread, if gaps are normal",
+        ["question", "spread", f"smallest gap shown in {cases}", "chance that equals are found equivalent"],
+        [
+            [question, *(_in_unit(families[family], size) for size in (one.spread, one.gap)), per_cent(one.equal)]
+            for family, each in can.items()
+            for question, one in each.items()
+        ],
+    )
+    rates = Sheet(
+        "the search", ["for", "key", "chosen", "at the edge"],
+        [[r.of, r.key, "" if r.value is None else shown(r.value), r.at_the_edge or ""] for r in plan.rates],
+    )  # fmt: skip
+    show(Printed([sheet, power, *([rates] if plan.rates else [])], [], plan.model_dump(mode="json")), Format.table)
+    tell([
+        f"{family}: {seeds_in_words(plan.needed[family])} seeds would find equal methods equivalent in {cases} of "
+        f"cases; {seeds} do in {per_cent(min(one.equal for one in can[family].values()))}, and show a difference of "
+        f"{_in_unit(families[family], max(one.gap for one in can[family].values()))} or more in {cases} (of the "
+        f"question with the largest spread). What lies between stays undecided."
+        for family, n in plan.needed.items() if n > seeds
+    ])  # fmt: skip
+    profile = experiment.profile(plan.profile)
+    if seeds == len(profile.seeds) and any(n > seeds < families[of].cap for of, n in plan.needed.items()):
+        tell([f"profile {plan.profile} has {seeds} seeds, fewer than a family needs and its cap allows."])
+    which = f"0:{seeds}" if plan.seeds == list(range(seeds)) else ",".join(map(str, plan.seeds))
+    tell([f"next: fedlora experiment run {name} --profile {plan.profile} --seeds {which}"])
 
 
 def decide(
@@ -153,12 +138,11 @@ def decide(
             raise ConfigError(f"no family of {claims} asks the experiment {experiment.name}.")
         tell_left_out(places, [(experiment, family.profile) for family in list(asked.of(experiment.name).values())[:1]])
         plan = read_plan(path_of(places.results, experiment.name))
-        past += [*history(plan), *not_noted(plan)]  # before this look
-        found += answers_of(asked, experiment, loaded, places, by="decide")
+        past += plan.history
+        found += answers_of(asked, experiment, loaded, places)
         done, failed = places.finished(), places.given_up()
-        past += check_content(plan, asked, experiment, done, failed)
-        past += unclean_lines(result for run in mains(experiment, plan["profile"], done, failed)
-                              if run.seed in plan["seeds"] and (result := run.result(done)) is not None)  # fmt: skip
+        past += unclean_lines(result for run in mains(experiment, plan.profile, done, failed)
+                              if run.seed in plan.seeds and (result := run.result(done)) is not None)  # fmt: skip
     sheets = [Sheet(title(one), headings(one.family), rows(one), names=2) for one in found]
     value = {"alpha": asked.alpha, "history": past, "families": [plain_answers(one) for one in found]}
     lines = [
@@ -180,29 +164,22 @@ def read_answers(
     found: list[Answers] = []
     past: dict[str, list[str]] = {}
     for experiment in loaded:
-        if claims.of(experiment.name) and is_planned(path_of(places.results, experiment.name)):
+        if claims.of(experiment.name) and exists(path_of(places.results, experiment.name)):
             plan = read_plan(path_of(places.results, experiment.name))
-            past[experiment.name] = [*history(plan), *not_noted(plan)]  # before this look
-            found += answers_of(claims, experiment, loaded, places, by="report")
+            past[experiment.name] = plan.history
+            found += answers_of(claims, experiment, loaded, places)
     return (claims, found), past
 
 
-def answers_of(
-    claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places, *, by: str
-) -> list[Answers]:
-    """The families of one experiment; the look is noted in its plan. by: the command that looks. Raises `ConfigError`
-    where there is no plan."""
+def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places) -> list[Answers]:
+    """The families of one experiment. Raises `ConfigError` where there is no plan."""
     known = {e.name: e for e in [*loaded, experiment]}
     check_asked(claims, known)
-    path = path_of(places.results, experiment.name)
-    plan = read_plan(path)
+    plan = read_plan(path_of(places.results, experiment.name))
     done, failed = places.finished(), places.given_up()
-    runs = runs_of(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
+    runs = runs_of(claims, experiment, known, plan.profile, plan.seeds, done, failed)
     check_plan(plan, claims, experiment.name, runs)
-    check_content(plan, claims, experiment, done, failed)
-    found = answers_from(claims, experiment, known, plan["profile"], plan["seeds"], done, failed)
-    note_look(path, plan, [one.there for one in found], by=by)
-    return found
+    return answers_from(claims, experiment, known, plan.profile, plan.seeds, done, failed)
 
 
 def _notes(claims: Claims, found: Sequence[Answers]) -> list[str]:

@@ -10,10 +10,10 @@ import typer
 
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.left_out import left_out
-from fedlora.experiments.grid.spec import Experiment, load_experiment
-from fedlora.experiments.running.runner import Places
-from fedlora.experiments.stored.results import read_results
+from fedlora.experiments.plan import left_out
+from fedlora.experiments.runner import Places
+from fedlora.experiments.spec import Experiment, load_all, load_experiment
+from fedlora.experiments.store import read_results
 
 Names = Annotated[list[str], typer.Argument(help="names of experiments/NAME.toml, or paths", show_default=False)]
 ProfileName = Annotated[str, typer.Option("--profile", help="of the experiment's file: mini, paper, or another it has")]
@@ -22,7 +22,7 @@ Results = Annotated[Path, typer.Option("--results", help="where results are kept
 Work = Annotated[Path, typer.Option("--work", help="where run folders, failures and unclean results go")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 Claimed = Annotated[Path, typer.Option("--claims", help="the file of questions and claims")]
-EXPERIMENTS, RESULTS, WORK = Path("experiments"), Path("results/runs"), Path("runs/experiments")
+EXPERIMENTS, RESULTS, WORK = Path("experiments"), Path("results"), Path("runs/experiments")
 CLAIMS = Path("docs/claims.toml")
 
 
@@ -33,11 +33,6 @@ def load_named(name: str, folder: Path) -> Experiment:
         known = ", ".join(sorted(p.stem for p in folder.glob("*.toml") if p.stem != "paper_numbers")) or "none"
         raise ConfigError(f"there is no experiment {path}; in {folder} there are: {known}.")
     return load_experiment(path)
-
-
-def load_all(folder: Path) -> list[Experiment]:
-    """Every experiment of the folder, by name."""
-    return [load_experiment(path) for path in sorted(folder.glob("*.toml")) if path.stem != "paper_numbers"]
 
 
 def beside(experiment: Experiment, folder: Path) -> list[Experiment]:
@@ -63,7 +58,7 @@ def tell(lines: Sequence[str]) -> None:
 
 def tell_left_out(places: Places, asked: Iterable[tuple[Experiment, str]]) -> None:
     """Of which finished runs of these experiments and profiles nothing is shown, and why."""
-    unclean = read_results(places.unclean, mixed=True)
+    unclean = read_results(places.unclean)
     if unclean:
         results, failed = places.finished(), places.given_up()
         for experiment, profile in asked:

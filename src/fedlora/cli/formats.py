@@ -16,17 +16,24 @@ from fedlora.cli.screen import Table, console, print_json
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
+_IN_LATEX = str.maketrans({
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}", "±": r"$\pm$", "<": r"$<$", ">": r"$>$", "\n": " ",
+})  # fmt: skip
+
 
 class Format(StrEnum):
     """How a command prints its result."""
 
     table = "table"
     markdown = "markdown"
+    latex = "latex"
     csv = "csv"
+    long = "long"
     json = "json"
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="for people, documents or programs")]
+FormatOption = Annotated[Format, typer.Option("--format", help="for people, documents or programs; long: CSV by round")]
 JsonAlias = Annotated[bool, typer.Option("--json", help="the same as --format json")]
 
 
@@ -43,12 +50,13 @@ class Sheet:
 @dataclass(frozen=True)
 class Printed:
     """One result in all formats. sheets and remarks are for people, in words; records for CSV, one a line, with all
-    digits; value for JSON."""
+    digits; value for JSON. by_round: for curves, a line a run, round and score; of what has rounds."""
 
     sheets: Sequence[Sheet]
     records: Sequence[Mapping[str, Any]]
     value: Mapping[str, Any]
     remarks: Sequence[str] = field(default=())
+    by_round: Sequence[Mapping[str, Any]] = field(default=())
 
 
 def chosen(format: Format, json: bool) -> Format:
@@ -62,13 +70,17 @@ def show(printed: Printed, format: Format) -> None:
     """On stdout."""
     if format is Format.json:
         print_json(plain(printed.value))
-    elif format is Format.csv:
-        print(_csv(printed.records), end="")
+    elif format in (Format.csv, Format.long):
+        if format is Format.long and not printed.by_round:
+            raise ConfigError("--format long is of runs by their rounds, and this command shows none; take csv.")
+        print(_csv(printed.by_round if format is Format.long else printed.records), end="")
         for remark in printed.remarks:  # a program reads the lines, a person what they are of
             print(remark, file=sys.stderr)
     elif format is Format.markdown:
         parts = [_markdown(sheet) for sheet in printed.sheets]
         print("\n\n".join([*parts, *printed.remarks]))
+    elif format is Format.latex:
+        print("\n".join([*map(_latex, printed.sheets), *(f"% {remark}" for remark in printed.remarks)]))
     else:
         for sheet in printed.sheets:
             for part in fitting(sheet, console.width):
@@ -113,6 +125,17 @@ def _markdown(sheet: Sheet) -> str:
 
     rule = [":---" if k < sheet.names else "---:" for k in range(len(sheet.columns))]
     return "\n".join([f"{sheet.title}\n", line(sheet.columns), line(rule), *map(line, sheet.rows)])
+
+
+def _latex(sheet: Sheet) -> str:
+    """A tabular for booktabs."""
+
+    def line(cells: Sequence[str]) -> str:
+        return " & ".join(cell.translate(_IN_LATEX) for cell in cells) + r" \\"
+
+    columns = "l" * sheet.names + "r" * (len(sheet.columns) - sheet.names)
+    body = [r"\toprule", line(sheet.columns), r"\midrule", *map(line, sheet.rows), r"\bottomrule"]
+    return "\n".join([f"% {sheet.title}", rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
 
 
 def _csv(records: Sequence[Mapping[str, Any]]) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.cli.formats import Sheet
-from fedlora.experiments.grid.plan import at_the_edge
-from fedlora.experiments.grid.spec import Experiment
-from fedlora.experiments.scores.digits import difference_in_words, shown
-from fedlora.experiments.scores.numbers import parse_number
-from fedlora.experiments.tables.cells import CellScore, Difference
+from fedlora.experiments.digits import difference_in_words, shown
+from fedlora.experiments.plan import at_the_edge
+from fedlora.experiments.scores import parse_number
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.tables import CellScore, Difference
 
 
 def score_sheet(title: str, scores: Mapping[str, Sequence[CellScore]], axes: Sequence[str]) -> Sheet:

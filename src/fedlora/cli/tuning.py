@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError
-from fedlora.experiments.grid.spec import NOT_TO_SEARCH, Tune
-from fedlora.experiments.running.comparison import AXIS, SEARCH_SEED
+from fedlora.experiments.comparison import AXIS, SEARCH_SEED
+from fedlora.experiments.spec import NOT_TO_SEARCH, Tune
 
 
 def parse_search(tune: str | None, seeds: str | None) -> Tune | None:

@@ -37,7 +37,7 @@ from fedlora.training.prompting import RAW
 from fedlora.training.settings import LoRASettings, Section, TrainSection
 
 # Defaults as they were when the first runs were stored, where they have changed since: digests are told against these.
-_FORMER_DEFAULTS = {("train", "lr"): 1e-3, ("train", "accumulation"): 1, ("server", "weighting"): "examples"}
+FORMER_DEFAULTS = {("train", "lr"): 1e-3, ("train", "accumulation"): 1, ("server", "weighting"): "examples"}
 
 
 class RunConfig(Section):
@@ -88,7 +88,7 @@ class RunConfig(Section):
                 fields["data"]["template"] = self.data.prompting()
         fields.get("run", {}).pop("workers", None)
         fields.get("model", {}).pop("remember_prefix", None)
-        for (table, key), former in _FORMER_DEFAULTS.items():
+        for (table, key), former in FORMER_DEFAULTS.items():
             section: BaseModel = getattr(self, table)
             value = getattr(section, key)
             if key == "weighting":  # what counts, said or not

@@ -1,0 +1,214 @@
+"""docs/claims.toml: what is asked, in families of questions with margins, and the paper's claims that ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from fedlora.errors import ConfigError
+from fedlora.experiments.spec import Experiment, Part
+from fedlora.experiments.verdicts import ALPHA, POWER, Power, powers
+from fedlora.given_files import read_toml
+
+Score = Literal["loss", "accuracy"]
+Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Family(Part):
+    """Questions that share one error rate: is the first better than the second, in this set-up?
+
+    question: in words, for tables and the report. experiment: the one that is asked, of two axes. pairs: (first,
+    second), labels of the experiment's first row axis; a gap is positive where the first is better. setups: labels of
+    its other axis; each pair is asked in each of them. metric: the score that is compared, on the test set after the
+    last round. beside: another score, shown with its intervals, without a verdict. margin: what is too small to matter,
+    in the unit of `metric` (nats of log-loss; of accuracy a share, so that 0.01 is a point). cap: the most seeds that
+    may be spent, whatever the pilot says. profile: the one of the experiment that answers. pilot: the one that gives
+    the spread, on other seeds. claims: the paper's claims, of [claims], that ask this.
+    """
+
+    question: str
+    experiment: str
+    pairs: Annotated[list[tuple[str, str]], Field(min_length=1)]
+    setups: Annotated[list[str], Field(min_length=1)]
+    metric: Score = "loss"
+    beside: Score = "accuracy"
+    margin: Margin
+    cap: Annotated[int, Field(ge=4)] = 24
+    profile: str = "mini"
+    pilot: str = "pilot"
+    claims: list[str] = Field(default_factory=list)
+
+    @property
+    def questions(self) -> list[Question]:
+        return [Question(first, second, setup) for first, second in self.pairs for setup in self.setups]
+
+
+class HeadOf(Part):
+    """Where the head alone was measured, on the same seeds, if not in the experiment itself.
+
+    experiment: one that has the head. setup: one of its set-ups, for all set-ups of the experiment that is asked.
+    """
+
+    experiment: str
+    setup: str
+
+
+class Gate(Part):
+    """LoRA has to carry the result: a set-up where no adapter is better than a head alone by more than the margin is
+    thrown out, and nothing is compared in it. The key is the experiment.
+
+    lora: labels of which one has to be better; the level alpha is shared among them. head: the label of the control
+    without LoRA. head_of: where that was measured. margin: of log-loss in nats, one-sided t test on the planned seeds.
+    """
+
+    lora: Annotated[list[str], Field(min_length=1)]
+    head: str
+    head_of: HeadOf | None = None
+    margin: Margin
+
+
+class Claim(Part):
+    """One claim of the paper.
+
+    sentence: as the paper has it. where: its table, figure or section. experiment: what is run for it. metric: what is
+    compared, in words. verdict: the rule by which our results decide, written before them. corrected: what was mended
+    in it afterwards, with the date.
+    """
+
+    sentence: str
+    where: str
+    experiment: str
+    metric: str
+    verdict: str
+    corrected: str = ""
+
+
+class Claims(Part):
+    """What is asked, before it is run.
+
+    alpha: the chance that a family says anything false, at most, where gaps are normal. power: with which equal methods
+    are to be found equivalent; the number of seeds follows from it. families: the questions, by names of your own.
+    gates: by experiment, when a set-up counts at all. claims: the paper's sentences, by names of your own.
+    """
+
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
+    power: Annotated[float, Field(gt=0.5, lt=1)] = POWER
+    families: dict[str, Family]
+    gates: dict[str, Gate] = Field(default_factory=dict)
+    claims: dict[str, Claim] = Field(default_factory=dict)
+
+    def of(self, experiment: str) -> dict[str, Family]:
+        """The families that ask an experiment."""
+        return {name: family for name, family in self.families.items() if family.experiment == experiment}
+
+    def pilots(self, experiment: str) -> set[str]:
+        """The profiles of an experiment that give spreads and are not compared."""
+        return {family.pilot for family in self.of(experiment).values()}
+
+    def powers(self, name: str, spreads: Mapping[str, float], seeds: int) -> dict[str, Power]:
+        """What so many seeds can show of a family's questions. spreads: question -> standard deviation of its gaps."""
+        family = self.families[name]
+        return powers(spreads, family.margin, seeds, self.alpha / len(family.questions), self.power)
+
+    def asked_by(self, claim: str) -> list[str]:
+        """The families that a claim is decided by."""
+        return [name for name, family in self.families.items() if claim in family.claims]
+
+    @model_validator(mode="after")
+    def _known(self) -> Claims:
+        for name, family in self.families.items():
+            unknown = [claim for claim in family.claims if claim not in self.claims]
+            if unknown:
+                raise ValueError(f"the family {name} is of the claim {unknown[0]!r}, which is not in the file")
+            twice = [q for k, q in enumerate(family.questions) if q in family.questions[:k]]
+            if twice:
+                raise ValueError(f"the family {name} asks twice: {twice[0].words}")
+            if (other := self.of(family.experiment)) and len({(f.profile, f.pilot) for f in other.values()}) > 1:
+                raise ValueError(f"the families of {family.experiment} name different profiles; one look has one")
+        return self
+
+
+@dataclass(frozen=True)
+class Question:
+    """Is `first` better than `second` in this set-up?"""
+
+    first: str
+    second: str
+    setup: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.first} against {self.second}, {self.setup}"
+
+
+def load_claims(path: Path) -> Claims:
+    """Raises `ConfigError`: no such file, no TOML, or not claims, with a line for each thing wrong."""
+    try:
+        return Claims.model_validate(read_toml(path, "the claims"))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"the claims {path} are none: {wrong}.") from error
+
+
+def setup_axis(experiment: Experiment) -> str:
+    """The one axis beside the first row axis. Raises `ConfigError` where there are more or none."""
+    others = [axis for axis in experiment.axes if axis != experiment.rows[0]]
+    if len(others) != 1:
+        raise ConfigError(
+            f"experiment {experiment.name} has the axes {', '.join(experiment.axes)}; questions are asked of one with "
+            f"two: what is compared, and set-ups."
+        )
+    return others[0]
+
+
+def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
+    """Raises `ConfigError` where families or gates name an experiment, label, set-up or profile that is not there, or
+    seeds that are too few or serve twice."""
+    for name, family in claims.families.items():
+        labels, whose = [label for pair in family.pairs for label in pair], f"the family {name}"
+        _check_cells(experiments, whose, family.experiment, labels, family.setups, family.profile)
+        asked = experiments[family.experiment]
+        for profile in (family.pilot, family.profile):
+            if len(seeds := asked.profile(profile).seeds) < 2:
+                raise ConfigError(
+                    f"profile {profile} of {asked.name} has {len(seeds)} seed, and {whose} compares by a spread over "
+                    f"seeds: give it two or more, better four."
+                )
+        shared = sorted({*asked.profile(family.pilot).seeds} & {*asked.profile(family.profile).seeds})
+        if shared:
+            raise ConfigError(
+                f"seed {shared[0]} of {asked.name} is in the pilot ({family.pilot}) and in the runs that answer "
+                f"({family.profile}) of {whose}: give the two different seeds."
+            )
+        if (gate := claims.gates.get(family.experiment)) is not None:
+            mine = gate.lora if gate.head_of else [*gate.lora, gate.head]
+            _check_cells(experiments, f"the gate of {asked.name}", asked.name, mine, family.setups, family.profile)
+    for name, gate in claims.gates.items():
+        _check_cells(experiments, f"the gate of {name}", name, gate.lora, [], None)
+        if (other := gate.head_of) is not None:
+            _check_cells(experiments, f"the gate of {name}", other.experiment, [gate.head], [other.setup], None)
+
+
+def _check_cells(
+    experiments: Mapping[str, Experiment], whose: str, name: str, labels: Sequence[str], setups: Sequence[str],
+    profile: str | None,
+) -> None:  # fmt: skip
+    """profile: whose cells the labels in the set-ups have to be."""
+    if name not in experiments:
+        raise ConfigError(f"{whose} names the experiment {name!r}, which is not there.")
+    experiment = experiments[name]
+    rows, axis = experiment.rows[0], setup_axis(experiment)
+    for which, wanted in ((rows, labels), (axis, setups)):
+        for label in wanted:
+            if label not in experiment.axes[which]:
+                raise ConfigError(f"{whose} names {which} = {label!r} of {name}, which is not there.")
+    there = {(cell[rows], cell[axis]) for cell in experiment.cells(profile)} if profile is not None else set()
+    for label in labels if profile is not None else ():
+        for setup in setups:
+            if (label, setup) not in there:
+                raise ConfigError(f"{whose} names {label!r} in {setup!r}, a cell that profile {profile} of {name} "
+                                  f"does not run.")  # fmt: skip

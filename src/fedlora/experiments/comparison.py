@@ -1,0 +1,240 @@
+"""A comparison: methods on one configuration over seeds, as an experiment of one axis, its runs named for people.
+
+OUT/METHOD/seed-0                       with a search: OUT/METHOD/train.lr=0.003/seed-0
+OUT/METHOD/search/train.lr=0.003/seed-1000
+OUT/results.jsonl                       the finished runs (`fedlora.results`)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import echo, files
+from fedlora.errors import CheckpointError, ConfigError, FedLoRAError, counted
+from fedlora.experiments.digits import shown
+from fedlora.experiments.plan import PlannedRun, check_number
+from fedlora.experiments.result import Result
+from fedlora.experiments.runner import Places, failure_report
+from fedlora.experiments.spec import Experiment, Profile, Tune
+from fedlora.experiments.store import data_of, gather, read_results
+from fedlora.runs.client_data import deal
+from fedlora.runs.config import RunConfig
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.inputs import data_facts
+from fedlora.runs.resuming import stored_classes
+from fedlora.runs.sections import MethodSection
+
+PROFILE = "comparison"  # the one that a comparison's experiment has
+AXIS = "method"
+SEARCH_SEED = 1000
+PICTURE = "comparison.png"  # in OUT
+RESULTS = "results"  # .jsonl, in OUT
+_FAILURES = "failures"
+_DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
+
+
+def comparison(
+    base: RunConfig,
+    methods: Mapping[str, MethodSection],
+    seeds: Sequence[int],
+    *,
+    name: str,
+    metric: str,
+    reference: str | None = None,
+    tune: Tune | None = None,
+) -> Experiment:
+    """The methods by label, on the configuration; with one process and one thread a run, so that more runs at a time
+    change no bit, and no process stands in another's way.
+
+    Args:
+        methods: label -> its section. The bare name of the configuration's own method is the configuration's.
+        metric: what is compared, as `Result.score` takes it.
+        reference: the label that the others are compared with.
+        tune: searched for each method. Its seeds are none of the compared ones.
+
+    Raises:
+        ConfigError: methods that are none or take no such settings, all of them in one line; a reference that is no
+            label; a search on compared seeds, or without validation data; a metric that is none, or that no run of
+            the configuration has.
+    """
+    methods = {label: base.method if label == base.method.name else section for label, section in methods.items()}
+    wrong = {label: why for label, section in methods.items() if (why := _wrong(section)) is not None}
+    if wrong:
+        raise ConfigError("; ".join(f"{label}: {why}" for label, why in wrong.items()))
+    if reference is not None and reference not in methods:
+        raise ConfigError(f"the reference {reference!r} is none of the methods: {', '.join(methods)}.")
+    if tune is not None and (shared := sorted(set(tune.seeds) & set(seeds))):
+        raise ConfigError(f"seed {shared[0]} is both searched on and compared on; keep the two apart.")
+    if tune is not None and len(set(tune.values)) > 1 and base.data.validation == 0:
+        raise ConfigError("a search chooses on validation data, and data.validation = 0 leaves none.")
+    one_thread = base.model_copy(update={"run": base.run.model_copy(update={"threads": 1, "workers": None})})
+    folders: dict[str, str] = {}
+    for label in methods:
+        if (same := folders.setdefault(folder_name(label), label)) != label:
+            raise ConfigError(f"the runs of {same!r} and {label!r} would share the folder {folder_name(label)!r}.")
+    run = one_thread.model_dump(mode="json", exclude_defaults=True)
+    axis = {
+        label: {"method": {"name": section.name, **section.model_dump(mode="json", exclude_defaults=True)}}
+        for label, section in methods.items()
+    }
+    found = Experiment(
+        name=name, title=name, question="", metric=metric, reference=reference, run=run,
+        axes={AXIS: axis}, tune=tune, profiles={PROFILE: Profile(seeds=list(seeds))},
+    )  # fmt: skip
+    check_number(found, PROFILE, metric)
+    return found
+
+
+@dataclass(frozen=True)
+class ComparedRuns(Places):
+    """The folder of a comparison, OUT: its runs by their names, their results in one file, whatever code made them.
+    tuned_key: what is searched, for the names."""
+
+    tuned_key: str | None = None
+
+    @classmethod
+    def at(cls, root: Path, data_root: Path | None = None, tuned_key: str | None = None) -> ComparedRuns:
+        return cls(root, root, data_root, tuned_key)
+
+    def folder(self, run: PlannedRun) -> RunFolder:
+        """By its name, or wherever a run of its digest is: names change with --tune."""
+        named = RunFolder(self.work / self._name(run))
+        if _digest(named) == run.digest:
+            return named
+        return next((folder for folder in self.folders() if _digest(folder) == run.digest), named)
+
+    def classes(self, run: PlannedRun) -> tuple[str, ...]:
+        """Also of another run on the same data, with which this one is compared."""
+        data = json.loads(run.config.canonical())["data"]
+        alike = (folder for folder in self.folders() if _data(folder) == data)
+        return next(filter(None, map(stored_classes, [self.folder(run), *alike])), ())
+
+    def folders(self) -> Iterator[RunFolder]:
+        """Every run that is there, finished or not."""
+        for depth in _DEPTHS:
+            for path in sorted(self.work.glob(f"{depth}/manifest.json")):
+                yield RunFolder(path.parent)
+
+    def check_place(self, methods: Collection[str]) -> None:
+        """May a comparison of these labels be written here? Where nothing is, in an empty folder, where runs of one
+        are, and where one was killed before its first run had a manifest.
+
+        Raises:
+            ConfigError: the folder holds other files, and no run.
+        """
+        if not self.work.is_dir() or next(self.folders(), None) is not None:
+            return
+        found = sorted(os.listdir(self.work))
+        theirs = [name for name in found if name not in {_FAILURES, ".locks", *map(folder_name, methods)}]
+        if theirs:
+            entries = counted(len(found), "entry", "entries")
+            raise ConfigError(
+                f"{echo.shown(self.work)} is not empty and holds no run: {entries}, the first that is not of a "
+                f"comparison is {echo.quoted(theirs[0])}. Its {PICTURE} could be written over. Nothing "
+                f"was written. Name a new or an empty directory with --out."
+            )
+
+    def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
+        """Digest -> result of every finished run whose folder is whole. `unclean` makes no difference."""
+        there = {_digest(folder) for folder in self.folders() if folder.finished() and folder.whole()}
+        return {digest: result for digest, result in read_results(self.results).items() if digest in there}
+
+    def done(self, run: PlannedRun) -> bool:
+        return self.folder(run).finished() and run.digest in read_results(self.results)
+
+    def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
+        gather(self.results, RESULTS, self.summary(run, wall_seconds), rounded=False)
+        self.failure(run).unlink(missing_ok=True)
+
+    def failed(self, run: PlannedRun, error: Exception) -> None:
+        """A failure that is no refusal of ours is kept with its traceback; that of a refusal helps nobody."""
+        if not isinstance(error, FedLoRAError):
+            files.write(self.failure(run), failure_report(run, error))
+
+    def failure(self, run: PlannedRun) -> Path:
+        return self.work / _FAILURES / f"{'_'.join(self._name(run).parts)}.json"
+
+    def _name(self, run: PlannedRun) -> Path:
+        search = ["search"] if run.searching else []
+        value = [] if run.tuned is None else [f"{self.tuned_key}={shown(run.tuned)}"]
+        return Path(folder_name(run.cell[AXIS]), *search, *value, f"seed-{run.seed}")
+
+
+def check_data(runs: Sequence[PlannedRun], results: Mapping[str, Result], places: ComparedRuns) -> None:
+    """Raises `ConfigError` where a finished one of the runs was of other data than there are now: what is still to be
+    run could not be compared with it. One of each seed is looked at, for all of a seed read the same files."""
+    seen: set[int] = set()
+    for run in runs:
+        if run.digest in results and run.seed not in seen:
+            seen.add(run.seed)
+            now = data_of(data_facts(deal(run.config, places.data_root, places.classes(run))))
+            if other := _other(results[run.digest].data, now):
+                raise ConfigError(
+                    f"{run.label} is finished, and its {other} data are not those that there are now: a file has "
+                    f"changed since, and the two cannot be compared. Put the old file back, or choose another --out."
+                )
+
+
+def check_alike(runs: Mapping[str, Mapping[int, Result]]) -> None:
+    """Raises `ConfigError` where two runs had another model, or two methods other data on one seed. runs: label -> seed
+    -> it."""
+    first: dict[int, tuple[str, Result]] = {}
+    one: tuple[str, int, Result] | None = None
+    for label, by_seed in runs.items():
+        for seed, result in by_seed.items():
+            one = one or (label, seed, result)
+            if one[2].model != result.model:
+                raise ConfigError(
+                    f"{one[0]}, seed {one[1]}, and {label}, seed {seed}, had another model: its files have changed "
+                    f"between these runs, and they cannot be compared. Delete the folders of the older ones and go on "
+                    f"with --resume, or choose another --out."
+                )
+            theirs, their = first.setdefault(seed, (label, result))
+            other = _other(their.data, result.data)
+            if other:
+                raise ConfigError(
+                    f"{theirs} and {label} had another {other} data on seed {seed}: a file has changed between these "
+                    f"runs, and they cannot be compared. Delete the folders of the older ones and go on with --resume, "
+                    f"or choose another --out."
+                )
+
+
+def _other(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """What of the data differs, in a word."""
+    return next((part for part in ("train", "validation", "test", "probes") if there[part] != here[part]), None)
+
+
+def folder_name(label: str) -> str:
+    """A label as the name of a folder."""
+    return label.replace(" ", "_").replace(":", ".").replace("/", "-")
+
+
+def _digest(folder: RunFolder) -> str | None:
+    """Of the configuration of the run there; None where there is none, or it cannot be read."""
+    try:
+        manifest: Any = folder.read_json("manifest.json")
+    except CheckpointError:
+        return None
+    found = manifest.get("config_digest") if isinstance(manifest, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _data(folder: RunFolder) -> Any:
+    """Table [data] of the run there, as it is stored; None where it cannot be read."""
+    try:
+        return folder.read_json("config.json").get("data")
+    except CheckpointError:
+        return None
+
+
+def _wrong(section: MethodSection) -> str | None:
+    try:
+        section.build()
+    except FedLoRAError as error:
+        return str(error)
+    return None

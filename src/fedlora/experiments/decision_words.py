@@ -1,0 +1,244 @@
+"""Answers in words: the rows of the decision table, for the command line and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedlora.experiments.claims import Claims, Family, Score
+from fedlora.experiments.decisions import Answer, Answers
+from fedlora.experiments.verdicts import MOST, Weighed
+from fedlora.training.metrics import METRICS
+
+COLUMNS = ("question", "set-up", "difference", "95 % interval", "ahead", "beside", "verdict")
+MARKS = {"better": "▲", "worse": "▼", "equivalent": "≈", "undecided": "?"}
+OUT = "thrown out"  # how a verdict that the gate took begins
+UNITS = {"loss": ("log-loss, nats", 1.0, 4), "accuracy": ("accuracy, points", 100.0, 2)}  # words, factor, digits
+BELOW = "by less than the margin"
+
+
+def title(found: Answers) -> str:
+    """What a family's table shows."""
+    family = found.family
+    lower = "" if METRICS[family.metric].larger_is_better else ", lower by this much"
+    return (
+        f"{found.name}: {family.question} Positive: the first is better ({UNITS[family.metric][0]}{lower}); margin "
+        f"{margin_in_words(family)}"
+    )
+
+
+def caption(found: Answers, alpha: float) -> str:
+    """What stands above a family's table on a page. alpha: of the claims."""
+    family, count = found.family, len(found.family.questions)
+    unit, beside = (UNITS[score][0].replace(", ", " in ") for score in (family.metric, family.beside))
+    margin = margin_in_words(family)
+    if all(a.test is None for a in found.answers):
+        return (
+            f"None of the {count} question{'s' if count > 1 else ''} has a verdict, and so no number is shown. Asked "
+            f"of {unit}, on held-out test data after the last round, with a margin of {margin} and {found.there} "
+            f"paired seeds."
+        )
+    points = " (hundredths)" if "accuracy" in (family.metric, family.beside) else ""
+    empty = " Without a verdict this table shows no number." if any(a.test is None for a in found.answers) else ""
+    return (
+        f"*difference*: by how much the first is better ({unit}, held-out test data, last round), the mean over "
+        f"{found.there} paired seeds with its 95 % interval (of one question); less than the margin, {margin}, is too "
+        f"little to matter. *ahead*: on how many seeds. *beside*: the same of {beside}{points}, without a verdict. The "
+        f"chance that any of the {count} verdict{'s' if count > 1 else ''} is false is at most {alpha:g}, where gaps "
+        f"are nearly normal.{empty}"
+    )
+
+
+def headings(family: Family) -> list[str]:
+    """`COLUMNS` for people: the two scores by name, with their units."""
+    own, beside = UNITS[family.metric][0], UNITS[family.beside][0]
+    told = {"difference": f"difference: {own}", "beside": f"beside: {beside}"}
+    return [told.get(column, column) for column in COLUMNS]
+
+
+def margin_in_words(family: Family) -> str:
+    """ "0.005 nats", "1 points"."""
+    words, factor, _ = UNITS[family.metric]
+    return f"{factor * family.margin:g} {_unit(words)}"
+
+
+def seeds_in_words(count: int) -> str:
+    """ "452"; "10000 or more" where the count stopped (`verdicts.MOST`)."""
+    return f"{count} or more" if count >= MOST else str(count)
+
+
+def _unit(words: str) -> str:
+    return words.partition(", ")[2]
+
+
+def verdict_in_words(answer: Answer) -> str:
+    """The verdict, and whether its gap is below the margin; why there is none."""
+    if answer.verdict is None:
+        return answer.why
+    return f"{answer.verdict} {BELOW}" if answer.below_margin else answer.verdict
+
+
+def by_score(found: Sequence[Answers]) -> dict[Score, list[Answers]]:
+    """The families of each score: a picture, and a margin in it, have one unit."""
+    return {score: [one for one in found if one.family.metric == score] for score in
+            dict.fromkeys(one.family.metric for one in found)}  # fmt: skip
+
+
+def margins(found: Sequence[Answers]) -> dict[str, float]:
+    """Score -> the smallest margin of the families that go by it."""
+    return {score: min(one.family.margin for one in of) for score, of in by_score(found).items()}
+
+
+def mark(answer: Answer) -> str:
+    """The verdict as one sign, in brackets where its gap is below the margin; ✕ where the gate threw the set-up out,
+    – where there is no number."""
+    if answer.verdict is not None:
+        return f"({MARKS[answer.verdict]})" if answer.below_margin else MARKS[answer.verdict]
+    return "✕" if answer.why.startswith(OUT) else "–"
+
+
+def sentence(found: Answers, answer: Answer) -> str:
+    """One answer for somebody who has not read a word of us."""
+    first, second, test = answer.question.first, answer.question.second, answer.test
+    if test is None or answer.verdict is None:
+        return f"{first} against {second}: {answer.why}."
+    score = found.family.metric
+    name, (words, factor, digits) = {"loss": "log-loss"}.get(score, score), UNITS[score]
+    mean, interval = in_unit(test, score)
+    unit, limit = _unit(words), f"{factor * test.margin:g}"
+    if answer.verdict == "equivalent":
+        return f"{first} and {second} do equally well: {name} differs by {mean} {unit} ({interval}), less than {limit}."
+    if answer.verdict == "undecided":
+        return f"{first} or {second}: not decided by {len(test.gaps)} seeds. {mean} {unit} ({interval})."
+    up = METRICS[score].larger_is_better
+    size, ends = mean.lstrip("+-"), sorted(abs(factor * x) for x in (test.low, test.high))
+    way = "higher" if up == (answer.verdict == "better") else "lower"
+    shown = f"{name} is {size} {unit} {way} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
+    if test.low < 0 < test.high:  # one question alone would not be decided; its family is
+        shown = f"{name} is {size} {unit} {way}"
+    than = f"{first} is {answer.verdict} than {second}"
+    if answer.below_margin:
+        shown = f"{shown}. A gap below {limit} is too small to matter; that it is no larger is not shown"
+        than = f"{than}, {BELOW}"
+    return f"{than}: {shown}.{_beside(found, answer)}"
+
+
+def _beside(found: Answers, answer: Answer) -> str:
+    if answer.beside is None:
+        return ""
+    mean, _ = in_unit(answer.beside, found.family.beside)
+    name, _, unit = UNITS[found.family.beside][0].partition(", ")
+    return f" {name.capitalize()} {mean} {unit}."
+
+
+def tally(found: Sequence[Answers]) -> dict[str, int]:
+    """Verdict -> how many questions have it, of several families; "no verdict" for those without one."""
+    counts: dict[str, int] = {}
+    for one in found:
+        for answer in one.answers:
+            word = "no verdict" if answer.verdict is None else verdict_in_words(answer)
+            counts[word] = counts.get(word, 0) + 1
+    return counts
+
+
+def rows(found: Answers) -> list[list[str]]:
+    """A row a question, in the order of `COLUMNS`; before all seeds are there without a number."""
+    if not found.complete:
+        waiting = f"{found.there} of {found.wanted} seeds"
+        return [[f"{q.first} against {q.second}", q.setup, "", "", "", "", waiting] for q in found.family.questions]
+    return [
+        [f"{a.question.first} against {a.question.second}", a.question.setup, *_numbers(found, a), verdict_in_words(a)]
+        for a in found.answers
+    ]
+
+
+def records(found: Answers) -> list[dict[str, Any]]:
+    """The same for programs: `COLUMNS` as keys, the verdict as one word, and whether its gap is below the margin."""
+    told = [dict(zip(COLUMNS, row, strict=True)) for row in rows(found)]
+    if not found.complete:
+        return [{**row, "below margin": None} for row in told]
+    return [
+        {**row, "verdict": a.verdict or a.why, "below margin": a.below_margin}
+        for row, a in zip(told, found.answers, strict=True)
+    ]
+
+
+def _numbers(found: Answers, answer: Answer) -> list[str]:
+    if answer.test is None:
+        return [""] * 4
+    test = answer.test
+    ahead = f"{test.ahead} of {len(test.gaps)}"
+    mean, interval = in_unit(test, found.family.metric)
+    beside = "" if answer.beside is None else " ".join(in_unit(answer.beside, found.family.beside, bracket=True))
+    return [mean, interval, ahead, beside]
+
+
+def in_unit(test: Weighed, score: str, *, bracket: bool = False) -> tuple[str, str]:
+    """(mean, interval) with a sign, in the unit of `UNITS`."""
+    _, factor, digits = UNITS[score]
+    mean, low, high = (f"{factor * value + 0.0:+.{digits}f}" for value in (test.mean, test.low, test.high))
+    return mean, f"({low} to {high})" if bracket else f"{low} to {high}"
+
+
+def remarks(found: Sequence[Answers]) -> list[str]:
+    """What stands under the tables: what was thrown out, what the gate found, and what the scores rest on."""
+    lines = []
+    for one in found:
+        for gated in one.gates:
+            if gated.lost:
+                lines.append(
+                    f"{one.family.experiment}: whether LoRA carries {gated.setup} is not known. There is no number "
+                    f"for {', '.join(gated.lost)}: it failed or diverged."
+                )
+            elif not gated.passed:
+                ahead = ", ".join(f"{k} {v:+.4f} ± {gated.spread[k]:.4f}" for k, v in gated.ahead.items())
+                lines.append(
+                    f"{one.family.experiment}: {gated.setup} is thrown out. {one.there} seeds do not show that LoRA "
+                    f"beats a head alone there by more than {gated.margin:g} nats ({ahead})."
+                )
+        lines += [f"{one.family.experiment}: {note}" for note in one.gate_notes]
+        lines += [f"{one.name}: {note}" for note in one.notes]
+    return list(dict.fromkeys(lines))
+
+
+def claim_rows(claims: Claims, found: Sequence[Answers]) -> list[list[str]]:
+    """A row for each claim of the paper: its sentence, what was mended in it, what the families that ask it came to."""
+    by_name = {one.name: one for one in found}
+    made = []
+    for name, claim in claims.claims.items():
+        said = [f"{family}: {_tally(by_name.get(family))}" for family in claims.asked_by(name)]
+        words = f"{claim.sentence} (Corrected: {claim.corrected})" if claim.corrected else claim.sentence
+        made.append([name, words, claim.where, "; ".join(said) or "no family asks it: the paper's scale"])
+    return made
+
+
+def _tally(found: Answers | None) -> str:
+    if found is None:
+        return "no plan yet"
+    if not found.complete:
+        return f"{found.there} of {found.wanted} seeds"
+    return ", ".join(f"{count} {word}" for word, count in tally([found]).items())
+
+
+def plain_answers(found: Answers) -> dict[str, Any]:
+    """All of a family's numbers, for JSON."""
+    return {
+        "family": found.name, "experiment": found.family.experiment, "metric": found.family.metric,
+        "margin": found.family.margin, "seeds": found.there, "planned": found.wanted,
+        "answers": [
+            {
+                "first": a.question.first, "second": a.question.second, "setup": a.question.setup,
+                "verdict": a.verdict, "below_margin": a.below_margin, "why": a.why or None,
+                **({} if a.test is None else {
+                    "mean": a.test.mean, "low": a.test.low, "high": a.test.high, "sd": a.test.spread,
+                    "p_same": a.test.p_same, "p_matters": a.test.p_matters, "ahead": a.test.ahead,
+                    "gaps": list(a.test.gaps),
+                }),
+                **({} if a.beside is None else {
+                    "beside_mean": a.beside.mean, "beside_low": a.beside.low, "beside_high": a.beside.high,
+                }),
+            }
+            for a in found.answers
+        ],
+        "gates": [vars(gated) for gated in found.gates], "notes": [*found.gate_notes, *found.notes],
+    }  # fmt: skip

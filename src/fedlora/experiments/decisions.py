@@ -1,0 +1,236 @@
+"""From results to verdicts: one look, at the planned number of seeds, past the gate, a family at a time.
+
+`answers` gives no number before all planned seeds are there: until then a family is "n of N". What is thrown out by the
+gate, and what failed on a seed, is listed; both stay in the family's count of questions, so that losing one makes no
+other easier to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from fedlora.errors import ConfigError
+from fedlora.experiments.claims import Claims, Family, Gate, Question, Score, setup_axis
+from fedlora.experiments.footnotes import family_notes, gate_notes
+from fedlora.experiments.plan import mains
+from fedlora.experiments.result import Result
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.verdicts import Verdict, Weighed, beats_by, judge, seeds_to_beat, weigh
+from fedlora.training.metrics import METRICS
+
+Scores = Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]]  # (label, set-up) -> seed -> score's name -> value
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Whether LoRA carries a set-up. ahead: label -> how much lower its log-loss is than the head's, in the mean, and
+    spread its standard deviation over seeds. needed: seeds with which such a lead would pass, with power 0.8; None
+    where it is not above the margin. lost: what has no number, where that leaves the gate without an answer."""
+
+    setup: str
+    passed: bool
+    ahead: Mapping[str, float]
+    margin: float
+    spread: Mapping[str, float]
+    needed: Mapping[str, int | None]
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question. verdict: None where there is none to give, and why says it. test, beside: of the two scores."""
+
+    question: Question
+    verdict: Verdict | None
+    why: str = ""
+    test: Weighed | None = None
+    beside: Weighed | None = None
+
+    @property
+    def below_margin(self) -> bool:
+        """Whether it is better or worse, and by less than the margin in the mean. That the gap is no larger is then
+        not shown: it would be equivalent."""
+        return self.verdict in ("better", "worse") and self.test is not None and abs(self.test.mean) < self.test.margin
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One family. there, wanted: seeds on which all of its runs are finished, and the plan's number. answers: empty
+    before they are all there. gates: of its set-ups. notes, gate_notes: what its scores, and the gate's, rest on
+    (`footnotes`)."""
+
+    name: str
+    family: Family
+    there: int
+    wanted: int
+    answers: tuple[Answer, ...] = ()
+    gates: tuple[Gated, ...] = ()
+    notes: tuple[str, ...] = ()
+    gate_notes: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.answers)
+
+
+def read_scores(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
+    """Every finished cell's log-loss and accuracy on the test set after the last round, by seed; of a run that failed
+    by itself, or has no number, an empty mapping: there is nothing to wait for."""
+    axis, rows = setup_axis(experiment), experiment.rows[0]
+    found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for run in mains(experiment, profile, results, failed):
+        by_seed = found.setdefault((run.cell[rows], run.cell[axis]), {})
+        result = run.result(results)
+        if result is not None:
+            told = {name: result.tested(name) for name in ("loss", "accuracy")}
+            by_seed[run.seed] = {name: value for name, value in told.items() if value is not None}
+        elif run.digest in failed:
+            by_seed[run.seed] = {}
+    return found
+
+
+def gaps_of(scores: Scores, question: Question, score: Score, seeds: Sequence[int]) -> list[float]:
+    """By how much the first is better, seed by seed. Raises `KeyError` where a number is missing."""
+    first, second = (scores[label, question.setup] for label in (question.first, question.second))
+    up = 1.0 if METRICS[score].larger_is_better else -1.0
+    return [up * (first[seed][score] - second[seed][score]) for seed in seeds]
+
+
+def answers(
+    claims: Claims,
+    experiment: Experiment,
+    seeds: Sequence[int],
+    scores: Scores,
+    heads: Mapping[str, Mapping[int, Mapping[str, float]]],
+) -> list[Answers]:
+    """Every family that asks the experiment.
+
+    Args:
+        seeds: the planned ones. scores: as `read_scores` gives them.
+        heads: set-up -> seed -> the scores of a head alone; not looked at where the experiment has no gate.
+    """
+    gate = claims.gates.get(experiment.name)
+    found = []
+    for name, family in claims.of(experiment.name).items():
+        cells = {(label, q.setup) for q in family.questions for label in (q.first, q.second)}
+        if gate is not None:
+            cells |= {(label, setup) for label in gate.lora for setup in family.setups}
+        there = [seed for seed in seeds if all(seed in scores.get(cell, {}) for cell in cells)]
+        if gate is not None:
+            there = [seed for seed in there if all(seed in heads.get(setup, {}) for setup in family.setups)]
+        if len(there) < len(seeds):
+            found.append(Answers(name, family, len(there), len(seeds)))
+            continue
+        gates = tuple(_gated(gate, s, seeds, scores, heads[s], claims.alpha) for s in family.setups) if gate else ()
+        found.append(
+            Answers(name, family, len(seeds), len(seeds), _judged(family, gates, seeds, scores, claims.alpha), gates)
+        )
+    return found
+
+
+def _judged(
+    family: Family, gates: Sequence[Gated], seeds: Sequence[int], scores: Scores, alpha: float
+) -> tuple[Answer, ...]:
+    out = {gated.setup: gated for gated in gates if not gated.passed}
+    tests: dict[Question, tuple[Weighed, Weighed | None]] = {}
+    lost: dict[Question, str] = {}
+    for question in family.questions:
+        if question.setup in out:
+            gone = ", ".join(out[question.setup].lost)
+            lost[question] = (
+                f"the gate has no number for {gone}: it failed or diverged" if gone else
+                "thrown out: LoRA is not shown to carry the result there"
+            )  # fmt: skip
+            continue
+        bare = [
+            f"{label} on seed {seed}"
+            for label in (question.first, question.second)
+            for seed in seeds
+            if family.metric not in scores[label, question.setup][seed]
+        ]
+        if bare:
+            lost[question] = f"no number for {', '.join(bare)}: it failed or diverged"
+            continue
+        test = weigh(gaps_of(scores, question, family.metric, seeds), family.margin)
+        try:
+            beside = weigh(gaps_of(scores, question, family.beside, seeds), family.margin)
+        except KeyError:
+            beside = None
+        tests[question] = (test, beside)
+    verdicts = judge({q.words: test for q, (test, _) in tests.items()}, alpha, others=len(lost))
+    return tuple(
+        Answer(q, None, lost[q]) if q in lost else Answer(q, verdicts[q.words], "", *tests[q]) for q in family.questions
+    )
+
+
+def _gated(
+    gate: Gate,
+    setup: str,
+    seeds: Sequence[int],
+    scores: Scores,
+    heads: Mapping[int, Mapping[str, float]],
+    alpha: float,
+) -> Gated:
+    ahead: dict[str, float] = {}
+    spread: dict[str, float] = {}
+    needed: dict[str, int | None] = {}
+    lost: list[str] = []
+    passed, level = False, alpha / len(gate.lora)
+    for label in gate.lora:
+        mine = scores[label, setup]
+        gone = [f"{gate.head} on seed {seed}" for seed in seeds if "loss" not in heads[seed]]
+        gone += [f"{label} on seed {seed}" for seed in seeds if "loss" not in mine[seed]]
+        if gone:  # no witness
+            lost += [what for what in gone if what not in lost]
+            continue
+        gaps = [heads[seed]["loss"] - mine[seed]["loss"] for seed in seeds]
+        better, _ = beats_by(gaps, gate.margin, level)
+        ahead[label], spread[label], passed = fmean(gaps), stdev(gaps), passed or better
+        needed[label] = seeds_to_beat(ahead[label] - gate.margin, spread[label], level)
+    return Gated(setup, passed, ahead, gate.margin, spread, needed, () if passed else tuple(lost))
+
+
+def answers_from(
+    claims: Claims, experiment: Experiment, experiments: Mapping[str, Experiment], profile: str, seeds: Sequence[int],
+    results: Mapping[str, Result], failed: Collection[str] = (),
+) -> list[Answers]:  # fmt: skip
+    """`answers` of stored results. profile, seeds: of the plan. experiments: those that a gate names, too."""
+    scores = read_scores(experiment, profile, results, failed)
+    heads = heads_of(claims, experiment, experiments, profile, results, failed)
+    found = answers(claims, experiment, seeds, scores, heads)
+    return [
+        replace(
+            one,
+            notes=tuple(family_notes(one.family, experiment, profile, seeds, results, failed)),
+            gate_notes=tuple(gate_notes(claims, one.family, experiments, profile, seeds, results, failed)),
+        )
+        if one.complete
+        else one
+        for one in found
+    ]
+
+
+def heads_of(
+    claims: Claims, experiment: Experiment, experiments: Mapping[str, Experiment], profile: str,
+    results: Mapping[str, Result], failed: Collection[str] = (),
+) -> dict[str, dict[int, dict[str, float]]]:  # fmt: skip
+    """Set-up -> seed -> scores of the head alone, wherever the experiment's gate says that it was measured."""
+    gate = claims.gates.get(experiment.name)
+    if gate is None:
+        return {}
+    setups = list(experiment.axes[setup_axis(experiment)])
+    if gate.head_of is None:
+        scores = read_scores(experiment, profile, results, failed)
+        return {setup: scores.get((gate.head, setup), {}) for setup in setups}
+    if gate.head_of.experiment not in experiments:
+        raise ConfigError(
+            f"the gate of {experiment.name} asks for {gate.head!r} of the experiment {gate.head_of.experiment}, which "
+            f"is not there."
+        )
+    other = experiments[gate.head_of.experiment]
+    theirs = read_scores(other, profile, results, failed).get((gate.head, gate.head_of.setup), {})
+    return dict.fromkeys(setups, theirs)

@@ -1,0 +1,169 @@
+"""The numbers that runs are compared by: each has a name, as "test, best" or "rounds to 0.92", a unit, and words.
+
+All are of `evaluate.metric`, but for those of the server, which are of updates and relative. "best" is at the round
+that is best on validation, "last" at the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fedlora.errors import ConfigError
+from fedlora.runs.config import RunConfig
+from fedlora.training.metrics import find_metric, score_name
+
+_PROBES = ("unseen", "validation_mismatched")  # of superni's tasks that nobody trains on; mnli's second test set
+KNOWN = (
+    "test, best", "test, last", "validation, best", "validation, last", "validation, mean of last K",
+    "validation, largest drop", "validation, jitter", "rounds to X", "clients, last",
+    *(f"{probe}, {when}" for probe in _PROBES for when in ("best", "last")),
+    "server, error", "server, gauge drift", "server, error of factor averages",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Number:
+    """A name taken apart. where: "test", "validation", "clients", "rounds", "server" or a further test set. what:
+    which of its numbers. amount: the K of "mean of last K", the X of "rounds to X"."""
+
+    name: str
+    where: str
+    what: str
+    amount: float = 0.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether it tells how validation moves, and not how high it is."""
+        return self.what in ("largest drop", "jitter")
+
+    @property
+    def of_target(self) -> bool:
+        """Whether it is measured on what `evaluate.target` names, the server's model or the clients' own ones."""
+        return self.where not in ("clients", "server")
+
+    def smaller_is_better(self, metric: str) -> bool:
+        return self.where in ("rounds", "server") or self.changes or not find_metric(metric).larger_is_better
+
+    def evaluations(self) -> int:
+        """On how many evaluations it is defined: a drop needs two, the deviation of changes three."""
+        return {"mean of last": int(self.amount), "largest drop": 2, "jitter": 3}.get(self.what, 1)
+
+    def lacks(self, config: RunConfig) -> str | None:
+        """Why a run of this configuration cannot have the number; None where it can."""
+        data, task = config.data, config.data.task
+        no_test = data.test == 0 and task in (None, "superni") and config.clients.own_test is None
+        needs_validation = self.where in ("validation", "rounds") or self.what == "best"
+        if needs_validation and data.validation == 0:
+            return "it is of validation data, and data.validation = 0 leaves none"
+        if self.where in ("test", "clients") and no_test:
+            return "it is of the test set, and data.test = 0 leaves none"
+        if self.where == "clients" and not config.evaluate.clients_at_end:
+            return "clients' own readouts are measured only with evaluate.clients_at_end = true"
+        if self.where == "unseen" and (task != "superni" or data.unseen == 0):
+            return "only data.task = 'superni' with data.unseen > 0 has tasks that nobody trains on"
+        if self.where == "validation_mismatched" and task != "mnli":
+            return "only data.task = 'mnli' has that test set"
+        rounds, every = config.run.rounds, config.evaluate.every
+        there, wanted = math.ceil(rounds / every), self.evaluations()
+        if needs_validation and there < wanted:
+            return f"it takes {wanted} evaluations, and run.rounds = {rounds} with evaluate.every = {every} has {there}"
+        return None
+
+
+def parse_number(name: str) -> Number:
+    """The number of a name. Raises `ConfigError`, with all that there are, for one that is none."""
+    if name.startswith("rounds to "):
+        target = _finite(name.removeprefix("rounds to "))
+        if target is not None:
+            return Number(name, "rounds", "to", target)
+    where, _, what = name.partition(", ")
+    if where == "validation" and what.startswith("mean of last "):
+        count = what.removeprefix("mean of last ")
+        if count.isascii() and count.isdigit() and int(count) > 0:
+            return Number(name, where, "mean of last", float(count))
+    if name in KNOWN and not name.endswith((" K", " X")):
+        return Number(name, where, what)
+    raise ConfigError(
+        f"no number of a run is called {name!r}; there are: {'; '.join(KNOWN)}. K is a whole number of at least 1, X a "
+        f"value of evaluate.metric, as in 'rounds to 0.92'."
+    )
+
+
+def titled(which: str, metric: str | None) -> str:
+    """A number with what it measures, in words: "accuracy (test, best)". metric: as scores have it."""
+    if metric is None or which.startswith("server, "):
+        return which
+    shown = metric.replace("_", "-")
+    return f"{which} (validation {shown})" if which.startswith("rounds to ") else f"{shown} ({which})"
+
+
+def _finite(text: str) -> float | None:
+    """A finite number; Matthews correlation can be negative, so that any will do."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+# ---- in words ------------------------------------------------------------------------------------------------------
+
+# A metric, as scores have its name -> what it is, with its unit as it stands in tables of scores.
+SCALES = {
+    "loss": "log-loss in nats",
+    "perplexity": "perplexity (1 is perfect)",
+    "matthews": "Matthews correlation (-1 to 1)",
+    "accuracy": "accuracy (0 to 1)",
+    "balanced_accuracy": "balanced accuracy (0 to 1)",
+    "macro_f1": "macro F1 (0 to 1)",
+    "exact_match": "share of exact matches (0 to 1)",
+    "rouge_l": "ROUGE-L (0 to 1)",
+    "rouge_l_teacher_forced": "ROUGE-L, teacher-forced (0 to 1)",
+}
+_WHERE = {
+    "test": "on held-out test data",
+    "validation": "on validation data",
+    "clients": "on the test data, of the clients' own readouts",
+    "unseen": "on tasks that nobody trains on",
+    "validation_mismatched": "on MNLI's mismatched test data",
+}
+_WHEN = {"last": "after the last round", "best": "after the round that is best on validation"}
+_OF_SERVER = {
+    "error": "relative error of the server's update against the exact mean (0: it is the mean)",
+    "gauge drift": "relative change of the server's update when clients write the same uploads in other coordinates "
+    "of condition 10 (0: none)",
+    "error of factor averages": "relative error that averages of zero-padded factors have against the exact mean of "
+    "the same uploads, in the last round",
+}
+
+
+def scale(metric: str) -> str:
+    """ "log-loss in nats". metric: as a config or as scores have its name."""
+    return SCALES[score_name(metric)]
+
+
+def explained(which: str, metric: str | None) -> str:
+    """A number, as `Result.score` takes its name, in words with its unit. metric: as scores have it; None where nothing
+    was run: its name alone."""
+    number = parse_number(which)
+    if number.where == "server":
+        return _OF_SERVER[number.what]
+    if metric is None:
+        return which
+    if number.where == "rounds":
+        name = scale(metric).partition(" (")[0].removesuffix(" in nats")
+        return f"first evaluated round whose validation {name} reaches {number.amount:g}"
+    place = _WHERE[number.where]
+    if number.what == "mean of last":
+        return f"{scale(metric)} {place}, the mean of the last {int(number.amount)} evaluations"
+    if number.what == "largest drop":
+        return f"largest change for the worse of {scale(metric)} {place}, from one evaluation to the next"
+    if number.what == "jitter":
+        return f"standard deviation of the change of {scale(metric)} {place}, from one evaluation to the next"
+    return f"{scale(metric)} {place}, {_WHEN[number.what]}"
+
+
+def capital(words: str) -> str:
+    """As a sentence begins."""
+    return words[:1].upper() + words[1:]

@@ -1,0 +1,233 @@
+"""What an experiment is: a base configuration, axes of named changes to it, a learning-rate search, seeds, profiles.
+
+title, question, claims         words
+[run.*]                         tables of a run's configuration, common to all; relative paths start at this file
+[axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis. An
+                                empty table takes a table away that axes before it made: { privacy = {} }
+[tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
+[profiles.mini], .paper         seeds, further changes, and which labels of an axis are run
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+
+from fedlora.errors import ConfigError
+from fedlora.experiments.merger_settings import resolved
+from fedlora.experiments.scores import parse_number
+from fedlora.given_files import read_toml
+
+# What changes no score, and what a search would be judged by.
+NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
+Changes = dict[str, Any]
+Cell = Mapping[str, str]  # axis -> label
+
+
+class Part(BaseModel):
+    """A table of an experiment's file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Tune(Part):
+    """A search over one number, before the runs that count.
+
+    key: what is searched. values: what is tried; the best on validation is taken. over: the axes for whose labels the
+    best value is chosen. at: labels of other axes, to which the search is confined. seeds: of the search alone.
+    """
+
+    key: str = "train.lr"
+    values: Annotated[list[float], Field(min_length=1)]
+    over: list[str] = ["method"]
+    at: dict[str, str] = {}
+    seeds: list[int] = [1000]
+
+
+class Profile(Part):
+    """A scale to run at.
+
+    seeds: one run of each cell for each. set: further changes of the configuration; a cell's own win over them. axes:
+    axis -> the labels to run, in place of all. tune: values of the search, in place of the experiment's. metric: in
+    place of the experiment's. note: for the report.
+    """
+
+    seeds: Annotated[list[int], Field(min_length=1)]
+    set: Changes = {}
+    axes: dict[str, list[str]] = {}
+    tune: list[float] = []
+    metric: str | None = None
+    note: str = ""
+
+
+class Peace(Part):
+    """Where nothing is wrong. What a row loses there is its price (`prices`).
+
+    axis: the one of what goes wrong, no row axis. label: its label for nothing.
+    """
+
+    axis: str
+    label: str
+
+
+class Budgets(Part):
+    """What privacy costs (`budgets`), in an experiment of two axes.
+
+    axis: the one whose labels are budgets. none: its label without [privacy]. lines: the axis that gives a line each.
+    """
+
+    axis: str
+    none: str
+    lines: str
+
+
+class Experiment(Part):
+    """One experiment's file.
+
+    name: the file's, if it says nothing else. title, question: words for tables and the report. metric: the number that
+    is compared, such as "test, last". rows: the axes that are rows of its table; the labels of the first are compared.
+    columns: the axes that are columns; all others where there are none. reference: a label of the first row axis, which
+    the others are compared with. paper: its key in paper_numbers.toml. claims: names of claims in claims.toml, for
+    readers. run: the tables of a run's configuration, common to all; relative paths start at this file. axes: axis ->
+    label -> changes, as { "clients.alpha" = 0.1 }; an empty table takes a table away that an axis before it made. tune:
+    the search. profiles: scales to run at, by name. skip: combinations of labels that are no cell. peace: where nobody
+    attacks, for a table of what each row costs there beside what it saves elsewhere. budgets: for a table and a picture
+    of scores by epsilon. merged: an axis whose labels are no changes of the run but mergers of its uploads: one run
+    serves them all.
+    """
+
+    name: str
+    title: str
+    question: str
+    metric: str = "test, last"
+    rows: list[str] = ["method"]
+    columns: list[str] = []
+    reference: str | None = None
+    paper: str | None = None
+    claims: list[str] = []
+    run: dict[str, Any]
+    axes: dict[str, dict[str, Changes]]
+    tune: Tune | None = None
+    profiles: dict[str, Profile]
+    skip: list[dict[str, str]] = []
+    peace: Peace | None = None
+    budgets: Budgets | None = None
+    merged: str | None = None
+    _folder: Path | None = PrivateAttr(None)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where its relative paths start, the file's own. Its runs are then known by the content of what lies there.
+        None for a comparison, which has no file: its paths are absolute, and its runs are known by these."""
+        return self._folder
+
+    @property
+    def called(self) -> str:
+        """How a command names it: by its name where it lies in a folder `experiments`, else by its path."""
+        if self._folder is None or self._folder.name == "experiments":
+            return self.name
+        return str(self._folder / f"{self.name}.toml")
+
+    def profile(self, name: str) -> Profile:
+        """Raises `ConfigError` for one that the file does not have."""
+        if name not in self.profiles:
+            raise ConfigError(f"experiment {self.name} has no profile {name!r}; it has {', '.join(self.profiles)}.")
+        return self.profiles[name]
+
+    def of_first_seeds(self, profile: str, number: int) -> Experiment:
+        """The experiment with so many of the profile's seeds: those that its plan asks for."""
+        cut = self.profile(profile).model_copy(update={"seeds": self.profile(profile).seeds[:number]})
+        made = self.model_copy(update={"profiles": {**self.profiles, profile: cut}})
+        made._folder = self.folder  # private attributes are not of a model's fields
+        return made
+
+    def cells(self, profile: str) -> Iterator[Cell]:
+        """Every combination of labels that the profile runs."""
+        chosen = self.profile(profile).axes
+        labels = [[(axis, label) for label in chosen.get(axis, list(options))] for axis, options in self.axes.items()]
+        for combination in itertools.product(*labels):
+            cell = dict(combination)
+            if not self.skips(cell):
+                yield cell
+
+    def skips(self, cell: Cell) -> bool:
+        """Whether that combination of labels is no cell."""
+        return any(all(cell.get(axis) == label for axis, label in skipped.items()) for skipped in self.skip)
+
+
+def load_experiment(path: Path) -> Experiment:
+    """An experiment from its file.
+
+    Raises:
+        ConfigError: no such file, no TOML, or not an experiment, with a line for each thing wrong.
+    """
+    raw = read_toml(path, "the experiment")
+    try:
+        experiment = Experiment.model_validate({"name": path.stem, **raw})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"the experiment {path} is not one: {wrong}.") from error
+    _check_labels(experiment, path)
+    experiment._folder = path.parent
+    return experiment
+
+
+def load_all(folder: Path) -> list[Experiment]:
+    """Every experiment of the folder, by name."""
+    return [load_experiment(path) for path in sorted(folder.glob("*.toml")) if path.stem != "paper_numbers"]
+
+
+def _check_labels(experiment: Experiment, path: Path) -> None:
+    """Raises `ConfigError` where the file names what it does not have: nothing in it may be without effect."""
+    axes, tune = experiment.axes, experiment.tune
+
+    def refuse(what: str) -> None:
+        raise ConfigError(f"{path}: {what}")
+
+    def look(whose: str, axis: str, label: str) -> None:
+        if label not in axes.get(axis, {}):
+            refuse(f"{whose} names {axis} = {label!r}, which no axis has.")
+
+    for metric in [experiment.metric, *(profile.metric for profile in experiment.profiles.values())]:
+        if metric is not None:
+            parse_number(metric)
+    if not experiment.rows:
+        refuse("rows = [] names no axis; a table has at least one.")
+    for axis in [*experiment.rows, *experiment.columns, *(tune.over if tune else [])]:
+        if axis not in axes:
+            refuse(f"{axis!r} is no axis; there are {', '.join(axes)}.")
+    if experiment.reference is not None:
+        look("reference", experiment.rows[0], experiment.reference)
+    if experiment.merged is not None:
+        if experiment.merged not in axes:
+            refuse(f"merged = {experiment.merged!r} is no axis; there are {', '.join(axes)}.")
+        resolved(axes[experiment.merged])
+    if experiment.peace is not None:
+        look("peace", experiment.peace.axis, experiment.peace.label)
+        if experiment.reference is None or experiment.peace.axis == experiment.rows[0]:
+            refuse("peace asks what each row costs beside a reference: name one, and another axis than the first row.")
+    if experiment.budgets is not None:
+        budgets = experiment.budgets
+        look("budgets", budgets.axis, budgets.none)
+        if budgets.lines not in axes or {budgets.axis, budgets.lines} != {*axes}:
+            refuse(f"budgets has an axis and lines, which are two axes and all that there are; got {', '.join(axes)}.")
+    for name, profile in experiment.profiles.items():
+        for axis, labels in profile.axes.items():
+            for label in labels:
+                look(f"profile {name}", axis, label)
+        if len({*profile.seeds}) < len(profile.seeds):
+            refuse(f"profile {name} names a seed twice: {profile.seeds}.")
+        shared = sorted({*profile.seeds} & {*tune.seeds}) if tune and len(profile.tune or tune.values) > 1 else []
+        if shared:
+            refuse(f"seed {shared[0]} is both searched on and of profile {name}; keep the two apart.")
+    for skipped in experiment.skip:
+        for axis, label in skipped.items():
+            look("skip", axis, label)
+    for axis, label in (tune.at if tune else {}).items():
+        look("tune.at", axis, label)
+    if tune is not None and tune.key in NOT_TO_SEARCH:
+        refuse(f"tune.key = {tune.key!r}: that is no setting to search.")

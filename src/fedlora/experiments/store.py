@@ -1,0 +1,222 @@
+"""Where results are kept: a file for each experiment, a line for each finished run, sorted by digest.
+
+    results/NAME.jsonl      first what all runs of the file share, then a line a run: what is its own
+    results/failed.json     digest -> what failed by itself, of which commit, and the kind of error
+    results/plans/          how many seeds, and why (`seed_plan`)
+
+A run belongs to the experiment that made it first, and all that ask for its digest find it. Processes may gather into
+one folder at the same time: a lock is held while a file is read, changed and replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from fedlora.core import files
+from fedlora.errors import CheckpointError
+from fedlora.experiments.origin import made_by, noted
+from fedlora.experiments.result import History, Result, content, short_config
+from fedlora.runs.config import RunConfig
+from fedlora.runs.folder import RunFolder, plain
+
+FAILED = "failed.json"
+MERGERS = "mergers.json"  # in a run's folder: what `mergers` made of its uploads
+_LOCK = ".lock"
+
+
+def read_results(folder: Path) -> dict[str, Result]:
+    """Digest -> result, of all files there. A file is read again only when it has changed. Raises `CheckpointError` for
+    one that holds no results."""
+    found: dict[str, Result] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        seen = path.stat()
+        found |= _read(path, seen.st_mtime_ns, seen.st_size)
+    return found
+
+
+def gather(folder: Path, name: str, result: Result, *, rounded: bool = True) -> None:
+    """Add a run to NAME.jsonl, or put it in the place of what is there of it, keeping mergers that it lacks. rounded:
+    to six digits, which is more than a result has, and keeps small what is kept in a repository."""
+    with _locked(folder):
+        for path in sorted(folder.glob("*.jsonl")):
+            if (before := read_results_of(path).get(result.digest)) is not None:
+                name, result = path.stem, result.with_mergers_of(before)
+        path = folder / f"{name}.jsonl"
+        found = read_results_of(path) if path.is_file() else {}
+        files.write(path, as_lines({**found, result.digest: result}, rounded=rounded))
+
+
+def read_results_of(path: Path) -> Mapping[str, Result]:
+    """Those of one file, as `read_results`."""
+    seen = path.stat()
+    return _read(path, seen.st_mtime_ns, seen.st_size)
+
+
+def as_lines(results: Mapping[str, Result], *, rounded: bool = True) -> str:
+    """The content of a file: what all of these share, then each by its digest."""
+    told = [_shortest(results[digest]) for digest in sorted(results)]
+    each = [_rounded(one) for one in told] if rounded else told
+    shared = _shared(each)
+    lines = [{"shared": shared}, *(_without(one, shared) for one in each)]
+    return "".join(json.dumps(line, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
+
+
+def summarise(folder: RunFolder, config: RunConfig, wall_seconds: float = 0.0) -> Result:
+    """A finished run's folder as one result. config: as the run was planned, or as it is stored."""
+    summary, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
+    data = manifest["data"]
+    raw = plain(
+        {
+            **summary,
+            "digest": manifest["config_digest"],
+            "config": short_config(config),
+            "ranks": manifest["clients"],
+            "examples": {client: part["examples"] for client, part in data["train"].items() if "examples" in part},
+            "held_out": {part: data[part].get("examples", 0) for part in ("validation", "test")},
+            "data": data_of(data),
+            "categories": data["categories"],
+            "model": content(manifest["model"]["sha256"]),
+            "gauge_drift": summary.get("gauge_drift") or {},
+            "gauge_drift_as_sent": summary.get("gauge_drift_as_sent") or {},
+            "wall_seconds": round(wall_seconds, 1),
+            "versions": manifest["versions"] | {"python": manifest["python"]},
+            **_made(folder, manifest),
+            "mergers": folder.read_json(MERGERS) if (folder.path / MERGERS).is_file() else {},
+        }
+    )
+    return Result.model_validate({**raw, "history": History.of(plain(folder.metrics()))})
+
+
+def data_of(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Part of the data -> a digest of what a manifest says of it."""
+    return {part: content(facts[part]) for part in ("train", "validation", "test", "probes")}
+
+
+def _made(folder: RunFolder, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The commit that it began with, clean where that of every part is; the machine; and the parts."""
+    parts = noted(folder)
+    if not parts:
+        return {**made_by(manifest)}
+    first = parts[0]["commit"]
+    clean = all(part["commit"] is not None and part["commit"]["clean"] for part in parts)
+    commit = first and {**first, "clean": clean}
+    more = {"parts": parts} if len(parts) > 1 else {}
+    return {"commit": commit, "machine": parts[-1]["machine"], **more}
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def read_failed(folder: Path) -> dict[str, str]:
+    """Digest -> the kind of error, of runs that failed by themselves in a clean checkout."""
+    return {digest: told["error"] for digest, told in _failed(folder).items()}
+
+
+def note_failed(folder: Path, digest: str, told: Mapping[str, Any]) -> None:
+    """told: label, error (its kind), commit."""
+    _change_failed(folder, lambda found: {**found, digest: dict(told)})
+
+
+def forget_failed(folder: Path, digests: Collection[str]) -> None:
+    if not _failed(folder).keys().isdisjoint(digests):
+        _change_failed(folder, lambda found: {d: told for d, told in found.items() if d not in digests})
+
+
+def _failed(folder: Path) -> dict[str, Any]:
+    path = folder / FAILED
+    return dict(json.loads(path.read_bytes())) if path.is_file() else {}
+
+
+def _change_failed(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    with _locked(folder):
+        files.write(folder / FAILED, json.dumps(change(_failed(folder)), indent=1, sort_keys=True) + "\n")
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def _locked(folder: Path) -> FileLock:
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / _LOCK)
+
+
+@lru_cache(maxsize=64)  # of one version each: bounded, and a file that changed is another entry
+def _read(path: Path, changed: int, size: int) -> dict[str, Result]:
+    found = {}
+    try:
+        first, *lines = path.read_text(encoding="utf-8").splitlines()
+        shared = json.loads(first)["shared"]
+        for line in lines:
+            raw = _with(json.loads(line), shared)
+            raw["test"] = {"best": raw["test"]["last"], **raw["test"]}
+            found[raw["digest"]] = Result.model_validate(raw)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()
+        raise CheckpointError(
+            f"{path}, line {len(found) + 2}, is no result ({' '.join(why[:3])}). Restore the file (git), or take "
+            f"the line out: then its run is missing, and `fedlora experiment run` makes it again."
+        ) from error
+    return found
+
+
+def _shortest(result: Result) -> dict[str, Any]:
+    """What is not a default; a best round that is the last one has its scores once."""
+    told = result.model_dump(mode="json", exclude_defaults=True)
+    if result.test.best == result.test.last:
+        told["test"] = {"last": told["test"].get("last", {})}
+    return told
+
+
+def _shared(each: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is in all of them, alike; of tables their common part."""
+    first, others = (each[0], each[1:]) if each else ({}, [])
+    found: dict[str, Any] = {}
+    for key, value in first.items():
+        theirs = [other[key] for other in others if key in other]
+        if key == "digest" or len(theirs) < len(others):
+            continue
+        if all(value == other for other in theirs):
+            found[key] = value
+        elif all(isinstance(other, dict) for other in (value, *theirs)) and (inner := _shared([value, *theirs])):
+            found[key] = inner
+    return found
+
+
+def _without(value: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_with`."""
+    found = {}
+    for key, own in value.items():
+        if key not in shared:
+            found[key] = own
+        elif own != shared[key]:
+            found[key] = _without(own, shared[key])
+    return found
+
+
+def _with(own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(shared)
+    for key, value in own.items():
+        inner = shared.get(key)
+        found[key] = _with(value, inner) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    """To six digits, but for what a run or a merger is known by."""
+    if isinstance(value, Mapping):
+        return {key: item if key in ("config", "merger") else _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something, be it damaged: what cannot be read is not taken for nothing."""
+    return os.path.lexists(path)

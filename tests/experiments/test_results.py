@@ -1,0 +1,233 @@
+"""Results on disk: a file an experiment, a line a run; several processes gather; a frame for pandas. Kinds: property,
+oracle (by hand), hostile, end-to-end on real processes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedlora
+from fedlora.errors import CheckpointError
+from fedlora.experiments import store
+from fedlora.experiments.origin import note, noted
+from fedlora.experiments.plan import mains
+from fedlora.experiments.result import Result, short_config, whole_config
+from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.store import as_lines, gather, read_results, read_results_of
+from fedlora.runs.config import parse_config
+from fedlora.runs.folder import RunFolder
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.made_results import bare, stored, whole
+from support.small_world import make, small_world, where
+from support.training_data import classification, rows, save_encoder
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_stored_run_is_known_by_its_configuration() -> None:
+    """The identity that was written when it was run: the digest is computed anew from what differs from defaults."""
+    found = read_results(ROOT / "results")
+    assert len(found) == 410
+    for digest, result in found.items():
+        assert result.settings.digest() == digest and short_config(result.settings) == result.config
+
+
+def test_a_file_is_written_again_to_the_byte() -> None:
+    """What all runs share stands once; so nothing is lost or rounded twice where a run is added."""
+    for path in (ROOT / "results").glob("*.jsonl"):
+        assert as_lines(read_results_of(path)) == path.read_text(encoding="utf-8"), path.name
+    assert sum(p.stat().st_size for p in (ROOT / "results").rglob("*") if p.is_file()) < 1.2e6
+
+
+_TABLES: Any = st.recursive(
+    st.none() | st.integers(0, 2) | st.lists(st.integers(0, 1), max_size=2),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcd"), _TABLES, max_size=4), min_size=1, max_size=4))
+def test_what_is_shared_and_what_is_a_runs_own_are_the_whole(each: list[dict[str, Any]]) -> None:
+    shared = store._shared(each)
+    assert [store._with(store._without(one, shared), shared) for one in each] == each
+
+
+def test_six_digits_are_kept_and_all_of_what_a_run_is_known_by(tmp_path: Path) -> None:
+    config = parse_config({"model": {"path": "m"}, "data": {"train": "x.csv"}, "train": {"lr": 0.00123456789}})
+    gather(tmp_path, "e", bare(config.digest(), config=short_config(config), wall_seconds=1 / 3))
+    (found,) = read_results(tmp_path).values()
+    assert found.wall_seconds == 0.333333 and found.settings == config
+    assert whole_config(json.loads((tmp_path / "e.jsonl").read_text().splitlines()[0])["shared"]["config"]) == config
+
+
+def test_rounds_stand_in_columns_and_come_back(tmp_path: Path) -> None:
+    """A client that a round did not ask is no client that diverged, and an evaluation without a number is one."""
+    lines = [
+        {"round": 1, "metrics": {}, "losses": {"a": 0.5, "b": None}, "padded_error": 0.1, "server_rank": 4},
+        {"round": 2, "metrics": {"loss": None, "accuracy": 0.5}, "losses": {"a": 0.4}, "padded_error": None,
+         "server_rank": 4},
+    ]  # fmt: skip
+    gather(tmp_path, "e", bare("x", lines, best_round=2))
+    history = read_results(tmp_path)["x"].history
+    assert [history.losses_of(t) for t in (1, 2)] == [{"a": 0.5, "b": None}, {"a": 0.4}]
+    assert (history.evaluated, history.scores_of(1), history.scores_of(2)) == ([2], {}, lines[1]["metrics"])
+
+
+def test_a_run_belongs_to_one_file_and_keeps_its_mergers(tmp_path: Path) -> None:
+    """Asked by a second experiment, with another merger: it is found where it is, and has both."""
+    mergers = [{"m": {"merger": {"name": name}, "test": {"accuracy": 0.5}}} for name in ("glora", "svd")]
+    for name, one in zip(("first", "second"), mergers, strict=True):
+        gather(tmp_path, name, bare("x", mergers=one))
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == ["first.jsonl"]
+    found = read_results(tmp_path)["x"]
+    assert all(found.merged("m", {"name": name}) is not None for name in ("glora", "svd"))
+
+
+def _gather_some(folder: Path, start: int) -> None:
+    for k in range(start, start + 10):
+        gather(folder, "e", bare(f"{k:02d}"))
+
+
+def test_processes_that_gather_at_once_lose_nothing(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_gather_some, [tmp_path] * 3, (0, 10, 20)))
+    assert sorted(read_results(tmp_path)) == [f"{k:02d}" for k in range(30)]
+
+
+def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
+    gather(tmp_path, "e", bare("x"))
+    first = read_results(tmp_path)["x"]
+    assert read_results(tmp_path)["x"] is first
+    gather(tmp_path, "e", bare("y"))
+    assert set(read_results(tmp_path)) == {"x", "y"}
+
+
+@pytest.mark.parametrize("line", [b"{", b"[1]", b'{"rounds": 2}', b'{"digest": 5}', b"\xff"])
+def test_a_line_that_is_no_result_is_named(tmp_path: Path, line: bytes) -> None:
+    gather(tmp_path, "e", bare("x"))
+    path = tmp_path / "e.jsonl"
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(CheckpointError, match=r"e.jsonl, line \d") as refused:
+        read_results(tmp_path)
+    assert "git" in str(refused.value)
+
+
+def test_the_frame_has_a_row_a_run_and_one_a_round(tmp_path: Path) -> None:
+    """By hand: eight runs of two methods, loss 0.6 + a hundredth of the seed, of `new` 0.1 less and a little noise."""
+    place = small_world(tmp_path / "place")
+    make(place, "mini")
+    runs = fedlora.results(place / "results")
+    mini = runs[runs.seed < 10]
+    assert len(mini) == 8 and set(mini.method) == {"fedit", "glora"}
+    assert mini[mini.method == "fedit"].sort_values("seed")["test, last"].tolist() == pytest.approx(
+        [0.60, 0.61, 0.62, 0.63]
+    )
+    rounds = fedlora.results(place / "results" / "made.jsonl", by_round=True)
+    one = rounds[(rounds.digest == mini.digest.iloc[0]) & (rounds.metric == "loss")]
+    assert list(one["round"]) == [1, 2] and set(rounds.metric) == {"loss", "accuracy", "training loss"}
+    with pytest.raises(FileNotFoundError, match="no results"):
+        fedlora.results(tmp_path)
+
+
+def test_the_long_format_and_latex(tmp_path: Path) -> None:
+    from support.command_line import invoke
+
+    place = small_world(tmp_path / "place")
+    make(place, "mini")
+    long = invoke("experiment", "table", "small", "--format", "long", *where(place, "work")).stdout.splitlines()
+    assert long[0] == "setup,method,seed,round,metric,value" and len(long) == 1 + 8 * 2 * 2
+    latex = invoke("experiment", "table", "small", "--format", "latex", *where(place, "work")).stdout
+    assert r"\begin{tabular}{llrr}" in latex and r"0.6150 $\pm$ 0.0129 \\" in latex
+
+
+# ---- which code made a run -------------------------------------------------------------------------------------------
+
+A, B = ({"id": letter * 40, "clean": clean} for letter, clean in (("a", True), ("b", False)))
+
+
+def manifest(commit: object) -> dict[str, Any]:
+    return {"commit": commit, "device": "cpu", "threads": 1, "config_digest": "x", "data": {}}
+
+
+def test_a_run_that_goes_on_with_other_code_has_both_and_what_was_not_kept_is_dropped(tmp_path: Path) -> None:
+    """Noted before anything is computed; the same code again is no further part; without a checkpoint all is redone."""
+    folder = RunFolder(tmp_path / "run")
+    for commit in (A, A, B):
+        note(folder, manifest(commit))
+    assert [part["commit"] for part in noted(folder)] == [B], "nothing was kept: all of it is B's"
+    note(folder, manifest(A))
+    folder.create("{}", manifest(A))
+    folder.append_metrics({"round": 1}, "")
+    folder.checkpoints.mkdir()
+    (folder.checkpoints / f"round-00001.{'0' * 16}.safetensors").write_bytes(b"")
+    note(folder, manifest(B))
+    note(folder, manifest(B))
+    assert [(part["after"], part["commit"]) for part in noted(folder)] == [(0, A), (1, B)]
+
+
+# ---- two processes on one folder -------------------------------------------------------------------------------------
+
+TWO = """
+title = "Two"
+question = "?"
+[run.model]
+path = "model"
+[run.data]
+train = "mine.jsonl"
+max_length = 16
+[run.clients]
+count = 2
+ranks = [2]
+partition = "iid"
+[run.train]
+steps = 1
+batch_size = 4
+[run.run]
+rounds = 1
+threads = 1
+[axes.method]
+FedIT = { "method.name" = "fedit" }
+GLoRA = { "method.name" = "glora" }
+[tune]
+values = [1e-3, 1e-2]
+seeds = [7]
+[profiles.mini]
+seeds = [0]
+"""
+
+
+def test_two_processes_on_one_folder_share_the_runs_and_both_end_well(tmp_path: Path) -> None:
+    """Four runs of the search and two that it decides; each is made once, and each process ends with 0."""
+    save_encoder(tmp_path / "model")
+    (tmp_path / "mine.jsonl").write_text(rows(classification(60, 0)))
+    (tmp_path / "two.toml").write_text(TWO)
+    command = [sys.executable, "-m", "fedlora", "experiment", "run", str(tmp_path / "two.toml")]
+    command += ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [one.communicate(timeout=600)[1] for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    found: dict[str, Result] = {**read_results(tmp_path / "results"), **read_results(tmp_path / "work" / "unclean")}
+    assert len(found) == 6
+    experiment = load_experiment(tmp_path / "two.toml")
+    assert all(run.result(found) is not None for run in mains(experiment, "mini", found))
+    done = [line for text in said for line in text.splitlines() if " done, " in line]
+    assert done and all("two: " in line for line in done), "a line a run where no bar is seen"
+
+
+def test_made_results_are_whole(tmp_path: Path) -> None:
+    """The support of these tests: what it makes is read back as it was made."""
+    place = small_world(tmp_path / "place")
+    (run, *_) = mains(load_experiment(place / "experiments" / "small.toml"), "mini", {})
+    made = stored(whole(run, "loss", {"loss": 0.5}))
+    gather(tmp_path / "r", "e", made)
+    assert read_results(tmp_path / "r")[run.digest] == made
