@@ -29,8 +29,8 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
     """64 hexadecimal digits, the same for each start of one run, and for it at any place and of any length.
 
     Args:
-        facts: a manifest's model, code, data and threads. secret: of a private run, so that nobody can confirm a guess of
-            its data by this digest.
+        facts: a manifest's model, code, data and threads. secret: of a private run, so that nobody can confirm a
+            guess of its data by this digest.
     """
     lasting = {}
     for table, keys in config.model_dump(mode="json", exclude_defaults=True).items():
