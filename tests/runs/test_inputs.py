@@ -235,7 +235,7 @@ def test_a_changed_input_is_named_by_whatever_goes_on(
     assert lacks(restored) == 1
 
 
-def test_what_no_loader_reads_does_not_matter(restored: Path, main: Callable[..., Said], undrawn: None) -> None:
+def test_what_no_loader_reads_does_not_matter(restored: Path, main: Callable[..., Said]) -> None:
     for file, change in HARMLESS.values():
         change(restored / file)
     for command, words in GOES_ON.items():
@@ -243,16 +243,14 @@ def test_what_no_loader_reads_does_not_matter(restored: Path, main: Callable[...
     assert lacks(restored) == 0
 
 
-def test_what_is_gone_is_said_once_and_the_result_is_shown(
-    restored: Path, main: Callable[..., Said], undrawn: None
-) -> None:
+def test_what_is_gone_is_said_once_and_the_result_is_shown(restored: Path, main: Callable[..., Said]) -> None:
     (restored / "train.jsonl").unlink()
     for words in (GOES_ON["run, finished"], GOES_ON["compare, nothing left"]):
         said = main(*words)
         assert said.code == 0 and said.err.count("train.jsonl") == 1
 
 
-def test_a_search_on_another_model_chooses_nothing(restored: Path, main: Callable[..., Said], undrawn: None) -> None:
+def test_a_search_on_another_model_chooses_nothing(restored: Path, main: Callable[..., Said]) -> None:
     """The compared runs are gone, and those of the search are there: asked before anything is trained."""
     words = ["--tune", "train.lr=1e-3,1e-2"]
     invoke(*compare("svd", *words, "--resume"))
