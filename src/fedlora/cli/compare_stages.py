@@ -197,6 +197,10 @@ def _drawing(experiment: Experiment, found: Found, kept: ComparedRuns, ran: Ran)
         stem = Path(PICTURE).stem if whole else "-".join([Path(PICTURE).stem, *sorted(mine)])[:200]
         asked = experiment.model_copy(update={"reference": found.reference})
         panels = dots(asked, PROFILE, found.results, ran.given_up)
-        return plot_comparison(found.runs, panels, order, [kept.work / f"{stem}.pdf", kept.work / f"{stem}.png"])
+        files = [kept.work / f"{stem}.pdf", kept.work / f"{stem}.png"]
+        made = plot_comparison(found.runs, panels, found.which, order, files)
+        if not made:
+            notes.print("no picture: one seed and one evaluated round; add --seeds 0:8, or rounds", markup=False)
+        return made
 
     return draw

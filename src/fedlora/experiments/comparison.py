@@ -7,12 +7,17 @@ OUT/results.jsonl                       the finished runs (`fedlora.results`)
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from fedlora.core import echo, files
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError, counted
@@ -21,7 +26,7 @@ from fedlora.experiments.plan import PlannedRun, check_number
 from fedlora.experiments.result import Result
 from fedlora.experiments.runner import Places, failure_report
 from fedlora.experiments.spec import Experiment, Profile, Tune
-from fedlora.experiments.store import gather, read_results
+from fedlora.experiments.store import gather, summarise
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.inputs import differing
@@ -107,6 +112,11 @@ class ComparedRuns(Places):
             return named
         return next((folder for folder in self.folders() if _digest(folder) == run.digest), named)
 
+    def lock(self, run: PlannedRun) -> FileLock:
+        """Outside of OUT, which stays as it was where nothing can run."""
+        place = hashlib.sha256(str(self.work.resolve()).encode()).hexdigest()[:16]
+        return FileLock(Path(tempfile.gettempdir()) / f"fedlora-{place}-{run.digest}.lock")
+
     def classes(self, run: PlannedRun) -> tuple[str, ...]:
         """Also of another run on the same data, with which this one is compared."""
         data = json.loads(run.config.canonical())["data"]
@@ -129,7 +139,7 @@ class ComparedRuns(Places):
         if not self.work.is_dir() or next(self.folders(), None) is not None:
             return
         found = sorted(os.listdir(self.work))
-        theirs = [name for name in found if name not in {_FAILURES, ".locks", *map(folder_name, methods)}]
+        theirs = [name for name in found if name not in {_FAILURES, *map(folder_name, methods)}]
         if theirs:
             entries = counted(len(found), "entry", "entries")
             raise ConfigError(
@@ -139,15 +149,21 @@ class ComparedRuns(Places):
             )
 
     def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
-        """Digest -> result of every finished run whose folder is whole. `unclean` makes no difference."""
-        there = {_digest(folder) for folder in self.folders() if folder.finished() and folder.whole()}
-        return {digest: result for digest, result in read_results(self.results).items() if digest in there}
+        """Digest -> result of every finished run: its folder is its result. `unclean` makes no difference."""
+        found: dict[str, Result] = {}
+        for folder in self.folders():
+            if folder.finished() and (told := _summarised(folder)) is not None:
+                found.setdefault(told.digest, told)
+        return found
 
     def done(self, run: PlannedRun) -> bool:
-        return self.folder(run).finished() and run.digest in read_results(self.results)
+        folder = self.folder(run)
+        with suppress(CheckpointError):  # what is damaged is not done: its run says what is wrong
+            return folder.finished() and folder.whole()
+        return False
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
-        gather(self.results, RESULTS, self.summary(run, wall_seconds), rounded=False)
+        gather(self.results, RESULTS, self.summary(run, wall_seconds))
         self.failure(run).unlink(missing_ok=True)
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
@@ -198,6 +214,20 @@ def check_alike(runs: Sequence[PlannedRun], places: ComparedRuns) -> None:
 def folder_name(label: str) -> str:
     """A label as the name of a folder."""
     return label.replace(" ", "_").replace(":", ".").replace("/", "-")
+
+
+def _summarised(folder: RunFolder) -> Result | None:
+    """A finished run's result; None where a part of it is gone, so that the run has to make it again."""
+    try:
+        if _digest(folder) is None or not folder.whole():
+            return None
+        return summarise(folder, RunConfig.model_validate(folder.read_json("config.json")))
+    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
+        why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"the finished run in {folder.path} cannot be read ({why.rstrip('.')}). Delete that folder, and --resume "
+            f"runs it again."
+        ) from error
 
 
 def _digest(folder: RunFolder) -> str | None:

@@ -164,12 +164,13 @@ def draw_curves(axis: Any, panel: Panel, labels: Sequence[str], against: str | N
     told apart from that one where its band leaves it out; else the mean's standard error.
     """
     curves = {label: _by_round(by_seed) for label, by_seed in panel.lines.items()}
-    for label, curve in curves.items():
+    for place, (label, curve) in enumerate(curves.items()):
         colour, style = line_style(labels.index(label))
         rounds = sorted(set.intersection(*(set(each) for each in curve.values())))
         means = [fmean(each[t] for each in curve.values()) for t in rounds]
         marker = "o" if len(rounds) < 8 else ""
-        axis.plot(rounds, means, style, color=colour, label=label, linewidth=1.8, marker=marker, markersize=3.5)
+        wide = max(1.6, 3.4 - 0.4 * place)  # where two coincide, both are seen
+        axis.plot(rounds, means, style, color=colour, label=label, linewidth=wide, marker=marker, markersize=3.5)
         if len(panel.lines) <= _BANDS and label != against:
             reference = (
                 curves.get(against or "", {}) if against else {seed: dict.fromkeys(rounds, 0.0) for seed in curve}
@@ -646,19 +647,21 @@ def _ends_of(cells: Sequence[Budget], score: str) -> tuple[list[float], list[flo
 
 
 def plot_comparison(
-    runs: Mapping[str, Mapping[int, Result]], panels: Sequence[Dots], order: Sequence[str], paths: Sequence[Path]
+    runs: Mapping[str, Mapping[int, Result]],
+    panels: Sequence[Dots],
+    which: str,
+    order: Sequence[str],
+    paths: Sequence[Path],
 ) -> list[Path]:
     """Curves, where methods were evaluated after several rounds, above the differences to the reference, where there
-    are several seeds. runs: label -> seed -> result. panels: as `dots_of` gives them. order: all labels, which give the
-    colours. paths: a file each, in the format of its name.
-
-    Raises:
-        ConfigError: one seed and one evaluation: there is nothing to draw.
+    are several seeds. runs: label -> seed -> result. panels: of `dots`, of the number `which`. order: all labels,
+    which give the colours. paths: a file each, in the format of its name. Of one seed and one evaluated round nothing
+    is drawn.
     """
     curves = {label: each for label, each in runs.items() if all(len(r.history.evaluated) > 1 for r in each.values())}
     shown = [panel for panel in panels if panel.rows]
     if not curves and not shown:
-        raise ConfigError("one seed and one evaluated round are no picture. Add --seeds 0:8, or more rounds.")
+        return []
     heights = [4.2] * bool(curves) + [1.2 + 0.36 * len(panel.rows) for panel in shown]
     figure: Figure
     with drawn(13):
@@ -679,7 +682,7 @@ def plot_comparison(
         for axis, panel in zip(column, shown, strict=True):
             draw_dots(axis, panel, reach([panel]))
             axis.set_title("difference paired by seed, 95 % interval; hollow: zero inside")
-            axis.set_xlabel(f"better than {panel.label} by, {scale(panel.metric)} ({panel.title})")
+            axis.set_xlabel(f"better than {panel.label} by, {scale(panel.metric)} ({which})")
         if attacks := attacks_of([each.settings.model_dump() for by in runs.values() for each in by.values()]):
             under_attack(figure, "; ".join(attacks))
         return saved_all(figure, paths)

@@ -5,11 +5,13 @@ And what is known of them before they start: what cannot be run, and which resul
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -295,7 +297,8 @@ def _configured(
         _apply(raw, {"run.seed": seed})
         if value is not None and experiment.tune is not None:
             _apply(raw, {experiment.tune.key: value})
-        config = parse_config(simulated(raw))
+        text = json.dumps(simulated(raw), default=str)
+        config, digest = _parsed(text)
         files: Mapping[str, str] = {}
         if experiment.folder is not None:
             config = with_ledger(located(config, experiment.folder), LEDGER)
@@ -306,7 +309,13 @@ def _configured(
         _check_number_key(config, experiment.tune.key, where)
     if experiment.merged is not None:
         check_run(config, where)
-    return config, digest_of(config, files), files
+    return config, digest_of(config, files) if files else digest, files
+
+
+@lru_cache(maxsize=4096)  # tables, pages and verdicts plan the same runs again and again
+def _parsed(text: str) -> tuple[RunConfig, str]:
+    config = parse_config(json.loads(text))
+    return config, config.digest()
 
 
 def _check_number_key(config: RunConfig, key: str, where: str) -> None:
@@ -356,9 +365,8 @@ def unfit(config: RunConfig) -> str | None:
     try:
         server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
         names = [str(k) for k in range(clients_of(config))]
-        ranks = (
-            {r for r in config.clients.assigned(names, config.run.seed).values() if isinstance(r, int)} if names else []
-        )
+        assigned = config.clients.assigned(names, config.run.seed) if names else {}
+        ranks = {of.attention for of in assigned.values()}
         if ranks:  # a model of one square matrix says whether the method serves them
             size = max(ranks)
             state = server.init(Adapter({"any": LoRA(torch.zeros(size, size), torch.eye(size))}))

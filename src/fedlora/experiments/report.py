@@ -6,7 +6,7 @@ those of `decisions` and `tables`; nothing here is computed but for the pictures
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -87,22 +87,11 @@ def write_report(
 
     printed, failed = _paper_numbers(paper), failed or {}
     claims, families = decided or (None, [])
-    waiting = {one.family.experiment for one in families if not one.complete}
-    wanted = {(one.family.experiment, one.family.profile): one.wanted for one in families}
     sections: list[dict[str, Any]] = []
     shown_runs: dict[str, Result] = {}
-    for experiment in experiments:
-        for name in experiment.profiles:
-            if experiment.name in waiting or (claims is not None and name in claims.pilots(experiment.name)):
-                continue
-            if name != profile and (profile != "mini" or name == "paper"):
-                continue
-            seeds = wanted.get((experiment.name, name))
-            cut = experiment if seeds is None else experiment.of_first_seeds(name, seeds)
-            runs = mains(cut, name, results, failed)
-            found = {r.digest: results[r.digest] for r in runs if r.digest in results}
-            if not found or not found.keys().isdisjoint(awaited):
-                continue
+    for cut, name in _shown(experiments, profile, claims, families):
+        found = {r.digest: results[r.digest] for r in mains(cut, name, results, failed) if r.digest in results}
+        if found and found.keys().isdisjoint(awaited):
             shown_runs |= found
             sections.append(section(cut, name, results, printed, failed))
     if not sections and not families:
@@ -122,6 +111,20 @@ def write_report(
         machines=sorted({(part.machine or r.machine).words for r in shown_runs.values() for part in r.made}),
     )
     files.write(path, html)
+
+
+def _shown(
+    experiments: Sequence[Experiment], profile: str, claims: Claims | None, families: Sequence[Answers]
+) -> Iterator[tuple[Experiment, str]]:
+    """Each experiment, with the seeds of its plan where it has one, and its profiles that are shown."""
+    waiting = {one.family.experiment for one in families if not one.complete}
+    wanted = {(one.family.experiment, one.family.profile): one.wanted for one in families}
+    for experiment in experiments:
+        pilots = set() if claims is None else claims.pilots(experiment.name)
+        for name in experiment.profiles if experiment.name not in waiting else ():
+            if name not in pilots and (name == profile or (profile == "mini" and name != "paper")):
+                seeds = wanted.get((experiment.name, name))
+                yield (experiment if seeds is None else experiment.of_first_seeds(name, seeds)), name
 
 
 def _paper_numbers(path: Path) -> Mapping[str, Any]:

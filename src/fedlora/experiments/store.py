@@ -36,33 +36,30 @@ def read_results(folder: Path) -> dict[str, Result]:
     one that holds no results."""
     found: dict[str, Result] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        seen = path.stat()
-        found |= _read(path, seen.st_mtime_ns, seen.st_size)
+        found |= read_results_of(path)
     return found
 
 
-def gather(folder: Path, name: str, result: Result, *, rounded: bool = True) -> None:
-    """Add a run to NAME.jsonl, or put it in the place of what is there of it, keeping mergers that it lacks. rounded:
-    to six digits, which is more than a result has, and keeps small what is kept in a repository."""
+def gather(folder: Path, name: str, result: Result) -> None:
+    """Add a run to NAME.jsonl, or put it in the place of what is there of it, keeping mergers that it lacks."""
     with _locked(folder):
         for path in sorted(folder.glob("*.jsonl")):
             if (before := read_results_of(path).get(result.digest)) is not None:
                 name, result = path.stem, result.with_mergers_of(before)
         path = folder / f"{name}.jsonl"
         found = read_results_of(path) if path.is_file() else {}
-        files.write(path, as_lines({**found, result.digest: result}, rounded=rounded))
+        files.write(path, as_lines({**found, result.digest: result}))
 
 
 def read_results_of(path: Path) -> Mapping[str, Result]:
     """Those of one file, as `read_results`."""
     seen = path.stat()
-    return _read(path, seen.st_mtime_ns, seen.st_size)
+    return _read(path, (seen.st_mtime_ns, seen.st_size, seen.st_ino))
 
 
-def as_lines(results: Mapping[str, Result], *, rounded: bool = True) -> str:
+def as_lines(results: Mapping[str, Result]) -> str:
     """The content of a file: what all of these share, then each by its digest."""
-    told = [_shortest(results[digest]) for digest in sorted(results)]
-    each = [_rounded(one) for one in told] if rounded else told
+    each = [_rounded(_shortest(results[digest])) for digest in sorted(results)]
     shared = _shared(each)
     lines = [{"shared": shared}, *(_without(one, shared) for one in each)]
     return "".join(json.dumps(line, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
@@ -148,7 +145,7 @@ def _locked(folder: Path) -> FileLock:
 
 
 @lru_cache(maxsize=64)  # of one version each: bounded, and a file that changed is another entry
-def _read(path: Path, changed: int, size: int) -> dict[str, Result]:
+def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
     found = {}
     try:
         first, *lines = path.read_text(encoding="utf-8").splitlines()
@@ -209,7 +206,7 @@ def _with(own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """To six digits, but for what a run or a merger is known by."""
+    """Six digits are more than a result has, and keep the files small. What a run or a merger is known by stays."""
     if isinstance(value, Mapping):
         return {key: item if key in ("config", "merger") else _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
